@@ -1,0 +1,54 @@
+# `make` lists the targets. Everything runs in .venv, which the first target that needs it sets up.
+
+PYTHON ?= python3
+SEEDS ?= 5000
+BIN := .venv/bin
+READY := .venv/.ready
+FIRST_RUN := runs/first
+TYPED := $(wildcard src tests benchmarks examples)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup check format test train swarm bench-core clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(READY) ## create .venv and install Atoll with its development tools
+
+$(READY): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "Atoll needs Python 3.11 or newer, and '$(PYTHON)' was not found. Name one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Atoll needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) -V 2>&1). Name another: make PYTHON=python3.12" >&2; exit 1; }
+	@echo "set-up: creating .venv with $$($(PYTHON) -V)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "set-up: installing atoll[dev] with the versions of constraints.txt"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+check: $(READY) ## style, types and import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(TYPED)
+	$(BIN)/lint-imports --no-logo
+
+format: $(READY) ## let ruff repair what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: check ## set-up, all checks, all tests
+	$(BIN)/pytest -n 2
+
+train: $(READY) ## the main job; today on a virtual clock
+	@rm -rf $(FIRST_RUN)
+	$(BIN)/atoll simulate --learners 4 --chips 4096 --days 0.02 --tape $(FIRST_RUN) --seed 0
+	$(BIN)/atoll check $(FIRST_RUN)
+	@echo "This was the protocol on a virtual clock: four learners, one syncer, no tensors. Training of tensors arrives with a later release."
+
+swarm: $(READY) ## hostile worlds by seed; SEEDS=5000 of them
+	$(BIN)/atoll swarm --seeds $(SEEDS)
+
+bench-core: $(READY) ## events per second of the core, speed of the simulator
+	$(BIN)/python benchmarks/bench_core.py
+
+clean: ## remove .venv, caches, builds and the first run
+	rm -rf .venv build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache $(FIRST_RUN)
+	find src tests $(wildcard benchmarks examples) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,141 @@
+"""`atoll check`: every invariant checker over the tapes of a run."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from atoll.commands.output import ExitCode, JsonOption, complain, print_json
+from atoll.commands.progress import reading
+from atoll.commands.story import RunArgument, as_fields, indented
+
+if TYPE_CHECKING:
+    from atoll.core.causality import Missing
+    from atoll.core.story import Line
+    from atoll.core.tape import Entry
+    from atoll.sim.checkers import Checker, Violation
+    from atoll.tape_files import RunTapes
+
+EXAMPLE = "atoll check runs/first"
+
+
+class Verdict(NamedTuple):
+    """What the checkers found. `finished`: the run came to its end, so its last checks were made too."""
+
+    entries: int
+    finished: bool
+    missing: list[Missing]
+    violation: Violation | None
+
+
+def run(
+    run: RunArgument,
+    last: Annotated[int, typer.Option("--last", min=1, help="Lines of the story of a violation.")] = 40,
+    as_json: JsonOption = False,
+) -> None:
+    """Check every invariant over the tapes of a run; tell the story of the first violation."""
+    from atoll.sim.checkers import all_checkers
+    from atoll.tape_files import RunTapes
+
+    tapes = RunTapes(run)
+    checkers = all_checkers(tapes.config)
+    verdict = judge(tapes, checkers)
+    lines = [] if verdict.violation is None else story_of(tapes, verdict.violation, last)
+    if as_json:
+        print_json(_fields(tapes, checkers, verdict, lines))
+    else:
+        _show(tapes, checkers, verdict, lines)
+    if verdict.violation is not None:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def judge(tapes: RunTapes, checkers: Sequence[Checker]) -> Verdict:
+    """Show every entry to every checker, in an order in which causes come first."""
+    from atoll.core.protocol import Halt
+    from atoll.core.types import SYNCER
+    from atoll.sim.checkers import Violation, Watch
+
+    watch = Watch(checkers)
+    missing: list[Missing] = []
+    entries = 0
+    finished = False
+    with reading("checking", tapes) as watched:
+        try:
+            for entry in watched(tapes.merged(missing.append)):
+                entries += 1
+                if entry.tick == 1:
+                    watch.started(entry.actor, tapes.readers[entry.actor].header.restored)
+                watch.observe(entry)
+                if entry.actor.learner == SYNCER and any(
+                    type(effect) is Halt and effect.reason.code == "finish-done" for effect in entry.effects
+                ):
+                    finished = True
+            if finished:
+                watch.finish()
+        except Violation as violation:
+            return Verdict(entries, finished, missing, violation)
+    return Verdict(entries, finished, missing, None)
+
+
+def story_of(tapes: RunTapes, violation: Violation, last: int) -> list[Line]:
+    """The story of whom it concerns, up to the entry at which it was seen."""
+    from atoll.core.story import story
+
+    subject = violation.subject or ("run", 0)
+    return list(deque(story(_up_to(tapes.merged(), violation.entry), subject, tapes.config), maxlen=last))
+
+
+def _up_to(entries: Iterator[Entry], end: Entry | None) -> Iterator[Entry]:
+    for entry in entries:
+        yield entry
+        if end is not None and (entry.actor, entry.tick) == (end.actor, end.tick):
+            return
+
+
+def _fields(tapes: RunTapes, checkers: Sequence[Checker], verdict: Verdict, lines: Sequence[Line]) -> dict[str, object]:
+    violation = verdict.violation
+    fields: dict[str, object] = {
+        "tapes": len(tapes.readers),
+        "entries": verdict.entries,
+        "checkers": [checker.name for checker in checkers],
+        "finished": verdict.finished,
+        "truncated": [path.name for path in tapes.truncated()],
+        "unstarted": [path.name for path in tapes.unstarted],
+        "missing": [str(missing) for missing in verdict.missing],
+        "violation": None,
+    }
+    if violation is not None:
+        entry = violation.entry
+        fields["violation"] = {
+            "checker": violation.checker,
+            "sentence": violation.sentence,
+            "subject": violation.subject and list(violation.subject),
+            "at": None if entry is None else entry.at,
+            "actor": None if entry is None else str(entry.actor),
+            "tick": None if entry is None else entry.tick,
+            "story": [as_fields(line) for line in lines],
+        }
+    return fields
+
+
+def _show(tapes: RunTapes, checkers: Sequence[Checker], verdict: Verdict, lines: Sequence[Line]) -> None:
+    from atoll.core.story import shown
+
+    if verdict.missing:
+        complain(f"{len(verdict.missing)} entries have no cause on any tape; the first: {verdict.missing[0]}")
+    violation = verdict.violation
+    seen = f"{len(tapes.readers)} tapes, {verdict.entries:,} entries, {len(checkers)} checkers"
+    if violation is None:
+        rest = "" if verdict.finished else "; the run has not finished, so what must hold at its end was not asked"
+        print(f"{seen}: no violation{rest}")
+        return
+    print(f"{seen}: a violation")
+    print(f"{violation.checker}: {violation.sentence}")
+    if violation.entry is not None:
+        print(f"seen at {violation.entry.at:.3f} s on the tape of {violation.entry.actor}, tick {violation.entry.tick}")
+    print(f"the story of {shown(violation.subject or ('run', 0))}:")
+    for line in lines:
+        print(indented(line))

@@ -1,0 +1,111 @@
+"""The decisions, as pure functions of numbers: each returns what to do and the sentence that says why."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from atoll.core.reasons import Reason, because
+from atoll.core.types import Limits, RunConfig
+
+
+class Estimate:
+    """Exponential moving average of a duration and of its deviation (the estimator of TCP's retransmission timer).
+
+    >>> e = Estimate()
+    >>> for x in (1.0, 1.0, 1.0):
+    ...     e.add(x)
+    >>> e.mean
+    1.0
+    """
+
+    __slots__ = ("count", "deviation", "mean")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean = 0.0
+        self.deviation = 0.0
+
+    def add(self, sample: float) -> None:
+        if self.count == 0:
+            self.mean = sample
+            self.deviation = sample / 2
+        else:
+            error = sample - self.mean
+            self.mean += error / 8
+            self.deviation += (abs(error) - self.deviation) / 4
+        self.count += 1
+
+    def high(self) -> float:
+        """A duration that is exceeded only rarely."""
+        return self.mean + 4 * self.deviation
+
+
+def patience(estimate: Estimate, factor: float, limits: Limits) -> float:
+    """How long to wait for something whose duration was measured: `factor` times its high value, within the limits."""
+    if estimate.count == 0:
+        return limits.first_wait_s
+    return min(max(factor * estimate.high(), limits.least_wait_s), limits.most_wait_s)
+
+
+def backoff_s(tries: int, spread: int, limits: Limits) -> float:
+    """Doubling delay with a spread of up to a quarter that differs by learner, so that a crowd does not return at once.
+
+    The spread comes from an id and not from chance: a core draws nothing.
+    """
+    base = min(limits.backoff_first_s * 2.0 ** min(tries, 30), limits.backoff_most_s)
+    return base * (1 + (spread * 2654435761 + tries * 40503) % 1024 / 4096)
+
+
+class Grace(NamedTuple):
+    window_s: float
+    reason: Reason
+
+
+def grace_window(config: RunConfig, contributions: int, step: Estimate, quorum: Estimate, sync: Estimate) -> Grace:
+    """Eq. 3: slack = tau * xi_step - (xi_quorum + xi_sync); grace = min(gamma * max(slack, 0), xi_step).
+
+    Zero until all three averages are known.
+    """
+    if config.grace_margin == 0:
+        return Grace(0.0, Reason("grace-off", (contributions,)))
+    if not (step.count and quorum.count and sync.count):
+        return Grace(0.0, Reason("grace-unmeasured", (contributions,)))
+    slack = config.overlap_steps * step.mean - (quorum.mean + sync.mean)
+    if slack <= 0:
+        return Grace(0.0, Reason("grace-no-slack", (contributions, slack)))
+    window = min(config.grace_margin * slack, step.mean)
+    return Grace(window, Reason("grace-waiting", (contributions, config.quorum, window, slack)))
+
+
+def flight_limit(config: RunConfig, step: Estimate, quorum: Estimate, sync: Estimate) -> int:
+    """How many rounds may be open at once: tau, and more where a round takes longer than tau steps.
+
+    P / H rounds become ripe per step; a round that lasts d steps needs d * P / H places to keep that pace.
+    """
+    owned = len(config.fragment_ids())
+    if config.rounds_in_flight is not None:
+        return min(config.rounds_in_flight, owned)
+    limit = config.overlap_steps
+    if step.count and quorum.count and sync.count and step.mean > 0:
+        lasts_steps = (quorum.mean + sync.mean) / step.mean + 1
+        limit = max(limit, math.ceil(lasts_steps * owned / config.every_steps))
+    return max(1, min(limit, owned))
+
+
+def budget_progress(config: RunConfig, merges: int, trained: int) -> float:
+    """Share of the budget that is used, 0..1; 0 for a run without end."""
+    shares = [0.0]
+    if config.budget_merges is not None:
+        shares.append(merges / config.budget_merges)
+    if config.budget_tokens is not None:
+        shares.append(trained / config.budget_tokens)
+    return min(1.0, max(shares))
+
+
+def budget_reason(config: RunConfig, merges: int, trained: int) -> Reason | None:
+    if config.budget_merges is not None and merges >= config.budget_merges:
+        return because("finish-budget", f"{merges} merges")
+    if config.budget_tokens is not None and trained >= config.budget_tokens:
+        return because("finish-budget", f"{trained} tokens")
+    return None

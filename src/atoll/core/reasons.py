@@ -1,0 +1,115 @@
+"""Every sentence that the protocol says, by code.
+
+Log, dashboard, story and tests show the same words, and the swarm counts which of them were ever said. A reason is made
+on hot paths, so it is formatted only when somebody reads it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+REASONS: dict[str, str] = {
+    # rounds
+    "round-not-ripe": "{0} of {1} learners have taken {2} steps since the last round",
+    "round-no-slot": "ripe; {0} rounds in flight, the limit is {1}",
+    "round-too-few": "ripe; {0} learners can be asked, the quorum is {1}",
+    "round-opened": "opened on version {0}: {1} learners asked, quorum {2}",
+    "round-waiting": "{0} of {1} contributions for the quorum; asked {2} times",
+    "round-asked-again": "{0} of {1} contributions after {2:.3g} s; asking {3} learners again",
+    "round-abandoned": "abandoned after {0:.3g} s: {1} of {2} contributions for the quorum; every learner keeps its progress",
+    "round-lost-quorum": "abandoned: {0} of {1} contributions are in and nobody is left to answer",
+    "grace-waiting": "quorum {0} of {1}; waiting {2:.3g} s more, slack {3:.3g} s",
+    "grace-unmeasured": "quorum {0}; no grace until step, quorum and sync times are measured",
+    "grace-off": "quorum {0}; the grace window is off",
+    "grace-no-slack": "quorum {0}; no slack to wait in ({1:.3g} s)",
+    "sealed-all": "sealed: all {0} who were asked have answered",
+    "sealed-grace-over": "sealed: the grace window is over with {0} of {1} contributions",
+    "merging": "merging {0} contributions",
+    "merge-failed": "the merge failed ({0}); every learner keeps its progress",
+    "persisting": "merged; waiting for version {0} to be durable",
+    "persist-failed": "version {0} could not be made durable ({1}); trying again in {2:.3g} s, learners train on",
+    "published": "version {0} published with {1} contributions",
+    # contributions
+    "contribution-late": "round is sealed; the progress stays with the learner",
+    "contribution-other-round": "answers attempt {0} of epoch {1} on version {2}, not the open round",
+    "contribution-no-round": "no round is open on fragment {0}",
+    "contribution-not-asked": "learner {0} was not asked in this round",
+    "contribution-no-steps": "no steps or no tokens: nothing to merge",
+    "contribution-wild": "impossible counters: {0} steps, {1} tokens at local step {2}",
+    "contribution-bad": "bad values: {0}",
+    # members
+    "member-admitting": "incarnation {0} said hello; making its admission durable",
+    "member-joining": "incarnation {0} is fetching fragments and inner state",
+    "member-ready": "incarnation {0} trains, inner moments: {1}",
+    "member-live": "training",
+    "member-suspected": "silent for {0:.3g} s, the limit is {1:.3g} s",
+    "member-heard": "heard again after {0:.3g} s",
+    "member-lost": "silent for {0:.3g} s: taken for lost",
+    "member-disconnected": "the link closed: {0}",
+    "member-resumed": "incarnation {0} is back on a new link",
+    "member-superseded": "incarnation {0} is replaced by {1}",
+    "member-left": "left: {0}",
+    "member-quarantined": "quarantined after {0} bad contributions, the last: {1}",
+    "member-publish-unanswered": "version {0} of fragment {1} sent {2} times without an answer",
+    "member-stalled": "the syncer itself stood still for {0:.3g} s; no learner's silence is counted",
+    "refused-fingerprint": "another model: the first difference is {0}",
+    "refused-run": "another run: this is {0!r}, the learner belongs to {1!r}",
+    "refused-incarnation": "incarnation {0} is older than {1}",
+    "refused-full": "the run has its most learners, {0}",
+    "refused-finished": "the run is finished",
+    "refused-quarantined": "this incarnation is quarantined: restart the learner to come back",
+    "refused-id": "learner ids are whole numbers from 1, got {0}",
+    "admission-failed": "the admission could not be made durable ({0}); trying again in {1:.3g} s",
+    # recovery
+    "peer-chosen": "learner {0} gives its inner state to learner {1}",
+    "peer-none": "no healthy peer has inner state to give",
+    "peer-new-run": "the run is new: nobody has inner state yet",
+    "moments-peer": "inner state from learner {0}",
+    "moments-fresh": "fresh inner moments, {0} warm-up steps: {1}",
+    "moments-kept": "inner state kept",
+    "state-late": "no inner state from learner {0} after {1:.3g} s; asking the next peer",
+    "state-tries-over": "{0} peers were asked for inner state, none delivered",
+    # links
+    "link-dialing": "dialing in {0:.3g} s, attempt {1}",
+    "link-greeting": "link {0} is open; saying hello",
+    "link-up": "connected",
+    "link-closed": "the link closed: {0}",
+    "hello-unanswered": "hello said {0} times without a welcome",
+    "ping-unanswered": "the syncer did not answer {0} pings",
+    "superseded-epoch": "a syncer of epoch {0} has taken over; this one, epoch {1}, stops",
+    # snapshots
+    "snapshot-started": "snapshot {0} of {1} learners",
+    "snapshot-durable": "snapshot {0} is durable: {1} learners, {2} in-flight contributions",
+    "snapshot-left-out": "learner {0} is left out of snapshot {1}: {2}",
+    "snapshot-abandoned": "snapshot {0} is abandoned: {1}",
+    "snapshot-failed": "the learner could not save its part: {0}",
+    "snapshot-busy": "a snapshot is being taken already",
+    "snapshot-late": "its part did not arrive in time",
+    "snapshot-gone": "it went away",
+    # the end
+    "finish-budget": "the budget is reached ({0}); one last merge of every fragment",
+    "finish-asked": "asked to finish; one last merge of every fragment",
+    "final-skipped": "no last merge of fragment {0}: {1}",
+    "finish-manifest": "all fragments are final; making the manifest durable",
+    "finish-manifest-failed": "the manifest could not be made durable ({0}); trying again in {1:.3g} s",
+    "finish-published": "finished at {0} merges; {1} learners to tell",
+    "finish-left-behind": "learner {0} did not acknowledge the end and is left behind",
+    "finish-done": "finished: {0} of {1} learners acknowledged",
+    "learner-finished": "the run is finished and every final version is adopted",
+    "learner-refused": "the syncer refused: {0}",
+    "learner-left": "left: {0}",
+}
+
+
+class Reason(NamedTuple):
+    """A sentence, not yet formatted."""
+
+    code: str
+    args: tuple[object, ...] = ()
+
+    def __str__(self) -> str:
+        return REASONS[self.code].format(*self.args)
+
+
+def because(code: str, *args: object) -> Reason:
+    return Reason(code, args)

@@ -1,0 +1,298 @@
+"""The syncer: `handle(now, event) -> effects`, without sockets, files, clock or tensors."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from atoll.core.ledger import Line
+from atoll.core.policy import budget_progress
+from atoll.core.protocol import (
+    Contribution,
+    Delivered,
+    FinishAck,
+    FinishRequested,
+    Hello,
+    InnerState,
+    LearnerDisconnected,
+    Leave,
+    MergeDone,
+    MergeFailed,
+    MessageArrived,
+    Persisted,
+    PersistFailed,
+    Ping,
+    Ready,
+    Report,
+    Resync,
+    SnapshotPart,
+    SnapshotRequested,
+    Started,
+    StateRequest,
+    SyncerEffect,
+    SyncerEvent,
+    TimerFired,
+)
+from atoll.core.reasons import Reason
+from atoll.core.syncer_ending import Ending
+from atoll.core.syncer_state import Fragment, Member
+from atoll.core.tables import Phase, Stage, Standing
+
+
+class FragmentView(NamedTuple):
+    fragment: int
+    version: int
+    phase: str
+    attempt: int
+    asked: int
+    contributions: int
+    waiting_for: tuple[int, ...]
+    last_contributors: tuple[int, ...]
+    reason: str
+
+
+class MemberView(NamedTuple):
+    learner: int
+    incarnation: int
+    standing: str
+    step: int
+    owed: int
+    strikes: int
+    reason: str
+
+
+class SyncerView(NamedTuple):
+    """What the syncer shows of itself. `alive`, `asked` and `merged` are three different counts."""
+
+    epoch: int
+    stage: str
+    merges: int
+    trained: int
+    progress: float
+    rounds_in_flight: int
+    flight_limit: int
+    alive: int
+    asked: int
+    merged: int
+    step_s: float
+    quorum_s: float
+    sync_s: float
+    fragments: tuple[FragmentView, ...]
+    members: tuple[MemberView, ...]
+    ledger: tuple[Line, ...]
+    ignored: dict[str, int]
+
+
+class SyncerCore(Ending):
+    """One syncer process, or one shard of it.
+
+    >>> core = SyncerCore(RunConfig(fragments=2, every_steps=2), epoch=1)
+    >>> core.handle(0.0, Started())
+    []
+    >>> core.view().stage
+    'running'
+    """
+
+    def handle(self, now: float, event: SyncerEvent) -> list[SyncerEffect]:
+        """The one door. Timers that are due are handled first, so a late event never finds an expired deadline open."""
+        self.tick += 1
+        self._out = out = []
+        if now < self.now:
+            now = self.now  # a clock that went back
+        self.now = now
+        timers = self._timers
+        if timers and timers[0][0] <= now:
+            if now - timers[0][0] > self.limits.stall_s:
+                self._excuse_silence(now - timers[0][0])
+            self._fire(now)
+        if self.stage is not Stage.SUPERSEDED:
+            _EVENTS[type(event)](self, now, event)
+        return out
+
+    def _fire(self, now: float) -> None:
+        timers = self._timers
+        while timers and timers[0][0] <= now:
+            _, _, kind, key = heapq.heappop(timers)
+            if self.stage is not Stage.SUPERSEDED:
+                _TIMERS[kind](self, now, key)
+
+    def _on_started(self, now: float, event: Started) -> None:
+        if self.stage is Stage.RUNNING:
+            self._check_budget(now)
+
+    def _on_timer(self, now: float, event: TimerFired) -> None:
+        """Due timers were handled at the door."""
+
+    def _on_message(self, now: float, event: MessageArrived) -> None:
+        envelope = event.envelope
+        body = envelope.body
+        if type(body) is Hello:
+            self._on_hello(now, envelope, body)
+            return
+        member = self._current_member(envelope)
+        if member is None:
+            return
+        self._heard(now, member, envelope)
+        if member.standing is Standing.QUARANTINED and type(body) is not Leave:
+            self._ignore("quarantined")
+            return
+        _BODIES[type(body)](self, now, member, envelope, body)
+        if self.cut is not None:
+            self._check_cut(now)
+
+    def _on_persisted(self, now: float, event: Persisted) -> None:
+        key = event.key
+        if key.kind == "version":
+            f = self.fragments[key.number]
+            assert f.phase is Phase.MERGING and f.merged and key.version == f.version + 1, f"unasked {key}"
+            self._version_saved(now, f)
+            if self.stage is Stage.RUNNING:
+                self._check_budget(now)
+            self._maybe_cut(now)
+            self._open_ripe(now)
+            self._check_end(now)
+        elif key.kind == "members":
+            self._members_saved(now, key.number)
+        elif key.kind == "snapshot":
+            self._snapshot_saved(now)
+        else:
+            self._manifest_saved(now)
+
+    def _on_persist_failed(self, now: float, event: PersistFailed) -> None:
+        key = event.key
+        if key.kind == "version":
+            self._version_not_saved(now, self.fragments[key.number], event.why)
+        elif key.kind == "members":
+            self._members_not_saved(now, event.why)
+        elif key.kind == "snapshot":
+            self._snapshot_not_saved(now, event.why)
+        else:
+            self._manifest_not_saved(now, event.why)
+
+    # ---------------------------------------------------------------------------------------------------- showing
+
+    def view(self) -> SyncerView:
+        open_rounds = [f for f in self.fragments.values() if f.phase is not Phase.IDLE]
+        return SyncerView(
+            epoch=self.epoch,
+            stage=self.stage.value,
+            merges=self.merges,
+            trained=self.ledger.trained,
+            progress=budget_progress(self.config, self.merges, self.ledger.trained),
+            rounds_in_flight=self.in_flight,
+            flight_limit=self.flight_limit,
+            alive=len(self.live),
+            asked=max((len(f.asked) for f in open_rounds), default=0),
+            merged=max((len(f.last_contributors) for f in self.fragments.values()), default=0),
+            step_s=self.step_time.mean,
+            quorum_s=self.quorum_time.mean,
+            sync_s=self.sync_time.mean,
+            fragments=tuple(self._view_fragment(f) for f in self.fragments.values()),
+            members=tuple(self._view_member(m) for _, m in sorted(self.members.items())),
+            ledger=tuple(self.ledger.line(p) for p in self.fragments),
+            ignored=dict(sorted(self.ignored.items())),
+        )
+
+    def _view_fragment(self, f: Fragment) -> FragmentView:
+        waiting = tuple(m.id for m in self._waiting(f)) if f.phase in (Phase.PULLING, Phase.GRACE) else ()
+        return FragmentView(
+            f.id,
+            f.version,
+            f.phase.value,
+            f.attempt,
+            len(f.asked),
+            len(f.contributions),
+            waiting,
+            f.last_contributors,
+            str(self.explain(f)),
+        )
+
+    def explain(self, f: Fragment) -> Reason:
+        """Why the fragment is where it is, for people."""
+        quorum = self.config.quorum
+        if f.phase is Phase.IDLE:
+            ready = self._steps_ready(f)
+            if ready < quorum:
+                return Reason("round-not-ripe", (ready, quorum, f.need_steps))
+            if self.in_flight >= self.flight_limit:
+                return Reason("round-no-slot", (self.in_flight, self.flight_limit))
+            return Reason("round-too-few", (len(self._askable(f)), quorum))
+        if f.phase is Phase.PULLING:
+            return Reason("round-waiting", (len(f.contributions), quorum, f.pull_tries))
+        if f.phase is Phase.MERGING and not f.merged:
+            return Reason("merging", (len(f.contributions),))
+        assert f.reason is not None
+        return f.reason
+
+    def _view_member(self, m: Member) -> MemberView:
+        reason = Reason("member-live") if m.standing is Standing.LIVE else Reason("member-joining", (m.incarnation,))
+        if m.standing is Standing.SUSPECT:
+            reason = Reason("member-suspected", (self.now - m.last_heard, self._silence_limit(m)))
+        elif m.standing is Standing.ADMITTING:
+            reason = Reason("member-admitting", (m.incarnation,))
+        text = m.standing.value if m.standing in (Standing.AWAY, Standing.LEFT, Standing.QUARANTINED) else str(reason)
+        return MemberView(m.id, m.incarnation, m.standing.value, m.step, len(m.owed), m.strikes, text)
+
+    # ---------------------------------------------------------------------------------------------------- checking
+
+    def check_invariants(self) -> None:
+        """Everything that must hold between two events; raises AssertionError with what does not."""
+        not_idle = sum(1 for f in self.fragments.values() if f.phase is not Phase.IDLE)
+        assert self.in_flight == not_idle, f"{self.in_flight} rounds counted, {not_idle} open"
+        assert self.live == {i: m for i, m in self.members.items() if m.standing is Standing.LIVE}
+        assert list(self.live) == sorted(self.live)
+        assert set(self.by_opening) == set(self.fragments)
+        assert self.merges == sum(f.version for f in self.fragments.values())
+        assert len(self.members) <= self.limits.most_learners
+        for f in self.fragments.values():
+            assert (f.round is None) == (f.phase is Phase.IDLE), f"fragment {f.id}: {f.phase} with round {f.round}"
+            assert set(f.contributions) <= set(f.asked), f"fragment {f.id}: contributions of learners not asked"
+            if f.phase in (Phase.GRACE, Phase.MERGING):
+                assert len(f.contributions) >= self.config.quorum, f"fragment {f.id}: {f.phase} below quorum"
+            if f.round is not None:
+                assert f.round.base == f.version, f"fragment {f.id}: round on {f.round.base}, version {f.version}"
+            line = self.ledger.line(f.id)
+            assert line.balanced(), f"fragment {f.id}: ledger out of balance, {line}"
+        for m in self.members.values():
+            assert set(m.owed) <= set(self.fragments)
+            assert m.standing in (Standing.JOINING, Standing.LIVE, Standing.SUSPECT) or not m.owed
+
+
+_EVENTS: dict[type, Callable[[Any, float, Any], None]] = {
+    Started: SyncerCore._on_started,
+    MessageArrived: SyncerCore._on_message,
+    TimerFired: SyncerCore._on_timer,
+    LearnerDisconnected: SyncerCore._on_disconnected,
+    MergeDone: SyncerCore._on_merge_done,
+    MergeFailed: SyncerCore._on_merge_failed,
+    Persisted: SyncerCore._on_persisted,
+    PersistFailed: SyncerCore._on_persist_failed,
+    SnapshotRequested: SyncerCore._on_snapshot_requested,
+    FinishRequested: SyncerCore._on_finish_requested,
+}
+_BODIES: dict[type, Callable[[Any, float, Member, Any, Any], None]] = {
+    Report: SyncerCore._on_report,
+    Contribution: SyncerCore._on_contribution,
+    Delivered: SyncerCore._on_delivered,
+    Resync: SyncerCore._on_resync,
+    SnapshotPart: SyncerCore._on_part,
+    StateRequest: SyncerCore._on_state_request,
+    InnerState: SyncerCore._on_inner_state,
+    Ready: SyncerCore._on_ready,
+    Leave: SyncerCore._on_leave,
+    FinishAck: SyncerCore._on_finish_ack,
+    Ping: SyncerCore._on_ping,
+}
+_TIMERS: dict[str, Callable[[Any, float, int], None]] = {
+    "pull": SyncerCore._on_pull_timer,
+    "grace": SyncerCore._on_grace_timer,
+    "save": SyncerCore._on_save_timer,
+    "publish": SyncerCore._on_publish_timer,
+    "silence": SyncerCore._on_silence_timer,
+    "members": SyncerCore._on_members_timer,
+    "snapshot": SyncerCore._on_snapshot_timer,
+    "finals": SyncerCore._on_finals_timer,
+    "manifest": SyncerCore._on_manifest_timer,
+    "finish": SyncerCore._on_finish_timer,
+}

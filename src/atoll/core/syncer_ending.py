@@ -1,0 +1,143 @@
+"""The end: the budget is global; every fragment is merged once more; a dead learner never blocks it."""
+
+from __future__ import annotations
+
+from atoll.core.policy import backoff_s, budget_reason
+from atoll.core.protocol import Envelope, Finish, FinishAck, FinishRequested, Halt, ManifestRecord, Persist
+from atoll.core.reasons import Reason
+from atoll.core.syncer_members import CONNECTED
+from atoll.core.syncer_snapshots import Snapshots
+from atoll.core.syncer_state import Fragment, Member
+from atoll.core.tables import Phase, Stage
+
+
+class Ending(Snapshots):
+    def _check_budget(self, now: float) -> None:
+        reason = budget_reason(self.config, self.merges, self.ledger.trained)
+        if reason is not None:
+            self._begin_finish(now, reason)
+
+    def _on_finish_requested(self, now: float, event: FinishRequested) -> None:
+        if self.stage is Stage.RUNNING:
+            self._begin_finish(now, Reason("finish-asked"))
+
+    def _begin_finish(self, now: float, reason: Reason) -> None:
+        self._advance("budget")
+        self.finish_reason = self._say("run", 0, reason.code, *reason.args)
+        if self.cut is not None and not self.cut.saving:
+            self._say("run", 0, "snapshot-abandoned", self.cut.id, "the run ends")
+            self.cut = None
+        self._give_up_by(now)
+        self._open_ripe(now)
+        self._check_end(now)
+
+    def _give_up_by(self, now: float) -> None:
+        """Without a quorum the last merges are given up after the time that a whole round may take."""
+        waits = [self._pull_patience(m) for m in self.members.values()]
+        tries = self.limits.pull_tries
+        wait = max(waits, default=self.limits.least_wait_s) * 2.0**tries * self.limits.final_tries
+        self.finish_by = now + min(wait, self.limits.most_wait_s)
+        self._arm(self.finish_by, "finals")
+
+    def _open_final(self, now: float) -> None:
+        """At the end all fragments go at once: nobody needs the links for later rounds."""
+        for f in self.fragments.values():
+            if f.phase is Phase.IDLE and not f.final:
+                f.need_steps = 1
+                if self._is_ripe(f):
+                    self._open(now, f, final=True)
+
+    def _final_failed(self, now: float, f: Fragment, reason: Reason) -> None:
+        f.final_tries += 1
+        if f.final_tries >= self.limits.final_tries:
+            self._skip_final(f, str(reason))
+            self._check_end(now)
+
+    def _skip_final(self, f: Fragment, why: str) -> None:
+        f.final = True
+        f.reason = self._say("fragment", f.id, "final-skipped", f.id, why)
+
+    def _on_finals_timer(self, now: float, key: int) -> None:
+        if self.stage is not Stage.FINISHING or now < self.finish_by:
+            return
+        for f in self.fragments.values():
+            if f.phase is Phase.IDLE and not f.final:
+                live, quorum = len(self._askable(f)), self.config.quorum
+                self._skip_final(f, str(self._note(Reason("round-too-few", (live, quorum)))))
+        if any(not f.final for f in self.fragments.values()):
+            self._give_up_by(now)  # rounds are still open; they end by themselves
+        self._check_end(now)
+
+    def _check_end(self, now: float) -> None:
+        if self.stage is Stage.FINISHING and self.in_flight == 0 and all(f.final for f in self.fragments.values()):
+            self._advance("all final")
+            self._say("run", 0, "finish-manifest")
+            self._save_manifest()
+        elif self.stage is Stage.FINISHED:
+            self._check_acks()
+
+    def _save_manifest(self) -> None:
+        self.manifest = ManifestRecord(self._versions(), self.merges, self.ledger.trained)
+        self._out.append(Persist(self.manifest))
+
+    def _manifest_saved(self, now: float) -> None:
+        self._advance("manifest durable")
+        self._tell_all(now)
+
+    def _manifest_not_saved(self, now: float, why: str) -> None:
+        delay = backoff_s(self.manifest_tries, 0, self.limits)
+        self.manifest_tries += 1
+        self._say("run", 0, "finish-manifest-failed", why, delay)
+        self._arm(now + delay, "manifest")
+
+    def _on_manifest_timer(self, now: float, key: int) -> None:
+        if self.stage is Stage.SEALING:
+            self._save_manifest()
+
+    def _to_tell(self) -> list[Member]:
+        return [m for m in self.members.values() if m.standing in CONNECTED and not m.finish_acked]
+
+    def _tell_all(self, now: float) -> None:
+        members = self._to_tell()
+        self._say("run", 0, "finish-published", self.merges, len(members))
+        for member in members:
+            self._tell(member)
+        self._arm_finish(now)
+        self._check_acks()
+
+    def _tell(self, member: Member) -> None:
+        assert self.manifest is not None
+        member.finish_tries += 1
+        self._send(member, Finish(self.manifest.versions, self.manifest.merges))
+
+    def _arm_finish(self, now: float) -> None:
+        waits = [self._ack_patience(m) * 2.0 ** (m.finish_tries - 1) for m in self._to_tell()]
+        if waits:
+            self._arm(now + min(min(waits), self.limits.most_wait_s), "finish")
+
+    def _on_finish_timer(self, now: float, key: int) -> None:
+        if self.stage is not Stage.FINISHED:
+            return
+        for member in self._to_tell():
+            if member.finish_tries >= self.limits.finish_tries:
+                self._drop_link(now, member, Reason("finish-left-behind", (member.id,)))
+            else:
+                self._tell(member)
+        self._arm_finish(now)
+        self._check_acks()
+
+    def _resend_finish(self, member: Member) -> None:
+        """A learner that comes back after the end gets the final versions like everybody else."""
+        if self.stage is Stage.FINISHED:
+            self._tell(member)
+            self._arm_finish(self.now)
+
+    def _on_finish_ack(self, now: float, member: Member, envelope: Envelope, body: FinishAck) -> None:
+        member.finish_acked = True
+        self._check_acks()
+
+    def _check_acks(self) -> None:
+        if self.stage is Stage.FINISHED and not self.halted and not self._to_tell():
+            self.halted = True
+            acked = sum(1 for m in self.members.values() if m.finish_acked)
+            self._out.append(Halt(self._note(Reason("finish-done", (acked, len(self.members))))))

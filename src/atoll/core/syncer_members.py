@@ -1,0 +1,408 @@
+"""Who is there: admission, links, silence, loss, return, and inner state from a peer."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+
+from atoll.core.policy import Estimate, backoff_s, budget_progress, patience
+from atoll.core.protocol import (
+    Envelope,
+    Halt,
+    Hangup,
+    Hello,
+    InnerState,
+    LearnerDisconnected,
+    Leave,
+    MembersRecord,
+    NoPeer,
+    Persist,
+    Ping,
+    Pong,
+    Pull,
+    Ready,
+    Refuse,
+    Report,
+    StateRequest,
+    StateWanted,
+    Welcome,
+)
+from atoll.core.reasons import Reason
+from atoll.core.syncer_rounds import Rounds
+from atoll.core.syncer_state import Member
+from atoll.core.tables import Phase, Stage, Standing
+from atoll.core.types import NOTHING, LearnerId
+
+CONNECTED = (Standing.JOINING, Standing.LIVE, Standing.SUSPECT)
+
+
+class Members(Rounds):
+    # ---------------------------------------------------------------------------------------------------- hello
+
+    def _on_hello(self, now: float, envelope: Envelope, body: Hello) -> None:
+        if envelope.epoch > self.epoch:
+            self._superseded(envelope.epoch)
+            return
+        member = self.members.get(envelope.learner)
+        refusal = self._hello_refusal(envelope, body, member)
+        if refusal is not None:
+            current = member.incarnation if member is not None else 0
+            stranger = Member(envelope.learner, envelope.incarnation, envelope.session)
+            stranger.seen = envelope.tick
+            final = refusal.code != "refused-full"
+            self._send(stranger, Refuse(self._note(refusal), current, final))
+            return
+        if member is not None and member.incarnation == envelope.incarnation:
+            self._greet_again(now, member, envelope, body)
+            return
+        self._admit(now, member, envelope, body)
+
+    def _hello_refusal(self, envelope: Envelope, body: Hello, member: Member | None) -> Reason | None:
+        if envelope.learner < 1:
+            return Reason("refused-id", (envelope.learner,))
+        if body.run_id != self.config.run_id:
+            return Reason("refused-run", (self.config.run_id, body.run_id))
+        if body.fingerprint != self.config.fingerprint or len(body.received) != len(self.fragments):
+            return Reason("refused-fingerprint", (self._first_difference(body),))
+        if member is not None and envelope.incarnation < member.incarnation:
+            return Reason("refused-incarnation", (envelope.incarnation, member.incarnation))
+        known = member is not None and member.incarnation == envelope.incarnation
+        if known and member is not None and member.standing is Standing.QUARANTINED:
+            return Reason("refused-quarantined")
+        if not known and self.stage is not Stage.RUNNING:
+            return Reason("refused-finished")
+        if member is None and len(self.members) >= self.limits.most_learners:
+            return Reason("refused-full", (self.limits.most_learners,))
+        return None
+
+    def _first_difference(self, body: Hello) -> str:
+        for ours, theirs in zip_longest(self.config.fingerprint, body.fingerprint, fillvalue="nothing"):
+            if ours != theirs:
+                return f"{theirs!r} where the run has {ours!r}"
+        return f"{len(body.received)} fragments where the run has {len(self.fragments)}"
+
+    def _admit(self, now: float, old: Member | None, envelope: Envelope, body: Hello) -> None:
+        """A new incarnation. Its predecessor is out from this moment; it is in once that is durable.
+
+        Without durability: (1) incarnation 2 is welcomed, (2) the syncer is killed, (3) incarnation 1, cut off until now,
+        says hello to the restarted syncer and is taken for current, (4) both train as one learner.
+        """
+        member = Member(envelope.learner, envelope.incarnation, envelope.session)
+        member.seen = envelope.tick
+        member.last_heard = now
+        member.hello = body
+        if old is not None:
+            self._say("learner", old.id, "member-superseded", old.incarnation, envelope.incarnation)
+            self._stand(old, "superseded")
+            member.standing = old.standing
+            self._retire(now, old, "replaced by a new incarnation")
+        else:
+            self._stand(member, "hello")
+        self.members[member.id] = member
+        self.ledger.open(member.id, member.incarnation)
+        self._say("learner", member.id, "member-admitting", member.incarnation)
+        for f in self.fragments.values():
+            f.open_steps.pop(member.id, None)  # they count the steps of another process
+        self._save_members(now)
+        member.admitted_by = self.members_serial + (1 if self.members_dirty else 0)
+
+    def _retire(self, now: float, member: Member, why: str) -> None:
+        """Close the books of an incarnation that is no longer live and forget it in everything that is under way."""
+        if member.id in self.ledger.accounts:
+            self.ledger.close(member.id, why)
+        self._forget(now, member)
+
+    def _forget(self, now: float, member: Member) -> None:
+        """What it has contributed stays in its round: at the time it was current, and sums cannot be undone."""
+        member.owed.clear()
+        self._leave_out(now, member.id)
+        for f in list(self.fragments.values()):
+            if member.id in f.asked and f.phase in (Phase.PULLING, Phase.GRACE):
+                if member.id not in f.contributions:
+                    del f.asked[member.id]
+                self._check_round(now, f)
+
+    def _save_members(self, now: float) -> None:
+        """One record at a time; whoever comes meanwhile is in the next one."""
+        if self.members_saving:
+            self.members_dirty = True
+            return
+        self.members_saving = True
+        self.members_dirty = False
+        self.members_serial += 1
+        incarnations = tuple((m.id, m.incarnation) for _, m in sorted(self.members.items()))
+        self._out.append(Persist(MembersRecord(self.members_serial, incarnations, self.ledger.closed_trained)))
+
+    def _members_saved(self, now: float, serial: int) -> None:
+        self.members_saving = False
+        self.members_tries = 0
+        for member in list(self.members.values()):
+            # Whoever said hello after the record was written waits for the next one.
+            if member.standing is not Standing.ADMITTING or member.admitted_by > serial:
+                continue
+            if member.hello is None:
+                self._stand(member, "gone")  # its link broke meanwhile
+            else:
+                self._stand(member, "admitted training" if member.hello.training else "admitted")
+                self._welcome(now, member, member.hello)
+        if self.members_dirty:
+            self._save_members(now)
+
+    def _members_not_saved(self, now: float, why: str) -> None:
+        self.members_saving = False
+        delay = backoff_s(self.members_tries, 0, self.limits)
+        self.members_tries += 1
+        self._say("run", 0, "admission-failed", why, delay)
+        self._arm(now + delay, "members")
+
+    def _on_members_timer(self, now: float, key: int) -> None:
+        if not self.members_saving:
+            self._save_members(now)
+
+    def _greet_again(self, now: float, member: Member, envelope: Envelope, body: Hello) -> None:
+        """The same process on a new link, or its hello once more because the welcome was lost."""
+        if envelope.session < member.session:
+            self._ignore("stale session")
+            return
+        member.seen = max(member.seen, envelope.tick)
+        fresh_link = envelope.session > member.session
+        if member.standing is Standing.LEFT:
+            self._ignore("hello after leaving")
+            return
+        if member.standing is Standing.ADMITTING:
+            member.session = envelope.session
+            member.hello = body
+            return
+        if fresh_link and member.standing is not Standing.AWAY:
+            # It noticed the broken link before we did.
+            self._gone(now, member, Reason("member-disconnected", ("a newer link took its place",)))
+        if not fresh_link and member.standing is Standing.AWAY:
+            self._ignore("hello on a dropped link")
+            return
+        member.session = envelope.session
+        if member.standing is Standing.AWAY:
+            self._stand(member, "resumed" if body.training else "resumed joining")
+            self._say("learner", member.id, "member-resumed", member.incarnation)
+        self._welcome(now, member, body)
+
+    def _welcome(self, now: float, member: Member, body: Hello) -> None:
+        member.hello = None
+        member.last_heard = now
+        member.step = max(member.step, body.step)
+        member.first_step = member.step
+        member.training = body.training
+        self.ledger.tell(member.id, body.trained)
+        member.received = {p: v for p, v in zip(self.fragments, body.received, strict=True) if v != NOTHING}
+        member.owed.clear()
+        progress = budget_progress(self.config, self.merges, self.ledger.trained)
+        self._send(member, Welcome(self._versions(), progress, self.step_time.mean))
+        if member.standing is Standing.JOINING:
+            self._say("learner", member.id, "member-joining", member.incarnation)
+        for f in self.fragments.values():
+            self._owe(now, member, f)
+            # A round that opened before the link broke still wants its answer.
+            if f.phase in (Phase.PULLING, Phase.GRACE) and member in self._waiting(f):
+                assert f.round is not None
+                self._send(member, Pull(f.round))
+        self._resend_finish(member)
+        if not member.silence_timer:
+            member.silence_timer = True
+            self._arm(now + self._silence_limit(member), "silence", member.id)
+
+    # ---------------------------------------------------------------------------------------------------- hearing
+
+    def _current_member(self, envelope: Envelope) -> Member | None:
+        """The member that this message speaks for; None if it comes from another process, link or time."""
+        if envelope.epoch > self.epoch:
+            self._superseded(envelope.epoch)
+            return None
+        member = self.members.get(envelope.learner)
+        if member is None or not self._is_current(member, envelope):
+            self._ignore("stale incarnation or session")
+            return None
+        if member.standing not in CONNECTED and member.standing is not Standing.QUARANTINED:
+            self._ignore("not a member now")
+            return None
+        return member
+
+    def _is_current(self, member: Member, envelope: Envelope) -> bool:
+        return (
+            envelope.incarnation == member.incarnation
+            and envelope.session == member.session
+            and envelope.epoch == self.epoch
+        )
+
+    def _heard(self, now: float, member: Member, envelope: Envelope) -> None:
+        member.seen = max(member.seen, envelope.tick)
+        silent_s = now - member.last_heard
+        member.gap.add(silent_s)
+        member.last_heard = now
+        if member.standing is Standing.SUSPECT:
+            self._stand(member, "heard")
+            self._say("learner", member.id, "member-heard", silent_s)
+
+    def _on_report(self, now: float, member: Member, envelope: Envelope, body: Report) -> None:
+        steps = body.step - member.step
+        if steps <= 0:
+            return
+        if steps > self.limits.most_steps_per_report or body.trained < 0 or not 0 <= body.step_time_s < 1e9:
+            reason = Reason("contribution-wild", (steps, body.trained, body.step))
+            self._strike(now, member, self._note(reason))
+            return
+        if member.standing is Standing.JOINING:
+            self._trains(now, member, Reason("moments-kept"))  # its word that it is ready was lost
+        member.step = body.step
+        member.reported_at = now
+        self.ledger.tell(member.id, body.trained)
+        self.step_time.add(body.step_time_s)
+        if member.standing is Standing.LIVE:
+            if self.stage is Stage.RUNNING:
+                self._check_budget(now)
+            self._open_ripe(now)
+
+    def _on_ping(self, now: float, member: Member, envelope: Envelope, body: Ping) -> None:
+        self._send(member, Pong(body.serial))
+
+    # ---------------------------------------------------------------------------------------------------- silence
+
+    def _silence_limit(self, member: Member) -> float:
+        """Four times the high value of the gaps between its messages: a stutter is no silence."""
+        if member.gap.count < 4:
+            return self.limits.first_wait_s
+        return patience(member.gap, 4, self.limits)
+
+    def _on_silence_timer(self, now: float, learner: LearnerId) -> None:
+        member = self.members.get(learner)
+        if member is None or not member.silence_timer:
+            return
+        member.silence_timer = False
+        if member.standing not in CONNECTED:
+            return
+        limit = self._silence_limit(member)
+        # A joining learner fetches a whole model and says little; its link, not its silence, tells of its end.
+        if member.standing is Standing.JOINING:
+            limit = self.limits.most_wait_s
+        silent_s = now - member.last_heard
+        if silent_s >= limit:
+            if member.standing is Standing.LIVE:
+                self._stand(member, "silent")
+                self._say("learner", member.id, "member-suspected", silent_s, limit)
+                self._unwait(now, member)
+            if silent_s >= 8 * limit or member.standing is Standing.JOINING:
+                self._drop_link(now, member, Reason("member-lost", (silent_s,)))
+                return
+        due = member.last_heard + (limit if silent_s < limit else 8 * limit)
+        member.silence_timer = True
+        self._arm(max(due, now + self.limits.least_wait_s), "silence", member.id)
+
+    def _unwait(self, now: float, member: Member) -> None:
+        """Nobody waits for a learner that is not live; it stays asked, in case it is heard again in time."""
+        for f in list(self.fragments.values()):
+            if member.id in f.asked and f.phase in (Phase.PULLING, Phase.GRACE):
+                self._check_round(now, f)
+
+    def _excuse_silence(self, stood_s: float) -> None:
+        """This process stood still, so it heard nobody: no learner's silence is counted against it."""
+        self._say("run", 0, "member-stalled", stood_s)
+        for member in self.members.values():
+            member.last_heard += stood_s
+
+    # ---------------------------------------------------------------------------------------------------- going
+
+    def _on_disconnected(self, now: float, event: LearnerDisconnected) -> None:
+        member = self.members.get(event.learner)
+        if member is None or member.session != event.session:
+            self._ignore("stale session")
+            return
+        if member.standing is Standing.ADMITTING:
+            member.hello = None  # its admission goes on; it will dial again
+        elif member.standing in CONNECTED:
+            self._gone(now, member, Reason("member-disconnected", (event.why,)))
+
+    def _drop_link(self, now: float, member: Member, reason: Reason) -> None:
+        """We give the link up; the learner dials again, as the same incarnation, when it can."""
+        self._out.append(Hangup(member.id, member.session, self._note(reason)))
+        self._gone(now, member, reason)
+
+    def _gone(self, now: float, member: Member, reason: Reason) -> None:
+        self._say("learner", member.id, reason.code, *reason.args)
+        self._stand(member, "gone")
+        member.owed.clear()
+        self._leave_out(now, member.id)
+        self._unwait(now, member)
+        self._check_end(now)
+
+    def _on_leave(self, now: float, member: Member, envelope: Envelope, body: Leave) -> None:
+        self._say("learner", member.id, "member-left", body.why)
+        self._stand(member, "left")
+        self._retire(now, member, "left")
+        self._save_members(now)
+        self._check_end(now)
+
+    def _strike(self, now: float, member: Member, reason: Reason) -> None:
+        member.strikes += 1
+        if member.strikes >= self.limits.strikes and member.standing is Standing.LIVE:
+            self._say("learner", member.id, "member-quarantined", member.strikes, str(reason))
+            self._stand(member, "quarantined")
+            self._forget(now, member)
+
+    def _superseded(self, epoch: int) -> None:
+        """A learner has met a syncer of a later epoch: this process is the past and must not write another version."""
+        if self.stage is not Stage.SUPERSEDED:
+            self._advance("superseded")
+            self.halted = True
+            self._out.append(Halt(self._note(Reason("superseded-epoch", (epoch, self.epoch)))))
+
+    # ---------------------------------------------------------------------------------------------------- inner state
+
+    def _on_state_request(self, now: float, member: Member, envelope: Envelope, body: StateRequest) -> None:
+        peer = self._choose_peer(member, body.tried)
+        if peer is None:
+            new_run = self.merges == 0 and not body.tried
+            reason = Reason("peer-new-run") if new_run else Reason("peer-none")
+            self._send(member, NoPeer(self._note(reason), new_run))
+            return
+        self._say("learner", member.id, "peer-chosen", peer.id, member.id)
+        self._send(peer, StateWanted(member.id, member.incarnation, self._versions()))
+
+    def _choose_peer(self, member: Member, tried: tuple[LearnerId, ...]) -> Member | None:
+        """A live learner that trains; of those the one that lags least behind what is published, then the lowest id."""
+        candidates = [m for m in self.live.values() if m.id != member.id and m.id not in tried and m.step > 0]
+        return min(candidates, key=self._lag, default=None)
+
+    def _lag(self, member: Member) -> tuple[int, LearnerId]:
+        behind = sum(1 for p, f in self.fragments.items() if member.received.get(p, NOTHING) < f.version)
+        return behind, member.id
+
+    def _on_inner_state(self, now: float, member: Member, envelope: Envelope, body: InnerState) -> None:
+        to = self.members.get(body.to)
+        if to is None or to.incarnation != body.to_incarnation or to.standing is not Standing.JOINING:
+            self._ignore("inner state for nobody")
+            return
+        self._send(to, body)
+
+    def _on_ready(self, now: float, member: Member, envelope: Envelope, body: Ready) -> None:
+        if member.standing is not Standing.JOINING:
+            self._ignore("ready twice")
+            return
+        self._trains(now, member, body.moments)
+        self._open_ripe(now)
+
+    def _trains(self, now: float, member: Member, moments: Reason) -> None:
+        self._stand(member, "ready")
+        member.training = True
+        member.gap = Estimate()  # the pace of joining says nothing about the pace of training
+        self._say("learner", member.id, "member-ready", member.incarnation, str(moments))
+
+    # ------------------------------------------------------------------------------------ what other parts provide
+
+    def _leave_out(self, now: float, learner: LearnerId) -> None:
+        raise NotImplementedError
+
+    def _resend_finish(self, member: Member) -> None:
+        raise NotImplementedError
+
+    def _check_budget(self, now: float) -> None:
+        raise NotImplementedError
+
+    def _check_end(self, now: float) -> None:
+        raise NotImplementedError

@@ -1,0 +1,396 @@
+"""Rounds: a fragment goes from version v to v + 1, or nothing happens at all."""
+
+from __future__ import annotations
+
+from atoll.core.policy import backoff_s, budget_progress, flight_limit, grace_window, patience
+from atoll.core.protocol import (
+    Accumulate,
+    Contribution,
+    Delivered,
+    DiscardRound,
+    Envelope,
+    MergeDone,
+    MergeFailed,
+    MergeRound,
+    OpenGrace,
+    Persist,
+    Published,
+    Pull,
+    RefuseContribution,
+    Resync,
+    VersionRecord,
+)
+from atoll.core.reasons import Reason
+from atoll.core.syncer_state import Fragment, Member, Owed, SyncerState
+from atoll.core.tables import Phase, Stage, Standing
+from atoll.core.types import Accepted, FragmentId, Mark, RoundId, is_positive, weight_of
+
+
+class Rounds(SyncerState):
+    # ---------------------------------------------------------------------------------------------------- opening
+
+    def _open_ripe(self, now: float) -> None:
+        """Open every round that is ripe, as far as the limit of rounds in flight allows."""
+        if self.stage is Stage.FINISHING:
+            self._open_final(now)
+            return
+        if self.stage is not Stage.RUNNING:
+            return
+        for f in list(self.retrying.values()):
+            if self.in_flight >= self.flight_limit:
+                return
+            if self._is_ripe(f):
+                self._open(now, f)
+        while self.in_flight < self.flight_limit:
+            f_or_none = self._front()
+            if f_or_none is None or not self._is_ripe(f_or_none) or not self._open(now, f_or_none):
+                return
+
+    def _front(self) -> Fragment | None:
+        """The idle fragment that opened longest ago. Fragments in flight are few and passed over."""
+        for f in self.by_opening.values():
+            if f.phase is Phase.IDLE and f.id not in self.retrying:
+                return f
+        return None
+
+    def _is_ripe(self, f: Fragment) -> bool:
+        """K live learners have taken H steps since the last round of this fragment opened."""
+        return self._steps_ready(f) >= self.config.quorum
+
+    def _steps_ready(self, f: Fragment) -> int:
+        need = f.need_steps
+        opened = f.open_steps
+        return sum(1 for m in self.live.values() if m.step - opened.get(m.id, m.first_step) >= need)
+
+    def _askable(self, f: Fragment) -> list[Member]:
+        """Live learners with at least one step on the fragment."""
+        return [m for m in self.live.values() if m.step > self._baseline(f, m)]
+
+    def _open(self, now: float, f: Fragment, final: bool = False) -> bool:
+        members = self._askable(f)
+        if len(members) < self.config.quorum:
+            f.reason = Reason("round-too-few", (len(members), self.config.quorum))
+            return False
+        self._phase(f, "opened")
+        f.attempt += 1
+        f.round = RoundId(f.id, f.version, self.epoch, f.attempt)
+        f.opened_at = now
+        # A learner that did not report right now is in the middle of a step, which does not count as taken since.
+        f.open_steps = {m.id: m.step if m.reported_at == now else m.step + 1 for m in self.live.values()}
+        f.need_steps = self.config.every_steps
+        f.asked = {m.id: now for m in members}
+        f.contributions = {}
+        f.pull_tries = 1
+        f.round_is_final = final
+        f.merged = False
+        f.save_tries = 0
+        self.retrying.pop(f.id, None)
+        del self.by_opening[f.id]
+        self.by_opening[f.id] = f
+        f.reason = self._note(Reason("round-opened", (f.version, len(members), self.config.quorum)))
+        pull = Pull(f.round)
+        for m in members:
+            self._send(m, pull)
+        self._arm_pull(now, f)
+        return True
+
+    def _arm_pull(self, now: float, f: Fragment) -> None:
+        waits = [self._pull_patience(m) for m in self._waiting(f)]
+        f.pull_again_at = now + max(waits, default=self.limits.least_wait_s) * 2.0 ** (f.pull_tries - 1)
+        self._arm(f.pull_again_at, "pull", f.id)
+
+    def _waiting(self, f: Fragment) -> list[Member]:
+        """Asked, still live, not answered."""
+        live = self.live
+        return [live[i] for i in f.asked if i not in f.contributions and i in live]
+
+    def _on_pull_timer(self, now: float, fragment: FragmentId) -> None:
+        f = self.fragments[fragment]
+        if f.phase is not Phase.PULLING or now < f.pull_again_at:
+            return
+        if f.pull_tries >= self.limits.pull_tries:
+            code, spent = "round-abandoned", now - f.opened_at
+            self._abandon(now, f, Reason(code, (spent, len(f.contributions), self.config.quorum)))
+            return
+        assert f.round is not None
+        f.pull_tries += 1
+        self._phase(f, "asked again")
+        # Learners that came back or joined since the opening may be what the quorum needs.
+        for m in self._askable(f):
+            f.asked.setdefault(m.id, now)
+        waiting = self._waiting(f)
+        args = (len(f.contributions), self.config.quorum, now - f.opened_at, len(waiting))
+        f.reason = self._say("fragment", f.id, "round-asked-again", *args)
+        for m in waiting:
+            self._send(m, Pull(f.round))
+        self._arm_pull(now, f)
+
+    def _abandon(self, now: float, f: Fragment, reason: Reason) -> None:
+        """Nothing is merged, every learner keeps its progress, the fragment becomes ripe again.
+
+        The steps it takes to be ripe again double with each attempt up to H: when learners are gone, asking the same
+        ones at once would only fill their links.
+        """
+        assert f.round is not None
+        self._out.append(DiscardRound(f.round, self._note(reason)))
+        self._phase(f, "abandoned" if f.phase is Phase.PULLING else "merge failed")
+        f.reason = reason
+        f.round = None
+        f.asked = {}
+        f.contributions = {}
+        f.need_steps = min(self.config.every_steps, 2 ** min(f.attempt - 1, 20))
+        self.retrying[f.id] = f
+        if f.round_is_final:
+            self._final_failed(now, f, reason)
+        self._open_ripe(now)
+
+    # ---------------------------------------------------------------------------------------------------- contributing
+
+    def _on_contribution(self, now: float, member: Member, envelope: Envelope, body: Contribution) -> None:
+        f = self.fragments.get(body.round.fragment)
+        if f is None:
+            self._ignore("unknown fragment")
+            return
+        self._record_in_flight(member, envelope, body)
+        member.heard_rounds[f.id] = body.round
+        if self._is_duplicate(f, member, body):
+            self._ignore("duplicate contribution")
+            return
+        refusal = self._refusal(f, member, body)
+        if refusal is not None:
+            self._send(member, RefuseContribution(body.round, self._note(refusal)))
+            if refusal.code in ("contribution-wild", "contribution-bad"):
+                self._strike(now, member, refusal)
+            return
+        accepted = self._accepted(member, body)
+        f.contributions[member.id] = accepted
+        if f.pull_tries == 1:
+            member.answer.add(now - f.asked[member.id])
+        self._out.append(Accumulate(body.round, accepted))
+        self._check_round(now, f)
+
+    def _is_duplicate(self, f: Fragment, member: Member, body: Contribution) -> bool:
+        return f.round == body.round and member.id in f.contributions
+
+    def _accepted(self, member: Member, body: Contribution) -> Accepted:
+        weight = weight_of(body.tokens, body.steps)
+        return Accepted(
+            member.id, member.incarnation, body.copied_at, body.steps, body.tokens, body.trained, body.dropped, weight
+        )
+
+    def _refusal(self, f: Fragment, member: Member, body: Contribution) -> Reason | None:
+        """Why this contribution cannot be merged; None if it can."""
+        if f.round is None:
+            return Reason("contribution-no-round", (f.id,))
+        if body.round != f.round:
+            return Reason("contribution-other-round", (body.round.attempt, body.round.epoch, body.round.base))
+        if f.phase not in (Phase.PULLING, Phase.GRACE):
+            return Reason("contribution-late")
+        if member.id not in f.asked:
+            return Reason("contribution-not-asked", (member.id,))
+        if body.problem is not None:
+            return Reason("contribution-bad", (body.problem,))
+        if body.steps <= 0 or body.tokens <= 0:
+            return Reason("contribution-no-steps")
+        mark = f.marks.get(member.id)
+        settled = mark.trained if mark is not None and mark.incarnation == member.incarnation else 0
+        known = body.steps <= body.copied_at and body.tokens + body.dropped <= body.trained
+        if not known or settled + body.tokens > body.trained or not is_positive(weight_of(body.tokens, body.steps)):
+            return Reason("contribution-wild", (body.steps, body.tokens, body.copied_at))
+        return None
+
+    def _check_round(self, now: float, f: Fragment) -> None:
+        """Does the round have its quorum, is its grace over, is there anybody left to wait for?"""
+        if f.phase is Phase.PULLING:
+            if self._has_quorum(f):
+                self._enter_grace(now, f)
+            elif not self._waiting(f):
+                code, args = "round-lost-quorum", (len(f.contributions), self.config.quorum)
+                self._abandon(now, f, Reason(code, args))
+                return
+        if f.phase is Phase.GRACE:
+            if not self._waiting(f):
+                self._seal(now, f, Reason("sealed-all", (len(f.contributions),)))
+            elif now >= f.grace_until:
+                self._seal(now, f, Reason("sealed-grace-over", (len(f.contributions), len(f.asked))))
+
+    def _has_quorum(self, f: Fragment) -> bool:
+        return len(f.contributions) >= self.config.quorum
+
+    def _enter_grace(self, now: float, f: Fragment) -> None:
+        assert f.round is not None
+        self._phase(f, "quorum")
+        window_s, reason = grace_window(
+            self.config, len(f.contributions), self.step_time, self.quorum_time, self.sync_time
+        )
+        terms = (self.step_time.mean, self.quorum_time.mean, self.sync_time.mean)
+        self.quorum_time.add(now - f.opened_at)
+        f.reason = self._note(reason)
+        f.grace_until = now + window_s
+        self._out.append(OpenGrace(f.round, window_s, *terms, reason))
+        if window_s > 0:
+            self._arm(f.grace_until, "grace", f.id)
+
+    def _on_grace_timer(self, now: float, fragment: FragmentId) -> None:
+        self._check_round(now, self.fragments[fragment])
+
+    # ---------------------------------------------------------------------------------------------------- merging
+
+    def _seal(self, now: float, f: Fragment, reason: Reason) -> None:
+        assert f.round is not None
+        self._phase(f, "sealed")
+        f.sealed_at = now
+        f.reason = self._note(reason)
+        contributions = tuple(f.contributions[i] for i in sorted(f.contributions))
+        self._out.append(MergeRound(f.round, contributions, reason))
+
+    def _on_merge_done(self, now: float, event: MergeDone) -> None:
+        f = self.fragments[event.round.fragment]
+        assert f.round == event.round and f.phase is Phase.MERGING, f"merge of {event.round} was not asked for"
+        self._phase(f, "merged")
+        f.merged = True
+        f.reason = Reason("persisting", (f.version + 1,))
+        self._save_version(f)
+
+    def _on_merge_failed(self, now: float, event: MergeFailed) -> None:
+        f = self.fragments[event.round.fragment]
+        assert f.round == event.round and f.phase is Phase.MERGING, f"merge of {event.round} was not asked for"
+        self._abandon(now, f, Reason("merge-failed", (event.why,)))
+
+    def _save_version(self, f: Fragment) -> None:
+        assert f.round is not None
+        contributions = tuple(f.contributions[i] for i in sorted(f.contributions))
+        marks = dict(f.marks)
+        for a in contributions:
+            marks[a.learner] = Mark(a.incarnation, f.version, a.copied_at, a.trained, a.dropped)
+        merged_tokens = self.ledger.merged(f.id) + sum(a.tokens for a in contributions)
+        record = VersionRecord(f.id, f.version + 1, f.round, contributions, tuple(sorted(marks.items())), merged_tokens)
+        self._out.append(Persist(record))
+
+    def _version_not_saved(self, now: float, f: Fragment, why: str) -> None:
+        """A full or failing disk: say it, publish nothing, keep what is merged and try again."""
+        self._phase(f, "not durable")
+        delay = backoff_s(f.save_tries, f.id, self.limits)
+        f.save_tries += 1
+        f.reason = self._say("fragment", f.id, "persist-failed", f.version + 1, why, delay)
+        self._arm(now + delay, "save", f.id)
+
+    def _on_save_timer(self, now: float, fragment: FragmentId) -> None:
+        self._save_version(self.fragments[fragment])
+
+    def _version_saved(self, now: float, f: Fragment) -> None:
+        self._phase(f, "durable")
+        for a in f.contributions.values():
+            f.marks[a.learner] = Mark(a.incarnation, f.version, a.copied_at, a.trained, a.dropped)
+            self.ledger.merge(f.id, a)
+        f.last_contributors = tuple(sorted(f.contributions))
+        f.version += 1
+        f.attempt = 0
+        f.merge_s = now - f.sealed_at
+        f.published_at = now
+        self.merges += 1
+        f.reason = self._note(Reason("published", (f.version, len(f.last_contributors))))
+        f.round = None
+        f.asked = {}
+        f.contributions = {}
+        self._publish(now, f)
+        self._phase(f, "queued")
+        if f.round_is_final:
+            f.final = True
+        self.flight_limit = flight_limit(self.config, self.step_time, self.quorum_time, self.sync_time)
+
+    # ---------------------------------------------------------------------------------------------------- publishing
+
+    def _publish(self, now: float, f: Fragment) -> None:
+        for m in self.members.values():
+            if m.standing in (Standing.LIVE, Standing.SUSPECT, Standing.JOINING):
+                self._owe(now, m, f)
+
+    def _owe(self, now: float, member: Member, f: Fragment) -> None:
+        """Send the newest version of a fragment to a learner that does not hold it.
+
+        A newer version replaces an older one that is still owed, so what is owed to a learner is bounded by P.
+        """
+        held = self._received(member, f.id)
+        if held >= f.version:
+            return
+        owed = member.owed.get(f.id)
+        tries = owed.tries if owed is not None and owed.version != f.version else 1
+        member.owed[f.id] = Owed(f.version, now, tries)
+        self._send_version(member, f, base=f.version - 1 if held == f.version - 1 and owed is None else None)
+        if not member.publish_timer:
+            member.publish_timer = True
+            self._arm(now + self._ack_patience(member), "publish", member.id)
+
+    def _send_version(self, member: Member, f: Fragment, base: int | None) -> None:
+        progress = budget_progress(self.config, self.merges, self.ledger.trained)
+        self._send(member, Published(f.id, f.version, base, f.marks.get(member.id), progress))
+
+    def _ack_patience(self, member: Member) -> float:
+        return patience(member.ack, 2, self.limits)
+
+    def _on_publish_timer(self, now: float, learner: int) -> None:
+        member = self.members.get(learner)
+        if member is None or not member.publish_timer:
+            return
+        member.publish_timer = False
+        wait = self._ack_patience(member)
+        for p, owed in list(member.owed.items()):
+            if now < owed.sent_at + wait * 2.0 ** (owed.tries - 1):
+                continue
+            if owed.tries >= self.limits.publish_tries:
+                reason = Reason("member-publish-unanswered", (owed.version, p, owed.tries))
+                self._drop_link(now, member, reason)
+                return
+            member.owed[p] = Owed(owed.version, now, owed.tries + 1)
+            self._send_version(member, self.fragments[p], base=None)
+        if member.owed:
+            member.publish_timer = True
+            due = min(o.sent_at + wait * 2.0 ** (o.tries - 1) for o in member.owed.values())
+            self._arm(max(due, now + self.limits.least_wait_s), "publish", member.id)
+
+    def _on_delivered(self, now: float, member: Member, envelope: Envelope, body: Delivered) -> None:
+        f = self.fragments.get(body.fragment)
+        if f is None or body.version > f.version:
+            self._ignore("acknowledged what was never published")
+            return
+        if body.version <= self._received(member, f.id):
+            return
+        member.received[f.id] = body.version
+        owed = member.owed.get(f.id)
+        if owed is None or owed.version > body.version:
+            return
+        del member.owed[f.id]
+        if owed.tries == 1:
+            # A version that was sent twice says nothing about the time of either sending.
+            member.ack.add(now - owed.sent_at)
+            if body.version == f.version and owed.sent_at == f.published_at:
+                self.sync_time.add(now - f.published_at + f.merge_s)
+
+    def _on_resync(self, now: float, member: Member, envelope: Envelope, body: Resync) -> None:
+        f = self.fragments.get(body.fragment)
+        if f is None or body.have >= f.version:
+            self._ignore("resync of nothing")
+            return
+        member.owed[f.id] = Owed(f.version, now, 2)
+        self._send_version(member, f, base=None)
+        if not member.publish_timer:
+            member.publish_timer = True
+            self._arm(now + self._ack_patience(member), "publish", member.id)
+
+    # ------------------------------------------------------------------------------------ what other parts provide
+
+    def _open_final(self, now: float) -> None:
+        raise NotImplementedError
+
+    def _final_failed(self, now: float, f: Fragment, reason: Reason) -> None:
+        raise NotImplementedError
+
+    def _record_in_flight(self, member: Member, envelope: Envelope, body: Contribution) -> None:
+        raise NotImplementedError
+
+    def _strike(self, now: float, member: Member, reason: Reason) -> None:
+        raise NotImplementedError
+
+    def _drop_link(self, now: float, member: Member, reason: Reason) -> None:
+        raise NotImplementedError

@@ -1,0 +1,336 @@
+"""What a syncer remembers, and the small helpers that its parts share."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from atoll.core.ledger import SyncerLedger
+from atoll.core.policy import Estimate, patience
+from atoll.core.protocol import (
+    Body,
+    Envelope,
+    Hello,
+    ManifestRecord,
+    MembersRecord,
+    Say,
+    Send,
+    SnapshotPart,
+    SyncerEffect,
+    VersionRecord,
+)
+from atoll.core.reasons import Reason
+from atoll.core.tables import MEMBER_TABLE, ROUND_TABLE, RUN_TABLE, Phase, Stage, Standing, moved
+from atoll.core.types import (
+    NOTHING,
+    Accepted,
+    FragmentId,
+    Incarnation,
+    LearnerId,
+    Mark,
+    RoundId,
+    RunConfig,
+    Version,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a syncer finds in its directory when it starts again."""
+
+    versions: Mapping[FragmentId, VersionRecord] = field(default_factory=dict)  # the newest durable one of each
+    members: MembersRecord | None = None
+    manifest: ManifestRecord | None = None
+
+
+class Owed(NamedTuple):
+    """A version that was sent to a learner and not yet acknowledged."""
+
+    version: Version
+    sent_at: float
+    tries: int
+
+
+class Fragment:
+    """A fragment in the syncer's hands."""
+
+    __slots__ = (
+        "asked",
+        "attempt",
+        "contributions",
+        "final",
+        "final_tries",
+        "grace_until",
+        "id",
+        "last_contributors",
+        "marks",
+        "merge_s",
+        "merged",
+        "need_steps",
+        "open_steps",
+        "opened_at",
+        "phase",
+        "published_at",
+        "pull_again_at",
+        "pull_tries",
+        "reason",
+        "round",
+        "round_is_final",
+        "save_tries",
+        "sealed_at",
+        "version",
+    )
+
+    def __init__(self, fragment: FragmentId, offset_steps: int) -> None:
+        self.id = fragment
+        self.version: Version = 0  # newest durable version
+        self.phase = Phase.IDLE
+        self.round: RoundId | None = None  # the open round; None exactly while IDLE
+        self.attempt = 0  # openings on this version in this epoch
+        self.opened_at = 0.0
+        self.need_steps = (
+            offset_steps  # steps that make it ripe: first its offset, then H, few after an abandoned round
+        )
+        self.open_steps: dict[LearnerId, int] = {}  # local step of each live learner when the last round opened
+        self.asked: dict[LearnerId, float] = {}  # learners pulled in the open round: when first asked
+        self.contributions: dict[LearnerId, Accepted] = {}  # accepted in the open round
+        self.pull_tries = 0
+        self.pull_again_at = 0.0
+        self.grace_until = 0.0
+        self.sealed_at = 0.0  # when the open round was sealed
+        self.merge_s = 0.0  # from the seal of the newest version to its publication
+        self.published_at = -1.0  # of the newest version, in this epoch
+        self.save_tries = 0
+        self.merged = False  # the outer step of the open round is done
+        self.marks: dict[LearnerId, Mark] = {}  # last merged contribution of every learner
+        self.last_contributors: tuple[LearnerId, ...] = ()
+        self.final = False  # its last merge is done or given up
+        self.round_is_final = False  # the open round was opened after the budget was reached
+        self.final_tries = 0
+        self.reason: Reason | None = None
+
+
+class Member:
+    """A learner in the syncer's eyes."""
+
+    __slots__ = (
+        "ack",
+        "admitted_by",
+        "answer",
+        "finish_acked",
+        "finish_tries",
+        "gap",
+        "heard_rounds",
+        "hello",
+        "first_step",
+        "id",
+        "incarnation",
+        "last_heard",
+        "owed",
+        "publish_timer",
+        "received",
+        "reported_at",
+        "seen",
+        "session",
+        "silence_timer",
+        "standing",
+        "step",
+        "strikes",
+        "training",
+    )
+
+    def __init__(self, learner: LearnerId, incarnation: Incarnation, session: int) -> None:
+        self.id = learner
+        self.incarnation = incarnation
+        self.session = session
+        self.standing = Standing.UNKNOWN
+        self.step = 0  # newest local step that it told of
+        self.first_step = 0  # local step when it joined or came back: steps before it are not counted for ripeness
+        self.reported_at = -1.0  # when it told of that step
+        self.training = False  # it has said that it trains
+        self.last_heard = 0.0
+        self.received: dict[FragmentId, Version] = {}  # newest version that it has acknowledged
+        self.owed: dict[FragmentId, Owed] = {}  # sent and not acknowledged
+        self.heard_rounds: dict[FragmentId, RoundId] = {}  # newest contribution that arrived, accepted or not
+        self.hello: Hello | None = None  # waiting for its admission to be durable
+        self.admitted_by = 0  # serial of the members record that admits it
+        self.gap = Estimate()  # between two of its messages
+        self.answer = Estimate()  # from a pull to its contribution
+        self.ack = Estimate()  # from sending a version to its acknowledgement
+        self.strikes = 0
+        self.finish_acked = False
+        self.finish_tries = 0
+        self.seen = 0  # its newest tick that reached us
+        self.silence_timer = False
+        self.publish_timer = False
+
+
+class Cut:
+    """A snapshot that is being taken."""
+
+    __slots__ = ("deadline", "id", "in_flight", "left_out", "parts", "saving", "versions", "wanted")
+
+    def __init__(self, snapshot: int, versions: tuple[Version, ...], wanted: set[LearnerId], deadline: float) -> None:
+        self.id = snapshot
+        self.versions = versions  # of every owned fragment at the syncer's cut
+        self.wanted = wanted  # learners whose part is not complete
+        self.parts: dict[LearnerId, SnapshotPart] = {}
+        self.in_flight: list[tuple[LearnerId, RoundId]] = []  # arrived after our cut, sent before the learner's
+        self.left_out: list[LearnerId] = []
+        self.deadline = deadline
+        self.saving = False
+
+
+class SyncerState:
+    """State and helpers; the parts of the syncer build on it. Only `SyncerCore.handle` may change it."""
+
+    def __init__(self, config: RunConfig, epoch: int, restored: Restored | None = None) -> None:
+        self.config = config
+        self.limits = config.limits
+        self.epoch = epoch
+        self.now = 0.0
+        self.tick = 0
+        self.stage = Stage.RUNNING
+        ids = config.fragment_ids()
+        self.fragments: dict[FragmentId, Fragment] = {p: Fragment(p, config.offset_steps(p)) for p in ids}
+        # Fragments by their last opening. The one that opened longest ago becomes ripe first, whoever is counted, because
+        # step counts only rise: looking at the front is enough.
+        self.by_opening: dict[FragmentId, Fragment] = dict(self.fragments)
+        self.retrying: dict[FragmentId, Fragment] = {}  # after an abandoned round; ripe again after few steps
+        self.in_flight = 0  # fragments that are not IDLE
+        self.flight_limit = config.overlap_steps
+        self.members: dict[LearnerId, Member] = {}
+        self.live: dict[LearnerId, Member] = {}  # standing LIVE, by id
+        self.ledger = SyncerLedger(ids)
+        self.step_time = Estimate()  # xi_step
+        self.quorum_time = Estimate()  # xi_quorum
+        self.sync_time = Estimate()  # xi_sync
+        self.merges = 0  # sum of all versions
+        self.marker = epoch * 1_000_000  # newest snapshot; rises across restarts because the epoch does
+        self.cut: Cut | None = None
+        self.merges_at_cut = 0
+        self.members_serial = 0
+        self.members_saving = False
+        self.members_dirty = False
+        self.members_tries = 0
+        self.finish_reason: Reason | None = None
+        self.finish_by = 0.0
+        self.manifest: ManifestRecord | None = None
+        self.manifest_tries = 0
+        self.halted = False
+        self.ignored: dict[str, int] = {}  # messages that were dropped, by cause
+        self.fired: dict[tuple[Enum, str], int] = {}  # rows of the transition tables that were taken
+        self.said: dict[str, int] = {}  # reason codes that were said
+        self._timers: list[tuple[float, int, str, int]] = []
+        self._timer_serial = 0
+        self._out: list[SyncerEffect] = []
+        if restored is not None:
+            self._restore(restored)
+
+    def _restore(self, restored: Restored) -> None:
+        if restored.members is not None:
+            self.members_serial = restored.members.serial
+            for learner, incarnation in restored.members.incarnations:
+                member = Member(learner, incarnation, session=-1)
+                self.members[learner] = member
+                self.ledger.open(learner, incarnation)
+                self._stand(member, "known")
+        for p, record in restored.versions.items():
+            f = self.fragments[p]
+            f.version = record.version
+            f.marks = dict(record.marks)
+            f.last_contributors = tuple(a.learner for a in record.contributions)
+            self.merges += record.version
+        self.ledger.restore(
+            restored.members.retired_tokens if restored.members is not None else 0,
+            {p: restored.versions[p].merged_tokens if p in restored.versions else 0 for p in self.fragments},
+            {p: f.marks for p, f in self.fragments.items()},
+        )
+        self.merges_at_cut = self.merges
+        if restored.manifest is not None:
+            self.manifest = restored.manifest
+            self.stage = Stage.FINISHED
+
+    # ---------------------------------------------------------------------------------------------------- speaking
+
+    def _send(self, member: Member, body: Body) -> None:
+        self._out.append(
+            Send(
+                Envelope(
+                    member.id,
+                    member.incarnation,
+                    member.session,
+                    self.epoch,
+                    self.tick,
+                    member.seen,
+                    self.marker,
+                    body,
+                )
+            )
+        )
+
+    def _say(self, kind: str, number: int, code: str, *args: object) -> Reason:
+        reason = Reason(code, args)
+        self.said[code] = self.said.get(code, 0) + 1
+        self._out.append(Say((kind, number), reason))
+        return reason
+
+    def _note(self, reason: Reason) -> Reason:
+        """Count a sentence that travels inside another effect or message."""
+        self.said[reason.code] = self.said.get(reason.code, 0) + 1
+        return reason
+
+    def _ignore(self, cause: str) -> None:
+        self.ignored[cause] = self.ignored.get(cause, 0) + 1
+
+    # ---------------------------------------------------------------------------------------------------- moving
+
+    def _phase(self, f: Fragment, trigger: str) -> None:
+        was_idle = f.phase is Phase.IDLE
+        f.phase = moved(ROUND_TABLE, f.phase, trigger, self.fired)
+        if was_idle is not (f.phase is Phase.IDLE):
+            self.in_flight += 1 if was_idle else -1
+
+    def _stand(self, member: Member, trigger: str) -> None:
+        was_live = member.standing is Standing.LIVE
+        member.standing = moved(MEMBER_TABLE, member.standing, trigger, self.fired)
+        if was_live is not (member.standing is Standing.LIVE):
+            if was_live:
+                del self.live[member.id]
+            else:
+                self.live[member.id] = member
+                self.live = dict(sorted(self.live.items()))  # a fixed order, whoever came first
+
+    def _advance(self, trigger: str) -> None:
+        self.stage = moved(RUN_TABLE, self.stage, trigger, self.fired)
+
+    # ---------------------------------------------------------------------------------------------------- timers
+
+    def _arm(self, at: float, kind: str, key: int = 0) -> None:
+        """A timer is not cancelled: when it fires, its handler looks whether it still means something."""
+        self._timer_serial += 1
+        heapq.heappush(self._timers, (at, self._timer_serial, kind, key))
+
+    def next_deadline(self) -> float | None:
+        return self._timers[0][0] if self._timers else None
+
+    # ---------------------------------------------------------------------------------------------------- reading
+
+    def _versions(self) -> tuple[Version, ...]:
+        return tuple(f.version for f in self.fragments.values())
+
+    def _received(self, member: Member, fragment: FragmentId) -> Version:
+        return member.received.get(fragment, NOTHING)
+
+    def _baseline(self, f: Fragment, member: Member) -> int:
+        """The learner's local step from which its steps count towards the next round of this fragment."""
+        return f.open_steps.get(member.id, member.first_step)
+
+    def _pull_patience(self, member: Member) -> float:
+        """A pull is answered at a step boundary, so before it was measured the step time is the best guess."""
+        if member.answer.count == 0 and self.step_time.count:
+            return patience(self.step_time, 8, self.limits)
+        return patience(member.answer, 2, self.limits)

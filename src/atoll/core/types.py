@@ -1,0 +1,163 @@
+"""The nouns of the protocol: ids, the settings of a run and its limits.
+
+Everything here is immutable. Hot things are named tuples (cheap to make, truly frozen); settings are frozen
+dataclasses that refuse nonsense with a sentence that says the fix.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+LearnerId = int
+FragmentId = int
+Version = int
+Incarnation = int
+
+SYNCER: LearnerId = 0
+"""The syncer's place in clocks and envelopes. Learners are numbered from 1."""
+
+NOTHING: Version = -1
+"""The version of a fragment that a learner does not hold at all. Version 0 is the initial model."""
+
+AdoptHow = Literal["carry", "overwrite", "blend"]
+
+
+class RoundId(NamedTuple):
+    """One attempt at taking `fragment` from version `base` to `base + 1`.
+
+    `attempt` counts the openings on this base within one epoch of the syncer. An answer to an older attempt is refused:
+    a learner keeps one copy per fragment, and must be able to tell which copy was merged.
+    """
+
+    fragment: FragmentId
+    base: Version
+    epoch: int
+    attempt: int
+
+
+class Mark(NamedTuple):
+    """The last contribution of one learner that was merged into one fragment.
+
+    It travels with every published version. A learner that missed the version into which it was merged still learns,
+    from any later one, which of its steps are in.
+    """
+
+    incarnation: Incarnation
+    base: Version
+    copied_at: int  # the learner's local step at the copy
+    trained: int  # the learner's tokens at the copy, of this incarnation
+    dropped: int  # of those, tokens thrown away for this fragment (overwrite, blend)
+
+
+class Accepted(NamedTuple):
+    """A contribution as the syncer counts it. `weight` is tokens * tokens / steps."""
+
+    learner: LearnerId
+    incarnation: Incarnation
+    copied_at: int
+    steps: int
+    tokens: int
+    trained: int
+    dropped: int
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds, not knobs. Timeouts follow from measured times; these only keep a measurement from being absurd."""
+
+    first_wait_s: float = 30.0  # a timeout before anything was measured
+    least_wait_s: float = 0.25  # no derived timeout is shorter
+    most_wait_s: float = 600.0  # and none is longer
+    stall_s: float = 2.0  # a timer this late means that this process itself stood still
+    pull_tries: int = 3  # askings in one round before it is abandoned
+    publish_tries: int = 5  # sendings of one version to one learner before its link is dropped
+    hello_tries: int = 4  # greetings on one link before it is dropped
+    ping_tries: int = 3  # unanswered pings before the link is dropped
+    state_peers: int = 3  # peers asked for inner state before a learner starts with fresh moments
+    final_tries: int = 2  # attempts at the last round of a fragment
+    finish_tries: int = 5  # sendings of the final manifest before a learner is left behind
+    strikes: int = 3  # bad contributions before a learner is quarantined
+    backoff_first_s: float = 0.5
+    backoff_most_s: float = 30.0
+    most_learners: int = 1024
+    most_steps_per_report: int = 1_000_000
+
+    def __post_init__(self) -> None:
+        if not 0 < self.least_wait_s <= self.first_wait_s <= self.most_wait_s:
+            raise ValueError("limits need 0 < least_wait_s <= first_wait_s <= most_wait_s")
+        for name in ("pull_tries", "publish_tries", "hello_tries", "ping_tries", "final_tries", "finish_tries"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"limits.{name} must be at least 1: nothing is ever sent with 0 tries")
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """The settings of a run, the same for the syncer and every learner (symbols as in docs/protocol.md)."""
+
+    run_id: str = "run"
+    fragments: int = 24  # P
+    every_steps: int = 24  # H
+    overlap_steps: int = 2  # tau
+    quorum: int = 1  # K
+    grace_margin: float = 0.5  # gamma; 0 turns the grace window off
+    adopt: AdoptHow = "carry"
+    blend_alpha: float = 0.5
+    budget_tokens: int | None = None
+    budget_merges: int | None = None
+    snapshot_every_merges: int = 0  # 0: only on request
+    warmup_steps: int = 100  # for a learner that found no peer to take inner state from
+    rounds_in_flight: int | None = None  # None: tau, more where the measured latency asks for it
+    owned: tuple[FragmentId, ...] | None = None  # the fragments of this syncer; None: all
+    fingerprint: tuple[str, ...] = ()  # one line per tensor: name, shape, dtype
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        _at_least("fragments", self.fragments, 1)
+        _at_least("every_steps", self.every_steps, 1)
+        _at_least("overlap_steps", self.overlap_steps, 1)
+        _at_least("quorum", self.quorum, 1)
+        if self.quorum > self.limits.most_learners:
+            raise ValueError(f"quorum {self.quorum} exceeds the most learners of a run, {self.limits.most_learners}")
+        if not 0 <= self.grace_margin < 1:
+            raise ValueError(f"grace_margin must be in [0, 1), got {self.grace_margin}: 0 turns the grace window off")
+        if self.adopt not in ("carry", "overwrite", "blend"):
+            raise ValueError(f"adopt must be carry, overwrite or blend, got {self.adopt!r}")
+        if not 0 <= self.blend_alpha <= 1:
+            raise ValueError(f"blend_alpha must be in [0, 1], got {self.blend_alpha}")
+        for name in ("budget_tokens", "budget_merges", "rounds_in_flight"):
+            value = getattr(self, name)
+            if value is not None:
+                _at_least(name, value, 1)
+        if self.owned is not None:
+            if not self.owned or len(set(self.owned)) != len(self.owned):
+                raise ValueError("owned must name at least one fragment, each once")
+            if min(self.owned) < 0 or max(self.owned) >= self.fragments:
+                raise ValueError(f"owned names a fragment outside 0..{self.fragments - 1}")
+
+    def fragment_ids(self) -> tuple[FragmentId, ...]:
+        return self.owned if self.owned is not None else tuple(range(self.fragments))
+
+    def offset_steps(self, fragment: FragmentId) -> int:
+        """Steps before the first round of a fragment: offsets are spread evenly over H."""
+        return 1 + fragment * self.every_steps // self.fragments
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
+
+
+def weight_of(tokens: int, steps: int) -> float:
+    """w = c_tokens * (c_tokens / c_steps): quantity times quality.
+
+    >>> weight_of(tokens=1024, steps=2)
+    524288.0
+    """
+    return tokens * tokens / steps
+
+
+def is_positive(weight: float) -> bool:
+    return math.isfinite(weight) and weight > 0

@@ -1,0 +1,1 @@
+"""The protocol on a virtual clock: pure, seeded, without torch."""

@@ -1,0 +1,221 @@
+"""Checkers of learners: the ledger of tokens, independence of the step, joining, clocks."""
+
+from __future__ import annotations
+
+from atoll.core.protocol import (
+    AdoptFragment,
+    Contribution,
+    Envelope,
+    InnerState,
+    MessageArrived,
+    Record,
+    Send,
+    StartTraining,
+    StateWanted,
+    StepTaken,
+    Stop,
+    VersionRecord,
+    Welcome,
+)
+from atoll.core.tape import Actor, Entry
+from atoll.core.types import SYNCER, FragmentId, LearnerId, RunConfig, Version
+from atoll.sim.checkers import Checker, is_syncer
+from atoll.sim.checkers_of_rounds import Durable
+
+Who = tuple[LearnerId, int]
+
+
+class LedgerBalance(Durable):
+    """Three books that must agree: what the learner was told (steps), what it says it settled (adoptions and
+    contributions), and what the syncer made durable."""
+
+    name = "ledger"
+    sentence = "tokens trained = merged + pending + dropped with a reason, per fragment, at every moment"
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.events[StepTaken] = self._on_step
+        self.effects[AdoptFragment] = self._on_adopt
+        self.sent = {Contribution: self._on_contribution}
+        self._trained: dict[Who, int] = {}
+        self._merged: dict[tuple[Who, FragmentId], int] = {}  # as the learner knows it
+        self._dropped: dict[tuple[Who, FragmentId], int] = {}
+        self._durable: dict[tuple[Who, FragmentId], list[tuple[Version, int]]] = {}  # not yet known to the learner
+        self._known: dict[tuple[Who, FragmentId], int] = {}  # durable in a version that the learner has adopted
+        self._copied: dict[tuple[Who, FragmentId], Contribution] = {}
+
+    def _on_step(self, entry: Entry, event: StepTaken) -> None:
+        who = (entry.actor.learner, entry.actor.start)
+        self._trained[who] = self._trained.get(who, 0) + event.tokens
+
+    def now_durable(self, entry: Entry | None, record: Record) -> None:
+        if isinstance(record, VersionRecord):
+            for a in record.contributions:
+                line = self._durable.setdefault(((a.learner, a.incarnation), record.fragment), [])
+                line.append((record.version, a.tokens))
+
+    def _on_contribution(self, entry: Entry, envelope: Envelope) -> None:
+        body = envelope.body
+        assert isinstance(body, Contribution)
+        who = (entry.actor.learner, entry.actor.start)
+        key = (who, body.round.fragment)
+        subject = ("learner", envelope.learner)
+        before = self._copied.get(key)
+        if before is not None and before.round == body.round:
+            if before != body:
+                self.fail(entry, subject, f"two different answers to one pull of fragment {body.round.fragment}")
+            return
+        self._copied[key] = body
+        settled = self._merged.get(key, 0) + self._dropped.get(key, 0)
+        trained = self._trained.get(who, 0)
+        if (body.trained, body.tokens, body.dropped) != (trained, trained - settled, self._dropped.get(key, 0)):
+            what = (
+                f"fragment {key[1]}: contributes {body.tokens} of {body.trained} tokens, "
+                f"but {trained} were trained and {settled} are settled"
+            )
+            self.fail(entry, subject, what)
+
+    def _on_adopt(self, entry: Entry, effect: AdoptFragment) -> None:
+        who = (entry.actor.learner, entry.actor.start)
+        key = (who, effect.fragment)
+        merged = self._merged[key] = self._merged.get(key, 0) + effect.merged_tokens
+        dropped = self._dropped[key] = self._dropped.get(key, 0) + effect.dropped_tokens
+        trained = self._trained.get(who, 0)
+        subject = ("learner", entry.actor.learner)
+        if trained != merged + dropped + effect.pending_tokens or effect.pending_tokens < 0:
+            what = f"{trained} trained, {merged} merged, {dropped} dropped, {effect.pending_tokens} pending"
+            self.fail(entry, subject, f"fragment {effect.fragment}: {what}")
+        if self.config.adopt == "carry" and dropped:
+            self.fail(entry, subject, f"fragment {effect.fragment}: {dropped} tokens dropped, carry drops none")
+        news = self._durable.get(key, [])
+        durable = self._known.get(key, 0) + sum(tokens for version, tokens in news if version <= effect.version)
+        self._known[key] = durable
+        self._durable[key] = [line for line in news if line[0] > effect.version]
+        if durable != merged:
+            what = f"{durable} tokens of it are in version {effect.version}, the learner knows of {merged}"
+            self.fail(entry, subject, f"fragment {effect.fragment}: {what}")
+
+
+class Independence(Checker):
+    name = "independence"
+    sentence = "a learner's step times do not depend on syncer, peers or network"
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.events = {StepTaken: self._on_step}
+        self.effects = {StartTraining: self._on_start}
+        self._last: dict[Actor, float] = {}
+
+    def _on_start(self, entry: Entry, effect: StartTraining) -> None:
+        self._last[entry.actor] = entry.at
+
+    def _on_step(self, entry: Entry, event: StepTaken) -> None:
+        """A learner's own time is its step; whatever else passes between two steps was spent waiting for others."""
+        last = self._last.get(entry.actor)
+        self._last[entry.actor] = entry.at
+        if last is None:
+            self.fail(entry, ("learner", entry.actor.learner), "a step before training was started")
+            return
+        waited = entry.at - last - event.steps * event.step_time_s
+        if waited > 0.05 * event.steps * event.step_time_s + 0.01:
+            self.fail(entry, ("learner", entry.actor.learner), f"{waited:.6g} s between two steps were not its own")
+
+
+class Recovery(Checker):
+    name = "recovery"
+    sentence = "a learner starts from everything that was published when it was welcomed, a peer gives what is as new"
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.arrived = {Welcome: self._on_welcome, StateWanted: self._on_wanted}
+        self.effects = {AdoptFragment: self._on_adopt, StartTraining: self._on_start}
+        self.sent = {InnerState: self._on_inner_state}
+        self._welcomed: dict[Actor, tuple[Version, ...]] = {}
+        self._held: dict[Actor, dict[FragmentId, Version]] = {}
+        self._wanted: dict[tuple[Actor, LearnerId], tuple[Version, ...]] = {}
+
+    def _on_welcome(self, entry: Entry, envelope: Envelope) -> None:
+        body = envelope.body
+        assert isinstance(body, Welcome)
+        self._welcomed.setdefault(entry.actor, body.versions)
+
+    def _on_wanted(self, entry: Entry, envelope: Envelope) -> None:
+        body = envelope.body
+        assert isinstance(body, StateWanted)
+        self._wanted[(entry.actor, body.to)] = body.versions
+
+    def _on_adopt(self, entry: Entry, effect: AdoptFragment) -> None:
+        self._held.setdefault(entry.actor, {})[effect.fragment] = effect.version
+
+    def _on_start(self, entry: Entry, effect: StartTraining) -> None:
+        held = self._held.get(entry.actor, {})
+        for p, version in zip(self.config.fragment_ids(), self._welcomed.get(entry.actor, ()), strict=False):
+            if held.get(p, -1) < version:
+                what = f"training starts with version {held.get(p, -1)} of fragment {p}, {version} was published"
+                self.fail(entry, ("learner", entry.actor.learner), what)
+
+    def _on_inner_state(self, entry: Entry, envelope: Envelope) -> None:
+        body = envelope.body
+        assert isinstance(body, InnerState)
+        if is_syncer(entry):
+            return
+        wanted = self._wanted.get((entry.actor, body.to), ())
+        if any(have < want for have, want in zip(body.versions, wanted, strict=False)):
+            self.fail(entry, ("learner", body.to), f"learner {body.giver} gives state older than what is published")
+
+
+class Clocks(Checker):
+    name = "clocks"
+    sentence = "a message arrives after it was sent, and nobody has seen what has not happened"
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.every = self._on_every
+        self._ticks: dict[Actor, int] = {}
+
+    def _on_every(self, entry: Entry) -> None:
+        ticks = self._ticks
+        subject = ("learner", entry.actor.learner) if entry.actor.learner != SYNCER else ("run", 0)
+        if entry.tick != ticks.get(entry.actor, 0) + 1:
+            self.fail(entry, subject, f"{entry.actor}: tick {entry.tick} after {ticks.get(entry.actor, 0)}")
+        ticks[entry.actor] = entry.tick
+        event = entry.event
+        if type(event) is MessageArrived:
+            envelope = event.envelope
+            if is_syncer(entry):
+                sender = Actor(envelope.learner, envelope.incarnation)
+            else:
+                sender = Actor(SYNCER, envelope.epoch)
+            if envelope.tick > ticks.get(sender, 0):
+                self.fail(
+                    entry, subject, f"a message of tick {envelope.tick} from {sender}, which is at {ticks.get(sender)}"
+                )
+        for effect in entry.effects:
+            if type(effect) is Send and effect.envelope.tick != entry.tick:
+                self.fail(entry, subject, f"sent with tick {effect.envelope.tick} in entry {entry.tick}")
+
+
+class Stopped(Checker):
+    name = "stopped"
+    sentence = "after its stop a learner takes no step and contributes nothing"
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.effects = {Stop: self._on_stop}
+        self.events = {StepTaken: self._on_step}
+        self.sent = {Contribution: self._on_contribution}
+        self._stopped: set[Actor] = set()
+
+    def _on_stop(self, entry: Entry, effect: Stop) -> None:
+        self._stopped.add(entry.actor)
+
+    def _on_step(self, entry: Entry, event: StepTaken) -> None:
+        if entry.actor in self._stopped:
+            self.fail(entry, ("learner", entry.actor.learner), "a step after the stop")
+
+    def _on_contribution(self, entry: Entry, envelope: Envelope) -> None:
+        if entry.actor in self._stopped:
+            self.fail(entry, ("learner", entry.actor.learner), "a contribution after the stop")
+
+
+LEARNER_CHECKERS: tuple[type[Checker], ...] = (LedgerBalance, Independence, Recovery, Clocks, Stopped)

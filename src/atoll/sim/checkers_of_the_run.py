@@ -1,0 +1,312 @@
+"""Checkers of the whole run: snapshots, the end, bounds, and that every question gets one answer."""
+
+from __future__ import annotations
+
+from atoll.core.protocol import (
+    Accumulate,
+    AdoptFragment,
+    Contribution,
+    Dial,
+    DialFailed,
+    DiscardRound,
+    Effect,
+    Envelope,
+    LinkOpened,
+    ManifestRecord,
+    Marker,
+    MergeDone,
+    MergeFailed,
+    MergeRound,
+    Persist,
+    Persisted,
+    PersistFailed,
+    Published,
+    Pull,
+    Record,
+    RecordKey,
+    RefuseContribution,
+    SaveSnapshot,
+    Say,
+    Send,
+    SnapshotRecord,
+    SnapshotSaved,
+    SnapshotSaveFailed,
+    Stop,
+    VersionRecord,
+)
+from atoll.core.syncer_state import Restored
+from atoll.core.tape import Actor, Entry
+from atoll.core.types import SYNCER, FragmentId, LearnerId, RoundId, RunConfig, Version
+from atoll.sim.checkers import Checker
+from atoll.sim.checkers_of_rounds import Durable
+
+
+class SnapshotCut(Checker):
+    name = "snapshot"
+    sentence = "a snapshot is a consistent cut: nothing in it is newer than the cut, nothing in flight is missing"
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.effects = {SaveSnapshot: self._on_save, Persist: self._on_persist, AdoptFragment: self._on_adopt}
+        self.sent = {Contribution: self._on_sent, Marker: self._on_marker}
+        self.arrived = {Contribution: self._on_arrived}
+        self._held: dict[Actor, dict[FragmentId, Version]] = {}
+        self._cut_open: int = 0  # the snapshot whose marker the syncer has sent
+        self._before_cut: dict[tuple[int, LearnerId], set[RoundId]] = {}  # sent before the learner's own cut
+        self._after_ours: set[tuple[LearnerId, RoundId]] = set()  # arrived after the syncer's cut
+        self._at_cut: dict[tuple[int, LearnerId], dict[FragmentId, Version]] = {}
+        self._all_sent: dict[LearnerId, dict[RoundId, None]] = {}
+        self._most_sent = 8 * config.fragments  # older ones have long arrived or been lost
+
+    def started(self, actor: Actor, restored: Restored | None) -> None:
+        if actor.learner == SYNCER:
+            self._cut_open = 0
+            self._after_ours.clear()
+        else:
+            self._all_sent.pop(actor.learner, None)
+
+    def _on_adopt(self, entry: Entry, effect: AdoptFragment) -> None:
+        self._held.setdefault(entry.actor, {})[effect.fragment] = effect.version
+
+    def _on_marker(self, entry: Entry, envelope: Envelope) -> None:
+        body = envelope.body
+        assert isinstance(body, Marker)
+        if body.snapshot > self._cut_open:
+            self._cut_open = body.snapshot
+            self._after_ours.clear()
+
+    def _on_sent(self, entry: Entry, envelope: Envelope) -> None:
+        body = envelope.body
+        assert isinstance(body, Contribution)
+        rounds = self._all_sent.setdefault(envelope.learner, {})
+        rounds[body.round] = None
+        if len(rounds) > self._most_sent:
+            del rounds[next(iter(rounds))]
+
+    def _on_save(self, entry: Entry, effect: SaveSnapshot) -> None:
+        learner = entry.actor.learner
+        self._before_cut[(effect.snapshot, learner)] = set(self._all_sent.get(learner, ()))
+        self._at_cut[(effect.snapshot, learner)] = dict(self._held.get(entry.actor, {}))
+
+    def _on_arrived(self, entry: Entry, envelope: Envelope) -> None:
+        """Only what the syncer took for the word of a current learner counts; stale links are dropped at the door."""
+        body = envelope.body
+        assert isinstance(body, Contribution)
+        if self._cut_open and any(_answers(effect, envelope.learner, body.round) for effect in entry.effects):
+            self._after_ours.add((envelope.learner, body.round))
+
+    def _on_persist(self, entry: Entry, effect: Persist) -> None:
+        record = effect.record
+        if not isinstance(record, SnapshotRecord):
+            return
+        ids = self.config.fragment_ids()
+        in_flight = set(record.in_flight)
+        for learner, part in record.parts:
+            saved = self._at_cut.get((record.snapshot, learner))
+            if saved is None:
+                self.fail(entry, ("learner", learner), f"snapshot {record.snapshot} has a part that was never saved")
+                return
+            for p, ours in zip(ids, record.versions, strict=True):
+                if saved.get(p, -1) > ours:
+                    what = f"fragment {p} at version {saved[p]} in the part, {ours} at the cut"
+                    self.fail(entry, ("learner", learner), f"snapshot {record.snapshot}: {what}")
+            if tuple(saved.get(p, -1) for p in ids) != part.versions:
+                self.fail(entry, ("learner", learner), f"snapshot {record.snapshot}: the part is not what was saved")
+            for round_id in self._before_cut.get((record.snapshot, learner), ()):
+                if (learner, round_id) in self._after_ours and (learner, round_id) not in in_flight:
+                    what = f"snapshot {record.snapshot} misses the contribution to {round_id} that was in flight"
+                    self.fail(entry, ("learner", learner), what)
+        self._before_cut = {k: v for k, v in self._before_cut.items() if k[0] > record.snapshot}
+        self._at_cut = {k: v for k, v in self._at_cut.items() if k[0] > record.snapshot}
+
+
+def _answers(effect: Effect, learner: LearnerId, round_id: RoundId) -> bool:
+    if isinstance(effect, Accumulate):
+        return effect.accepted.learner == learner and effect.round == round_id
+    if isinstance(effect, Send) and isinstance(effect.envelope.body, RefuseContribution):
+        return effect.envelope.learner == learner and effect.envelope.body.round == round_id
+    return False
+
+
+class OneAnswer(Checker):
+    name = "one-answer"
+    sentence = "every effect that is waited for is answered by exactly one event"
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.effects = {
+            Persist: self._ask_persist,
+            MergeRound: self._ask_merge,
+            Dial: self._ask_dial,
+            SaveSnapshot: self._ask_save,
+        }
+        self.events = {
+            Persisted: self._answer_persist,
+            PersistFailed: self._answer_persist,
+            MergeDone: self._answer_merge,
+            MergeFailed: self._answer_merge,
+            LinkOpened: self._answer_dial,
+            DialFailed: self._answer_dial,
+            SnapshotSaved: self._answer_save,
+            SnapshotSaveFailed: self._answer_save,
+        }
+        self._open: dict[tuple[Actor, object], int] = {}
+
+    def _ask(self, entry: Entry, what: object) -> None:
+        key = (entry.actor, what)
+        self._open[key] = self._open.get(key, 0) + 1
+        if self._open[key] > 1:
+            self.fail(entry, None, f"{entry.actor} asks twice for {what} without an answer in between")
+
+    def _answer(self, entry: Entry, what: object) -> None:
+        key = (entry.actor, what)
+        if self._open.get(key, 0) != 1:
+            self.fail(entry, None, f"{entry.actor} got an answer for {what} that it had not asked")
+        del self._open[key]
+
+    def _ask_persist(self, entry: Entry, effect: Persist) -> None:
+        self._ask(entry, effect.record.key())
+
+    def _answer_persist(self, entry: Entry, event: Persisted | PersistFailed) -> None:
+        self._answer(entry, event.key)
+
+    def _ask_merge(self, entry: Entry, effect: MergeRound) -> None:
+        self._ask(entry, effect.round)
+
+    def _answer_merge(self, entry: Entry, event: MergeDone | MergeFailed) -> None:
+        self._answer(entry, event.round)
+
+    def _ask_dial(self, entry: Entry, effect: Dial) -> None:
+        self._ask(entry, "dial")
+
+    def _answer_dial(self, entry: Entry, event: LinkOpened | DialFailed) -> None:
+        self._answer(entry, "dial")
+
+    def _ask_save(self, entry: Entry, effect: SaveSnapshot) -> None:
+        self._ask(entry, RecordKey("part", effect.snapshot, 0))
+
+    def _answer_save(self, entry: Entry, event: SnapshotSaved | SnapshotSaveFailed) -> None:
+        self._answer(entry, RecordKey("part", event.snapshot, 0))
+
+
+class Bounds(Checker):
+    name = "bounds"
+    sentence = "rounds, askings and sendings are bounded"
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.sent = {Pull: self._on_pull, Published: self._on_published}
+        self.effects = {MergeRound: self._on_closed, DiscardRound: self._on_closed}
+        self._open: dict[FragmentId, RoundId] = {}
+        self._pulls: dict[FragmentId, dict[tuple[LearnerId, int, int], int]] = {}
+        self._published: dict[tuple[LearnerId, FragmentId], tuple[tuple[int, int, Version], int]] = {}
+
+    def started(self, actor: Actor, restored: Restored | None) -> None:
+        if actor.learner == SYNCER:
+            self._open.clear()
+            self._pulls.clear()
+            self._published.clear()
+
+    def _on_pull(self, entry: Entry, envelope: Envelope) -> None:
+        body = envelope.body
+        assert isinstance(body, Pull)
+        p = body.round.fragment
+        before = self._open.get(p)
+        if before is not None and before != body.round:
+            self.fail(entry, ("fragment", p), f"{body.round} was opened while {before} is open")
+        self._open[p] = body.round
+        asked = self._pulls.setdefault(p, {})
+        key = (envelope.learner, envelope.incarnation, envelope.session)
+        asked[key] = asked.get(key, 0) + 1
+        if asked[key] > self.config.limits.pull_tries + 1:
+            self.fail(entry, ("fragment", p), f"learner {envelope.learner} was asked {asked[key]} times")
+
+    def _on_published(self, entry: Entry, envelope: Envelope) -> None:
+        body = envelope.body
+        assert isinstance(body, Published)
+        key = (envelope.learner, body.fragment)
+        what = (envelope.incarnation, envelope.session, body.version)
+        before, count = self._published.get(key, (what, 0))
+        count = count + 1 if before == what else 1
+        self._published[key] = (what, count)
+        # Twice the tries: a learner may also ask for the whole value after an update that it could not use.
+        if count > 2 * self.config.limits.publish_tries + 1:
+            sentence = f"version {body.version} of fragment {body.fragment} was sent {count} times"
+            self.fail(entry, ("learner", envelope.learner), sentence)
+
+    def _on_closed(self, entry: Entry, effect: MergeRound | DiscardRound) -> None:
+        self._open.pop(effect.round.fragment, None)
+        self._pulls.pop(effect.round.fragment, None)
+
+
+class TheEnd(Durable):
+    name = "the-end"
+    sentence = "the end comes after a last merge of every fragment, and everybody ends with the final versions"
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.effects[Say] = self._on_say
+        self.sent = {Pull: self._on_pull}
+        self.effects[AdoptFragment] = self._on_adopt
+        self.effects[Stop] = self._on_stop
+        self._ending = False
+        self._opened: set[RoundId] = set()  # rounds that were opened after the budget was reached
+        self._seen: set[RoundId] = set()
+        self._final: set[FragmentId] = set()
+        self._manifest: tuple[Version, ...] | None = None
+        self._held: dict[Actor, dict[FragmentId, Version]] = {}
+
+    def started(self, actor: Actor, restored: Restored | None) -> None:
+        super().started(actor, restored)
+        if actor.learner == SYNCER:
+            self._ending = False
+            self._opened.clear()
+            self._seen.clear()
+            self._final.clear()
+            if restored is not None and restored.manifest is not None:
+                self._manifest = restored.manifest.versions
+
+    def _on_say(self, entry: Entry, effect: Say) -> None:
+        if effect.reason.code in ("finish-budget", "finish-asked"):
+            self._ending = True
+        elif effect.reason.code == "final-skipped":
+            self._final.add(effect.subject[1])
+
+    def _on_pull(self, entry: Entry, envelope: Envelope) -> None:
+        body = envelope.body
+        assert isinstance(body, Pull)
+        if body.round not in self._seen:
+            self._seen.add(body.round)
+            if self._ending:
+                self._opened.add(body.round)
+
+    def now_durable(self, entry: Entry | None, record: Record) -> None:
+        if isinstance(record, VersionRecord) and record.round in self._opened:
+            self._final.add(record.fragment)
+
+    def _on_persist_effect(self, entry: Entry, effect: Persist) -> None:
+        super()._on_persist_effect(entry, effect)
+        record = effect.record
+        if isinstance(record, ManifestRecord):
+            missing = sorted(set(self.config.fragment_ids()) - self._final)
+            if missing:
+                self.fail(
+                    entry, ("fragment", missing[0]), f"the run ends without a last merge of fragment {missing[0]}"
+                )
+            if record.versions != tuple(self.versions.values()):
+                self.fail(entry, ("run", 0), "the manifest does not name the newest durable versions")
+            self._manifest = record.versions
+
+    def _on_adopt(self, entry: Entry, effect: AdoptFragment) -> None:
+        self._held.setdefault(entry.actor, {})[effect.fragment] = effect.version
+
+    def _on_stop(self, entry: Entry, effect: Stop) -> None:
+        if effect.reason.code != "learner-finished":
+            return
+        held = tuple(self._held.get(entry.actor, {}).get(p, -1) for p in self.config.fragment_ids())
+        if held != self._manifest:
+            what = f"ends with versions {held}, the final ones are {self._manifest}"
+            self.fail(entry, ("learner", entry.actor.learner), what)
+
+
+RUN_CHECKERS: tuple[type[Checker], ...] = (SnapshotCut, OneAnswer, Bounds, TheEnd)

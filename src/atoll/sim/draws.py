@@ -1,0 +1,144 @@
+"""One seed draws the whole world: the run's settings, the learners, their links, and every fault with its time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+from atoll.core.types import Limits, RunConfig
+
+FAULTS = (
+    "kill learner",
+    "pause learner",
+    "second start",
+    "reset link",
+    "cut both ways",
+    "cut upwards",
+    "cut downwards",
+    "kill syncer",
+    "pause syncer",
+    "fail disk",
+    "slow disk",
+    "jump clock",
+    "poison",
+    "join",
+    "leave",
+    "snapshot",
+    "fail merge",
+    "slow down",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    at_s: float
+    kind: str
+    learner: int
+    lasts_s: float
+    size: float  # what it means depends on the kind: seconds of a clock jump, factor of a slow-down
+
+
+@dataclass(frozen=True, slots=True)
+class LinkDraw:
+    delay_s: float
+    bulk_s: float  # additional, for fragments and inner state
+    loss: float
+    duplicates: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A world, before it runs."""
+
+    seed: int
+    config: RunConfig
+    step_times_s: dict[int, float]
+    tokens: dict[int, int]
+    links: dict[int, LinkDraw]
+    starts_s: dict[int, float]
+    faults: tuple[Fault, ...]
+    faulty_s: float
+    merge_s: float
+    disk_s: float
+    tight: bool = field(default=False)
+
+
+def draw(seed: int, small: bool = False) -> Plan:
+    """Few learners and short worlds more often than many and long ones: most bugs need little room."""
+    rng = Random(seed)
+    roll = rng.random()
+    if small or roll < 0.6:
+        learners, fragments, faulty_s = rng.randint(1, 4), rng.randint(1, 3), rng.uniform(10, 30)
+    elif roll < 0.93:
+        learners, fragments, faulty_s = rng.randint(2, 8), rng.randint(1, 6), rng.uniform(20, 60)
+    else:
+        learners, fragments, faulty_s = rng.randint(6, 16), rng.choice((4, 8, 24)), rng.uniform(20, 50)
+    every = rng.choice((1, 2, 3, 4, 6, 8))
+    quorum = 1 if rng.random() < 0.5 else rng.randint(1, learners)
+    config = RunConfig(
+        run_id=f"seed-{seed}",
+        fragments=fragments,
+        every_steps=every,
+        overlap_steps=rng.randint(1, 3),
+        quorum=quorum,
+        grace_margin=rng.choice((0.0, 0.5, 0.5, 0.9)),
+        adopt=rng.choice(("carry", "carry", "overwrite", "blend")),
+        budget_merges=rng.randint(2, 12) * fragments if rng.random() < 0.1 else None,
+        budget_tokens=rng.randint(1000, 40000) if rng.random() < 0.1 else None,
+        snapshot_every_merges=rng.choice((0, 0, 3, 7)) * fragments,
+        warmup_steps=rng.choice((0, 10)),
+        rounds_in_flight=rng.choice((None, None, 1, 4)),
+        fingerprint=("embedding 8x8 f32", "head 8x8 f32"),
+        limits=Limits(first_wait_s=rng.choice((3.0, 10.0)), most_wait_s=60.0, backoff_most_s=8.0),
+    )
+    ids = range(1, learners + 1)
+    spread = rng.choice((1.0, 2.0, 20.0))
+    tight = rng.random() < 0.3  # links without loss: rounds go fast, races are dense
+    starts = rng.choice((0.0, 0.0, 5.0, 20.0))
+    plan_links = {i: _draw_link(rng, tight) for i in (*ids, learners + 1, learners + 2)}
+    return Plan(
+        seed=seed,
+        config=config,
+        step_times_s={i: 0.5 * spread ** rng.random() for i in (*ids, learners + 1, learners + 2)},
+        tokens={i: rng.choice((8, 100, 1000)) for i in (*ids, learners + 1, learners + 2)},
+        links=plan_links,
+        starts_s={i: rng.uniform(0, starts) for i in ids},
+        faults=_draw_faults(rng, learners, quorum, faulty_s),
+        faulty_s=faulty_s,
+        merge_s=rng.choice((0.0, 0.01, 0.3)),
+        disk_s=rng.choice((0.0, 0.01, 0.3, 1.0)),
+        tight=tight,
+    )
+
+
+def _draw_link(rng: Random, tight: bool) -> LinkDraw:
+    if tight:
+        return LinkDraw(rng.choice((0.0, 0.01)), rng.choice((0.0, 0.05)), 0.0, 0.0)
+    return LinkDraw(
+        delay_s=rng.choice((0.01, 0.1, 0.5, 1.5)) * rng.random(),
+        bulk_s=rng.choice((0.0, 0.2, 2.0)) * rng.random(),
+        loss=rng.choice((0.0, 0.0, 0.01, 0.1)),
+        duplicates=rng.choice((0.0, 0.0, 0.1)),
+    )
+
+
+def _draw_faults(rng: Random, learners: int, quorum: int, faulty_s: float) -> tuple[Fault, ...]:
+    """A world has a character: a few kinds of faults, often repeated, find more than a little of everything."""
+    kinds = rng.sample(FAULTS, rng.randint(0, 6))
+    faults: list[Fault] = []
+    leavers = max(0, learners - quorum)  # enough must stay for a quorum after everything is healed
+    for _ in range(rng.randint(0, 12) if kinds else 0):
+        kind = rng.choice(kinds)
+        learner = rng.randint(1, learners)
+        if kind == "leave":
+            if leavers == 0:
+                continue
+            leavers -= 1
+            learner = learners - leavers  # each leaves once
+        if kind == "join":
+            learner = learners + rng.randint(1, 2)
+        size = rng.choice((0.1, 3.0, 30.0, 200.0, -50.0)) if kind == "jump clock" else rng.choice((2.0, 10.0))
+        faults.append(
+            Fault(rng.uniform(0, faulty_s), kind, learner, rng.choice((0.05, 1.0, 5.0, 20.0)) * rng.random(), size)
+        )
+    return tuple(sorted(faults, key=lambda f: f.at_s))

@@ -1,0 +1,64 @@
+"""The published goodput figures, as data (arXiv 2604.21428). Print them as "published", never as our own.
+
+Percent, rounded to whole points as published. The decoupled method with one learner is the elastic job.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Method = Literal["decoupled", "data-parallel", "elastic", "diloco", "streaming"]
+Metric = Literal["goodput", "uptime"]
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedCell:
+    """One cell of the published table of goodput under simulated failures."""
+
+    method: Method
+    learners: int
+    chips: int
+    metric: Metric
+    percent: float
+
+    @property
+    def label(self) -> str:
+        names = {"data-parallel": "one job, not elastic", "elastic": "one job, elastic"}
+        return names.get(self.method, f"M = {self.learners}")
+
+
+PUBLISHED_CHIPS = (150_000, 600_000, 1_200_000)
+PUBLISHED_ROWS: tuple[tuple[Method, int], ...] = (
+    ("data-parallel", 1),
+    ("elastic", 1),
+    ("decoupled", 4),
+    ("decoupled", 8),
+)
+
+_GOODPUT = ((72, 38, 27), (88, 69, 58), (96, 89, 82), (98, 94, 88))
+_UPTIME_AT_1200K = (27, 59, 99, 100)
+
+PUBLISHED_CELLS: tuple[PublishedCell, ...] = tuple(
+    PublishedCell(method, learners, chips, "goodput", float(percent))
+    for (method, learners), row in zip(PUBLISHED_ROWS, _GOODPUT, strict=True)
+    for chips, percent in zip(PUBLISHED_CHIPS, row, strict=True)
+) + tuple(
+    PublishedCell(method, learners, PUBLISHED_CHIPS[-1], "uptime", float(percent))
+    for (method, learners), percent in zip(PUBLISHED_ROWS, _UPTIME_AT_1200K, strict=True)
+)
+
+# Four learners of each of two hardware generations, the slower 18 % behind, 10 % jitter: (quorum, grace on) -> percent.
+PUBLISHED_MIXED_HARDWARE_GOODPUT: dict[tuple[int, bool], float] = {
+    (8, False): 84.0,
+    (1, False): 100.0,
+    (1, True): 100.0,
+}
+
+
+def published_percent(method: Method, learners: int, chips: int, metric: Metric = "goodput") -> float | None:
+    """The published cell, or None where there is none."""
+    for cell in PUBLISHED_CELLS:
+        if (cell.method, cell.learners, cell.chips, cell.metric) == (method, learners, chips, metric):
+            return cell.percent
+    return None

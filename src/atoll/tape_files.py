@@ -1,0 +1,259 @@
+"""Tapes as files: `TapeWriter` writes one, `TapeReader` reads one, `RunTapes` finds those of a run.
+
+A run's directory has a folder `tapes` with one file per process: `syncer-e1.tape`, `learner-3-i2.tape`. A process that
+is killed may leave half a line at the end; that is tolerated and nothing else is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import TypeAlias
+
+from atoll import __version__
+from atoll.core.causality import Missing, merged
+from atoll.core.syncer_state import Restored
+from atoll.core.tape import (
+    FORMAT_VERSION,
+    Actor,
+    Entry,
+    Header,
+    TapeError,
+    decode_entry,
+    decode_header,
+    encode_entry,
+    encode_header,
+)
+from atoll.core.types import SYNCER, RunConfig
+
+FOLDER = "tapes"
+SUFFIX = ".tape"
+MOST_LINE_BYTES = 16 * 1024 * 1024
+"""A longer line is no line: something else was written over the file."""
+
+AnyPath: TypeAlias = str | PathLike[str]
+
+_NAME = re.compile(r"(?:syncer-e([1-9]\d*)|learner-([1-9]\d*)-i([1-9]\d*))\.tape")
+
+
+def tape_path(run: AnyPath, actor: Actor) -> Path:
+    """Where the tape of a process belongs."""
+    if actor.learner == SYNCER:
+        return Path(run, FOLDER, f"syncer-e{actor.start}{SUFFIX}")
+    return Path(run, FOLDER, f"learner-{actor.learner}-i{actor.start}{SUFFIX}")
+
+
+def new_header(
+    actor: Actor, config: RunConfig, seed: int | None = None, restored: Restored | None = None, note: str = ""
+) -> Header:
+    """The header of a tape that this Atoll writes."""
+    return Header(FORMAT_VERSION, __version__, actor, config, seed, restored, note)
+
+
+class TapeWriter:
+    """Appends entries to a new file.
+
+    Lines are handed to the system once `flush_bytes` have gathered (0: after each entry), on `flush` and on `close`;
+    what has not been handed over is lost when the process is killed. When the disk is full `write` and `flush` raise
+    `OSError`; nothing is lost, and a later flush goes on in the middle of the line where the disk stopped.
+    """
+
+    def __init__(self, path: AnyPath, header: Header, flush_bytes: int = 64 * 1024) -> None:
+        self.path = Path(path)
+        self.header = header
+        self.tick = 0
+        self._flush_bytes = flush_bytes
+        self._gathered = bytearray(encode_header(header))
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115 - closed by close()
+        except FileExistsError:
+            raise TapeError("a tape is never overwritten: choose another run directory", str(self.path)) from None
+        self.flush()
+
+    def write(self, entry: Entry) -> None:
+        assert entry.actor == self.header.actor, f"{entry.actor} writes on the tape of {self.header.actor}"
+        assert entry.tick == self.tick + 1, f"{entry.actor}: tick {entry.tick} after {self.tick}"
+        self._gathered += encode_entry(entry)
+        self.tick = entry.tick
+        if len(self._gathered) >= self._flush_bytes:
+            self.flush()
+
+    def flush(self) -> None:
+        while self._gathered:
+            written = self._file.write(self._gathered)
+            del self._gathered[: written or 0]
+
+    def close(self) -> None:
+        """Write the rest. Closing twice is no mistake."""
+        if not self._file.closed:
+            try:
+                self.flush()
+            finally:
+                self._file.close()
+
+    def __enter__(self) -> TapeWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class TapeReader:
+    """The entries of one file; each iteration starts from the beginning.
+
+    With `follow` a growing file is read on: at its end `follow()` is called, may wait as it likes, and says whether to
+    look again. The file is open only while a piece of it is read, so a run may have more tapes than a process may have
+    open files.
+    """
+
+    def __init__(self, path: AnyPath, follow: Callable[[], bool] | None = None, piece_bytes: int = 64 * 1024) -> None:
+        self.path = Path(path)
+        self.truncated = False  # the newest iteration found half a line at the end
+        self.bytes_read = 0  # by the newest iteration
+        self._follow = follow
+        self._piece_bytes = piece_bytes
+        self._header: Header | None = None
+
+    @property
+    def header(self) -> Header:
+        if self._header is None:
+            for _, line in self._lines():
+                return self._read_header(line)
+            raise self._wrong(1, "no header: the process ended before it wrote one")
+        return self._header
+
+    def started(self) -> bool:
+        """Is the first line complete?"""
+        return next(self._lines(), None) is not None
+
+    def __iter__(self) -> Iterator[Entry]:
+        expected = 0
+        actor: Actor | None = None
+        for number, line in self._lines():
+            if actor is None:
+                actor = self._read_header(line).actor
+                continue
+            expected += 1
+            try:
+                entry = decode_entry(line, actor)
+            except TapeError as wrong:
+                raise self._wrong(number, wrong.what) from None
+            if entry.tick != expected:
+                raise self._wrong(number, f"tick {entry.tick} where {expected} was due: {_gap(entry.tick, expected)}")
+            yield entry
+        if actor is None:
+            raise self._wrong(1, "no header: the process ended before it wrote one")
+
+    def _read_header(self, line: bytes) -> Header:
+        try:
+            self._header = decode_header(line)
+        except TapeError as wrong:
+            raise self._wrong(1, wrong.what) from None
+        return self._header
+
+    def _wrong(self, number: int, what: str) -> TapeError:
+        return TapeError(what, f"{self.path}:{number}")
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        """Complete lines without their ends, counted from 1."""
+        number, rest, offset = 0, b"", 0
+        self.truncated = False
+        while True:
+            piece = self._piece(offset, number + 1)
+            if not piece:
+                self.truncated = bool(rest)
+                if self._follow is None or not self._follow():
+                    return
+                continue
+            offset += len(piece)
+            self.bytes_read = offset
+            *lines, rest = (rest + piece).split(b"\n")
+            for line in lines:
+                number += 1
+                yield number, line
+            if len(rest) > MOST_LINE_BYTES:
+                raise self._wrong(number + 1, f"a line of more than {MOST_LINE_BYTES} bytes: this is no tape")
+
+    def _piece(self, offset: int, number: int) -> bytes:
+        with open(self.path, "rb", buffering=0) as file:
+            end = file.seek(0, 2)
+            if end < offset:
+                raise self._wrong(number, f"the file became shorter while it was read: {end} bytes after {offset}")
+            file.seek(offset)
+            return file.read(self._piece_bytes)
+
+
+def _gap(tick: int, expected: int) -> str:
+    return "lines are missing" if tick > expected else "lines are repeated or out of order"
+
+
+class RunTapes:
+    """The tapes of one run, by actor. `unstarted` are files of processes that ended before they wrote a header."""
+
+    def __init__(self, run: AnyPath) -> None:
+        self.run = Path(run)
+        self.readers: dict[Actor, TapeReader] = {}
+        self.unstarted: list[Path] = []
+        for actor, path in sorted(_named(self._folder())):
+            reader = TapeReader(path)
+            if not reader.started():
+                self.unstarted.append(path)
+                continue
+            if reader.header.actor != actor:
+                raise TapeError(f"the header says {reader.header.actor}, the name of the file {actor}", f"{path}:1")
+            self.readers[actor] = reader
+        if not self.readers:
+            raise TapeError("there are no tapes here", str(self._folder()))
+        self._check_same_run()
+
+    def _folder(self) -> Path:
+        if not self.run.is_dir():
+            raise TapeError("no such run directory", str(self.run))
+        folder = self.run / FOLDER
+        if not folder.is_dir():
+            raise TapeError(f"not a run directory: it has no folder {FOLDER!r}", str(self.run))
+        return folder
+
+    def _check_same_run(self) -> None:
+        first = next(iter(self.readers.values()))
+        for reader in self.readers.values():
+            if reader.header.config.run_id != first.header.config.run_id:
+                ids = f"{first.header.config.run_id!r} in {first.path.name}, {reader.header.config.run_id!r} here"
+                raise TapeError(f"tapes of different runs: {ids}", f"{reader.path}:1")
+
+    @property
+    def config(self) -> RunConfig:
+        return next(iter(self.readers.values())).header.config
+
+    def learners(self) -> list[int]:
+        """Ids of the learners that left a tape."""
+        return sorted({actor.learner for actor in self.readers if actor.learner != SYNCER})
+
+    def size_bytes(self) -> int:
+        return sum(reader.path.stat().st_size for reader in self.readers.values())
+
+    def bytes_read(self) -> int:
+        return sum(reader.bytes_read for reader in self.readers.values())
+
+    def merged(self, report: Callable[[Missing], None] | None = None) -> Iterator[Entry]:
+        """All entries of the run in one causal order; see `causality.merged`."""
+        return merged([(reader.header, reader) for reader in self.readers.values()], report)
+
+    def truncated(self) -> list[Path]:
+        """Files whose last line was cut, as far as they have been read."""
+        return [reader.path for reader in self.readers.values() if reader.truncated]
+
+
+def _named(folder: Path) -> Iterator[tuple[Actor, Path]]:
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        found = _NAME.fullmatch(path.name)
+        if found is None:
+            raise TapeError("its name does not say whose tape it is, as syncer-e1 and learner-3-i2 do", str(path))
+        epoch, learner, incarnation = found.groups(default="0")
+        yield Actor(int(learner), int(epoch) or int(incarnation)), path

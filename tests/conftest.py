@@ -1,0 +1,13 @@
+"""Shared settings of the tests.
+
+Hypothesis draws the same examples on every run, so that a red build is red again when it is repeated. To look for new
+examples: `pytest --hypothesis-profile=explore`.
+"""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+settings.register_profile("repeatable", deadline=None, derandomize=True, database=None, print_blob=True)
+settings.register_profile("explore", deadline=None, max_examples=2_000, print_blob=True)
+settings.load_profile("repeatable")

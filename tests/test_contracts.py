@@ -1,0 +1,95 @@
+"""The import rules can fail: each is shown a planted violation, in a copy of the house with empty rooms."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = Path(sys.executable).parent
+
+
+def lint_imports(house: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [TOOLS / "lint-imports", "--no-cache", "--no-logo"],
+        cwd=house,
+        env=os.environ | {"PYTHONPATH": str(house / "src"), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.fixture
+def house(tmp_path):
+    """The rooms that must exist, all empty, and our contracts."""
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for room in ("", "core", "sim", "commands"):
+        (tmp_path / "src/atoll" / room).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "src/atoll" / room / "__init__.py").write_text("")
+    for module in ("cli", "__main__", "tape_files"):
+        (tmp_path / "src/atoll" / f"{module}.py").write_text("")
+    return tmp_path
+
+
+def test_empty_rooms_keep_every_contract(house):
+    done = lint_imports(house)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("place", "planted", "contract"),
+    [
+        ("core/planted.py", "import atoll.sim", "Imports point one way"),
+        ("core/planted.py", "import numpy", "core needs nothing but the standard library"),
+        ("sim/planted.py", "import atoll.cli", "Imports point one way"),
+        ("sim/planted.py", "def f():\n    import torch", "sim has no tensors"),
+        ("sim/planted.py", "import socket", "sim has no tensors"),
+        ("sim/planted.py", "from time import monotonic", "sim has no tensors"),
+        ("ml/__init__.py", "import atoll.sim", "Imports point one way"),
+        ("net/__init__.py", "import atoll.train", "Imports point one way"),
+        ("attic.py", "", "Imports point one way"),  # a room without a place in the order
+    ],
+)
+def test_a_planted_import_breaks_its_contract(house, place, planted, contract):
+    for room in {"train", Path(place).parent.name} - {"", "."}:
+        (house / "src/atoll" / room).mkdir(exist_ok=True)
+        (house / "src/atoll" / room / "__init__.py").touch()
+    (house / "src/atoll" / place).write_text(planted + "\n")
+    done = lint_imports(house)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert [line for line in done.stdout.splitlines() if contract in line and line.endswith("BROKEN")], done.stdout
+
+
+def ruff_codes(place: str, text: str) -> set[str]:
+    done = subprocess.run(
+        [TOOLS / "ruff", "check", "--no-cache", "--output-format=concise", "--stdin-filename", place, "-"],
+        cwd=ROOT,
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return {line.split()[1] for line in done.stdout.splitlines() if line.startswith(place)}
+
+
+@pytest.mark.parametrize(
+    "module", ["time", "random", "socket", "threading", "asyncio", "os", "datetime", "logging", "io"]
+)
+def test_core_may_not_reach_outside(module):
+    text = f"import {module}\n\nx = {module}.x\n"
+    assert ruff_codes("src/atoll/core/planted.py", text) == {"TID251"}
+    assert ruff_codes("src/atoll/planted.py", text) == set()
+
+
+def test_nobody_draws_from_an_unseeded_generator():
+    place = "src/atoll/sim/planted.py"
+    assert ruff_codes(place, "import random\n\nx = random.random()\n") == {"TID251"}
+    assert ruff_codes(place, "import random\n\nx = random.Random(7).random()\n") == set()

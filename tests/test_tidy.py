@@ -1,0 +1,136 @@
+"""The style is kept by an ordinary test, and every rule is shown to be able to fail."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from tests import tidy_rules
+from tests.tidy_rules import RULES, Rule, Source, complaints, read_sources
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = read_sources(ROOT)
+
+CORE = "src/atoll/core/planted.py"
+TEST = "tests/test_planted.py"
+
+# (path, text) of a file that breaks the rule, and of its nearest neighbour that does not
+PLANTED: dict[Rule, tuple[tuple[str, str], tuple[str, str]]] = {
+    tidy_rules.modules_are_short: (("src/long.py", "x = 1\n" * 601), ("src/long.py", "x = 1\n" * 600)),
+    tidy_rules.functions_are_short: (
+        (CORE, "def f():\n" + "    x = 1\n" * 80),
+        (CORE, "# long: one table, read from top to bottom\ndef f():\n" + "    x = 1\n" * 80),
+    ),
+    tidy_rules.files_have_names: (("src/atoll/net/utils.py", ""), ("src/atoll/net/units.py", "")),
+    tidy_rules.nothing_is_left_for_later: (
+        ("docs/design.md", "TO" + "DO: decide"),
+        ("docs/design.md", "what is still to do is in the issues"),
+    ),
+    tidy_rules.no_path_of_one_machine: (
+        ("README.md", "look into `/" + "root/runs/first`"),
+        ("README.md", "look into `src/work` or `~/work/runs`"),
+    ),
+    tidy_rules.no_registry_is_named: (
+        ("Makefile", "pip install -i https://" + "py" + "pi.example"),
+        ("Makefile", "pip install -c constraints.txt ."),
+    ),
+    tidy_rules.core_imports_the_standard_library_only: (
+        (CORE, "import math\nfrom numpy.random import default_rng\n"),
+        (CORE, "import math\nfrom atoll.core import types\n"),
+    ),
+    tidy_rules.core_calls_nothing_impure: (
+        (CORE, "order = sorted(names, key=lambda name: hash(name))\n"),
+        (CORE, "order = sorted(names, key=lambda name: name.hash())\n"),
+    ),
+    tidy_rules.core_speaks_one_language: (
+        (CORE, "class Round:\n    def lost(self, old_workers): ...\n"),
+        (CORE, "class Round:\n    def lost(self, old_learners): ...\n"),
+    ),
+    tidy_rules.tests_neither_sleep_nor_mock: (
+        (TEST, "import time\n\ndef test_it():\n    time.sleep(1)\n"),
+        (TEST, "import time\n\ndef test_it():\n    assert time.monotonic() > 0\n"),
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_repository_keeps_the_rule(rule):
+    assert complaints(rule, SOURCES) == [], rule.__doc__
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_rule_sees_a_planted_violation_and_spares_its_neighbour(rule):
+    (bad_path, bad_text), (good_path, good_text) = PLANTED[rule]
+    found = complaints(rule, [Source(PurePosixPath(bad_path), bad_text)])
+    assert len(found) == 1
+    assert found[0].startswith(bad_path + ":")
+    assert complaints(rule, [Source(PurePosixPath(good_path), good_text)]) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "text"),
+    [
+        (tidy_rules.core_imports_the_standard_library_only, CORE, "from atoll import sim\n"),
+        (tidy_rules.core_imports_the_standard_library_only, CORE, "def f():\n    import torch\n"),
+        (tidy_rules.core_speaks_one_language, CORE, "class LearnerClient: ...\n"),
+        (tidy_rules.no_path_of_one_machine, "Makefile", "cd /" + "work\n"),
+        (tidy_rules.no_path_of_one_machine, "Makefile", 'cd "/' + 'home/me/atoll"\n'),
+        (tidy_rules.tests_neither_sleep_nor_mock, TEST, "from unittest import mock\n"),
+        (tidy_rules.tests_neither_sleep_nor_mock, TEST, "from unittest.mock import Mock\n"),
+    ],
+)
+def test_the_rule_sees_it_in_another_dress(rule, path, text):
+    assert len(complaints(rule, [Source(PurePosixPath(path), text)])) == 1
+
+
+def test_the_rules_read_every_kind_of_file():
+    paths = {str(source.path) for source in SOURCES}
+    assert paths >= {"Makefile", ".ci/run", "pyproject.toml", "README.md", "src/atoll/cli.py", "tests/test_tidy.py"}
+    assert not [path for path in paths if path.startswith((".venv", "runs", "dist"))]
+
+
+# Imports a list of modules, with whatever they pull in, while everything beyond `allowed` is out of reach.
+IMPORT_IN_A_BARE_HOUSE = """
+import importlib, pkgutil, sys
+
+room, *allowed = sys.argv[1:]
+
+class Wall:
+    def find_spec(self, name, path=None, target=None):
+        known = name.split(".")[0] in sys.stdlib_module_names or name == "atoll"
+        if not known and not any(name == a or name.startswith(a + ".") for a in allowed):
+            raise ImportError(f"{name} is out of reach here")
+
+sys.meta_path.insert(0, Wall())
+package = importlib.import_module(room)
+for module in pkgutil.walk_packages(getattr(package, "__path__", []), room + "."):
+    importlib.import_module(module.name)
+"""
+
+
+def import_in_a_bare_house(room: str, *allowed: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", IMPORT_IN_A_BARE_HOUSE, room, *allowed]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_core_imports_with_the_standard_library_alone():
+    done = import_in_a_bare_house("atoll.core", "atoll.core")
+    assert done.returncode == 0, done.stderr
+
+
+def test_sim_imports_with_core_tapes_and_numpy_alone():
+    done = import_in_a_bare_house("atoll.sim", "atoll.sim", "atoll.core", "atoll.tape_files", "numpy")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("planted", ["numpy", "rich", "torch", "atoll.cli"])
+def test_the_bare_house_keeps_a_planted_import_out(tmp_path, planted):
+    (tmp_path / "planted").mkdir()
+    (tmp_path / "planted" / "__init__.py").write_text("")
+    (tmp_path / "planted" / "inner.py").write_text(f"import {planted}\n")
+    done = import_in_a_bare_house("planted", "planted", cwd=tmp_path)
+    assert done.returncode != 0
+    assert f"ImportError: {planted} is out of reach here" in done.stderr
