@@ -131,7 +131,7 @@ class Codec:
             return _by_place(inner)
         if _is_mapping(origin):
             return _pairs(inner[1])
-        raise TypeError(f"no encoding for {hint!r}; is its type registered?")
+        raise TypeError(f"no encoding for {hint!r}: a type of ours has to be registered")
 
     def decoder(self, hint: Any) -> Turn:
         """How values with this annotation are read."""
@@ -141,7 +141,7 @@ class Codec:
         if origin is Literal:
             return _literal_decoder(args)
         if origin is None:
-            assert hint.__name__ in self._decoders, f"no decoding for {hint!r}; is its type registered?"
+            assert hint.__name__ in self._decoders, f"no decoding for {hint!r}: a type of ours has to be registered"
             return self._decoders[hint.__name__]
         if origin in (Union, UnionType):
             return self._union_decoder(args)

@@ -32,6 +32,7 @@ from atoll.core.protocol import (
     Marker,
     MessageArrived,
     NoPeer,
+    PeerChosen,
     Ping,
     Pong,
     Published,
@@ -140,7 +141,9 @@ class LearnerCore:
         self.wanted: tuple[Version, ...] = ()  # while joining: what must arrive before training starts
         self.moments: Reason | None = None  # while joining: where inner state comes from, once known
         self.warmup_steps = 0
-        self.tried: tuple[LearnerId, ...] = ()
+        self.tried: tuple[LearnerId, ...] = ()  # peers that did not deliver
+        self.peer: LearnerId = 0  # the peer that was asked last; 0 while unknown
+        self.asked_peers = 0
         self.state_due = 0.0  # while joining: when the next peer is asked
         self.state_wait_s = 0.0
         self.final: tuple[Version, ...] = ()
@@ -308,6 +311,9 @@ class LearnerCore:
         self.pings = 0
         if envelope.marker > self.marker:
             self._see_marker(envelope.marker)
+        if self.link is Link.GREETING and type(envelope.body) not in (Welcome, Refuse):
+            self._ignore("before the welcome")  # which was lost; a later hello gets another, and everything again
+            return
         _BODIES[type(envelope.body)](self, now, envelope, envelope.body)
 
     def _is_for_us(self, envelope: Envelope) -> bool:
@@ -409,6 +415,7 @@ class LearnerCore:
             self._check_ready(now)
 
     def _ask_state(self, now: float) -> None:
+        self.peer = 0
         self.state_due = now + self.state_wait_s
         self._send(StateRequest(self.tried))
         self._arm(self.state_due, "state")
@@ -418,17 +425,17 @@ class LearnerCore:
             return
         if self.link is not Link.UP:
             return  # asked again with the next welcome
-        giver = self._suspected_giver()
-        self._say("state-late", giver, self.state_wait_s)
-        self.tried = (*self.tried, giver)
-        if len(self.tried) >= self.limits.state_peers:
-            self._start_fresh(now, self._note(Reason("state-tries-over", (len(self.tried),))))
+        self._say("state-late", f"learner {self.peer}" if self.peer else "any peer", self.state_wait_s)
+        self.asked_peers += 1
+        if self.peer:
+            self.tried = (*self.tried, self.peer)
+        if self.asked_peers >= self.limits.state_peers:
+            self._start_fresh(now, self._note(Reason("state-tries-over", (self.asked_peers,))))
         else:
             self._ask_state(now)
 
-    def _suspected_giver(self) -> LearnerId:
-        """Only the syncer knows whom it asked. An id that nobody has counts the try without excluding anyone."""
-        return -1 - len(self.tried)
+    def _on_peer_chosen(self, now: float, envelope: Envelope, body: PeerChosen) -> None:
+        self.peer = body.peer
 
     def _on_no_peer(self, now: float, envelope: Envelope, body: NoPeer) -> None:
         if self.mode is Mode.JOINING and self.moments is None:
@@ -682,6 +689,7 @@ _BODIES: dict[type, Callable[[Any, float, Envelope, Any], None]] = {
     Marker: LearnerCore._on_marker,
     StateWanted: LearnerCore._on_state_wanted,
     InnerState: LearnerCore._on_inner_state,
+    PeerChosen: LearnerCore._on_peer_chosen,
     NoPeer: LearnerCore._on_no_peer,
     Finish: LearnerCore._on_finish,
     Pong: LearnerCore._on_pong,

@@ -45,6 +45,7 @@ class SyncerLedger:
         self._fragments = fragments
         self._closed_merged: dict[FragmentId, int] = dict.fromkeys(fragments, 0)
         self._closed_dropped: dict[str, dict[FragmentId, int]] = {}
+        self._closed_why: dict[LearnerId, str] = {}  # of the last closed account of each learner
 
     def open(self, learner: LearnerId, incarnation: Incarnation) -> None:
         assert learner not in self.accounts, f"learner {learner} has an open account"
@@ -66,16 +67,13 @@ class SyncerLedger:
             return
         # The incarnation was replaced between acceptance and durability: what was written off is merged after all.
         self._closed_merged[fragment] += accepted.tokens
-        for lines in self._closed_dropped.values():
-            back = min(lines.get(fragment, 0), accepted.tokens)
-            lines[fragment] = lines.get(fragment, 0) - back
-            if back == accepted.tokens:
-                return
+        self._closed_dropped[self._closed_why[accepted.learner]][fragment] -= accepted.tokens
 
     def close(self, learner: LearnerId, why: str) -> None:
         """The incarnation is gone for good: what it had not merged is dropped, and says why."""
         account = self.accounts.pop(learner)
         self.closed_trained += account.trained
+        self._closed_why[learner] = why
         lines = self._closed_dropped.setdefault(why, dict.fromkeys(self._fragments, 0))
         adopted_over = self._closed_dropped.setdefault("adopted over", dict.fromkeys(self._fragments, 0))
         for fragment in self._fragments:

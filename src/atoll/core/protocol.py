@@ -169,6 +169,12 @@ class StateWanted(NamedTuple):
     versions: tuple[Version, ...]
 
 
+class PeerChosen(NamedTuple):
+    """This learner was asked for its inner state; if nothing comes of it, ask again without it."""
+
+    peer: LearnerId
+
+
 class NoPeer(NamedTuple):
     reason: Reason
     new_run: bool
@@ -208,6 +214,7 @@ SyncerBody = (
     | Marker
     | StateWanted
     | InnerState
+    | PeerChosen
     | NoPeer
     | Finish
     | Pong

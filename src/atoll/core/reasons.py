@@ -67,7 +67,7 @@ REASONS: dict[str, str] = {
     "moments-peer": "inner state from learner {0}",
     "moments-fresh": "fresh inner moments, {0} warm-up steps: {1}",
     "moments-kept": "inner state kept",
-    "state-late": "no inner state from learner {0} after {1:.3g} s; asking the next peer",
+    "state-late": "no inner state from {0} after {1:.3g} s; asking the next peer",
     "state-tries-over": "{0} peers were asked for inner state, none delivered",
     # links
     "link-dialing": "dialing in {0:.3g} s, attempt {1}",

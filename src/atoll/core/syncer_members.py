@@ -15,6 +15,7 @@ from atoll.core.protocol import (
     Leave,
     MembersRecord,
     NoPeer,
+    PeerChosen,
     Persist,
     Ping,
     Pong,
@@ -344,6 +345,7 @@ class Members(Rounds):
             self._say("learner", member.id, "member-quarantined", member.strikes, str(reason))
             self._stand(member, "quarantined")
             self._forget(now, member)
+            self._out.append(Hangup(member.id, member.session, reason))  # it hears why when it dials again
 
     def _superseded(self, epoch: int) -> None:
         """A learner has met a syncer of a later epoch: this process is the past and must not write another version."""
@@ -362,6 +364,7 @@ class Members(Rounds):
             self._send(member, NoPeer(self._note(reason), new_run))
             return
         self._say("learner", member.id, "peer-chosen", peer.id, member.id)
+        self._send(member, PeerChosen(peer.id))
         self._send(peer, StateWanted(member.id, member.incarnation, self._versions()))
 
     def _choose_peer(self, member: Member, tried: tuple[LearnerId, ...]) -> Member | None:

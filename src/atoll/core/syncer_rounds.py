@@ -164,6 +164,7 @@ class Rounds(SyncerState):
             return
         accepted = self._accepted(member, body)
         f.contributions[member.id] = accepted
+        self.ledger.tell(member.id, body.trained)  # it may have overtaken the report of the same step
         if f.pull_tries == 1:
             member.answer.add(now - f.asked[member.id])
         self._out.append(Accumulate(body.round, accepted))

@@ -106,7 +106,9 @@ REGISTERED: tuple[type, ...] = (
     protocol.Published,
     protocol.Marker,
     protocol.StateWanted,
+    protocol.PeerChosen,
     protocol.NoPeer,
+    protocol.PeerChosen,
     protocol.Finish,
     protocol.Pong,
     protocol.Envelope,
@@ -152,7 +154,7 @@ REGISTERED: tuple[type, ...] = (
     protocol.StartTraining,
     protocol.Stop,
 )
-"""Every type that may stand on a tape. A test compares this list with what the modules define."""
+"""Every type that may stand on a tape: whoever adds a body, an event or an effect adds it here."""
 
 _CODEC = Codec(REGISTERED)
 _SHAPES = _CODEC.shapes()

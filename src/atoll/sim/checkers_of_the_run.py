@@ -48,22 +48,17 @@ class SnapshotCut(Checker):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.effects = {SaveSnapshot: self._on_save, Persist: self._on_persist, AdoptFragment: self._on_adopt}
-        self.sent = {Contribution: self._on_sent, Marker: self._on_marker}
+        self.sent = {Marker: self._on_marker}
         self.arrived = {Contribution: self._on_arrived}
         self._held: dict[Actor, dict[FragmentId, Version]] = {}
-        self._cut_open: int = 0  # the snapshot whose marker the syncer has sent
-        self._before_cut: dict[tuple[int, LearnerId], set[RoundId]] = {}  # sent before the learner's own cut
-        self._after_ours: set[tuple[LearnerId, RoundId]] = set()  # arrived after the syncer's cut
-        self._at_cut: dict[tuple[int, LearnerId], dict[FragmentId, Version]] = {}
-        self._all_sent: dict[LearnerId, dict[RoundId, None]] = {}
-        self._most_sent = 8 * config.fragments  # older ones have long arrived or been lost
+        self._newest_cut = 0  # the snapshot whose marker the syncer has sent
+        self._saved: dict[tuple[int, LearnerId], tuple[Entry, dict[FragmentId, Version]]] = {}  # at the learner's cut
+        self._arrived_since: list[Envelope] = []  # contributions that were taken up after the syncer's cut
 
     def started(self, actor: Actor, restored: Restored | None) -> None:
         if actor.learner == SYNCER:
-            self._cut_open = 0
-            self._after_ours.clear()
-        else:
-            self._all_sent.pop(actor.learner, None)
+            self._newest_cut = 0
+            self._arrived_since.clear()
 
     def _on_adopt(self, entry: Entry, effect: AdoptFragment) -> None:
         self._held.setdefault(entry.actor, {})[effect.fragment] = effect.version
@@ -71,53 +66,44 @@ class SnapshotCut(Checker):
     def _on_marker(self, entry: Entry, envelope: Envelope) -> None:
         body = envelope.body
         assert isinstance(body, Marker)
-        if body.snapshot > self._cut_open:
-            self._cut_open = body.snapshot
-            self._after_ours.clear()
-
-    def _on_sent(self, entry: Entry, envelope: Envelope) -> None:
-        body = envelope.body
-        assert isinstance(body, Contribution)
-        rounds = self._all_sent.setdefault(envelope.learner, {})
-        rounds[body.round] = None
-        if len(rounds) > self._most_sent:
-            del rounds[next(iter(rounds))]
+        if body.snapshot > self._newest_cut:
+            self._newest_cut = body.snapshot
+            self._arrived_since.clear()
 
     def _on_save(self, entry: Entry, effect: SaveSnapshot) -> None:
-        learner = entry.actor.learner
-        self._before_cut[(effect.snapshot, learner)] = set(self._all_sent.get(learner, ()))
-        self._at_cut[(effect.snapshot, learner)] = dict(self._held.get(entry.actor, {}))
+        self._saved[(effect.snapshot, entry.actor.learner)] = (entry, dict(self._held.get(entry.actor, {})))
 
     def _on_arrived(self, entry: Entry, envelope: Envelope) -> None:
         """Only what the syncer took for the word of a current learner counts; stale links are dropped at the door."""
         body = envelope.body
         assert isinstance(body, Contribution)
-        if self._cut_open and any(_answers(effect, envelope.learner, body.round) for effect in entry.effects):
-            self._after_ours.add((envelope.learner, body.round))
+        if self._newest_cut and any(_answers(effect, envelope.learner, body.round) for effect in entry.effects):
+            self._arrived_since.append(envelope)
 
     def _on_persist(self, entry: Entry, effect: Persist) -> None:
         record = effect.record
         if not isinstance(record, SnapshotRecord):
             return
         ids = self.config.fragment_ids()
-        in_flight = set(record.in_flight)
         for learner, part in record.parts:
-            saved = self._at_cut.get((record.snapshot, learner))
-            if saved is None:
-                self.fail(entry, ("learner", learner), f"snapshot {record.snapshot} has a part that was never saved")
-                return
+            subject = ("learner", learner)
+            if (record.snapshot, learner) not in self._saved:
+                self.fail(entry, subject, f"snapshot {record.snapshot} has a part that was never saved")
+            cut, saved = self._saved[(record.snapshot, learner)]
             for p, ours in zip(ids, record.versions, strict=True):
                 if saved.get(p, -1) > ours:
                     what = f"fragment {p} at version {saved[p]} in the part, {ours} at the cut"
-                    self.fail(entry, ("learner", learner), f"snapshot {record.snapshot}: {what}")
+                    self.fail(entry, subject, f"snapshot {record.snapshot}: {what}")
             if tuple(saved.get(p, -1) for p in ids) != part.versions:
-                self.fail(entry, ("learner", learner), f"snapshot {record.snapshot}: the part is not what was saved")
-            for round_id in self._before_cut.get((record.snapshot, learner), ()):
-                if (learner, round_id) in self._after_ours and (learner, round_id) not in in_flight:
-                    what = f"snapshot {record.snapshot} misses the contribution to {round_id} that was in flight"
-                    self.fail(entry, ("learner", learner), what)
-        self._before_cut = {k: v for k, v in self._before_cut.items() if k[0] > record.snapshot}
-        self._at_cut = {k: v for k, v in self._at_cut.items() if k[0] > record.snapshot}
+                self.fail(entry, subject, f"snapshot {record.snapshot}: the part is not what was saved")
+            for envelope in self._arrived_since:
+                body = envelope.body
+                assert isinstance(body, Contribution)
+                from_cut = (envelope.learner, envelope.incarnation) == cut.actor and envelope.tick < cut.tick
+                if from_cut and (learner, body.round) not in record.in_flight:
+                    what = f"snapshot {record.snapshot} misses the contribution to {body.round} that was in flight"
+                    self.fail(entry, subject, what)
+        self._saved = {key: value for key, value in self._saved.items() if key[0] > record.snapshot}
 
 
 def _answers(effect: Effect, learner: LearnerId, round_id: RoundId) -> bool:

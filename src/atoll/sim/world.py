@@ -45,12 +45,13 @@ from atoll.core.protocol import (
     Started,
     StartTraining,
     StepTaken,
+    Stop,
     TimerFired,
     VersionRecord,
 )
 from atoll.core.syncer import SyncerCore
 from atoll.core.syncer_state import Restored
-from atoll.core.tables import Mode, Stage, Standing
+from atoll.core.tables import Mode, Stage
 from atoll.core.tape import Actor, Entry
 from atoll.core.types import SYNCER, FragmentId, LearnerId
 from atoll.sim.checkers import Violation, Watch, all_checkers
@@ -242,21 +243,14 @@ class World:
             self._revive(learner)
         for learner in list(self.learners):
             self._revive(learner)
-        core = self._syncer_core()
         versions = {p: r.version for p, r in self.disk.versions.items()}
         self._target = {p: versions.get(p, 0) + 2 for p in self.config.fragment_ids()}
-        if core is not None:
-            for member in core.members.values():
-                proc = self.learners.get(member.id)
-                if member.standing is Standing.QUARANTINED and proc is not None and member.id not in self.gone:
-                    self._kill_learner(proc)
-                    self.engine.at(now, self._start_learner, member.id)
 
     def _revive(self, learner: LearnerId) -> None:
         proc = self.learners.get(learner)
         if learner in self.gone:
             return
-        if proc is None or not proc.alive or proc.core.refused_for is not None:
+        if proc is None or not proc.alive:
             self.engine.at(self.engine.now + self.rng.random(), self._start_if_down, learner)
 
     def _ask_finish(self) -> None:
@@ -279,7 +273,7 @@ class World:
 
     def _start_if_down(self, learner: LearnerId) -> None:
         proc = self.learners.get(learner)
-        if proc is None or not proc.alive or proc.core.refused_for is not None:
+        if proc is None or not proc.alive:
             self._start_learner(learner)
 
     def _start_learner(self, learner: LearnerId) -> None:
@@ -513,6 +507,16 @@ class World:
     def _do_start_training(self, proc: Process, effect: StartTraining) -> None:
         self._begin_step(proc)
 
+    def _do_stop(self, proc: Process, effect: Stop) -> None:
+        """An island starts its learner again when it was refused for what it was, not for what it is."""
+        refused = effect.reason.code == "learner-refused" and self._syncer_core() is not None
+        if refused and self.learners.get(proc.actor.learner) is proc and "finished" not in str(effect.reason):
+            self.engine.at(self.engine.now + 1.0, self._start_if_stopped, proc)
+
+    def _start_if_stopped(self, proc: Process) -> None:
+        if self.learners.get(proc.actor.learner) is proc:
+            self._start_learner(proc.actor.learner)
+
     def _begin_step(self, proc: Process) -> None:
         if not proc.alive or proc.core.mode is Mode.STOPPED:
             return
@@ -679,6 +683,7 @@ _EFFECTS: dict[type, Callable[[World, Process, Any], None]] = {
     Persist: World._do_persist,
     SaveSnapshot: World._do_save,
     StartTraining: World._do_start_training,
+    Stop: World._do_stop,
 }
 _FAULTS: dict[str, Callable[[World, Fault], bool]] = {
     "kill learner": World._fault_kill_learner,

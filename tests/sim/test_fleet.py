@@ -1,0 +1,223 @@
+"""Islands: segments without gaps, the same history for the same seed, and rules that follow the closed forms."""
+
+from __future__ import annotations
+
+import doctest
+import itertools
+import math
+import random
+import re
+from dataclasses import replace
+
+import pytest
+
+from atoll.sim import fleet
+from atoll.sim.fleet import (
+    YEAR_S,
+    Ending,
+    ExtraLearners,
+    FleetConfig,
+    Island,
+    RepairDelay,
+    Segment,
+    State,
+    build_islands,
+    expected_max_of_gaussians,
+    parse_speed_classes,
+    synchronous_speed,
+)
+
+CONFIG = FleetConfig()
+
+
+def segments(count: int, config: FleetConfig = CONFIG, chips: int = 600_000, seed: int = 0, **options) -> list[Segment]:
+    return list(itertools.islice(Island(config, chips, random.Random(seed), **options), count))
+
+
+TROUBLED = replace(CONFIG, slowdowns_per_hour=60.0, chip_time_sigma=0.02)
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+@pytest.mark.parametrize("config", [CONFIG, TROUBLED, replace(CONFIG, downscale_s=0.0, restart_s=0.0)])
+def test_segments_follow_each_other_without_gap_or_overlap(config, elastic):
+    found = segments(5_000, config, elastic=elastic)
+    assert found[0].start_s == 0.0
+    assert all(before.end_s == after.start_s for before, after in itertools.pairwise(found))
+    assert all(segment.start_s < segment.end_s for segment in found)
+    assert all(0.0 <= segment.share <= 1.0 for segment in found)
+    assert all((segment.speed > 0.0) == segment.stepping for segment in found)
+
+
+def test_the_same_seed_gives_the_same_history_and_another_seed_another():
+    assert segments(500, TROUBLED, seed=3) == segments(500, TROUBLED, seed=3)
+    assert segments(500, TROUBLED, seed=3) != segments(500, TROUBLED, seed=4)
+
+
+def test_an_island_keeps_its_history_when_a_learner_is_added():
+    three = build_islands(CONFIG, 3, 300_000, seed=7)
+    four = build_islands(CONFIG, 4, 400_000, seed=7)
+    for before, after in zip(three, four, strict=False):
+        assert list(itertools.islice(before, 200)) == list(itertools.islice(after, 200))
+
+
+def test_slow_downs_leave_failures_where_they_were():
+    def failures(config: FleetConfig) -> list[float]:
+        return [s.end_s for s in segments(3_000, config) if s.ends_with is Ending.FAILURE][:300]
+
+    slow = segments(3_000, TROUBLED)
+    assert any(segment.ends_with is Ending.PACE for segment in slow), "no slow-down fired"
+    assert failures(TROUBLED) == failures(CONFIG)
+
+
+def test_what_follows_what():
+    """Every failure pauses, every pause ends in stepping, and slices are taken in by pauses alone."""
+    for before, after in itertools.pairwise(segments(5_000)):
+        if before.ends_with is Ending.FAILURE:
+            assert after.state is State.DOWNSCALING
+            assert after.end_s - after.start_s == pytest.approx(CONFIG.downscale_s)
+        elif before.stepping:
+            assert after.state is State.UPSCALING
+            assert after.share > before.share
+        else:
+            assert after.share == before.share
+
+
+def test_a_failure_takes_one_slice_and_brings_in_those_that_wait():
+    slices = Island(CONFIG, 600_000, random.Random(0)).slices
+    moves = [
+        round((after.share - before.share) * slices)
+        for before, after in itertools.pairwise(segments(5_000))
+        if before.ends_with is Ending.FAILURE
+    ]
+    assert min(moves) == -1
+    assert max(moves) > 0, "no failure ever met a slice that was waiting"
+
+
+def test_returned_slices_share_one_pause_when_failures_are_frequent():
+    def upscales_per_failure(chips: int) -> float:
+        found = segments(8_000, chips=chips)
+        return sum(s.state is State.UPSCALING for s in found) / sum(s.ends_with is Ending.FAILURE for s in found)
+
+    assert upscales_per_failure(18_750) > 0.9
+    assert upscales_per_failure(1_200_000) < 0.4
+
+
+def test_an_island_of_one_slice_stands_still_until_the_slice_is_back():
+    config = replace(CONFIG, mtbi_s=YEAR_S / 100.0)
+    found = segments(2_000, config, chips=1_000)
+    assert {segment.share for segment in found if segment.stepping} == {1.0}
+    assert any(segment.state is State.REPAIRING for segment in found)
+    for before, after in itertools.pairwise(found):
+        if before.state is State.REPAIRING:
+            assert after.state is State.UPSCALING
+
+
+def test_failures_come_at_the_rate_of_all_chips_together():
+    found = segments(20_000, elastic=False)
+    stepping_s = sum(s.end_s - s.start_s for s in found if s.stepping)
+    failures = sum(s.ends_with is Ending.FAILURE for s in found)
+    assert stepping_s / failures == pytest.approx(YEAR_S / 600_000, rel=0.05)
+
+
+def test_without_failures_one_segment_lasts_for_ever():
+    config = replace(CONFIG, mtbi_s=math.inf)
+    for elastic in (True, False):
+        only = segments(10, config, elastic=elastic)
+        assert [(s.start_s, s.end_s, s.state) for s in only] == [(0.0, math.inf, State.STEPPING)]
+
+
+def test_at_answers_for_the_segment_that_holds_the_time():
+    listed = segments(200)
+    island = Island(CONFIG, 600_000, random.Random(0))
+    for segment in listed[:-1]:
+        middle_s = (segment.start_s + segment.end_s) / 2.0
+        assert island.at(segment.start_s) == segment
+        assert island.at(middle_s) == segment
+    fired = sum(segment.ends_with is Ending.FAILURE for segment in listed[:-2])
+    assert island.failures == fired > 0
+    with pytest.raises(AssertionError, match="asked about"):
+        island.at(0.0)
+
+
+@pytest.mark.parametrize(("shape", "power"), [(1.0, 1.0), (0.7, 3.0), (2.0, 1.0), (0.6, 0.5), (1.5, 2.5)])
+def test_the_mean_of_the_repair_delay_is_what_is_drawn(shape, power):
+    delay = RepairDelay.with_mean(60.0, shape, power)
+    assert delay.mean_s == pytest.approx(60.0)
+    rng = random.Random(5)
+    drawn = [delay.draw_s(rng) for _ in range(60_000)]
+    assert sum(drawn) / len(drawn) == pytest.approx(60.0, rel=0.03)
+    # The distribution function at the scale is (1 - 1/e) ** power.
+    below = sum(value <= delay.scale_s for value in drawn) / len(drawn)
+    assert below == pytest.approx((1.0 - math.exp(-1.0)) ** power, abs=0.01)
+
+
+def test_the_slowest_of_many_chips_sets_the_pace():
+    assert expected_max_of_gaussians(1) == pytest.approx(0.0, abs=1e-6)
+    assert expected_max_of_gaussians(2) == pytest.approx(1.0 / math.sqrt(math.pi), abs=1e-6)
+    assert expected_max_of_gaussians(3) == pytest.approx(1.5 / math.sqrt(math.pi), abs=1e-6)
+    rng = random.Random(2)
+    drawn = [max(rng.gauss(0.0, 1.0) for _ in range(500)) for _ in range(400)]
+    assert expected_max_of_gaussians(500) == pytest.approx(sum(drawn) / len(drawn), abs=0.07)
+    speeds = [synchronous_speed(chips, 0.01) for chips in (1, 1_000, 1_000_000)]
+    assert speeds == sorted(speeds, reverse=True)
+    assert synchronous_speed(1_000_000, 0.0) == 1.0
+
+
+def test_a_slow_down_lasts_as_long_and_slows_as_much_as_it_says():
+    config = replace(CONFIG, mtbi_s=math.inf, slowdowns_per_hour=20.0, slowdown_mean_s=90.0, slowdown_factor=0.25)
+    found = segments(4_000, config)
+    slow_s = sum(s.end_s - s.start_s for s in found if s.speed == 0.25)
+    assert {segment.speed for segment in found} == {1.0, 0.25}
+    assert slow_s / found[-1].end_s == pytest.approx(90.0 / (90.0 + 180.0), rel=0.1)
+
+
+def test_extra_learners_come_and_go_and_start_whole():
+    extra = ExtraLearners.parse("2x0.5@3600-7200,10000-20000")
+    islands = build_islands(CONFIG, 2, 1_200_000, seed=0, extras=[extra])
+    assert len(islands) == 4
+    found = list(islands[2])
+    absent = [(s.start_s, s.end_s, s.ends_with) for s in found if s.state is State.ABSENT]
+    gone = [(7_200.0, 10_000.0), (20_000.0, math.inf)]
+    assert absent[0] == (0.0, 3_600.0, Ending.JOIN)
+    assert [(start_s, end_s) for start_s, end_s, _ in absent[1:]] == gone
+    assert all(before.end_s == after.start_s for before, after in itertools.pairwise(found))
+    joins = [after for before, after in itertools.pairwise(found) if before.ends_with is Ending.JOIN]
+    assert [(s.start_s, s.share, s.speed) for s in joins] == [(3_600.0, 1.0, 0.5), (10_000.0, 1.0, 0.5)]
+    assert islands[2].present_s(horizon_s=11_000.0) == 3_600.0 + 1_000.0
+    assert islands[0].present_s(horizon_s=11_000.0) == 11_000.0
+
+
+def test_speed_classes_are_read_as_written():
+    assert parse_speed_classes("1.0x4,0.82x4") == (1.0,) * 4 + (0.82,) * 4
+    assert parse_speed_classes("1, 0.5") == (1.0, 0.5)
+
+
+def test_chips_are_shared_evenly_and_none_is_left_over():
+    assert [island.chips for island in build_islands(CONFIG, 3, 1_000_001, seed=0)] == [333_334, 333_334, 333_333]
+
+
+@pytest.mark.parametrize(
+    ("make", "fix"),
+    [
+        (lambda: FleetConfig(mtbi_s=0.0), "mtbi_s is 0.0; give seconds above 0"),
+        (lambda: FleetConfig(slice_chips=0), "slice_chips is 0; give at least 1 chip"),
+        (lambda: FleetConfig(upscale_s=-1.0), "upscale_s is -1.0; give seconds, 0 or more"),
+        (lambda: FleetConfig(slowdown_factor=0.0), "slowdown_factor is 0.0; give a speed"),
+        (lambda: FleetConfig(step_time_s=math.nan), "step_time_s is nan; give seconds above 0"),
+        (lambda: RepairDelay(scale_s=-3.0), "repair scale_s is -3.0; give seconds above 0"),
+        (lambda: RepairDelay(1.0, shape=0.0), "repair shape is 0.0; give a number from 0.1 to 20"),
+        (lambda: build_islands(CONFIG, 0, 10, 0), "number of learners is 0; give 1 to 4096"),
+        (lambda: build_islands(CONFIG, 8, 7, 0), "number of chips is 7; give at least one to each of the 8 learners"),
+        (lambda: build_islands(CONFIG, 2, 10, 0, speeds=[1.0]), "give one for each of the 2 learners"),
+        (lambda: Island(CONFIG, 1, random.Random(0), windows=[(5.0, 2.0)]), "give joins before leaves"),
+        (lambda: ExtraLearners.parse("four"), "write COUNT@JOIN-LEAVE, as 4@3600-7200"),
+        (lambda: parse_speed_classes("fast"), "write SPEEDxCOUNT, as 1.0x4,0.82x4"),
+    ],
+)
+def test_a_wrong_setting_is_refused_with_the_fix(make, fix):
+    with pytest.raises(ValueError, match=re.escape(fix)):
+        make()
+
+
+def test_the_examples_in_the_docstrings_hold():
+    assert doctest.testmod(fleet).failed == 0
