@@ -58,7 +58,12 @@ def merged(
 
 
 class _Merge:
-    """A heap of the next entry of each tape; those whose cause is still to come wait beside it."""
+    """A heap of the next entry of each tape; those whose cause is still to come wait beside it.
+
+    A syncer starts when its predecessor has ended, so its first entry waits for the end of the earlier tapes, whatever
+    the clocks say. A predecessor that did not die but was cut off may hear, in the end, of its successor: then all are
+    waiting, and the successor goes first.
+    """
 
     def __init__(
         self, tapes: Iterable[tuple[Header, Iterable[Entry]]], report: Callable[[Missing], None] | None
@@ -68,28 +73,26 @@ class _Merge:
         self.emitted: dict[Actor, int] = {}  # newest tick that came out
         self.ready: list[tuple[float, Actor, Entry]] = []
         self.waiting: dict[Actor, list[tuple[int, Entry]]] = {}  # by the actor of the cause: its tick, who waits
-        self.starting: dict[Actor, Entry] = {}  # syncers that wait for what they restored
-        self.needs: dict[Actor, list[RecordKey]] = {}
+        self.starting: dict[Actor, Entry] = {}  # first entries of syncers that wait for the end of others
+        self.restored: dict[Actor, list[RecordKey]] = {}
         self.written: dict[tuple[str, int], tuple[int, int]] = {}  # newest record asked for, of each kind and number
         for header, entries in tapes:
             assert header.actor not in self.tapes, f"two tapes of {header.actor}"
             self.tapes[header.actor] = iter(entries)
             self.emitted[header.actor] = 0
-            if header.restored is not None:
-                self.needs[header.actor] = _restored_keys(header.restored)
+            self.restored[header.actor] = _restored_keys(header.restored)
 
     def run(self) -> Iterator[Entry]:
         for actor in sorted(self.tapes):
             self._advance(actor)
-        while True:
-            if not self.ready and not self._release_stuck():
-                return
+        while self.ready or self._release_stuck():
             _, actor, entry = heapq.heappop(self.ready)
             yield entry
             self.emitted[actor] = entry.tick
             for effect in entry.effects:
                 if type(effect) is Persist:
-                    self._note_written(effect.record.key())
+                    slot, age = _slot_and_age(effect.record.key())
+                    self.written[slot] = max(self.written.get(slot, age), age)
             self._release(actor, entry.tick)
             self._advance(actor)
 
@@ -99,12 +102,14 @@ class _Merge:
         if entry is None:
             del self.tapes[actor]
             self._release(actor, None)
-            if actor.learner == SYNCER:
-                self._release_starting()
+            for syncer in sorted(self.starting):
+                if not self._has_predecessor(syncer):
+                    self._start(syncer)
             return
-        if actor in self.needs and not self._restorable(actor):
+        if actor.learner == SYNCER and entry.tick == 1:
             self.starting[actor] = entry
-            self._release_starting()
+            if not self._has_predecessor(actor):
+                self._start(actor)
             return
         cause = sender(entry)
         if cause is None or self.emitted.get(cause[0], 0) >= cause[1]:
@@ -135,61 +140,47 @@ class _Merge:
         if later:
             self.waiting[cause] = later
 
-    # ------------------------------------------------------------------------------------ what a syncer found on disk
+    def _has_predecessor(self, syncer: Actor) -> bool:
+        return any(other.learner == SYNCER and other.start < syncer.start for other in self.tapes)
 
-    def _note_written(self, key: RecordKey) -> None:
-        name = _slot(key)
-        if _age(key) > self.written.get(name, (-1, -1)):
-            self.written[name] = _age(key)
-            if self.starting:
-                self._release_starting()
+    def _could_restore(self, syncer: Actor) -> bool:
+        """Was everything that it found in its directory asked for by an entry that came out?"""
+        wanted = map(_slot_and_age, self.restored[syncer])
+        return all(slot in self.written and age <= self.written[slot] for slot, age in wanted)
 
-    def _restorable(self, actor: Actor) -> bool:
-        if any(_age(key) > self.written.get(_slot(key), (-1, -1)) for key in self.needs[actor]):
-            return False
-        del self.needs[actor]
-        return True
-
-    def _release_starting(self) -> None:
-        for actor, entry in sorted(self.starting.items()):
-            earlier = any(other.learner == SYNCER and other.start < actor.start for other in self.tapes)
-            if self._restorable(actor):
-                del self.starting[actor]
-                self._make_ready(entry)
-            elif not earlier:
-                del self.starting[actor], self.needs[actor]
-                self._make_ready(entry, (Actor(SYNCER, actor.start - 1), None))
+    def _start(self, syncer: Actor) -> None:
+        missing = None if self._could_restore(syncer) else (Actor(SYNCER, syncer.start - 1), None)
+        self._make_ready(self.starting.pop(syncer), missing)
 
     def _release_stuck(self) -> bool:
-        """Tapes that contradict each other can wait in a circle. The earliest goes first, and is reported."""
-        stuck = [(entry.at, entry.actor, cause) for cause, held in self.waiting.items() for _, entry in held]
-        if stuck:
-            _, actor, cause = min(stuck)
-            for needed, entry in self.waiting[cause]:
+        """All are waiting. Tapes that contradict each other can wait in a circle: the earliest goes first, reported."""
+        waiting = [(entry.at, entry.actor, cause) for cause, held in self.waiting.items() for _, entry in held]
+        if self.starting and (self._could_restore(min(self.starting)) or not waiting):
+            self._start(min(self.starting))
+        elif waiting:
+            _, actor, cause = min(waiting)
+            held = self.waiting.pop(cause)
+            for needed, entry in held:
                 if entry.actor == actor:
                     self._make_ready(entry, (cause, needed))
-            self.waiting[cause] = [held for held in self.waiting[cause] if held[1].actor != actor]
-            if not self.waiting[cause]:
-                del self.waiting[cause]
-        elif self.starting:
-            actor = min(self.starting)
-            del self.needs[actor]
-            self._make_ready(self.starting.pop(actor), (Actor(SYNCER, actor.start - 1), None))
+            later = [(needed, entry) for needed, entry in held if entry.actor != actor]
+            if later:
+                self.waiting[cause] = later
         return bool(self.ready)
 
 
-def _restored_keys(restored: Restored) -> list[RecordKey]:
+def _restored_keys(restored: Restored | None) -> list[RecordKey]:
+    if restored is None:
+        return []
     records = [*restored.versions.values(), restored.members, restored.manifest]
     return [record.key() for record in records if record is not None]
 
 
-def _slot(key: RecordKey) -> tuple[str, int]:
-    """Records that replace each other: versions of one fragment, lists of members, manifests."""
-    return key.kind, key.number if key.kind == "version" else 0
-
-
-def _age(key: RecordKey) -> tuple[int, int]:
-    return key.version, 0 if key.kind == "version" else key.number
+def _slot_and_age(key: RecordKey) -> tuple[tuple[str, int], tuple[int, int]]:
+    """Records of one slot replace each other: versions of one fragment, lists of members, manifests."""
+    if key.kind == "version":
+        return (key.kind, key.number), (key.version, 0)
+    return (key.kind, 0), (key.number, key.version)
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -59,7 +59,10 @@ class Codec:
     """
 
     def __init__(self, types: Iterable[type]) -> None:
-        self.types = {cls.__name__: cls for cls in types}
+        self.types: dict[str, type] = {}
+        for cls in types:
+            assert cls.__name__ not in self.types, f"two types are called {cls.__name__}"
+            self.types[cls.__name__] = cls
         self._encoders: dict[type, Turn] = {}
         self._decoders: dict[str, Turn] = {}
         for cls in self.types.values():

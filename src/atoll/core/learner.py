@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from atoll.core.dispatch import Table, handlers
 from atoll.core.ledger import Line
 from atoll.core.policy import Estimate, backoff_s, patience
 from atoll.core.protocol import (
@@ -117,7 +117,8 @@ class LearnerCore:
         self.seen = 0  # newest tick of the syncer that reached us
         self.epoch = 0  # newest syncer that welcomed us
         self.session = 0
-        self.marker = 0  # newest snapshot whose cut we have passed or are about to pass
+        self.marker = 0  # newest snapshot whose cut we have passed: the colour of what we send
+        self.seen_marker = 0  # newest snapshot that we know of
         self.mode = Mode.NEW
         self.link = Link.DOWN
         self.reason = Reason("link-dialing", (0.0, 1))
@@ -162,6 +163,9 @@ class LearnerCore:
         self._timers: list[tuple[float, int, str, int]] = []
         self._timer_serial = 0
         self._out: list[LearnerEffect] = []
+        self._events = handlers(type(self), _EVENTS)
+        self._bodies = handlers(type(self), _BODIES)
+        self._timer_handlers = handlers(type(self), _TIMERS)
 
     # ---------------------------------------------------------------------------------------------------- the door
 
@@ -174,8 +178,8 @@ class LearnerCore:
         timers = self._timers
         while timers and timers[0][0] <= now:
             _, _, kind, key = heapq.heappop(timers)
-            _TIMERS[kind](self, now, key)
-        _EVENTS[type(event)](self, now, event)
+            self._timer_handlers[kind](self, now, key)
+        self._events[type(event)](self, now, event)
         return out
 
     def next_deadline(self) -> float | None:
@@ -230,8 +234,8 @@ class LearnerCore:
             self._save_part()
         if self.link is Link.UP:
             self._send(Report(self.step, self.trained, event.step_time_s))
-        if self.pulls:
-            self._answer_pulls()
+        if self.pulls and self.link is Link.UP:
+            self._answer_pulls()  # without a link a copy would be kept that nobody ever sees
         if self.arrivals:
             self._adopt_arrived()
         if self.giving:
@@ -260,8 +264,7 @@ class LearnerCore:
         self._send_copy(copy)
 
     def _send_copy(self, copy: Copy) -> None:
-        if self.link is Link.UP:
-            self._send(Contribution(copy.round, copy.step, copy.steps, copy.tokens, copy.trained, copy.dropped))
+        self._send(Contribution(copy.round, copy.step, copy.steps, copy.tokens, copy.trained, copy.dropped))
 
     def _adopt_arrived(self) -> None:
         for p in list(self.arrivals):
@@ -309,12 +312,12 @@ class LearnerCore:
         self.gap.add(now - self.last_heard)
         self.last_heard = now
         self.pings = 0
-        if envelope.marker > self.marker:
+        if envelope.marker > self.seen_marker:
             self._see_marker(envelope.marker)
         if self.link is Link.GREETING and type(envelope.body) not in (Welcome, Refuse):
             self._ignore("before the welcome")  # which was lost; a later hello gets another, and everything again
             return
-        _BODIES[type(envelope.body)](self, now, envelope, envelope.body)
+        self._bodies[type(envelope.body)](self, now, envelope, envelope.body)
 
     def _is_for_us(self, envelope: Envelope) -> bool:
         if envelope.incarnation != self.incarnation or envelope.session != self.session or self.link is Link.DOWN:
@@ -366,15 +369,18 @@ class LearnerCore:
     # ---------------------------------------------------------------------------------------------------- snapshots
 
     def _see_marker(self, marker: int) -> None:
-        self.marker = marker
+        self.seen_marker = marker
         if self.mode is Mode.TRAINING:
             self.cut_due = marker
+        else:
+            self.marker = marker  # nothing of ours to save
 
     def _save_part(self) -> None:
         versions = tuple(self.versions.values())
         outstanding = tuple(c.round for p, c in self.copies.items() if c.round.base == self.versions[p])
         self.part = SnapshotPart(self.cut_due, self.step, self.trained, versions, outstanding)
         self._out.append(SaveSnapshot(self.cut_due, self.step))
+        self.marker = self.cut_due
         self.cut_due = 0
 
     def _on_snapshot_saved(self, now: float, event: SnapshotSaved) -> None:
@@ -578,6 +584,7 @@ class LearnerCore:
         if self.link is not Link.GREETING or session != self.session or self.mode is Mode.STOPPED:
             return
         if self.hellos >= self.limits.hello_tries:
+            self.round_trip.add(now - self.last_heard)  # it takes at least as long as we have waited in vain
             self._hang_up(now, Reason("hello-unanswered", (self.hellos,)))
         else:
             self._greet(now)
@@ -597,6 +604,7 @@ class LearnerCore:
             # Never at once: a sum that rounds down to now would fire for ever.
             self._arm(max(self.last_heard + limit, now + self.limits.least_wait_s), "quiet", session)
         elif self.pings >= self.limits.ping_tries:
+            self.round_trip.add(now - self.ping_sent_at)
             self._hang_up(now, Reason("ping-unanswered", (self.pings,)))
         else:
             self.pings += 1
@@ -668,34 +676,34 @@ class LearnerCore:
         assert set(self.pulls) <= set(self.fragments)
 
 
-_EVENTS: dict[type, Callable[[Any, float, Any], None]] = {
-    Started: LearnerCore._on_started,
-    MessageArrived: LearnerCore._on_message,
-    TimerFired: LearnerCore._on_timer,
-    LinkOpened: LearnerCore._on_link_opened,
-    LinkClosed: LearnerCore._on_link_closed,
-    DialFailed: LearnerCore._on_dial_failed,
-    StepTaken: LearnerCore._on_step,
-    SnapshotSaved: LearnerCore._on_snapshot_saved,
-    SnapshotSaveFailed: LearnerCore._on_snapshot_save_failed,
-    LeaveWanted: LearnerCore._on_leave_wanted,
-}
-_BODIES: dict[type, Callable[[Any, float, Envelope, Any], None]] = {
-    Welcome: LearnerCore._on_welcome,
-    Refuse: LearnerCore._on_refuse,
-    Pull: LearnerCore._on_pull,
-    RefuseContribution: LearnerCore._on_refused_contribution,
-    Published: LearnerCore._on_published,
-    Marker: LearnerCore._on_marker,
-    StateWanted: LearnerCore._on_state_wanted,
-    InnerState: LearnerCore._on_inner_state,
-    PeerChosen: LearnerCore._on_peer_chosen,
-    NoPeer: LearnerCore._on_no_peer,
-    Finish: LearnerCore._on_finish,
-    Pong: LearnerCore._on_pong,
-}
-_TIMERS: dict[str, Callable[[Any, float, int], None]] = {
-    "hello": LearnerCore._on_hello_timer,
-    "quiet": LearnerCore._on_quiet_timer,
-    "state": LearnerCore._on_state_timer,
-}
+_EVENTS: Table = (
+    (Started, "_on_started"),
+    (MessageArrived, "_on_message"),
+    (TimerFired, "_on_timer"),
+    (LinkOpened, "_on_link_opened"),
+    (LinkClosed, "_on_link_closed"),
+    (DialFailed, "_on_dial_failed"),
+    (StepTaken, "_on_step"),
+    (SnapshotSaved, "_on_snapshot_saved"),
+    (SnapshotSaveFailed, "_on_snapshot_save_failed"),
+    (LeaveWanted, "_on_leave_wanted"),
+)
+_BODIES: Table = (
+    (Welcome, "_on_welcome"),
+    (Refuse, "_on_refuse"),
+    (Pull, "_on_pull"),
+    (RefuseContribution, "_on_refused_contribution"),
+    (Published, "_on_published"),
+    (Marker, "_on_marker"),
+    (StateWanted, "_on_state_wanted"),
+    (InnerState, "_on_inner_state"),
+    (PeerChosen, "_on_peer_chosen"),
+    (NoPeer, "_on_no_peer"),
+    (Finish, "_on_finish"),
+    (Pong, "_on_pong"),
+)
+_TIMERS: Table = (
+    ("hello", "_on_hello_timer"),
+    ("quiet", "_on_quiet_timer"),
+    ("state", "_on_state_timer"),
+)

@@ -254,13 +254,12 @@ def _decides(entry: Entry, effect: said.OpenGrace | said.MergeRound | said.Disca
     return _Told(_fragment(effect.round.fragment), sentence_of(effect.reason))
 
 
-def _persists(entry: Entry, effect: said.Persist) -> _Told:
+def _persists(entry: Entry, effect: said.Persist) -> _Told | None:
+    """Other records are made durable in the same breath in which it is said why."""
     record = effect.record
-    if type(record) is said.VersionRecord:
-        return _Told(_fragment(record.fragment), REASONS["persisting"].format(record.version))
-    kind = record.key().kind
-    words = {"members": "the list of learners", "snapshot": "the snapshot", "manifest": "the manifest"}
-    return _Told(RUN, f"{words.get(kind, kind)} is being made durable")
+    if type(record) is not said.VersionRecord:
+        return None
+    return _Told(_fragment(record.fragment), REASONS["persisting"].format(record.version))
 
 
 def _keeps_in_flight(entry: Entry, effect: said.RecordInFlight) -> _Told:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from atoll.core.dispatch import Table, handlers
 from atoll.core.ledger import Line
 from atoll.core.policy import budget_progress
 from atoll.core.protocol import (
@@ -36,8 +36,9 @@ from atoll.core.protocol import (
 )
 from atoll.core.reasons import Reason
 from atoll.core.syncer_ending import Ending
-from atoll.core.syncer_state import Fragment, Member
+from atoll.core.syncer_state import Fragment, Member, Restored
 from atoll.core.tables import Phase, Stage, Standing
+from atoll.core.types import RunConfig
 
 
 class FragmentView(NamedTuple):
@@ -94,6 +95,12 @@ class SyncerCore(Ending):
     'running'
     """
 
+    def __init__(self, config: RunConfig, epoch: int, restored: Restored | None = None) -> None:
+        super().__init__(config, epoch, restored)
+        self._events = handlers(type(self), _EVENTS)
+        self._bodies = handlers(type(self), _BODIES)
+        self._timer_handlers = handlers(type(self), _TIMERS)
+
     def handle(self, now: float, event: SyncerEvent) -> list[SyncerEffect]:
         """The one door. Timers that are due are handled first, so a late event never finds an expired deadline open."""
         self.tick += 1
@@ -107,7 +114,7 @@ class SyncerCore(Ending):
                 self._excuse_silence(now - timers[0][0])
             self._fire(now)
         if self.stage is not Stage.SUPERSEDED:
-            _EVENTS[type(event)](self, now, event)
+            self._events[type(event)](self, now, event)
         return out
 
     def _fire(self, now: float) -> None:
@@ -115,7 +122,7 @@ class SyncerCore(Ending):
         while timers and timers[0][0] <= now:
             _, _, kind, key = heapq.heappop(timers)
             if self.stage is not Stage.SUPERSEDED:
-                _TIMERS[kind](self, now, key)
+                self._timer_handlers[kind](self, now, key)
 
     def _on_started(self, now: float, event: Started) -> None:
         if self.stage is Stage.RUNNING:
@@ -137,7 +144,7 @@ class SyncerCore(Ending):
         if member.standing is Standing.QUARANTINED and type(body) is not Leave:
             self._ignore("quarantined")
             return
-        _BODIES[type(body)](self, now, member, envelope, body)
+        self._bodies[type(body)](self, now, member, envelope, body)
         if self.cut is not None:
             self._check_cut(now)
 
@@ -259,40 +266,40 @@ class SyncerCore(Ending):
             assert m.standing in (Standing.JOINING, Standing.LIVE, Standing.SUSPECT) or not m.owed
 
 
-_EVENTS: dict[type, Callable[[Any, float, Any], None]] = {
-    Started: SyncerCore._on_started,
-    MessageArrived: SyncerCore._on_message,
-    TimerFired: SyncerCore._on_timer,
-    LearnerDisconnected: SyncerCore._on_disconnected,
-    MergeDone: SyncerCore._on_merge_done,
-    MergeFailed: SyncerCore._on_merge_failed,
-    Persisted: SyncerCore._on_persisted,
-    PersistFailed: SyncerCore._on_persist_failed,
-    SnapshotRequested: SyncerCore._on_snapshot_requested,
-    FinishRequested: SyncerCore._on_finish_requested,
-}
-_BODIES: dict[type, Callable[[Any, float, Member, Any, Any], None]] = {
-    Report: SyncerCore._on_report,
-    Contribution: SyncerCore._on_contribution,
-    Delivered: SyncerCore._on_delivered,
-    Resync: SyncerCore._on_resync,
-    SnapshotPart: SyncerCore._on_part,
-    StateRequest: SyncerCore._on_state_request,
-    InnerState: SyncerCore._on_inner_state,
-    Ready: SyncerCore._on_ready,
-    Leave: SyncerCore._on_leave,
-    FinishAck: SyncerCore._on_finish_ack,
-    Ping: SyncerCore._on_ping,
-}
-_TIMERS: dict[str, Callable[[Any, float, int], None]] = {
-    "pull": SyncerCore._on_pull_timer,
-    "grace": SyncerCore._on_grace_timer,
-    "save": SyncerCore._on_save_timer,
-    "publish": SyncerCore._on_publish_timer,
-    "silence": SyncerCore._on_silence_timer,
-    "members": SyncerCore._on_members_timer,
-    "snapshot": SyncerCore._on_snapshot_timer,
-    "finals": SyncerCore._on_finals_timer,
-    "manifest": SyncerCore._on_manifest_timer,
-    "finish": SyncerCore._on_finish_timer,
-}
+_EVENTS: Table = (
+    (Started, "_on_started"),
+    (MessageArrived, "_on_message"),
+    (TimerFired, "_on_timer"),
+    (LearnerDisconnected, "_on_disconnected"),
+    (MergeDone, "_on_merge_done"),
+    (MergeFailed, "_on_merge_failed"),
+    (Persisted, "_on_persisted"),
+    (PersistFailed, "_on_persist_failed"),
+    (SnapshotRequested, "_on_snapshot_requested"),
+    (FinishRequested, "_on_finish_requested"),
+)
+_BODIES: Table = (
+    (Report, "_on_report"),
+    (Contribution, "_on_contribution"),
+    (Delivered, "_on_delivered"),
+    (Resync, "_on_resync"),
+    (SnapshotPart, "_on_part"),
+    (StateRequest, "_on_state_request"),
+    (InnerState, "_on_inner_state"),
+    (Ready, "_on_ready"),
+    (Leave, "_on_leave"),
+    (FinishAck, "_on_finish_ack"),
+    (Ping, "_on_ping"),
+)
+_TIMERS: Table = (
+    ("pull", "_on_pull_timer"),
+    ("grace", "_on_grace_timer"),
+    ("save", "_on_save_timer"),
+    ("publish", "_on_publish_timer"),
+    ("silence", "_on_silence_timer"),
+    ("members", "_on_members_timer"),
+    ("snapshot", "_on_snapshot_timer"),
+    ("finals", "_on_finals_timer"),
+    ("manifest", "_on_manifest_timer"),
+    ("finish", "_on_finish_timer"),
+)

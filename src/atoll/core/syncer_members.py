@@ -255,6 +255,7 @@ class Members(Rounds):
         member.reported_at = now
         self.ledger.tell(member.id, body.trained)
         self.step_time.add(body.step_time_s)
+        member.pace.add(body.step_time_s)
         if member.standing is Standing.LIVE:
             if self.stage is Stage.RUNNING:
                 self._check_budget(now)

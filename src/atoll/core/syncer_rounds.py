@@ -110,6 +110,10 @@ class Rounds(SyncerState):
             return
         if f.pull_tries >= self.limits.pull_tries:
             code, spent = "round-abandoned", now - f.opened_at
+            for m in self._waiting(f):
+                # It takes at least as long as we have waited in vain. Without this sample a patience that was once
+                # measured too short would abandon every round before its answer, and never be measured again.
+                m.answer.add(spent)
             self._abandon(now, f, Reason(code, (spent, len(f.contributions), self.config.quorum)))
             return
         assert f.round is not None
@@ -340,6 +344,7 @@ class Rounds(SyncerState):
             if now < owed.sent_at + wait * 2.0 ** (owed.tries - 1):
                 continue
             if owed.tries >= self.limits.publish_tries:
+                member.ack.add(now - owed.sent_at)  # at least: see the same in _on_pull_timer
                 reason = Reason("member-publish-unanswered", (owed.version, p, owed.tries))
                 self._drop_link(now, member, reason)
                 return

@@ -130,6 +130,7 @@ class Member:
         "incarnation",
         "last_heard",
         "owed",
+        "pace",
         "publish_timer",
         "received",
         "reported_at",
@@ -158,6 +159,7 @@ class Member:
         self.hello: Hello | None = None  # waiting for its admission to be durable
         self.admitted_by = 0  # serial of the members record that admits it
         self.gap = Estimate()  # between two of its messages
+        self.pace = Estimate()  # its step time
         self.answer = Estimate()  # from a pull to its contribution
         self.ack = Estimate()  # from sending a version to its acknowledgement
         self.strikes = 0
@@ -330,7 +332,8 @@ class SyncerState:
         return f.open_steps.get(member.id, member.first_step)
 
     def _pull_patience(self, member: Member) -> float:
-        """A pull is answered at a step boundary, so before it was measured the step time is the best guess."""
-        if member.answer.count == 0 and self.step_time.count:
-            return patience(self.step_time, 8, self.limits)
-        return patience(member.answer, 2, self.limits)
+        """A pull is answered at a step boundary: no patience is shorter than a few of the learner's own steps."""
+        steps_s = patience(member.pace, 4, self.limits) if member.pace.count else 0.0
+        if member.answer.count == 0 and steps_s:
+            return min(2 * steps_s, self.limits.most_wait_s)
+        return max(patience(member.answer, 2, self.limits), steps_s)

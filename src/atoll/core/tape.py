@@ -108,7 +108,6 @@ REGISTERED: tuple[type, ...] = (
     protocol.StateWanted,
     protocol.PeerChosen,
     protocol.NoPeer,
-    protocol.PeerChosen,
     protocol.Finish,
     protocol.Pong,
     protocol.Envelope,

@@ -182,7 +182,8 @@ class Bounds(Checker):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.sent = {Pull: self._on_pull, Published: self._on_published}
-        self.effects = {MergeRound: self._on_closed, DiscardRound: self._on_closed}
+        self.effects = {MergeRound: self._on_closed, DiscardRound: self._on_closed, Say: self._on_say}
+        self._asked_again: dict[FragmentId, int] = {}
         self._open: dict[FragmentId, RoundId] = {}
         self._pulls: dict[FragmentId, dict[tuple[LearnerId, int, int], int]] = {}
         self._published: dict[tuple[LearnerId, FragmentId], tuple[tuple[int, int, Version], int]] = {}
@@ -192,6 +193,15 @@ class Bounds(Checker):
             self._open.clear()
             self._pulls.clear()
             self._published.clear()
+            self._asked_again.clear()
+
+    def _on_say(self, entry: Entry, effect: Say) -> None:
+        if effect.reason.code != "round-asked-again":
+            return
+        p = effect.subject[1]
+        self._asked_again[p] = self._asked_again.get(p, 0) + 1
+        if self._asked_again[p] >= self.config.limits.pull_tries:
+            self.fail(entry, effect.subject, f"asked again {self._asked_again[p]} times in one round")
 
     def _on_pull(self, entry: Entry, envelope: Envelope) -> None:
         body = envelope.body
@@ -222,6 +232,7 @@ class Bounds(Checker):
 
     def _on_closed(self, entry: Entry, effect: MergeRound | DiscardRound) -> None:
         self._open.pop(effect.round.fragment, None)
+        self._asked_again.pop(effect.round.fragment, None)
         self._pulls.pop(effect.round.fragment, None)
 
 

@@ -1,0 +1,392 @@
+"""Tests as conversations: tell a core what happened and when, and compare what it does about it.
+
+Every event and effect is printed as it happens; pytest shows what was printed when a test fails, so a failure comes with
+its whole story. Effects are compared in their encoded form: named tuples of different types with equal fields are equal.
+
+    talk = SyncerTalk(RunConfig(fragments=1, every_steps=2))
+    one = talk.joined(1)
+    one.reports(1.0, step=1)
+    talk.expect(talk.to(1, Pull(RoundId(0, 0, 1, 1))))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from atoll.core.learner import LearnerCore
+from atoll.core.protocol import (
+    Body,
+    Contribution,
+    Delivered,
+    Envelope,
+    Event,
+    Hello,
+    LinkOpened,
+    MergeDone,
+    MergeFailed,
+    MergeRound,
+    MessageArrived,
+    NoPeer,
+    Persist,
+    Persisted,
+    PersistFailed,
+    Published,
+    Pull,
+    Ready,
+    Record,
+    RefuseContribution,
+    Report,
+    SaveSnapshot,
+    Send,
+    SnapshotSaved,
+    SnapshotSaveFailed,
+    Started,
+    StateRequest,
+    StepTaken,
+    TimerFired,
+    Welcome,
+)
+from atoll.core.reasons import Reason, because
+from atoll.core.syncer import SyncerCore
+from atoll.core.syncer_state import Restored
+from atoll.core.tape import encode
+from atoll.core.types import NOTHING, FragmentId, LearnerId, Mark, RoundId, RunConfig, Version
+
+T = TypeVar("T")
+
+TOKENS = 100
+"""Per step, where a test does not say otherwise."""
+
+
+def form(effect: Any) -> str:
+    """What two effects are compared by. The clock of an envelope counts calls; it has tests of its own."""
+    if isinstance(effect, Send):
+        return encode(Send(effect.envelope._replace(tick=0, seen=0)))
+    return encode(effect)
+
+
+class Talk:
+    """A core, the time, and the story so far."""
+
+    def __init__(self, core: Any) -> None:
+        self.core = core
+        self.now = 0.0
+        self.effects: list[Any] = []  # what the core did about the last thing that it was told
+        self.story: list[str] = []
+        self.awaited: list[Any] = []  # effects that want an answer and have none yet
+
+    def tell(self, at: float, event: Event) -> list[Any]:
+        self.now = at
+        self._write(f"{at:>10.3f}  {encode(event)}")
+        self.effects = self.core.handle(at, event)
+        for effect in self.effects:
+            self._write(f"{'':>10}    -> {encode(effect)}")
+            if isinstance(effect, MergeRound | Persist | SaveSnapshot):
+                self.awaited.append(effect)
+            self.noticed(effect)
+        self.core.check_invariants()
+        return self.effects
+
+    def noticed(self, effect: Any) -> None:
+        """For the kinds of talk that follow what is said."""
+
+    def _write(self, line: str) -> None:
+        self.story.append(line)
+        print(line)
+
+    def fires(self, until: float) -> list[Any]:
+        """Let every timer fire that is due by `until`, each at its own time; all that was done about them."""
+        done: list[Any] = []
+        for _ in range(10_000):
+            deadline = self.core.next_deadline()
+            if deadline is None or deadline > until:
+                break
+            done += self.tell(deadline, TimerFired())
+        else:
+            raise AssertionError(f"timers fire for ever at {self.core.next_deadline()}")
+        self.now = until
+        self.effects = done
+        return done
+
+    # ---------------------------------------------------------------------------------------------------- comparing
+
+    def expect(self, *effects: Any) -> None:
+        """The last thing that was told led to exactly these effects, in this order."""
+        got, wanted = [form(e) for e in self.effects], [form(e) for e in effects]
+        if got != wanted:
+            lines = [f"  got      {line}" for line in got] + [f"  expected {line}" for line in wanted]
+            raise AssertionError("\n".join(["other effects than expected, the story is printed above:", *lines]))
+
+    def of(self, kind: type[T]) -> list[T]:
+        """Effects of one type among what was done last."""
+        return [effect for effect in self.effects if type(effect) is kind]
+
+    def one(self, kind: type[T]) -> T:
+        found = self.of(kind)
+        assert len(found) == 1, f"{len(found)} effects {kind.__name__}, one was expected; the story is printed above"
+        return found[0]
+
+    def bodies(self, kind: type[T]) -> list[tuple[LearnerId, T]]:
+        """Bodies of one type among what was sent last, each with the learner's end of its link."""
+        sent = [effect.envelope for effect in self.of(Send)]
+        return [(envelope.learner, envelope.body) for envelope in sent if type(envelope.body) is kind]
+
+    def codes(self) -> list[str]:
+        """Codes of all reasons in what was done last, also of those inside messages."""
+        return [code for effect in self.effects for code in _codes(effect)]
+
+
+def _codes(value: Any) -> Iterable[str]:
+    if isinstance(value, Reason):
+        yield value.code
+    elif isinstance(value, tuple):
+        for inner in value:
+            yield from _codes(inner)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# With the syncer
+
+
+class SyncerTalk(Talk):
+    """The test speaks for the learners, the merge thread and the disk."""
+
+    def __init__(self, config: RunConfig, epoch: int = 1, restored: Restored | None = None) -> None:
+        super().__init__(SyncerCore(config, epoch, restored))
+        self.config = config
+        self.epoch = epoch
+        self.voices: dict[LearnerId, Voice] = {}
+        self.disk: dict[tuple[str, int], Record] = {}  # what would survive a kill
+        for record in _records(restored):
+            self._write_record(record)
+        self.tell(0.0, Started())
+
+    def restarted(self, at: float = 0.0) -> SyncerTalk:
+        """The process was killed; another one starts on the same directory."""
+        versions = {r.fragment: r for (kind, _), r in self.disk.items() if kind == "version"}  # type: ignore[union-attr]
+        members, manifest = self.disk.get(("members", 0)), self.disk.get(("manifest", 0))
+        talk = SyncerTalk(self.config, self.epoch + 1, Restored(versions, members, manifest))  # type: ignore[arg-type]
+        talk.now = at
+        return talk
+
+    def voice(self, learner: LearnerId, incarnation: int = 1, session: int = 1) -> Voice:
+        self.voices[learner] = Voice(self, learner, incarnation, session)
+        return self.voices[learner]
+
+    def joined(self, learner: LearnerId, at: float = 0.0, incarnation: int = 1) -> Voice:
+        """A learner that trains: it has said hello, got every fragment, and is ready."""
+        voice = self.voice(learner, incarnation)
+        voice.hello(at)
+        if voice.welcome is None:
+            self.persisted(at)
+        voice.acknowledges(at)
+        voice.says(at, StateRequest(()))
+        voice.says(at, Ready(because("peer-new-run")))
+        return voice
+
+    def noticed(self, effect: Any) -> None:
+        if isinstance(effect, Send) and effect.envelope.learner in self.voices:
+            self.voices[effect.envelope.learner].hears(effect.envelope)
+
+    def to(self, learner: LearnerId, body: Body) -> Send:
+        """The message as this syncer would send it to the learner now."""
+        voice = self.voices[learner]
+        marker = self.core.marker
+        return Send(Envelope(learner, voice.incarnation, voice.session, self.epoch, 0, 0, marker, body))
+
+    # ------------------------------------------------------------------------------------------- merge thread and disk
+
+    def take(self, kind: type[T], *words: object) -> T:
+        """The oldest effect of this type that waits for its answer, of all or of those that name these things."""
+        for effect in self.awaited:
+            if type(effect) is kind and all(str(word) in encode(effect) for word in words):
+                self.awaited.remove(effect)
+                return effect
+        raise AssertionError(f"no {kind.__name__} of {words} waits for an answer; the story is printed above")
+
+    def merged(self, at: float) -> list[Any]:
+        return self.tell(at, MergeDone(self.take(MergeRound).round))
+
+    def merge_failed(self, at: float, why: str = "out of memory") -> list[Any]:
+        return self.tell(at, MergeFailed(self.take(MergeRound).round, why))
+
+    def persisted(self, at: float, *words: object) -> list[Any]:
+        record = self.take(Persist, *words).record
+        self._write_record(record)
+        return self.tell(at, Persisted(record.key()))
+
+    def persist_failed(self, at: float, why: str = "no space left on device") -> list[Any]:
+        return self.tell(at, PersistFailed(self.take(Persist).record.key(), why))
+
+    def written_unheard(self) -> None:
+        """The oldest record has reached the disk, and the process dies before it hears of that."""
+        self._write_record(self.take(Persist).record)
+
+    def merges_and_persists(self, at: float) -> list[Any]:
+        """The oldest sealed round becomes a version."""
+        self.merged(at)
+        return self.persisted(at)
+
+    def _write_record(self, record: Record) -> None:
+        kind, number, _ = record.key()
+        self.disk[(kind, number if kind == "version" else 0)] = record
+
+    def fragment(self, p: FragmentId) -> Any:
+        return self.core.view().fragments[p]
+
+    def member(self, learner: LearnerId) -> Any:
+        return next(m for m in self.core.view().members if m.learner == learner)
+
+
+def _records(restored: Restored | None) -> Iterable[Record]:
+    if restored is not None:
+        yield from restored.versions.values()
+        if restored.members is not None:
+            yield restored.members
+        if restored.manifest is not None:
+            yield restored.manifest
+
+
+class Voice:
+    """A learner's process on one link, as far as the syncer can tell."""
+
+    def __init__(self, talk: SyncerTalk, learner: LearnerId, incarnation: int, session: int) -> None:
+        self.talk = talk
+        self.id = learner
+        self.incarnation = incarnation
+        self.session = session
+        self.epoch = talk.epoch
+        self.tick = 0
+        self.marker = 0
+        self.step = 0
+        self.trained = 0
+        self.received: dict[FragmentId, Version] = dict.fromkeys(talk.config.fragment_ids(), NOTHING)
+        self.marks: dict[FragmentId, Mark | None] = {}
+        self.pulls: dict[FragmentId, RoundId] = {}
+        self.welcome: Welcome | None = None
+        self.refusals: list[RefuseContribution] = []
+
+    def hears(self, envelope: Envelope) -> None:
+        body = envelope.body
+        if (envelope.incarnation, envelope.session) != (self.incarnation, self.session):
+            return
+        if isinstance(body, Welcome):
+            self.welcome = body
+        elif isinstance(body, Published):
+            self.received[body.fragment] = body.version
+            self.marks[body.fragment] = body.mark
+        elif isinstance(body, Pull):
+            self.pulls[body.round.fragment] = body.round
+        elif isinstance(body, RefuseContribution):
+            self.refusals.append(body)
+
+    def envelope(self, body: Body, **other: Any) -> Envelope:
+        self.tick += 1
+        plain = Envelope(self.id, self.incarnation, self.session, self.epoch, self.tick, 0, self.marker, body)
+        return plain._replace(**other)
+
+    def says(self, at: float, body: Body, **other: Any) -> list[Any]:
+        """A message arrives. `other` replaces fields of its envelope."""
+        return self.talk.tell(at, MessageArrived(self.envelope(body, **other)))
+
+    def hello(self, at: float, training: bool = False, **other: Any) -> list[Any]:
+        config = self.talk.config
+        body = Hello(config.run_id, config.fingerprint, tuple(self.received.values()), self.step, self.trained, training)
+        return self.says(at, body._replace(**other))
+
+    def acknowledges(self, at: float) -> list[Any]:
+        """Every version that has arrived."""
+        done: list[Any] = []
+        for p, version in list(self.received.items()):
+            if version != NOTHING:
+                done += self.says(at, Delivered(p, version))
+        self.talk.effects = done
+        return done
+
+    def reports(self, at: float, step: int, trained: int | None = None, step_time_s: float = 1.0) -> list[Any]:
+        self.step = step
+        self.trained = step * TOKENS if trained is None else trained
+        return self.says(at, Report(self.step, self.trained, step_time_s))
+
+    def contributes(self, at: float, fragment: FragmentId = 0, **other: Any) -> list[Any]:
+        """An honest answer to the newest pull of the fragment; `other` replaces fields of it."""
+        body = self.contribution(fragment)
+        return self.says(at, body._replace(**other))
+
+    def contribution(self, fragment: FragmentId = 0) -> Contribution:
+        mark = self.marks.get(fragment)
+        ours = mark is not None and mark.incarnation == self.incarnation
+        from_step, settled = (mark.copied_at, mark.trained) if ours and mark is not None else (0, 0)
+        return Contribution(
+            self.pulls[fragment], self.step, self.step - from_step, self.trained - settled, self.trained, 0
+        )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# With a learner
+
+
+class LearnerTalk(Talk):
+    """The test speaks for the syncer, the network and the training loop."""
+
+    def __init__(self, config: RunConfig, learner: LearnerId = 1, incarnation: int = 1) -> None:
+        super().__init__(LearnerCore(config, learner, incarnation))
+        self.config = config
+        self.session = 0
+        self.epoch = 1
+        self.tick = 0
+        self.marker = 0
+        self.tell(0.0, Started())
+
+    def opens(self, at: float) -> list[Any]:
+        self.session += 1
+        return self.tell(at, LinkOpened(self.session))
+
+    def hears(self, at: float, body: Body, **other: Any) -> list[Any]:
+        """A message of the syncer arrives. `other` replaces fields of its envelope."""
+        self.tick += 1
+        core = self.core
+        plain = Envelope(core.id, core.incarnation, self.session, self.epoch, self.tick, 0, self.marker, body)
+        return self.tell(at, MessageArrived(plain._replace(**other)))
+
+    def welcomed(self, at: float, versions: tuple[Version, ...] | None = None, step_time_s: float = 0.0) -> list[Any]:
+        versions = versions if versions is not None else (0,) * len(self.config.fragment_ids())
+        return self.hears(at, Welcome(versions, 0.0, step_time_s))
+
+    def gets(
+        self, at: float, fragment: FragmentId, version: Version, mark: Mark | None = None, base: Version | None = None
+    ) -> list[Any]:
+        """A published version arrives."""
+        return self.hears(at, Published(fragment, version, base, mark, 0.0))
+
+    def trains(self, at: float = 0.0) -> LearnerTalk:
+        """Connected and training, on version 0 of every fragment, in a new run."""
+        self.opens(at)
+        self.welcomed(at)
+        for p in self.config.fragment_ids():
+            self.gets(at, p, 0)
+        self.hears(at, NoPeer(because("peer-new-run"), True))
+        assert self.core.training, "the story is printed above"
+        return self
+
+    def steps(self, at: float, steps: int = 1, tokens: int | None = None, step_time_s: float = 1.0) -> list[Any]:
+        return self.tell(at, StepTaken(steps, steps * TOKENS if tokens is None else tokens, step_time_s))
+
+    def saved(self, at: float) -> list[Any]:
+        effect = next(e for e in self.awaited if isinstance(e, SaveSnapshot))
+        self.awaited.remove(effect)
+        return self.tell(at, SnapshotSaved(effect.snapshot))
+
+    def save_failed(self, at: float, why: str = "no space left on device") -> list[Any]:
+        effect = next(e for e in self.awaited if isinstance(e, SaveSnapshot))
+        self.awaited.remove(effect)
+        return self.tell(at, SnapshotSaveFailed(effect.snapshot, why))
+
+    def sends(self, body: Body) -> Send:
+        """The message as this learner would send it now."""
+        core = self.core
+        return Send(Envelope(core.id, core.incarnation, core.session, core.epoch, 0, 0, core.marker, body))
+
+    def line(self, p: FragmentId = 0) -> Any:
+        return self.core.view().ledger[p]

@@ -1,0 +1,323 @@
+"""Protocol bugs, planted one at a time. Each is a small, plausible mistake and names the checker that must find it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from atoll.core.learner import Copy, LearnerCore
+from atoll.core.policy import Grace
+from atoll.core.protocol import (
+    AdoptFragment,
+    Contribution,
+    Envelope,
+    Finish,
+    Hello,
+    Persisted,
+    PersistFailed,
+    Published,
+    Pull,
+    RefuseContribution,
+    Report,
+    Welcome,
+)
+from atoll.core.reasons import Reason
+from atoll.core.syncer import SyncerCore
+from atoll.core.syncer_state import Fragment, Member, Restored
+from atoll.core.tables import Link, Phase, Stage, Standing
+from atoll.core.types import Accepted, RunConfig
+
+
+@dataclass(frozen=True)
+class Planted:
+    name: str
+    checkers: tuple[str, ...]  # any of these may be the first to see it
+    syncer: type[SyncerCore] = SyncerCore
+    learner: type[LearnerCore] = LearnerCore
+
+
+class MergesBelowQuorum(SyncerCore):
+    def _has_quorum(self, f: Fragment) -> bool:
+        return len(f.contributions) >= 1
+
+    def check_invariants(self) -> None:
+        """Switched off: the observer must find it, not the core's own self-test."""
+
+
+class AcceptsOldIncarnation(SyncerCore):
+    def _is_current(self, member: Member, envelope: Envelope) -> bool:
+        return True
+
+    def _accepted(self, member: Member, body: Contribution) -> Accepted:
+        return super()._accepted(member, body)._replace(incarnation=self._speaker)
+
+    def _refusal(self, f: Fragment, member: Member, body: Contribution) -> Reason | None:
+        refusal = super()._refusal(f, member, body)
+        if refusal is not None and refusal.code == "contribution-not-asked":
+            f.asked[member.id] = self.now
+            return None
+        return refusal
+
+    def _heard(self, now: float, member: Member, envelope: Envelope) -> None:
+        self._speaker = envelope.incarnation
+        super()._heard(now, member, envelope)
+
+
+class PublishesBeforeDurable(SyncerCore):
+    def _save_version(self, f: Fragment) -> None:
+        super()._save_version(f)
+        f.version += 1
+        self._publish(self.now, f)
+        f.version -= 1
+
+
+class ForgetsFailedWrite(SyncerCore):
+    """A full disk is taken for a success."""
+
+    def _version_not_saved(self, now: float, f: Fragment, why: str) -> None:
+        self._version_saved(now, f)
+
+
+class MergesTwiceAfterRestart(SyncerCore):
+    """Reads the last but one version of its directory."""
+
+    def _restore(self, restored: Restored) -> None:
+        super()._restore(restored)
+        for f in self.fragments.values():
+            if f.version > 0:
+                f.version -= 1
+                self.merges -= 1
+
+
+class WelcomesBeforeDurable(SyncerCore):
+    def _save_members(self, now: float) -> None:
+        super()._save_members(now)
+        for member in list(self.members.values()):
+            if member.standing is Standing.ADMITTING and member.hello is not None:
+                self._stand(member, "admitted")
+                self._welcome(now, member, member.hello)
+
+
+class LosesRefusedContribution(LearnerCore):
+    """Takes a refused contribution for settled."""
+
+    def _on_refused_contribution(self, now: float, envelope: Envelope, body: RefuseContribution) -> None:
+        super()._on_refused_contribution(now, envelope, body)
+        copy = self.copies.pop(body.round.fragment, None)
+        if copy is not None:
+            self.settled[body.round.fragment] = copy.trained
+            self.base_step[body.round.fragment] = copy.step
+
+
+class ForgetsPullDeadline(SyncerCore):
+    def _on_pull_timer(self, now: float, fragment: int) -> None:
+        """A lost answer is waited for until the end of time."""
+
+
+class ForgetsGraceDeadline(SyncerCore):
+    def _on_grace_timer(self, now: float, fragment: int) -> None:
+        """The window never closes by itself."""
+
+
+class GraceBeyondBound(SyncerCore):
+    def _enter_grace(self, now: float, f: Fragment) -> None:
+        import atoll.core.syncer_rounds as rounds
+
+        honest = rounds.grace_window
+
+        def doubled(*args: object) -> Grace:
+            window, reason = honest(*args)  # type: ignore[arg-type]
+            return Grace(window * 2, reason)
+
+        rounds.grace_window = doubled  # type: ignore[assignment]
+        try:
+            super()._enter_grace(now, f)
+        finally:
+            rounds.grace_window = honest
+
+
+class WeighsByStaleCounters(SyncerCore):
+    """Uses what the learner last reported instead of what the contribution says."""
+
+    def _accepted(self, member: Member, body: Contribution) -> Accepted:
+        steps = max(1, member.step - self._baseline(self.fragments[body.round.fragment], member))
+        return super()._accepted(member, body)._replace(weight=body.tokens * body.tokens / steps)
+
+
+class AdoptsOlderVersion(LearnerCore):
+    def _on_published(self, now: float, envelope: Envelope, body: Published) -> None:
+        if body.version < self.received.get(body.fragment, -1) and self.step:
+            p = body.fragment
+            pending = self.trained - self.settled[p]
+            self._out.append(AdoptFragment(p, body.version, self.config.adopt, False, 0, 0, pending))
+        super()._on_published(now, envelope, body)
+
+
+class MissesInFlight(SyncerCore):
+    def _record_in_flight(self, member: Member, envelope: Envelope, body: Contribution) -> None:
+        """Only what arrives before the learner's part is taken for in flight, and even that is not written down."""
+
+
+class CutsAfterAdopting(LearnerCore):
+    """Saves its part at the end of the step boundary: what was published after the cut is already in it."""
+
+    def _save_part(self) -> None:
+        if self.arrivals:
+            self._adopt_arrived()
+        super()._save_part()
+
+
+class CountsDuplicates(SyncerCore):
+    def _is_duplicate(self, f: Fragment, member: Member, body: Contribution) -> bool:
+        return False
+
+    def _seal(self, now: float, f: Fragment, reason: Reason) -> None:
+        super()._seal(now, f, reason)
+
+    def _refusal(self, f: Fragment, member: Member, body: Contribution) -> Reason | None:
+        refusal = super()._refusal(f, member, body)
+        if refusal is None and member.id in f.contributions:
+            self._twice = (f.round, f.contributions[member.id])
+        return refusal
+
+    def _on_contribution(self, now: float, member: Member, envelope: Envelope, body: Contribution) -> None:
+        before = len(self._out)
+        super()._on_contribution(now, member, envelope, body)
+        for i, effect in enumerate(self._out[before:], before):
+            twice = getattr(self, "_twice", None)
+            if twice is not None and type(effect).__name__ == "MergeRound" and effect.round == twice[0]:  # type: ignore[union-attr]
+                self._out[i] = effect._replace(contributions=(*effect.contributions, twice[1]))  # type: ignore[union-attr,call-arg]
+
+
+class WaitsForTheSyncer(LearnerCore):
+    """Stands still while its link is down."""
+
+    @property
+    def training(self) -> bool:
+        return super().training and self.link is Link.UP
+
+
+class IgnoresItsMark(LearnerCore):
+    """Takes merged work for unmerged and sends it once more."""
+
+    def _was_merged(self, p: int, copy: Copy | None) -> bool:
+        return False
+
+
+class CopiesAnewForOldRound(LearnerCore):
+    """Answers a repeated pull with a new copy: nobody can tell which one was merged."""
+
+    def _on_pull(self, now: float, envelope: Envelope, body: Pull) -> None:
+        copy = self.copies.get(body.round.fragment)
+        if copy is not None and copy.round == body.round:
+            del self.copies[body.round.fragment]
+        super()._on_pull(now, envelope, body)
+
+
+class EndsWithoutLastMerge(SyncerCore):
+    def _open_final(self, now: float) -> None:
+        for f in self.fragments.values():
+            if f.phase is Phase.IDLE:
+                f.final = True
+        self._check_end(now)
+
+
+class DeadLearnerBlocksEnd(SyncerCore):
+    def _check_end(self, now: float) -> None:
+        if self.stage is Stage.FINISHING and len(self.live) < len(self.members):
+            return
+        super()._check_end(now)
+
+
+class AsksForEver(SyncerCore):
+    def _on_pull_timer(self, now: float, fragment: int) -> None:
+        f = self.fragments[fragment]
+        if f.phase is Phase.PULLING and now >= f.pull_again_at:
+            f.pull_tries = 1
+        super()._on_pull_timer(now, fragment)
+
+
+class StartsTooEarly(LearnerCore):
+    def _on_welcome(self, now: float, envelope: Envelope, body: Welcome) -> None:
+        super()._on_welcome(now, envelope, body._replace(versions=tuple(-1 for _ in body.versions)))
+
+
+class GivesOldState(LearnerCore):
+    def _give_state(self) -> None:
+        self.giving = {
+            to: g._replace(wanted=g.wanted._replace(versions=tuple(-1 for _ in g.wanted.versions)))
+            for to, g in self.giving.items()
+        }
+        super()._give_state()
+
+
+class StopsWithoutFinalVersions(LearnerCore):
+    def _final_here(self) -> bool:
+        return True
+
+
+class CountsSilenceOfItself(LearnerCore):
+    """Gives a link up and never dials again."""
+
+    def _redial(self) -> None:
+        """Forgotten."""
+
+
+class DropsAnsweredPersist(SyncerCore):
+    """Asks the disk again without waiting for its answer."""
+
+    def _save_version(self, f: Fragment) -> None:
+        super()._save_version(f)
+        super()._save_version(f)
+
+    def _on_persisted(self, now: float, event: Persisted) -> None:
+        if event.key.kind == "version" and self.fragments[event.key.number].version >= event.key.version:
+            return
+        super()._on_persisted(now, event)
+
+
+class RunsOldMessages(LearnerCore):
+    """Takes messages of links that are long closed."""
+
+    def _is_for_us(self, envelope: Envelope) -> bool:
+        return True
+
+
+class TellsTokensTwice(LearnerCore):
+    """Counts the tokens of a step once more when it reports late."""
+
+    def _contribute(self, p: int, round_id: object) -> None:
+        self.settled[p] -= min(self.settled[p], 8)
+        super()._contribute(p, round_id)  # type: ignore[arg-type]
+
+
+PLANTED: tuple[Planted, ...] = (
+    Planted("merge below quorum", ("quorum",), syncer=MergesBelowQuorum),
+    Planted("accept an old incarnation", ("current",), syncer=AcceptsOldIncarnation),
+    Planted("publish before durable", ("durable-first",), syncer=PublishesBeforeDurable),
+    Planted("take a failed write for done", ("versions", "durable-first"), syncer=ForgetsFailedWrite),
+    Planted("merge twice after a restart", ("versions", "current"), syncer=MergesTwiceAfterRestart),
+    Planted("welcome before the admission is durable", ("durable-first",), syncer=WelcomesBeforeDurable),
+    Planted("lose a refused contribution", ("ledger",), learner=LosesRefusedContribution),
+    Planted("forget the pull deadline", ("liveness",), syncer=ForgetsPullDeadline),
+    Planted("forget the grace deadline", ("grace",), syncer=ForgetsGraceDeadline),
+    Planted("grace beyond its bound", ("grace",), syncer=GraceBeyondBound),
+    Planted("weight from stale counters", ("weights",), syncer=WeighsByStaleCounters),
+    Planted("adopt an older version", ("versions",), learner=AdoptsOlderVersion),
+    Planted("snapshot misses an in-flight message", ("snapshot",), syncer=MissesInFlight),
+    Planted("snapshot after adopting", ("snapshot",), learner=CutsAfterAdopting),
+    Planted("a learner twice in a merge", ("once",), syncer=CountsDuplicates),
+    Planted("learner waits for the syncer", ("independence",), learner=WaitsForTheSyncer),
+    Planted("merged work is sent again", ("ledger", "once"), learner=IgnoresItsMark),
+    Planted("new copy for an old round", ("ledger",), learner=CopiesAnewForOldRound),
+    Planted("end without the last merge", ("the-end",), syncer=EndsWithoutLastMerge),
+    Planted("a dead learner blocks the end", ("liveness",), syncer=DeadLearnerBlocksEnd),
+    Planted("ask without bound", ("bounds",), syncer=AsksForEver),
+    Planted("start before everything arrived", ("recovery",), learner=StartsTooEarly),
+    Planted("give old inner state", ("recovery",), learner=GivesOldState),
+    Planted("stop without the final versions", ("the-end",), learner=StopsWithoutFinalVersions),
+    Planted("never dial again", ("liveness",), learner=CountsSilenceOfItself),
+    Planted("ask the disk twice", ("one-answer",), syncer=DropsAnsweredPersist),
+    Planted("contribute settled tokens again", ("ledger",), learner=TellsTokensTwice),
+)
+
+__all__ = ["PLANTED", "Finish", "Hello", "Planted", "PersistFailed", "Report", "RunConfig"]
