@@ -1,7 +1,7 @@
 """Tests as conversations: tell a core what happened and when, and compare what it does about it.
 
-Every event and effect is printed as it happens; pytest shows what was printed when a test fails, so a failure comes with
-its whole story. Effects are compared in their encoded form: named tuples of different types with equal fields are equal.
+Every event and effect is printed as it happens, and pytest shows that when a test fails: every failure has its story.
+Effects are compared in their encoded form, because named tuples of different types with equal fields are equal.
 
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=2))
     one = talk.joined(1)
@@ -292,7 +292,9 @@ class Voice:
 
     def hello(self, at: float, training: bool = False, **other: Any) -> list[Any]:
         config = self.talk.config
-        body = Hello(config.run_id, config.fingerprint, tuple(self.received.values()), self.step, self.trained, training)
+        body = Hello(
+            config.run_id, config.fingerprint, tuple(self.received.values()), self.step, self.trained, training
+        )
         return self.says(at, body._replace(**other))
 
     def acknowledges(self, at: float) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import json
 import zlib
@@ -11,7 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.core import ledger, protocol, reasons, types
@@ -63,6 +64,7 @@ CONFIGS = st.builds(
 )
 
 
+@functools.cache
 def values_of(hint: Any) -> st.SearchStrategy[Any]:
     if hint is RunConfig:
         return CONFIGS
@@ -98,6 +100,7 @@ def exact(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", REGISTERED, ids=lambda kind: kind.__name__)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_every_type_comes_back_as_it_was(kind, data):
     value = data.draw(values_of(kind))
@@ -264,7 +267,7 @@ def header_with(**changes: object) -> bytes:
         (b"hello", "not a line of a tape: b'hello'"),
         (encode_entry(Entry(0.0, ACTOR, 1, StepTaken(1, 1, 1.0), ()))[:-1], "no header"),
         (sealed(["Header", 1]), "another shape than a header"),
-        (header_with(format_version=FORMAT_VERSION + 1, atoll_version="9.0"), "by a newer Atoll: format 2 of Atoll 9.0"),
+        (header_with(format_version=FORMAT_VERSION + 1, atoll_version="9.0"), "a newer Atoll: format 2 of Atoll 9.0"),
         (header_with(format_version=0), "no format version 0"),
         (header_with(format_version="1"), "does not say its format version"),
         (header_with(mood="good"), "Header has no field 'mood'"),

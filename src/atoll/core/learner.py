@@ -332,8 +332,11 @@ class LearnerCore:
         if copy is not None and copy.round == body.round:
             self._send_copy(copy)  # the answer was lost; the same copy again, or nobody could tell which was merged
             return
-        held = self.pulls.get(p)
-        if p in self.versions and self.mode is Mode.TRAINING and (held is None or held < body.round):
+        # A pull that was delayed or doubled on its way must not replace a newer one: (1) attempt 2 is answered and
+        # merged, (2) an old pull of attempt 1 arrives and its answer takes the place of the copy, (3) the published
+        # mark names a copy that is gone, and merged work is taken for lost.
+        newest = max((r for r in (self.pulls.get(p), copy.round if copy is not None else None) if r), default=None)
+        if p in self.versions and self.mode is Mode.TRAINING and (newest is None or newest < body.round):
             self.pulls[p] = body.round
 
     def _on_refused_contribution(self, now: float, envelope: Envelope, body: RefuseContribution) -> None:

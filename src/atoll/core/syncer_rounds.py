@@ -73,7 +73,7 @@ class Rounds(SyncerState):
             return False
         self._phase(f, "opened")
         f.attempt += 1
-        f.round = RoundId(f.id, f.version, self.epoch, f.attempt)
+        f.round = f.latest_round = RoundId(f.id, f.version, self.epoch, f.attempt)
         f.opened_at = now
         # A learner that did not report right now is in the middle of a step, which does not count as taken since.
         f.open_steps = {m.id: m.step if m.reported_at == now else m.step + 1 for m in self.live.values()}
@@ -157,6 +157,7 @@ class Rounds(SyncerState):
             return
         self._record_in_flight(member, envelope, body)
         member.heard_rounds[f.id] = body.round
+        self._correct_baseline(f, member, body)
         if self._is_duplicate(f, member, body):
             self._ignore("duplicate contribution")
             return
@@ -173,6 +174,12 @@ class Rounds(SyncerState):
             member.answer.add(now - f.asked[member.id])
         self._out.append(Accumulate(body.round, accepted))
         self._check_round(now, f)
+
+    def _correct_baseline(self, f: Fragment, member: Member, body: Contribution) -> None:
+        """The copy was made at the first boundary after the pull, so it tells how far the learner was at the opening even
+        if its reports were late. Steps that it had taken by then do not count towards the next round."""
+        if body.round == f.latest_round and member.id in f.open_steps:
+            f.open_steps[member.id] = max(f.open_steps[member.id], min(body.copied_at - 1, member.step))
 
     def _is_duplicate(self, f: Fragment, member: Member, body: Contribution) -> bool:
         return f.round == body.round and member.id in f.contributions
@@ -322,7 +329,7 @@ class Rounds(SyncerState):
         owed = member.owed.get(f.id)
         tries = owed.tries if owed is not None and owed.version != f.version else 1
         member.owed[f.id] = Owed(f.version, now, tries)
-        self._send_version(member, f, base=f.version - 1 if held == f.version - 1 and owed is None else None)
+        self._send_version(member, f, base=held if held == f.version - 1 and held >= 0 and owed is None else None)
         if not member.publish_timer:
             member.publish_timer = True
             self._arm(now + self._ack_patience(member), "publish", member.id)

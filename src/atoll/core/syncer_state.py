@@ -66,6 +66,7 @@ class Fragment:
         "grace_until",
         "id",
         "last_contributors",
+        "latest_round",
         "marks",
         "merge_s",
         "merged",
@@ -89,6 +90,7 @@ class Fragment:
         self.version: Version = 0  # newest durable version
         self.phase = Phase.IDLE
         self.round: RoundId | None = None  # the open round; None exactly while IDLE
+        self.latest_round: RoundId | None = None  # the last one that was opened in this epoch, open or not
         self.attempt = 0  # openings on this version in this epoch
         self.opened_at = 0.0
         self.need_steps = (

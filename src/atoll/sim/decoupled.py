@@ -1,0 +1,452 @@
+"""The decoupled run of a fleet: the very cores of the protocol on islands of simulated chips.
+
+Fragments are independent, so a long run may simulate a few of the P fragments (`sampled_fragments`): each of them is
+pulled, merged and adopted exactly as with all its neighbours, and stands for them. Steps between which nothing is due
+may be told to a core several at a time (`steps_per_event`). Both only make a simulation faster; with all fragments and
+single steps it is the full protocol.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+from atoll.core.learner import LearnerCore
+from atoll.core.protocol import (
+    AdoptFragment,
+    Contribution,
+    CopyFragment,
+    Dial,
+    Event,
+    LeaveWanted,
+    LinkOpened,
+    MergeDone,
+    MergeRound,
+    MessageArrived,
+    Persist,
+    Persisted,
+    Published,
+    Pull,
+    SaveSnapshot,
+    Send,
+    SnapshotSaved,
+    Started,
+    StartTraining,
+    StepTaken,
+    TimerFired,
+)
+from atoll.core.syncer import SyncerCore
+from atoll.core.syncer_state import Restored
+from atoll.core.tables import Mode
+from atoll.core.tape import Actor, Entry
+from atoll.core.types import SYNCER, RunConfig
+from atoll.sim.engine import Engine
+from atoll.sim.fleet import ExtraLearners, FleetConfig, Island, Segment, State, build_islands
+
+
+@dataclass(frozen=True, slots=True)
+class DecoupledConfig:
+    """How the protocol runs on the fleet."""
+
+    fragments: int = 24  # P
+    every_steps: int = 24  # H
+    overlap_steps: int = 2  # tau
+    quorum: int = 1  # K
+    grace_margin: float = 0.5  # gamma; 0: off
+    adopt: str = "carry"
+    delay_s: float = 0.05  # one way, of a message
+    fragment_s: float = 0.1  # additional, of a fragment on a link
+    merge_s: float = 0.02
+    disk_s: float = 0.02
+    jitter: float = 0.0  # standard deviation of a step's duration, as a share of it
+    lockstep: bool = False  # nobody runs ahead: a learner waits when a round is tau steps late for it
+    sampled_fragments: int | None = None  # None: all of them
+    steps_per_event: int = 1
+
+    def __post_init__(self) -> None:
+        if self.sampled_fragments is not None and not 1 <= self.sampled_fragments <= self.fragments:
+            raise ValueError(f"sampled_fragments must be in 1..{self.fragments}, got {self.sampled_fragments}")
+        if not 1 <= self.steps_per_event <= self.every_steps:
+            raise ValueError(f"steps_per_event must be in 1..{self.every_steps}, got {self.steps_per_event}")
+        if not 0 <= self.jitter < 1:
+            raise ValueError(f"jitter is {self.jitter}; give a share of a step's duration in [0, 1)")
+        if (self.lockstep or self.jitter) and self.steps_per_event != 1:
+            raise ValueError("lockstep and jitter need steps_per_event = 1: every step is different")
+        for name in ("delay_s", "fragment_s", "merge_s", "disk_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; give seconds, 0 or more")
+
+    def run_config(self) -> RunConfig:
+        """Sampled fragments are spread over the offsets, as all of them would be."""
+        owned = None
+        if self.sampled_fragments is not None and self.sampled_fragments < self.fragments:
+            owned = tuple(i * self.fragments // self.sampled_fragments for i in range(self.sampled_fragments))
+        return RunConfig(
+            run_id="simulated",
+            fragments=self.fragments,
+            every_steps=self.every_steps,
+            overlap_steps=self.overlap_steps,
+            quorum=self.quorum,
+            grace_margin=self.grace_margin,
+            adopt=self.adopt,  # type: ignore[arg-type]
+            owned=owned,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DecoupledResult:
+    """One run. Token counts are of the sampled fragments' mean ledger line; shares are fractions."""
+
+    goodput: float
+    uptime: float
+    throughput: float
+    tokens_trained: float
+    tokens_merged: float
+    tokens_pending: float
+    tokens_dropped: float
+    merges: int
+    contributions_per_merge: float
+    effective_h: float
+    staleness_steps: float
+    steps: int
+    failures: int
+    suspected: int
+    events: int
+
+
+class _Learner:
+    """A learner process on its island."""
+
+    __slots__ = (
+        "alive",
+        "conn",
+        "copied",
+        "core",
+        "incarnation",
+        "island",
+        "jitter",
+        "left",
+        "place",
+        "planned",
+        "segment",
+        "steps",
+        "timer_at",
+        "tokens_per_step",
+        "useful_chip_s",
+        "waiting",
+    )
+
+    def __init__(self, place: int, island: Island, tokens_per_step: float, jitter: Random) -> None:
+        self.place = place
+        self.island = island
+        self.tokens_per_step = tokens_per_step
+        self.jitter = jitter
+        self.segment: Segment = next(island)
+        self.core: Any = None
+        self.incarnation = 0
+        self.alive = False
+        self.left = 1.0  # of the step under way
+        self.steps = 0
+        self.useful_chip_s = 0.0
+        self.timer_at: float | None = None
+        self.waiting = False
+        self.conn = 0
+        self.copied: dict[int, int] = {}  # local step of the last copy of each fragment
+        self.planned: tuple[float, int, float] | None = None  # first boundary, steps, step time
+
+
+class DecoupledRun:
+    """Islands, learners, one syncer and virtual time. `on_entry` and `on_start` may write tapes."""
+
+    def __init__(
+        self,
+        fleet: FleetConfig,
+        protocol: DecoupledConfig,
+        learners: int,
+        chips: int,
+        days: float,
+        seed: int,
+        *,
+        speeds: Sequence[float] = (),
+        extras: Sequence[ExtraLearners] = (),
+        on_entry: Callable[[Entry], None] | None = None,
+        on_start: Callable[[Actor, Restored | None], None] | None = None,
+    ) -> None:
+        if not 0.0 < days < math.inf:
+            raise ValueError(f"days is {days}; give a number above 0")
+        if protocol.quorum > learners:
+            raise ValueError(f"quorum {protocol.quorum} with {learners} learners never merges; give at most {learners}")
+        self.fleet = fleet
+        self.protocol = protocol
+        self.config = protocol.run_config()
+        self.horizon_s = days * 86_400.0
+        self.engine = Engine()
+        self.syncer = SyncerCore(self.config, epoch=1)
+        islands = build_islands(fleet, learners, chips, seed, speeds=speeds, extras=extras)
+        self.learners = [
+            _Learner(
+                place + 1,
+                island,
+                fleet.tokens_per_chip_step * island.chips,
+                Random(f"jitter {place} of seed {seed}"),
+            )
+            for place, island in enumerate(islands)
+        ]
+        self.contributions = 0
+        self.merges = 0
+        self.stale_steps = 0
+        self.stale_count = 0
+        self.stepping = 0  # learners that step right now
+        self.up_s = 0.0
+        self._up_since = 0.0
+        self._syncer_timer: float | None = None
+        self._on_entry = on_entry
+        self._on_start = on_start
+
+    def run(self) -> DecoupledResult:
+        self._began(Actor(SYNCER, 1))
+        self._tell_syncer(Started())
+        for learner in self.learners:
+            self._enter(learner)
+        self.engine.run_until(self.horizon_s)
+        self._count_up(self.horizon_s, 0)
+        return self._result()
+
+    # ---------------------------------------------------------------------------------------------------- islands
+
+    def _enter(self, learner: _Learner) -> None:
+        """A new stretch of the island's life begins now."""
+        segment = learner.segment
+        if segment.state is State.ABSENT:
+            if learner.alive:
+                self._tell(learner, LeaveWanted("the schedule takes its chips away"))
+                learner.alive = False
+        elif not learner.alive:
+            self._start(learner)
+        if segment.stepping and learner.core is not None and learner.alive and learner.core.training:
+            self._stepping(learner)
+        self.engine.at(segment.end_s, self._leave, learner, segment)
+
+    def _leave(self, learner: _Learner, segment: Segment) -> None:
+        if segment.stepping and learner.alive and learner.core.training and not learner.waiting:
+            self._count_up(self.engine.now, -1)
+            if segment.loses_step:
+                learner.left = 1.0
+        learner.planned = None
+        learner.segment = next(learner.island)
+        self._enter(learner)
+
+    def _start(self, learner: _Learner) -> None:
+        learner.incarnation += 1
+        learner.alive = True
+        learner.left = 1.0
+        learner.core = LearnerCore(self.config, learner.place, learner.incarnation)
+        self._began(Actor(learner.place, learner.incarnation))
+        self._tell(learner, Started())
+
+    # ---------------------------------------------------------------------------------------------------- steps
+
+    def _stepping(self, learner: _Learner) -> None:
+        self._count_up(self.engine.now, +1)
+        self._plan_step(learner)
+
+    def _plan_step(self, learner: _Learner) -> None:
+        """The next boundary, if it comes before the island's life changes; otherwise what is done of the step."""
+        segment = learner.segment
+        now = self.engine.now
+        step_s = self.fleet.step_time_s / segment.speed
+        if self.protocol.jitter and learner.left == 1.0:
+            step_s *= max(0.1, 1.0 + learner.jitter.gauss(0.0, self.protocol.jitter))
+        fits = (segment.end_s - now) / step_s
+        if fits < learner.left:
+            if not segment.loses_step:
+                learner.left -= fits
+            return
+        steps = min(self.protocol.steps_per_event, 1 + int(fits - learner.left))
+        self._plan_boundary(learner, now + learner.left * step_s, steps, step_s)
+
+    def _plan_boundary(self, learner: _Learner, first_s: float, steps: int, step_s: float) -> None:
+        planned = learner.planned = (first_s, steps, step_s)
+        self.engine.at(first_s + (steps - 1) * step_s, self._boundary, learner, planned)
+
+    def _cut_short(self, learner: _Learner) -> None:
+        """Something has arrived that the very next boundary must answer: no further steps are told together."""
+        if learner.planned is None or learner.planned[1] == 1:
+            return
+        first_s, steps, step_s = learner.planned
+        begun = max(0, math.ceil((self.engine.now - first_s) / step_s - 1e-9))
+        if begun + 1 < steps:
+            self._plan_boundary(learner, first_s, begun + 1, step_s)
+
+    def _boundary(self, learner: _Learner, planned: tuple[float, int, float]) -> None:
+        if learner.planned is not planned or not learner.alive or learner.core.mode is Mode.STOPPED:
+            return
+        _, steps, step_s = planned
+        segment = learner.segment
+        learner.planned = None
+        learner.left = 1.0
+        learner.steps += steps
+        # Goodput is chip time spent on steps; a step that jitter made longer is still one step of work for all chips.
+        learner.useful_chip_s += steps * step_s * segment.share * learner.island.chips
+        tokens = round(steps * learner.tokens_per_step * segment.share)
+        self._tell(learner, StepTaken(steps, max(tokens, 1), step_s))
+        if self.protocol.lockstep and self._must_wait(learner):
+            learner.waiting = True
+            self._count_up(self.engine.now, -1)
+        else:
+            self._plan_step(learner)
+
+    def _must_wait(self, learner: _Learner) -> bool:
+        """As in synchronous methods every learner takes part in every round: H steps after its last copy of a fragment
+        the next round is due, and nobody is more than tau steps ahead of it. One of those steps is the one at whose end
+        the pull is answered."""
+        core: LearnerCore = learner.core
+        if core.pulls:
+            return False  # answered at the next boundary, so there must be one
+        due = self.protocol.every_steps + self.protocol.overlap_steps - 1
+        return any(core.step - learner.copied.get(p, 0) >= due for p in core.fragments)
+
+    def _go_on(self, learner: _Learner) -> None:
+        if learner.waiting and learner.segment.stepping and not self._must_wait(learner):
+            learner.waiting = False
+            self._stepping(learner)
+
+    def _count_up(self, now: float, change: int) -> None:
+        if self.stepping > 0:
+            self.up_s += now - self._up_since
+        self._up_since = now
+        self.stepping += change
+
+    # ---------------------------------------------------------------------------------------------------- the driver
+
+    def _began(self, actor: Actor) -> None:
+        if self._on_start is not None:
+            self._on_start(actor, None)
+
+    def _tell_syncer(self, event: Event) -> None:
+        now = self.engine.now
+        effects = self.syncer.handle(now, event)  # type: ignore[arg-type]
+        if self._on_entry is not None:
+            self._on_entry(Entry(now, Actor(SYNCER, 1), self.syncer.tick, event, tuple(effects)))
+        protocol = self.protocol
+        at = self.engine.at
+        for effect in effects:
+            kind = type(effect)
+            if kind is Send:
+                envelope = effect.envelope  # type: ignore[union-attr]
+                learner = self.learners[envelope.learner - 1]
+                bulk = protocol.fragment_s if type(envelope.body) is Published else 0.0
+                if learner.incarnation == envelope.incarnation:
+                    at(now + protocol.delay_s + bulk, self._arrive, learner, MessageArrived(envelope))
+            elif kind is MergeRound:
+                self.merges += 1
+                self.contributions += len(effect.contributions)  # type: ignore[union-attr]
+                at(now + protocol.merge_s, self._tell_syncer, MergeDone(effect.round))  # type: ignore[union-attr]
+            elif kind is Persist:
+                at(now + protocol.disk_s, self._tell_syncer, Persisted(effect.record.key()))  # type: ignore[union-attr]
+        deadline = self.syncer.next_deadline()
+        if deadline is not None and (self._syncer_timer is None or deadline < self._syncer_timer):
+            self._syncer_timer = deadline
+            at(deadline, self._syncer_due, deadline)
+
+    def _syncer_due(self, deadline: float) -> None:
+        if self._syncer_timer == deadline:
+            self._syncer_timer = None
+            self._tell_syncer(TimerFired())
+
+    def _arrive(self, learner: _Learner, event: MessageArrived) -> None:
+        """A pause of the island is a pause of its chips; its host still listens."""
+        if learner.alive and event.envelope.incarnation == learner.incarnation:
+            self._tell(learner, event)
+            if type(event.envelope.body) in (Pull, Published):
+                self._cut_short(learner)
+            if learner.waiting:
+                self._go_on(learner)
+
+    def _tell(self, learner: _Learner, event: Event) -> None:
+        now = self.engine.now
+        core: LearnerCore = learner.core
+        effects = core.handle(now, event)  # type: ignore[arg-type]
+        if self._on_entry is not None:
+            self._on_entry(Entry(now, Actor(core.id, core.incarnation), core.tick, event, tuple(effects)))
+        at = self.engine.at
+        protocol = self.protocol
+        for effect in effects:
+            kind = type(effect)
+            if kind is Send:
+                envelope = effect.envelope  # type: ignore[union-attr]
+                bulk = protocol.fragment_s if type(envelope.body) is Contribution else 0.0
+                at(now + protocol.delay_s + bulk, self._tell_syncer, MessageArrived(envelope))
+            elif kind is CopyFragment:
+                learner.copied[effect.round.fragment] = effect.copied_at  # type: ignore[union-attr]
+            elif kind is AdoptFragment:
+                if effect.merged_copy:  # type: ignore[union-attr]
+                    mark = core.marks[effect.fragment]  # type: ignore[union-attr]
+                    if mark is not None:
+                        self.stale_steps += core.step - mark.copied_at
+                        self.stale_count += 1
+            elif kind is Dial:
+                learner.conn += 1
+                at(now + effect.after_s + protocol.delay_s, self._opened, learner, learner.conn)  # type: ignore[union-attr]
+            elif kind is StartTraining:
+                if learner.segment.stepping:
+                    self._stepping(learner)
+            elif kind is SaveSnapshot:
+                at(now + protocol.disk_s, self._tell, learner, SnapshotSaved(effect.snapshot))  # type: ignore[union-attr]
+        deadline = core.next_deadline()
+        if deadline is not None and (learner.timer_at is None or deadline < learner.timer_at):
+            learner.timer_at = deadline
+            at(deadline, self._learner_due, learner, learner.incarnation, deadline)
+
+    def _opened(self, learner: _Learner, session: int) -> None:
+        if learner.alive:
+            self._tell(learner, LinkOpened(session))
+
+    def _learner_due(self, learner: _Learner, incarnation: int, deadline: float) -> None:
+        if learner.timer_at == deadline:
+            learner.timer_at = None
+            if learner.alive and learner.incarnation == incarnation:
+                self._tell(learner, TimerFired())
+
+    # ---------------------------------------------------------------------------------------------------- the result
+
+    def _result(self) -> DecoupledResult:
+        lines = [self.syncer.ledger.line(p) for p in self.syncer.fragments]
+        count = len(lines)
+        present = [learner.island.present_s(self.horizon_s) for learner in self.learners]
+        chip_s = sum(s * learner.island.chips for s, learner in zip(present, self.learners, strict=True))
+        steps = sum(learner.steps for learner in self.learners)
+        tokens = sum(line.trained for line in lines) / count
+        nominal = self.fleet.tokens_per_chip_step * chip_s / self.fleet.step_time_s
+        mean_steps = steps * self.horizon_s / max(sum(present), 1e-9)  # of a learner that was there all the time
+        merges = max(self.merges, 1)
+        return DecoupledResult(
+            goodput=sum(learner.useful_chip_s for learner in self.learners) / chip_s,
+            uptime=self.up_s / self.horizon_s,
+            throughput=tokens / nominal,
+            tokens_trained=tokens,
+            tokens_merged=sum(line.merged for line in lines) / count,
+            tokens_pending=sum(line.pending for line in lines) / count,
+            tokens_dropped=sum(sum(line.dropped.values()) for line in lines) / count,
+            merges=self.merges,
+            contributions_per_merge=self.contributions / merges,
+            effective_h=mean_steps * count / merges,
+            staleness_steps=self.stale_steps / max(self.stale_count, 1),
+            steps=steps,
+            failures=sum(learner.island.failures for learner in self.learners),
+            suspected=self.syncer.said.get("member-suspected", 0),
+            events=self.engine.events,
+        )
+
+
+def quick(protocol: DecoupledConfig) -> DecoupledConfig:
+    """The same protocol, told in coarser events: one fragment stands for all, an eighth of H steps at a time."""
+    steps = 1 if protocol.lockstep or protocol.jitter else max(1, protocol.every_steps // 8)
+    sampled = None if protocol.lockstep else 1
+    return replace(protocol, sampled_fragments=sampled, steps_per_event=steps)
+
+
+__all__ = ["DecoupledConfig", "DecoupledResult", "DecoupledRun", "quick"]

@@ -1,0 +1,662 @@
+"""One test per sentence of the protocol: joining, leaving, coming back; one syncer or several; clocks."""
+
+from __future__ import annotations
+
+import pytest
+
+from atoll.core.protocol import (
+    Accumulate,
+    AdoptFragment,
+    Contribution,
+    Delivered,
+    Dial,
+    Envelope,
+    Halt,
+    Hangup,
+    Hello,
+    InnerState,
+    LearnerDisconnected,
+    Leave,
+    LeaveWanted,
+    LinkClosed,
+    MembersRecord,
+    MergeRound,
+    MessageArrived,
+    NoPeer,
+    PeerChosen,
+    Persist,
+    Published,
+    Pull,
+    Ready,
+    Refuse,
+    Report,
+    Send,
+    StartTraining,
+    StateRequest,
+    StateWanted,
+    Stop,
+    TimerFired,
+    VersionRecord,
+    Welcome,
+)
+from atoll.core.reasons import because
+from atoll.core.tape import encode
+from atoll.core.types import NOTHING, Limits, RunConfig
+from tests.core.conversation import LearnerTalk, SyncerTalk
+
+MODEL = ("embedding 32x8 f32", "head 8x32 f32")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Hello and welcome
+
+
+def test_a_join_is_hello_then_welcome_with_the_versions_then_the_fragments():
+    talk = SyncerTalk(RunConfig(fragments=2, fingerprint=MODEL))
+    one = talk.voice(1)
+    one.hello(1.0)
+    talk.expect(
+        _says("learner", 1, "member-admitting", 1),
+        Persist(MembersRecord(1, ((1, 1),), 0)),
+    )
+    talk.persisted(1.1)
+    talk.expect(
+        talk.to(1, Welcome((0, 0), 0.0, 0.0)),
+        _says("learner", 1, "member-joining", 1),
+        talk.to(1, Published(0, 0, None, None, 0.0)),
+        talk.to(1, Published(1, 0, None, None, 0.0)),
+    )
+    assert talk.member(1).standing == "joining"
+
+
+def _says(kind: str, number: int, code: str, *args: object):
+    from atoll.core.protocol import Say
+
+    return Say((kind, number), because(code, *args))
+
+
+def test_hello_names_the_identity_and_the_fingerprint_and_what_is_held():
+    config = RunConfig(run_id="night", fragments=2, fingerprint=MODEL)
+    talk = LearnerTalk(config, learner=3, incarnation=5)
+    talk.expect(Dial(0.0, 1))
+    talk.opens(0.1)
+    talk.expect(talk.sends(Hello("night", MODEL, (NOTHING, NOTHING), 0, 0, False)))
+    assert talk.of(Send)[0].envelope[:4] == (3, 5, 1, 0), "learner, incarnation, session, no epoch known yet"
+
+
+def test_an_admission_is_durable_before_the_welcome():
+    talk = SyncerTalk(RunConfig(fragments=1))
+    one = talk.voice(1)
+    one.hello(1.0)
+    one.hello(2.0)
+    assert talk.bodies(Welcome) == []
+    talk.persist_failed(3.0)
+    assert talk.codes() == ["admission-failed"]
+    assert talk.bodies(Welcome) == []
+    talk.fires(60.0)
+    talk.persisted(60.1)
+    assert [learner for learner, _ in talk.bodies(Welcome)] == [1]
+
+
+def test_whoever_says_hello_while_a_record_is_being_written_waits_for_the_next_one():
+    talk = SyncerTalk(RunConfig(fragments=1))
+    talk.voice(1).hello(1.0)
+    talk.voice(2).hello(1.0)
+    talk.persisted(1.1)
+    assert [learner for learner, _ in talk.bodies(Welcome)] == [1]
+    assert talk.one(Persist).record == MembersRecord(2, ((1, 1), (2, 1)), 0)
+    talk.persisted(1.2)
+    assert [learner for learner, _ in talk.bodies(Welcome)] == [2]
+
+
+def test_a_lost_welcome_is_made_good_by_the_next_hello():
+    talk = SyncerTalk(RunConfig(fragments=1))
+    one = talk.voice(1)
+    one.hello(1.0)
+    talk.persisted(1.1)
+    one.hello(5.0)
+    assert [learner for learner, _ in talk.bodies(Welcome)] == [1]
+    assert [learner for learner, _ in talk.bodies(Published)] == [1]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "difference"),
+    [
+        (("embedding 32x8 f32", "head 8x64 f32"), "'head 8x64 f32' where the run has 'head 8x32 f32'"),
+        (("embedding 32x8 f32",), "'nothing' where the run has 'head 8x32 f32'"),
+        ((*MODEL, "bias 8 f32"), "'bias 8 f32' where the run has 'nothing'"),
+        (("embedding 32x8 bf16", "head 1x1 f32"), "'embedding 32x8 bf16' where the run has 'embedding 32x8 f32'"),
+    ],
+)
+def test_a_fingerprint_mismatch_is_refused_with_the_first_differing_name_and_disturbs_nobody_else(theirs, difference):
+    talk = SyncerTalk(RunConfig(fragments=1, every_steps=2, fingerprint=MODEL))
+    one = talk.joined(1)
+    one.reports(1.0, step=1)
+    before = talk.core.view()._replace(ignored={})
+    two = talk.voice(2)
+    two.hello(1.5, fingerprint=theirs)
+    talk.expect(talk.to(2, Refuse(because("refused-fingerprint", difference), 0, True)))
+    assert talk.core.view()._replace(ignored={}) == before
+    one.contributes(1.6)
+    assert talk.one(MergeRound).contributions[0].learner == 1
+
+
+def test_another_number_of_fragments_is_another_model():
+    talk = SyncerTalk(RunConfig(fragments=2))
+    one = talk.voice(1)
+    one.hello(1.0, received=(0,))
+    talk.expect(talk.to(1, Refuse(because("refused-fingerprint", "1 fragments where the run has 2"), 0, True)))
+
+
+def test_a_learner_of_another_run_is_refused():
+    talk = SyncerTalk(RunConfig(run_id="night", fragments=1))
+    talk.voice(1).hello(1.0, run_id="day")
+    talk.expect(talk.to(1, Refuse(because("refused-run", "night", "day"), 0, True)))
+
+
+@pytest.mark.parametrize("learner", [0, -1])
+def test_learners_are_numbered_from_1(learner):
+    talk = SyncerTalk(RunConfig(fragments=1))
+    talk.voice(learner).hello(1.0)
+    talk.expect(talk.to(learner, Refuse(because("refused-id", learner), 0, True)))
+
+
+def test_a_learner_that_is_refused_for_good_stops_and_says_why():
+    talk = LearnerTalk(RunConfig(fragments=1))
+    talk.opens(0.1)
+    talk.hears(0.2, Refuse(because("refused-run", "night", "day"), 0, True))
+    talk.expect(Stop(because("learner-refused", "another run: this is 'night', the learner belongs to 'day'")))
+    assert not talk.core.training
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Incarnations
+
+
+def test_every_start_is_a_new_incarnation_and_answers_of_an_older_one_are_ignored():
+    talk = SyncerTalk(RunConfig(fragments=1, every_steps=2))
+    old = talk.joined(1)
+    old.reports(1.0, step=1)
+    new = talk.voice(1, incarnation=2)
+    new.hello(2.0)
+    assert talk.codes()[0] == "member-superseded"
+    old.contributes(2.1)
+    talk.expect()
+    old.reports(2.2, step=2)
+    talk.expect()
+    assert talk.core.view().ignored == {"stale incarnation or session": 2}
+
+
+def test_an_older_incarnation_that_says_hello_is_refused_and_told_the_current_one():
+    talk = SyncerTalk(RunConfig(fragments=1))
+    talk.joined(1, incarnation=3)
+    old = talk.voice(1, incarnation=2)
+    old.hello(2.0)
+    talk.expect(talk.to(1, Refuse(because("refused-incarnation", 2, 3), 3, True)))
+
+
+def test_a_refused_incarnation_remembers_which_one_is_current_so_that_its_driver_can_take_a_higher_one():
+    talk = LearnerTalk(RunConfig(fragments=1), incarnation=2)
+    talk.opens(0.1)
+    talk.hears(0.2, Refuse(because("refused-incarnation", 2, 7), 7, True))
+    assert talk.one(Stop).reason.code == "learner-refused"
+    assert talk.core.refused_for == 7
+
+
+def test_what_an_older_incarnation_has_contributed_stays_in_its_round():
+    talk = SyncerTalk(RunConfig(fragments=1, every_steps=2, quorum=2))
+    one, two = talk.joined(1), talk.joined(2)
+    one.reports(1.0, step=1)
+    two.reports(1.0, step=1)
+    one.contributes(1.1)
+    talk.voice(1, incarnation=2).hello(1.2)
+    two.contributes(1.3)
+    assert [(a.learner, a.incarnation) for a in talk.one(MergeRound).contributions] == [(1, 1), (2, 1)]
+    talk.merged(1.4)
+    talk.persisted(1.5, "VersionRecord")
+    line = talk.core.view().ledger[0]
+    assert (line.merged, sum(line.dropped.values())) == (200, 0)
+
+
+def test_tokens_of_a_replaced_incarnation_that_were_not_merged_are_dropped_with_the_reason():
+    talk = SyncerTalk(RunConfig(fragments=1, every_steps=9))
+    one = talk.joined(1)
+    one.reports(1.0, step=1)
+    talk.voice(1, incarnation=2).hello(1.2)
+    line = talk.core.view().ledger[0]
+    assert (line.trained, line.merged, line.pending) == (100, 0, 0)
+    assert line.dropped == {"replaced by a new incarnation": 100}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Inner state from a peer
+
+
+def _with_a_peer() -> SyncerTalk:
+    talk = SyncerTalk(RunConfig(fragments=1, every_steps=2))
+    one = talk.joined(1)
+    one.reports(1.0, step=1)
+    one.contributes(1.1)
+    talk.merges_and_persists(1.2)
+    one.acknowledges(1.3)
+    return talk
+
+
+def test_inner_state_comes_from_a_peer_that_has_seen_at_least_the_same_versions():
+    talk = _with_a_peer()
+    two = talk.voice(2)
+    two.hello(2.0)
+    talk.persisted(2.1)
+    two.says(2.2, StateRequest(()))
+    talk.expect(
+        _says("learner", 2, "peer-chosen", 1, 2),
+        talk.to(2, PeerChosen(1)),
+        talk.to(1, StateWanted(2, 1, (1,))),
+    )
+    state = InnerState(1, 2, 1, step=3, versions=(1,))
+    talk.voices[1].says(3.0, state)
+    talk.expect(talk.to(2, state))
+
+
+def test_the_peer_keeps_training_and_gives_its_state_once_it_has_adopted_those_versions():
+    peer = LearnerTalk(RunConfig(fragments=1)).trains()
+    peer.hears(0.5, StateWanted(2, 1, (1,)))
+    peer.expect()
+    peer.steps(1.0)
+    assert peer.bodies(InnerState) == [], "version 1 is not here yet"
+    peer.gets(1.5, 0, 1, base=0)
+    peer.steps(2.0)
+    peer.expect(
+        peer.sends(Report(2, 200, 1.0)),
+        AdoptFragment(0, 1, "carry", False, 0, 0, 200),
+        peer.sends(InnerState(1, 2, 1, step=2, versions=(1,))),
+    )
+
+
+def test_the_peer_that_lags_least_behind_is_chosen_then_the_lowest_id():
+    talk = SyncerTalk(RunConfig(fragments=1, every_steps=2))
+    one, two, three = (talk.joined(i) for i in (1, 2, 3))
+    for voice in (one, two, three):
+        voice.reports(1.0, step=1)
+    one.contributes(1.1)
+    talk.merges_and_persists(1.2)
+    three.acknowledges(1.3)
+    two.acknowledges(1.3)
+    four = talk.voice(4)
+    four.hello(2.0)
+    talk.persisted(2.1)
+    four.says(2.2, StateRequest(()))
+    assert talk.bodies(PeerChosen) == [(4, PeerChosen(2))]
+    four.says(2.3, StateRequest((2,)))
+    assert talk.bodies(PeerChosen) == [(4, PeerChosen(3))]
+
+
+def test_updates_that_arrive_while_joining_are_buffered_and_replayed():
+    talk = LearnerTalk(RunConfig(fragments=2))
+    talk.opens(0.0)
+    talk.welcomed(0.1, versions=(4, 6), step_time_s=1.0)
+    assert talk.bodies(StateRequest) == [(1, StateRequest(()))]
+    talk.gets(0.2, 0, 4)
+    talk.gets(0.3, 1, 6)
+    talk.gets(0.4, 0, 5, base=4)
+    talk.expect(talk.sends(Delivered(0, 5)))
+    assert not talk.core.training
+    talk.hears(0.5, PeerChosen(3))
+    talk.hears(2.0, InnerState(3, 1, 1, step=90, versions=(5, 6)))
+    talk.expect(
+        AdoptFragment(0, 5, "overwrite", False, 0, 0, 0),
+        AdoptFragment(1, 6, "overwrite", False, 0, 0, 0),
+        StartTraining(because("moments-peer", 3), 0),
+        talk.sends(Ready(because("moments-peer", 3))),
+    )
+    assert talk.core.training
+
+
+def test_training_starts_only_when_every_fragment_is_here():
+    talk = LearnerTalk(RunConfig(fragments=2))
+    talk.opens(0.0)
+    talk.welcomed(0.1, versions=(4, 6))
+    talk.hears(0.2, InnerState(3, 1, 1, step=90, versions=(4, 6)))
+    talk.gets(0.3, 0, 4)
+    assert talk.of(StartTraining) == []
+    talk.gets(0.4, 1, 5)
+    assert talk.of(StartTraining) == [], "version 6 was published when we were welcomed"
+    talk.gets(0.5, 1, 6)
+    assert talk.one(StartTraining).warmup_steps == 0
+
+
+def test_without_a_peer_a_learner_starts_with_fresh_moments_and_a_short_warm_up_and_says_so():
+    syncer = SyncerTalk(RunConfig(fragments=1))
+    one = syncer.voice(1)
+    one.hello(1.0)
+    syncer.persisted(1.0)
+    syncer.core.merges  # noqa: B018
+    talk = LearnerTalk(RunConfig(fragments=1, warmup_steps=50))
+    talk.opens(0.0)
+    talk.welcomed(0.1, versions=(4,))
+    talk.gets(0.2, 0, 4)
+    talk.hears(0.3, NoPeer(because("peer-none"), False))
+    moments = because("moments-fresh", 50, "no healthy peer has inner state to give")
+    talk.expect(
+        AdoptFragment(0, 4, "overwrite", False, 0, 0, 0),
+        StartTraining(moments, 50),
+        talk.sends(Ready(moments)),
+    )
+    assert talk.core.view().reason == "fresh inner moments, 50 warm-up steps: no healthy peer has inner state to give"
+
+
+def test_in_a_new_run_nobody_has_inner_state_and_nobody_warms_up():
+    talk = SyncerTalk(RunConfig(fragments=1))
+    one = talk.voice(1)
+    one.hello(1.0)
+    talk.persisted(1.0)
+    one.says(1.1, StateRequest(()))
+    talk.expect(talk.to(1, NoPeer(because("peer-new-run"), True)))
+
+
+def test_after_the_first_merge_a_lonely_learner_is_told_that_there_is_no_peer():
+    talk = _with_a_peer()
+    talk.tell(1.5, LearnerDisconnected(1, 1, "power"))
+    two = talk.voice(2)
+    two.hello(2.0)
+    talk.persisted(2.1)
+    two.says(2.2, StateRequest(()))
+    talk.expect(talk.to(2, NoPeer(because("peer-none"), False)))
+
+
+def test_waiting_for_a_peer_is_bounded_by_h_steps_of_the_run_and_then_the_next_peer_is_asked():
+    talk = LearnerTalk(RunConfig(fragments=1, every_steps=10))
+    talk.opens(0.0)
+    talk.welcomed(0.0, versions=(4,), step_time_s=2.0)
+    talk.hears(0.1, PeerChosen(3))
+    talk.fires(19.9)
+    assert talk.bodies(StateRequest) == []
+    talk.fires(20.0)
+    assert talk.bodies(StateRequest) == [(1, StateRequest((3,)))]
+    assert talk.codes() == ["state-late"]
+
+
+def test_a_joining_learner_is_neither_asked_nor_counted():
+    talk = SyncerTalk(RunConfig(fragments=1, every_steps=2))
+    talk.voice(1).hello(0.0)
+    talk.persisted(0.1)
+    assert talk.core.view().alive == 0
+    assert talk.fragment(0).reason == "0 of 1 learners have taken 1 steps since the last round"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Leaving, silence, coming back
+
+
+def test_a_learner_that_leaves_says_so_and_is_not_waited_for():
+    learner = LearnerTalk(RunConfig(fragments=1)).trains()
+    learner.tell(1.0, LeaveWanted("the operator said so"))
+    learner.expect(learner.sends(Leave("the operator said so")), Stop(because("learner-left", "the operator said so")))
+
+    talk = SyncerTalk(RunConfig(fragments=1, every_steps=2, quorum=1))
+    one, two = talk.joined(1), talk.joined(2)
+    one.reports(0.5, step=1)
+    one.contributes(0.6)
+    talk.merges_and_persists(0.7)
+    two.reports(0.8, step=2)
+    one.reports(1.0, step=3)
+    assert len(talk.bodies(Pull)) == 2
+    one.says(1.2, Leave("the operator said so"))
+    assert talk.member(1).standing == "left"
+    assert talk.fragment(0).waiting_for == (2,)
+    two.contributes(1.3)
+    assert [a.learner for a in talk.one(MergeRound).contributions] == [2]
+
+
+def test_silence_makes_a_learner_suspect_and_then_lost_and_one_word_makes_it_live_again():
+    talk = SyncerTalk(RunConfig(fragments=1, every_steps=99))
+    one, two = talk.joined(1), talk.joined(2)
+    for step in range(1, 8):
+        one.reports(float(step), step)
+        two.reports(float(step), step)
+    now = 7.0
+    while talk.member(1).standing == "live":
+        now += 1.0
+        two.reports(now, int(now))
+        assert now < 600, "silence is not noticed; the story is printed above"
+    assert talk.member(1).standing == "suspect"
+    assert talk.core.view().alive == 1
+    one.reports(now + 0.5, step=8)
+    assert talk.codes()[0] == "member-heard"
+    assert talk.member(1).standing == "live"
+    while talk.member(1).standing != "away":
+        now += 1.0
+        two.reports(now, int(now))
+        assert now < 20_000, "a lost learner is never given up; the story is printed above"
+    assert talk.one(Hangup).reason.code == "member-lost"
+
+
+def test_nobody_waits_for_a_suspect():
+    talk = SyncerTalk(RunConfig(fragments=1, every_steps=2, quorum=1, limits=Limits(pull_tries=20)))
+    one, two = talk.joined(1), talk.joined(2)
+    for step in range(1, 8):
+        two.reports(float(step), step)
+        one.reports(float(step), step)
+        if 0 in two.pulls and talk.fragment(0).phase == "pulling":
+            two.contributes(step + 0.1)
+            if 0 in one.pulls and one.pulls[0] == two.pulls[0] and talk.fragment(0).phase in ("pulling", "grace"):
+                one.contributes(step + 0.1)
+            talk.merges_and_persists(step + 0.2)
+            one.acknowledges(step + 0.3)
+            two.acknowledges(step + 0.3)
+    now = 8.0
+    while talk.member(1).standing == "live" and now < 600:
+        two.reports(now, int(now))
+        now += 1.0
+    assert talk.member(1).standing == "suspect"
+    assert 1 not in talk.fragment(0).waiting_for
+
+
+def test_a_learner_redials_by_itself_and_carries_its_progress_over():
+    talk = LearnerTalk(RunConfig(fragments=1)).trains()
+    talk.steps(1.0)
+    talk.tell(1.5, LinkClosed(1, "connection reset by peer"))
+    assert talk.one(Dial).attempt == 1
+    talk.steps(2.0)
+    talk.opens(2.5)
+    talk.expect(talk.sends(Hello("run", (), (0,), 2, 200, True)))
+    talk.welcomed(2.6)
+    talk.expect(_says("learner", 1, "link-up"))
+    talk.steps(3.0)
+    talk.expect(talk.sends(Report(3, 300, 1.0)))
+
+
+def test_a_learner_that_resumes_gets_what_it_missed():
+    talk = SyncerTalk(RunConfig(fragments=1, every_steps=2))
+    one, two = talk.joined(1), talk.joined(2)
+    talk.tell(0.5, LearnerDisconnected(2, 1, "connection reset by peer"))
+    one.reports(1.0, step=1)
+    one.contributes(1.1)
+    talk.merges_and_persists(1.2)
+    assert [learner for learner, _ in talk.bodies(Published)] == [1], "nothing is sent into a closed link"
+    two.session = 2
+    two.hello(2.0, training=True)
+    talk.expect(
+        _says("learner", 2, "member-resumed", 1),
+        talk.to(2, Welcome((1,), 0.0, 1.0)),
+        talk.to(2, Published(0, 1, 0, None, 0.0)),
+    )
+
+
+def test_messages_of_an_older_link_are_dropped():
+    talk = SyncerTalk(RunConfig(fragments=1))
+    one = talk.joined(1)
+    one.session = 2
+    one.hello(1.0, training=True)
+    one.says(1.1, Report(5, 500, 1.0), session=1)
+    talk.expect()
+    assert talk.member(1).step == 0
+    talk.tell(1.2, LearnerDisconnected(1, 1, "the old link"))
+    assert talk.member(1).standing == "live", "the end of a link that was replaced is no loss"
+
+    learner = LearnerTalk(RunConfig(fragments=1)).trains()
+    learner.tell(1.0, LinkClosed(1, "reset"))
+    learner.opens(2.0)
+    learner.welcomed(2.1)
+    learner.gets(2.2, 0, 1, base=0)
+    assert learner.of(Send) != []
+    learner.hears(2.3, Pull(learner_round()), session=1)
+    learner.steps(3.0)
+    assert learner.bodies(Contribution) == []
+
+
+def learner_round():
+    from atoll.core.types import RoundId
+
+    return RoundId(0, 1, 1, 1)
+
+
+def test_joining_or_dying_never_changes_any_other_learners_steps():
+    """The other learner hears nothing at all of a join, of a loss and of a fresh start."""
+    talk = SyncerTalk(RunConfig(fragments=1, every_steps=99))
+    talk.joined(1)
+    told: list[int] = []
+    for event in ("join", "loss", "again"):
+        if event == "loss":
+            talk.tell(2.0, LearnerDisconnected(2, 1, "power"))
+        else:
+            talk.joined(2, at=1.0 if event == "join" else 3.0, incarnation=1 if event == "join" else 2)
+        told += [effect.envelope.learner for effect in talk.of(Send)]
+    assert 1 not in told
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Clocks, epochs, and more than one syncer
+
+
+def test_a_tick_counts_the_calls_and_seen_is_the_newest_tick_that_arrived():
+    talk = SyncerTalk(RunConfig(fragments=1))
+    one = talk.voice(1)
+    one.tick = 40
+    one.hello(1.0)
+    talk.persisted(1.1)
+    assert {(e.envelope.tick, e.envelope.seen) for e in talk.of(Send)} == {(3, 41)}
+    one.says(1.2, Delivered(0, 0))
+    one.says(1.3, StateRequest(()), tick=7)
+    assert [(e.envelope.tick, e.envelope.seen) for e in talk.of(Send)] == [(5, 42)], "seen never falls"
+
+    learner = LearnerTalk(RunConfig(fragments=1)).trains()
+    newest = learner.tick
+    learner.steps(1.0)
+    assert [(e.envelope.tick, e.envelope.seen) for e in learner.of(Send)] == [(learner.core.tick, newest)]
+
+
+@pytest.mark.parametrize("back_s", [0.5, 1e3, 1e9])
+def test_a_clock_that_goes_back_stands_still_instead(back_s):
+    talk = SyncerTalk(RunConfig(fragments=1, every_steps=2))
+    one = talk.joined(1, at=1_000.0)
+    one.reports(1_001.0, step=1)
+    one.contributes(1_001.0 - back_s)
+    assert talk.core.now == 1_001.0
+    talk.merges_and_persists(1_001.0 - back_s)
+    assert talk.fragment(0).version == 1
+    assert talk.core.view().quorum_s == 0.0
+
+    learner = LearnerTalk(RunConfig(fragments=1)).trains(1_000.0)
+    learner.steps(1_000.0 - back_s)
+    assert learner.core.now == 1_000.0
+    assert learner.core.training
+
+
+def test_a_syncer_that_stood_still_counts_nobodys_silence():
+    talk = SyncerTalk(RunConfig(fragments=1, every_steps=99))
+    one = talk.joined(1)
+    for step in range(1, 8):
+        one.reports(float(step), step)
+    talk.tell(10_000.0, TimerFired())
+    assert talk.codes() == ["member-stalled"]
+    assert talk.member(1).standing == "live"
+    talk.fires(20_000.0)
+    assert talk.member(1).standing == "away", "after that its silence counts as usual"
+
+
+def test_a_syncer_that_hears_of_a_later_one_stops_and_writes_no_other_version():
+    talk = SyncerTalk(RunConfig(fragments=1, every_steps=2))
+    one = talk.joined(1)
+    one.reports(1.0, step=1)
+    one.contributes(1.1)
+    one.says(1.2, Report(2, 200, 1.0), epoch=2)
+    talk.expect(Halt(because("superseded-epoch", 2, 1)))
+    talk.merged(1.3)
+    talk.expect()
+    talk.fires(10_000.0)
+    talk.expect()
+
+
+def test_a_learner_never_follows_an_older_syncer_than_the_one_it_has_met():
+    talk = LearnerTalk(RunConfig(fragments=1))
+    talk.epoch = 3
+    talk.trains()
+    talk.tell(1.0, LinkClosed(1, "reset"))
+    talk.opens(2.0)
+    talk.hears(2.1, Welcome((0,), 0.0, 0.0), epoch=2)
+    talk.expect()
+    assert talk.core.link.value == "greeting"
+    talk.hears(2.2, Welcome((0,), 0.0, 0.0), epoch=4)
+    assert (talk.core.link.value, talk.core.epoch) == ("up", 4)
+
+
+def _events(learners: tuple[int, ...]) -> list[tuple[float, int, int]]:
+    """(time, learner, step): three learners of different speeds."""
+    steps = [(i * 0.01 + n / i, i, n) for i in learners for n in range(1, 40 * i // 3)]
+    return sorted(steps)
+
+
+def test_fragments_are_independent_two_syncers_with_disjoint_fragments_do_what_one_does():
+    plan = {"fragments": 2, "every_steps": 4, "overlap_steps": 2, "quorum": 2, "grace_margin": 0.0}
+    whole = SyncerTalk(RunConfig(**plan))  # type: ignore[arg-type]
+    halves = [SyncerTalk(RunConfig(**plan, owned=(p,))) for p in (0, 1)]  # type: ignore[arg-type]
+    records: dict[int, list[str]] = {0: [], 1: []}
+    of_halves: dict[int, list[str]] = {0: [], 1: []}
+    for talk, written in ((whole, records), (halves[0], of_halves), (halves[1], of_halves)):
+        voices = {i: talk.joined(i) for i in (1, 2, 3)}
+        for at, learner, step in _events((1, 2, 3)):
+            voices[learner].reports(at, step)
+            _serve(talk, at, written)
+    assert records == of_halves
+    assert min(len(lines) for lines in records.values()) > 3
+
+
+def _serve(talk: SyncerTalk, at: float, written: dict[int, list[str]]) -> None:
+    """Everybody who was pulled answers at once, in order; merge thread and disk take no time."""
+    for voice in talk.voices.values():
+        for p in sorted(voice.pulls):
+            voice.contributes(at, p)
+            del voice.pulls[p]
+    while talk.awaited:
+        talk.merged(at)
+        record = talk.one(Persist).record
+        assert isinstance(record, VersionRecord)
+        written[record.fragment].append(encode(record))
+        talk.persisted(at)
+
+
+def test_an_envelope_of_a_stranger_is_ignored():
+    talk = SyncerTalk(RunConfig(fragments=1))
+    talk.joined(1)
+    talk.tell(1.0, MessageArrived(Envelope(9, 1, 1, 1, 1, 0, 0, Report(5, 500, 1.0))))
+    talk.expect()
+    assert talk.core.view().trained == 0
+
+
+def test_a_contribution_is_accepted_again_once_the_suspect_is_heard():
+    talk = SyncerTalk(RunConfig(fragments=1, every_steps=2, quorum=2, limits=Limits(pull_tries=30)))
+    one, two = talk.joined(1), talk.joined(2)
+    for step in range(1, 6):
+        for voice in (one, two):
+            voice.reports(float(step), step)
+    talk.core.check_invariants()
+    assert set(one.pulls) == {0}
+    now = 6.0
+    while talk.member(2).standing == "live":
+        one.reports(now, int(now))
+        now += 1.0
+        assert now < 600
+    one.contributes(now)
+    two.contributes(now + 0.1)
+    assert talk.of(Accumulate) != [] or talk.codes()[-1] == "contribution-other-round"
