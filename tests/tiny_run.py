@@ -63,7 +63,7 @@ class TinyRun:
         self._sessions = 0
         self._links: dict[int, tuple[int, Actor, Actor]] = {}  # by learner: session, both ends
         self._heap: list[tuple[float, int, Actor, Event]] = []
-        self._timers: dict[Actor, float] = {}
+        self._timers: dict[Actor, float] = {}  # when the next one is due, in true time
         self._serial = 0
         for who in range(learners + 1):
             self.start(who)
@@ -92,6 +92,8 @@ class TinyRun:
     def until(self, end: float) -> TinyRun:
         while self._heap and self._heap[0][0] <= end:
             self.now, _, actor, event = heapq.heappop(self._heap)
+            if isinstance(event, TimerFired) and self._timers.get(actor) != self.now:
+                continue  # another deadline has taken its place
             if actor == self.actors[actor.learner] and actor.learner in self.cores:
                 self._handle(actor, self.cores[actor.learner], event)
         self.now = end
@@ -113,12 +115,12 @@ class TinyRun:
             self._carry_out(actor, effect)
         if isinstance(event, StepTaken) or any(isinstance(effect, StartTraining) for effect in effects):
             self._push(self.now + STEP_S, actor, StepTaken(1, TOKENS, STEP_S))
-        if isinstance(event, TimerFired):
-            self._timers.pop(actor, None)
         deadline = core.next_deadline()
-        if deadline is not None and self._timers.get(actor) != deadline:
-            self._timers[actor] = deadline
-            self._push(max(deadline - self.clocks_s.get(actor.learner, 0.0), self.now + WORK_S), actor, TimerFired())
+        if deadline is not None:
+            due = max(deadline - self.clocks_s.get(actor.learner, 0.0), self.now + WORK_S)
+            if self._timers.get(actor) != due:
+                self._timers[actor] = due
+                self._push(due, actor, TimerFired())
 
     def _carry_out(self, actor: Actor, effect: object) -> None:
         match effect:

@@ -74,6 +74,7 @@ class Talk:
         self.now = 0.0
         self.effects: list[Any] = []  # what the core did about the last thing that it was told
         self.story: list[str] = []
+        self.sentences: list[str] = []  # every reason that was ever given
         self.awaited: list[Any] = []  # effects that want an answer and have none yet
 
     def tell(self, at: float, event: Event) -> list[Any]:
@@ -84,6 +85,7 @@ class Talk:
             self._write(f"{'':>10}    -> {encode(effect)}")
             if isinstance(effect, MergeRound | Persist | SaveSnapshot):
                 self.awaited.append(effect)
+            self.sentences += [str(reason) for reason in _reasons(effect)]
             self.noticed(effect)
         self.core.check_invariants()
         return self.effects
@@ -134,15 +136,15 @@ class Talk:
 
     def codes(self) -> list[str]:
         """Codes of all reasons in what was done last, also of those inside messages."""
-        return [code for effect in self.effects for code in _codes(effect)]
+        return [reason.code for effect in self.effects for reason in _reasons(effect)]
 
 
-def _codes(value: Any) -> Iterable[str]:
+def _reasons(value: Any) -> Iterable[Reason]:
     if isinstance(value, Reason):
-        yield value.code
+        yield value
     elif isinstance(value, tuple):
         for inner in value:
-            yield from _codes(inner)
+            yield from _reasons(inner)
 
 
 # --------------------------------------------------------------------------------------------------------------------

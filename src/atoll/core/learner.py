@@ -409,6 +409,7 @@ class LearnerCore:
         self.progress = max(self.progress, body.progress)
         if envelope.epoch > self.epoch:
             self.epoch = envelope.epoch
+            self.seen = envelope.tick  # another process, another count
             self.pulls.clear()  # its rounds ended with the syncer that opened them
         self._arm(now + self._quiet_limit(), "quiet", self.session)
         if self.mode is Mode.NEW:

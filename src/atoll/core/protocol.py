@@ -6,7 +6,7 @@ that matter go through `tape.encode`, which carries the type's name.
 
 Ordering contract, for every driver:
 
-- `Persist(record)` is answered by exactly one `Persisted` or `PersistFailed`; the core sends nothing that depends on the
+- `Persist(record)` is answered by exactly one `Persisted`, `PersistFailed` or `StoreFenced`; the core sends nothing that depends on the
   record before `Persisted`. So a version is durable BEFORE it is published, an admission BEFORE the welcome.
 - `MergeRound` is answered by exactly one `MergeDone` or `MergeFailed`; `Dial` by one `LinkOpened` or `DialFailed`;
   `SaveSnapshot` by one `SnapshotSaved` or `SnapshotSaveFailed`.
@@ -230,7 +230,7 @@ class Envelope(NamedTuple):
 
     `tick` and `seen` are the vector clock of a star. A learner hears of others only through the syncer, so whatever it
     knows of them the syncer knew before: its own tick and the last syncer tick that it saw are the whole clock, and the
-    full vector is derived from the tapes (`tape.vector_clocks`). A tick is the number of the entry on the sender's tape.
+    full vector is derived from the tapes (`causality.vector_clocks`). A tick is the number of the entry on the sender's tape.
 
     `marker` is the newest snapshot whose cut the sender has passed.
     """
@@ -275,7 +275,6 @@ class MembersRecord(NamedTuple):
     serial: int
     incarnations: tuple[tuple[LearnerId, Incarnation], ...]
     retired_tokens: int
-    left: tuple[LearnerId, ...] = ()
 
     def key(self) -> RecordKey:
         return RecordKey("members", self.serial, 0)
@@ -339,6 +338,12 @@ class PersistFailed(NamedTuple):
     why: str
 
 
+class StoreFenced(NamedTuple):
+    """The store refused a write because a syncer of a later epoch owns it."""
+
+    epoch: int
+
+
 class SnapshotRequested(NamedTuple):
     pass
 
@@ -394,6 +399,7 @@ SyncerEvent = (
     | MergeFailed
     | Persisted
     | PersistFailed
+    | StoreFenced
     | SnapshotRequested
     | FinishRequested
 )

@@ -30,6 +30,7 @@ from atoll.core.protocol import (
     SnapshotRequested,
     Started,
     StateRequest,
+    StoreFenced,
     SyncerEffect,
     SyncerEvent,
     TimerFired,
@@ -275,6 +276,7 @@ _EVENTS: Table = (
     (MergeFailed, "_on_merge_failed"),
     (Persisted, "_on_persisted"),
     (PersistFailed, "_on_persist_failed"),
+    (StoreFenced, "_on_fenced"),
     (SnapshotRequested, "_on_snapshot_requested"),
     (FinishRequested, "_on_finish_requested"),
 )

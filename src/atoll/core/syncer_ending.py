@@ -134,6 +134,9 @@ class Ending(Snapshots):
 
     def _on_finish_ack(self, now: float, member: Member, envelope: Envelope, body: FinishAck) -> None:
         member.finish_acked = True
+        if member.standing in CONNECTED:
+            self._stand(member, "left")  # its silence from here on means nothing
+            member.owed.clear()
         self._check_acks()
 
     def _check_acks(self) -> None:

@@ -25,6 +25,7 @@ from atoll.core.protocol import (
     Report,
     StateRequest,
     StateWanted,
+    StoreFenced,
     Welcome,
 )
 from atoll.core.reasons import Reason
@@ -353,7 +354,13 @@ class Members(Rounds):
         if self.stage is not Stage.SUPERSEDED:
             self._advance("superseded")
             self.halted = True
+            for member in self.members.values():
+                if member.standing in CONNECTED:
+                    self._out.append(Hangup(member.id, member.session, Reason("superseded-epoch", (epoch, self.epoch))))
             self._out.append(Halt(self._note(Reason("superseded-epoch", (epoch, self.epoch)))))
+
+    def _on_fenced(self, now: float, event: StoreFenced) -> None:
+        self._superseded(event.epoch)
 
     # ---------------------------------------------------------------------------------------------------- inner state
 

@@ -130,7 +130,6 @@ LINK_TABLE: dict[tuple[Link, str], Link] = {
     (Link.GREETING, "welcomed"): Link.UP,
     (Link.GREETING, "closed"): Link.DOWN,
     (Link.UP, "closed"): Link.DOWN,
-    (Link.UP, "greet again"): Link.GREETING,
 }
 
 TABLES: dict[str, dict[tuple[Enum, str], Enum]] = {

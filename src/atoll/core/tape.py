@@ -126,6 +126,7 @@ REGISTERED: tuple[type, ...] = (
     protocol.MergeFailed,
     protocol.Persisted,
     protocol.PersistFailed,
+    protocol.StoreFenced,
     protocol.SnapshotRequested,
     protocol.FinishRequested,
     protocol.LinkOpened,

@@ -43,9 +43,15 @@ class Checker:
         self.effects: dict[type, Handler] = {}
         self.sent: dict[type, Handler] = {}
         self.every: Callable[[Entry], None] | None = None
+        self.syncer: Actor | None = None  # the newest; an older one may live on, cut off and fenced from the store
 
     def started(self, actor: Actor, restored: Restored | None) -> None:
         """A process has begun; `restored` is what a syncer found in its directory."""
+        if actor.learner == SYNCER:
+            self.syncer = actor
+
+    def is_current(self, entry: Entry) -> bool:
+        return entry.actor == self.syncer
 
     def observe(self, entry: Entry) -> None:
         Watch([self]).observe(entry)

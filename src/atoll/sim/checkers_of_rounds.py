@@ -27,7 +27,7 @@ from atoll.core.protocol import (
 from atoll.core.syncer_state import Restored
 from atoll.core.tape import Actor, Entry
 from atoll.core.types import SYNCER, Accepted, FragmentId, LearnerId, RoundId, RunConfig, Version
-from atoll.sim.checkers import Checker, is_syncer
+from atoll.sim.checkers import Checker
 
 
 class Quorum(Checker):
@@ -56,15 +56,15 @@ class Durable(Checker):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.versions: dict[FragmentId, Version] = dict.fromkeys(config.fragment_ids(), 0)
-        self.saving: dict[RecordKey, Record] = {}
+        self.saving: dict[tuple[Actor, RecordKey], Record] = {}
         self.effects = {Persist: self._on_persist_effect}
         self.events = {Persisted: self._on_persisted_event}
 
     def started(self, actor: Actor, restored: Restored | None) -> None:
+        super().started(actor, restored)
         if actor.learner != SYNCER:
             return
         written = list(self.saving.values())
-        self.saving.clear()
         for p, record in (restored.versions if restored is not None else {}).items():
             if record.version > self.versions[p]:
                 # Durable, but the process died before it heard of it.
@@ -76,19 +76,30 @@ class Durable(Checker):
                     self.now_durable(None, record_)
 
     def _on_persist_effect(self, entry: Entry, effect: Persist) -> None:
-        self.saving[effect.record.key()] = effect.record
+        self.saving[(entry.actor, effect.record.key())] = effect.record
+        if self.is_current(entry):
+            self.on_save(entry, effect.record)
+
+    def on_save(self, entry: Entry, record: Record) -> None:
+        """For subclasses: the syncer that owns the store wants this written."""
 
     def _on_persisted_event(self, entry: Entry, event: Persisted) -> None:
-        record = self.saving.pop(event.key, None)
+        record = self.saving.pop((entry.actor, event.key), None)
         if record is None:
             self.fail(entry, ("run", 0), f"{event.key} became durable without being asked for")
+            return
+        if not self.is_current(entry):
+            self.late_durable(entry, record)
             return
         if isinstance(record, VersionRecord):
             self.versions[record.fragment] = record.version
         self.now_durable(entry, record)
 
     def now_durable(self, entry: Entry | None, record: Record) -> None:
-        """For subclasses."""
+        """For subclasses: the store has it."""
+
+    def late_durable(self, entry: Entry, record: Record) -> None:
+        """For subclasses: an old syncer hears of what was written before the store changed hands."""
 
 
 class Once(Durable):
@@ -129,10 +140,9 @@ class Current(Durable):
         self.effects[MergeRound] = self._on_merge
         self._newest: dict[LearnerId, int] = {}
 
-    def _on_persist_effect(self, entry: Entry, effect: Persist) -> None:
-        super()._on_persist_effect(entry, effect)
-        if isinstance(effect.record, MembersRecord):
-            self._newest.update(effect.record.incarnations)
+    def on_save(self, entry: Entry, record: Record) -> None:
+        if isinstance(record, MembersRecord):
+            self._newest.update(record.incarnations)
 
     def started(self, actor: Actor, restored: Restored | None) -> None:
         super().started(actor, restored)
@@ -140,6 +150,8 @@ class Current(Durable):
             self._newest = dict(restored.members.incarnations)
 
     def _on_accumulate(self, entry: Entry, effect: Accumulate) -> None:
+        if not self.is_current(entry):
+            return
         a = effect.accepted
         newest = self._newest.get(a.learner)
         if a.incarnation != newest:
@@ -148,7 +160,8 @@ class Current(Durable):
         self._based(entry, effect.round)
 
     def _on_merge(self, entry: Entry, effect: MergeRound) -> None:
-        self._based(entry, effect.round)
+        if self.is_current(entry):
+            self._based(entry, effect.round)
 
     def _based(self, entry: Entry, round_id: RoundId) -> None:
         durable = self.versions[round_id.fragment]
@@ -206,9 +219,7 @@ class Versions(Durable):
         self.effects[AdoptFragment] = self._on_adopt
         self._adopted: dict[tuple[Actor, FragmentId], Version] = {}
 
-    def _on_persist_effect(self, entry: Entry, effect: Persist) -> None:
-        super()._on_persist_effect(entry, effect)
-        record = effect.record
+    def on_save(self, entry: Entry, record: Record) -> None:
         if isinstance(record, VersionRecord) and record.version != self.versions[record.fragment] + 1:
             what = f"version {record.version} after {self.versions[record.fragment]}"
             self.fail(entry, ("fragment", record.fragment), what)
@@ -241,20 +252,24 @@ class DurableFirst(Durable):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.sent = {Published: self._on_published, Welcome: self._on_welcome, Finish: self._on_finish}
-        self._admitted: dict[LearnerId, int] = {}
+        self._admitted: dict[Actor, dict[LearnerId, int]] = {}  # as each syncer has made it durable
         self._manifest = False
 
     def now_durable(self, entry: Entry | None, record: Record) -> None:
-        if isinstance(record, MembersRecord):
-            self._admitted = dict(record.incarnations)
+        if isinstance(record, MembersRecord) and self.syncer is not None:
+            self._admitted[self.syncer] = dict(record.incarnations)
         elif isinstance(record, ManifestRecord):
             self._manifest = True
+
+    def late_durable(self, entry: Entry, record: Record) -> None:
+        if isinstance(record, MembersRecord):
+            self._admitted[entry.actor] = dict(record.incarnations)
 
     def started(self, actor: Actor, restored: Restored | None) -> None:
         super().started(actor, restored)
         if actor.learner == SYNCER and restored is not None:
             if restored.members is not None:
-                self._admitted = dict(restored.members.incarnations)
+                self._admitted[actor] = dict(restored.members.incarnations)
             self._manifest = restored.manifest is not None
 
     def _on_published(self, entry: Entry, envelope: Envelope) -> None:
@@ -265,7 +280,7 @@ class DurableFirst(Durable):
             self.fail(entry, ("fragment", body.fragment), what)
 
     def _on_welcome(self, entry: Entry, envelope: Envelope) -> None:
-        if self._admitted.get(envelope.learner) != envelope.incarnation:
+        if self._admitted.get(entry.actor, {}).get(envelope.learner) != envelope.incarnation:
             what = f"incarnation {envelope.incarnation} was welcomed before its admission was durable"
             self.fail(entry, ("learner", envelope.learner), what)
 
@@ -293,6 +308,7 @@ class GraceBound(Checker):
         self._longest_step_s = 0.0
 
     def started(self, actor: Actor, restored: Restored | None) -> None:
+        super().started(actor, restored)
         if actor.learner == SYNCER:
             self._until.clear()
             self._due.clear()
@@ -304,7 +320,7 @@ class GraceBound(Checker):
         self._longest_step_s = max(self._longest_step_s, body.step_time_s)
 
     def _on_every(self, entry: Entry) -> None:
-        if not is_syncer(entry):
+        if not self.is_current(entry):
             return
         for round_id, until in self._due.items():
             what = f"the grace window was over at {until:.6g} s and the round was still open at {self._now:.6g} s"
@@ -314,6 +330,8 @@ class GraceBound(Checker):
             self._due = {r: until for r, until in self._until.items() if until <= self._now}
 
     def _on_open(self, entry: Entry, effect: OpenGrace) -> None:
+        if not self.is_current(entry):
+            return
         gamma, tau = self.config.grace_margin, self.config.overlap_steps
         slack = tau * effect.step_s - (effect.quorum_s + effect.sync_s)
         bound = min(gamma * max(slack, 0.0), effect.step_s)

@@ -32,6 +32,7 @@ from atoll.core.protocol import (
     SnapshotSaved,
     SnapshotSaveFailed,
     Stop,
+    StoreFenced,
     VersionRecord,
 )
 from atoll.core.syncer_state import Restored
@@ -56,6 +57,7 @@ class SnapshotCut(Checker):
         self._arrived_since: list[Envelope] = []  # contributions that were taken up after the syncer's cut
 
     def started(self, actor: Actor, restored: Restored | None) -> None:
+        super().started(actor, restored)
         if actor.learner == SYNCER:
             self._newest_cut = 0
             self._arrived_since.clear()
@@ -66,7 +68,7 @@ class SnapshotCut(Checker):
     def _on_marker(self, entry: Entry, envelope: Envelope) -> None:
         body = envelope.body
         assert isinstance(body, Marker)
-        if body.snapshot > self._newest_cut:
+        if self.is_current(entry) and body.snapshot > self._newest_cut:
             self._newest_cut = body.snapshot
             self._arrived_since.clear()
 
@@ -77,12 +79,12 @@ class SnapshotCut(Checker):
         """Only what the syncer took for the word of a current learner counts; stale links are dropped at the door."""
         body = envelope.body
         assert isinstance(body, Contribution)
-        if self._newest_cut and any(_answers(effect, envelope.learner, body.round) for effect in entry.effects):
+        if self._newest_cut and self.is_current(entry) and any(_answers(effect, envelope.learner, body.round) for effect in entry.effects):
             self._arrived_since.append(envelope)
 
     def _on_persist(self, entry: Entry, effect: Persist) -> None:
         record = effect.record
-        if not isinstance(record, SnapshotRecord):
+        if not isinstance(record, SnapshotRecord) or not self.is_current(entry):
             return
         ids = self.config.fragment_ids()
         for learner, part in record.parts:
@@ -129,6 +131,7 @@ class OneAnswer(Checker):
         self.events = {
             Persisted: self._answer_persist,
             PersistFailed: self._answer_persist,
+            StoreFenced: self._answer_fenced,
             MergeDone: self._answer_merge,
             MergeFailed: self._answer_merge,
             LinkOpened: self._answer_dial,
@@ -155,6 +158,10 @@ class OneAnswer(Checker):
 
     def _answer_persist(self, entry: Entry, event: Persisted | PersistFailed) -> None:
         self._answer(entry, event.key)
+
+    def _answer_fenced(self, entry: Entry, event: StoreFenced) -> None:
+        """Whatever else is being written is refused in the same way; a syncer that was told once writes no more."""
+        self._open = {key: count for key, count in self._open.items() if key[0] != entry.actor}
 
     def _ask_merge(self, entry: Entry, effect: MergeRound) -> None:
         self._ask(entry, effect.round)
@@ -189,6 +196,7 @@ class Bounds(Checker):
         self._published: dict[tuple[LearnerId, FragmentId], tuple[tuple[int, int, Version], int]] = {}
 
     def started(self, actor: Actor, restored: Restored | None) -> None:
+        super().started(actor, restored)
         if actor.learner == SYNCER:
             self._open.clear()
             self._pulls.clear()
@@ -196,7 +204,7 @@ class Bounds(Checker):
             self._asked_again.clear()
 
     def _on_say(self, entry: Entry, effect: Say) -> None:
-        if effect.reason.code != "round-asked-again":
+        if effect.reason.code != "round-asked-again" or not self.is_current(entry):
             return
         p = effect.subject[1]
         self._asked_again[p] = self._asked_again.get(p, 0) + 1
@@ -206,6 +214,8 @@ class Bounds(Checker):
     def _on_pull(self, entry: Entry, envelope: Envelope) -> None:
         body = envelope.body
         assert isinstance(body, Pull)
+        if not self.is_current(entry):
+            return
         p = body.round.fragment
         before = self._open.get(p)
         if before is not None and before != body.round:
@@ -220,6 +230,8 @@ class Bounds(Checker):
     def _on_published(self, entry: Entry, envelope: Envelope) -> None:
         body = envelope.body
         assert isinstance(body, Published)
+        if not self.is_current(entry):
+            return
         key = (envelope.learner, body.fragment)
         what = (envelope.incarnation, envelope.session, body.version)
         before, count = self._published.get(key, (what, 0))
@@ -231,6 +243,8 @@ class Bounds(Checker):
             self.fail(entry, ("learner", envelope.learner), sentence)
 
     def _on_closed(self, entry: Entry, effect: MergeRound | DiscardRound) -> None:
+        if not self.is_current(entry):
+            return
         self._open.pop(effect.round.fragment, None)
         self._asked_again.pop(effect.round.fragment, None)
         self._pulls.pop(effect.round.fragment, None)
@@ -264,6 +278,8 @@ class TheEnd(Durable):
                 self._manifest = restored.manifest.versions
 
     def _on_say(self, entry: Entry, effect: Say) -> None:
+        if not self.is_current(entry):
+            return
         if effect.reason.code in ("finish-budget", "finish-asked"):
             self._ending = True
         elif effect.reason.code == "final-skipped":
@@ -272,7 +288,7 @@ class TheEnd(Durable):
     def _on_pull(self, entry: Entry, envelope: Envelope) -> None:
         body = envelope.body
         assert isinstance(body, Pull)
-        if body.round not in self._seen:
+        if self.is_current(entry) and body.round not in self._seen:
             self._seen.add(body.round)
             if self._ending:
                 self._opened.add(body.round)
@@ -281,9 +297,7 @@ class TheEnd(Durable):
         if isinstance(record, VersionRecord) and record.round in self._opened:
             self._final.add(record.fragment)
 
-    def _on_persist_effect(self, entry: Entry, effect: Persist) -> None:
-        super()._on_persist_effect(entry, effect)
-        record = effect.record
+    def on_save(self, entry: Entry, record: Record) -> None:
         if isinstance(record, ManifestRecord):
             missing = sorted(set(self.config.fragment_ids()) - self._final)
             if missing:

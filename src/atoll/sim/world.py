@@ -20,7 +20,9 @@ from atoll.core.protocol import (
     Envelope,
     Event,
     FinishRequested,
+    Halt,
     Hangup,
+    Hello,
     InnerState,
     LearnerDisconnected,
     LeaveWanted,
@@ -46,6 +48,7 @@ from atoll.core.protocol import (
     StartTraining,
     StepTaken,
     Stop,
+    StoreFenced,
     TimerFired,
     VersionRecord,
 )
@@ -147,6 +150,7 @@ class World:
         self.processes: list[Process] = []  # every learner process that runs, zombies included
         self.incarnations: Counter[LearnerId] = Counter()
         self.gone: set[LearnerId] = set()  # left for good
+        self.old_syncers: list[Process] = []  # cut off, and unaware that another has taken over
         self.cut_up: dict[LearnerId, float] = {}  # until when messages towards the syncer vanish
         self.cut_down: dict[LearnerId, float] = {}
         self.disk_bad_until = 0.0
@@ -315,6 +319,8 @@ class World:
     def _checked(self, proc: Process) -> None:
         try:
             proc.core.check_invariants()
+            if proc is self.syncer:
+                self.said.update(proc.core.explain(f).code for f in proc.core.fragments.values())
         except AssertionError as error:
             subject = ("learner", proc.actor.learner) if proc.actor.learner else ("run", 0)
             raise Violation("core", f"{proc.actor}: {error}", None, subject) from error
@@ -477,6 +483,9 @@ class World:
 
     def _do_persist(self, proc: Process, effect: Persist) -> None:
         now = self.engine.now
+        if proc is not self.syncer:
+            self.engine.at(now + self.plan.disk_s * self.rng.random(), self._deliver, proc, StoreFenced(self.disk.epoch))
+            return
         slow = 10.0 if self.disk_slow_until > now else 1.0
         self._write_serial += 1
         self._writing[self._write_serial] = effect.record
@@ -488,6 +497,9 @@ class World:
         record = self._writing.pop(serial, None)
         if record is None:
             return
+        if proc is not self.syncer:
+            self._deliver(proc, StoreFenced(self.disk.epoch))
+            return
         key = record.key()
         if self.disk_bad_until > self.engine.now:
             self._deliver(proc, PersistFailed(key, "no space left on device"))
@@ -496,6 +508,12 @@ class World:
         self.engine.at(
             self.engine.now + 0.1 * self.plan.disk_s * self.rng.random(), self._deliver, proc, Persisted(key)
         )
+
+    def _do_halt(self, proc: Process, effect: Halt) -> None:
+        """The driver of a syncer that was superseded ends its process."""
+        if proc in self.old_syncers:
+            self.old_syncers.remove(proc)
+            self._end_syncer(proc)
 
     def _do_save(self, proc: Process, effect: SaveSnapshot) -> None:
         when = self.engine.now + self.plan.disk_s * self.rng.random()
@@ -600,18 +618,48 @@ class World:
         proc = self.syncer
         if proc is None:
             return False
-        proc.alive = False
         self.syncer = None
-        self._count(proc.core)
-        for learner in self.processes:
-            if learner.conn is not None and learner.conn.syncer is proc:
-                self._close(learner.conn, tell_learner=True, tell_syncer=False, why="connection reset by peer")
+        self._end_syncer(proc)
         # What was being written has reached the disk or not: between durable and published is one of these moments.
         for record in self._writing.values():
             if self.disk_bad_until <= self.engine.now and self.rng.random() < 0.5:
                 self.disk.write(record)
         self._writing.clear()
         self.engine.at(self.engine.now + fault.lasts_s, self._start_syncer)
+        return True
+
+    def _end_syncer(self, proc: Process) -> None:
+        proc.alive = False
+        self._count(proc.core)
+        for learner in self.processes:
+            if learner.conn is not None and learner.conn.syncer is proc:
+                self._close(learner.conn, tell_learner=True, tell_syncer=False, why="connection reset by peer")
+
+    def _fault_second_syncer(self, fault: Fault) -> bool:
+        """A standby takes the store over while the old syncer lives on with the learners that are connected to it."""
+        if self.syncer is None:
+            return False
+        # Whoever writes nothing finds out by looking: a driver reads the store's epoch every few seconds.
+        old = self.syncer
+        self.old_syncers.append(old)
+        self.syncer = None
+        self._start_syncer()
+        self.engine.at(self.engine.now + 10 * self.rng.random(), self._deliver, old, StoreFenced(self.disk.epoch))
+        return True
+
+    def _fault_stranger(self, fault: Fault) -> bool:
+        """Somebody who does not belong here says hello."""
+        if self.syncer is None:
+            return False
+        learner = self.plan.starts_s and len(self.plan.starts_s) + 7
+        hello = Hello(self.config.run_id, self.config.fingerprint, (-1,) * len(self.config.fragment_ids()), 0, 0, False)
+        if fault.size > 5:
+            hello = hello._replace(fingerprint=("embedding 8x8 f32", "head 9x9 f32"))
+        elif fault.lasts_s > 1:
+            hello = hello._replace(run_id="another")
+        else:
+            learner = -3
+        self._run(self.syncer, MessageArrived(Envelope(learner, 1, 1, 0, 0, 0, 0, hello)))
         return True
 
     def _fault_pause_syncer(self, fault: Fault) -> bool:
@@ -684,6 +732,7 @@ _EFFECTS: dict[type, Callable[[World, Process, Any], None]] = {
     SaveSnapshot: World._do_save,
     StartTraining: World._do_start_training,
     Stop: World._do_stop,
+    Halt: World._do_halt,
 }
 _FAULTS: dict[str, Callable[[World, Fault], bool]] = {
     "kill learner": World._fault_kill_learner,
@@ -694,6 +743,7 @@ _FAULTS: dict[str, Callable[[World, Fault], bool]] = {
     "cut upwards": World._fault_cut_up,
     "cut downwards": World._fault_cut_down,
     "kill syncer": World._fault_kill_syncer,
+    "second syncer": World._fault_second_syncer,
     "pause syncer": World._fault_pause_syncer,
     "fail disk": World._fault_fail_disk,
     "slow disk": World._fault_slow_disk,
@@ -701,6 +751,7 @@ _FAULTS: dict[str, Callable[[World, Fault], bool]] = {
     "poison": World._fault_poison,
     "join": World._fault_join,
     "leave": World._fault_leave,
+    "stranger": World._fault_stranger,
     "snapshot": World._fault_snapshot,
     "fail merge": World._fault_fail_merge,
     "slow down": World._fault_slow_down,
