@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 Table = tuple[tuple[Any, str], ...]
 
 
-@cache
+_made: dict[tuple[type, Table], dict[Any, Callable[..., None]]] = {}
+
+
 def handlers(cls: type, table: Table) -> dict[Any, Callable[..., None]]:
     """The methods of `cls` that `table` names. Made once per class: a simulated world starts many cores."""
-    return {kind: getattr(cls, name) for kind, name in table}
+    key = (cls, table)
+    if key not in _made:
+        _made[key] = {kind: getattr(cls, name) for kind, name in table}
+    return _made[key]

@@ -105,7 +105,8 @@ class SyncerCore(Ending):
     def handle(self, now: float, event: SyncerEvent) -> list[SyncerEffect]:
         """The one door. Timers that are due are handled first, so a late event never finds an expired deadline open."""
         self.tick += 1
-        self._out = out = []
+        out: list[SyncerEffect] = []
+        self._out = out
         if now < self.now:
             now = self.now  # a clock that went back
         self.now = now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from itertools import zip_longest
 
 from atoll.core.policy import Estimate, backoff_s, budget_progress, patience
@@ -406,14 +407,14 @@ class Members(Rounds):
 
     # ------------------------------------------------------------------------------------ what other parts provide
 
-    def _leave_out(self, now: float, learner: LearnerId) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _leave_out(self, now: float, learner: LearnerId) -> None: ...
 
-    def _resend_finish(self, member: Member) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _resend_finish(self, member: Member) -> None: ...
 
-    def _check_budget(self, now: float) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _check_budget(self, now: float) -> None: ...
 
-    def _check_end(self, now: float) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _check_end(self, now: float) -> None: ...

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 from atoll.core.policy import backoff_s, budget_progress, flight_limit, grace_window, patience
 from atoll.core.protocol import (
     Accumulate,
@@ -393,17 +395,17 @@ class Rounds(SyncerState):
 
     # ------------------------------------------------------------------------------------ what other parts provide
 
-    def _open_final(self, now: float) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _open_final(self, now: float) -> None: ...
 
-    def _final_failed(self, now: float, f: Fragment, reason: Reason) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _final_failed(self, now: float, f: Fragment, reason: Reason) -> None: ...
 
-    def _record_in_flight(self, member: Member, envelope: Envelope, body: Contribution) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _record_in_flight(self, member: Member, envelope: Envelope, body: Contribution) -> None: ...
 
-    def _strike(self, now: float, member: Member, reason: Reason) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _strike(self, now: float, member: Member, reason: Reason) -> None: ...
 
-    def _drop_link(self, now: float, member: Member, reason: Reason) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _drop_link(self, now: float, member: Member, reason: Reason) -> None: ...

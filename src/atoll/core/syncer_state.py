@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import heapq
+from abc import ABC
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import NamedTuple
 
 from atoll.core.ledger import SyncerLedger
@@ -188,7 +189,7 @@ class Cut:
         self.saving = False
 
 
-class SyncerState:
+class SyncerState(ABC):
     """State and helpers; the parts of the syncer build on it. Only `SyncerCore.handle` may change it."""
 
     def __init__(self, config: RunConfig, epoch: int, restored: Restored | None = None) -> None:
@@ -226,7 +227,7 @@ class SyncerState:
         self.manifest_tries = 0
         self.halted = False
         self.ignored: dict[str, int] = {}  # messages that were dropped, by cause
-        self.fired: dict[tuple[Enum, str], int] = {}  # rows of the transition tables that were taken
+        self.fired: dict[tuple[StrEnum, str], int] = {}  # rows of the transition tables that were taken
         self.said: dict[str, int] = {}  # reason codes that were said
         self._timers: list[tuple[float, int, str, int]] = []
         self._timer_serial = 0

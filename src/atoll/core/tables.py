@@ -6,11 +6,12 @@ not in a table is a bug of ours and stops the program.
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import TypeVar
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, TypeVar
 
 
-class Phase(str, Enum):
+class Phase(StrEnum):
     """Of a fragment at the syncer."""
 
     IDLE = "idle"
@@ -20,7 +21,7 @@ class Phase(str, Enum):
     PUBLISHED = "published"
 
 
-class Standing(str, Enum):
+class Standing(StrEnum):
     """Of a learner in the syncer's eyes."""
 
     UNKNOWN = "unknown"
@@ -33,7 +34,7 @@ class Standing(str, Enum):
     LEFT = "left"
 
 
-class Stage(str, Enum):
+class Stage(StrEnum):
     """Of the run at the syncer."""
 
     RUNNING = "running"
@@ -43,7 +44,7 @@ class Stage(str, Enum):
     SUPERSEDED = "superseded"
 
 
-class Mode(str, Enum):
+class Mode(StrEnum):
     """Of a learner in its own eyes."""
 
     NEW = "new"
@@ -53,7 +54,7 @@ class Mode(str, Enum):
     STOPPED = "stopped"
 
 
-class Link(str, Enum):
+class Link(StrEnum):
     """Of a learner's link to the syncer. Training does not depend on it."""
 
     DOWN = "down"
@@ -132,18 +133,18 @@ LINK_TABLE: dict[tuple[Link, str], Link] = {
     (Link.UP, "closed"): Link.DOWN,
 }
 
-TABLES: dict[str, dict[tuple[Enum, str], Enum]] = {
-    "round": dict(ROUND_TABLE),
-    "member": dict(MEMBER_TABLE),
-    "run": dict(RUN_TABLE),
-    "learner": dict(LEARNER_TABLE),
-    "link": dict(LINK_TABLE),
+TABLES: dict[str, Mapping[tuple[Any, str], StrEnum]] = {
+    "round": ROUND_TABLE,
+    "member": MEMBER_TABLE,
+    "run": RUN_TABLE,
+    "learner": LEARNER_TABLE,
+    "link": LINK_TABLE,
 }
 
-S = TypeVar("S", bound=Enum)
+S = TypeVar("S", bound=StrEnum)
 
 
-def moved(table: dict[tuple[S, str], S], state: S, trigger: str, fired: dict[tuple[Enum, str], int]) -> S:
+def moved(table: dict[tuple[S, str], S], state: S, trigger: str, fired: dict[tuple[StrEnum, str], int]) -> S:
     """The state after `trigger`, counted in `fired` so that a swarm knows which rows it never took."""
     key = (state, trigger)
     assert key in table, f"no move {trigger!r} from {state.value!r}"

@@ -19,7 +19,7 @@ Subject = tuple[str, int]
 Handler = Callable[[Entry, Any], None]
 
 
-class Violation(Exception):
+class Violation(Exception):  # noqa: N818 - it is a finding, not an error of the program
     """An invariant does not hold. `subject` names whose story explains it."""
 
     def __init__(self, checker: str, sentence: str, entry: Entry | None, subject: Subject | None) -> None:

@@ -125,7 +125,7 @@ class Once(Durable):
             if last is not None and (
                 a.copied_at - a.steps < last.copied_at or a.trained - a.tokens - a.dropped + last.dropped < last.trained
             ):
-                what = f"learner {a.learner}: steps up to {last.copied_at} are merged, and again {a.steps} up to {a.copied_at}"
+                what = f"steps up to {last.copied_at} are merged, and again {a.steps} up to {a.copied_at}"
                 self.fail(entry, ("learner", a.learner), what)
             self._last[key] = a
 

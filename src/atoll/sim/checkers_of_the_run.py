@@ -79,7 +79,11 @@ class SnapshotCut(Checker):
         """Only what the syncer took for the word of a current learner counts; stale links are dropped at the door."""
         body = envelope.body
         assert isinstance(body, Contribution)
-        if self._newest_cut and self.is_current(entry) and any(_answers(effect, envelope.learner, body.round) for effect in entry.effects):
+        if (
+            self._newest_cut
+            and self.is_current(entry)
+            and any(_answers(effect, envelope.learner, body.round) for effect in entry.effects)
+        ):
             self._arrived_since.append(envelope)
 
     def _on_persist(self, entry: Entry, effect: Persist) -> None:

@@ -47,6 +47,11 @@ from atoll.sim.engine import Engine
 from atoll.sim.fleet import ExtraLearners, FleetConfig, Island, Segment, State, build_islands
 
 
+import os
+
+MODE = os.environ.get("MODE", "A")
+
+
 @dataclass(frozen=True, slots=True)
 class DecoupledConfig:
     """How the protocol runs on the fleet."""
@@ -132,6 +137,7 @@ class _Learner:
         "place",
         "planned",
         "segment",
+        "since",
         "steps",
         "timer_at",
         "tokens_per_step",
@@ -149,9 +155,10 @@ class _Learner:
         self.incarnation = 0
         self.alive = False
         self.left = 1.0  # of the step under way
+        self.since = 0.0  # when the step under way began, or its first attempt
         self.steps = 0
         self.useful_chip_s = 0.0
-        self.timer_at: float | None = None
+        self.timer_at = math.inf
         self.waiting = False
         self.conn = 0
         self.copied: dict[int, int] = {}  # local step of the last copy of each fragment
@@ -195,6 +202,12 @@ class DecoupledRun:
             )
             for place, island in enumerate(islands)
         ]
+        self._step_time_s = fleet.step_time_s
+        self._jitter = protocol.jitter
+        self._lockstep = protocol.lockstep
+        self._steps_per_event = protocol.steps_per_event
+        self._delay_s = protocol.delay_s
+        self._bulk_s = protocol.delay_s + protocol.fragment_s
         self.contributions = 0
         self.merges = 0
         self.stale_steps = 0
@@ -202,7 +215,7 @@ class DecoupledRun:
         self.stepping = 0  # learners that step right now
         self.up_s = 0.0
         self._up_since = 0.0
-        self._syncer_timer: float | None = None
+        self._syncer_timer = math.inf  # when the syncer is woken next
         self._on_entry = on_entry
         self._on_start = on_start
 
@@ -226,8 +239,11 @@ class DecoupledRun:
                 learner.alive = False
         elif not learner.alive:
             self._start(learner)
-        if segment.stepping and learner.core is not None and learner.alive and learner.core.training:
-            self._stepping(learner)
+        if segment.stepping and learner.alive and learner.core.training:
+            if learner.waiting:
+                self._go_on(learner)
+            else:
+                self._stepping(learner)
         self.engine.at(segment.end_s, self._leave, learner, segment)
 
     def _leave(self, learner: _Learner, segment: Segment) -> None:
@@ -243,6 +259,9 @@ class DecoupledRun:
         learner.incarnation += 1
         learner.alive = True
         learner.left = 1.0
+        learner.waiting = False
+        learner.timer_at = math.inf
+        learner.copied.clear()
         learner.core = LearnerCore(self.config, learner.place, learner.incarnation)
         self._began(Actor(learner.place, learner.incarnation))
         self._tell(learner, Started())
@@ -257,16 +276,21 @@ class DecoupledRun:
         """The next boundary, if it comes before the island's life changes; otherwise what is done of the step."""
         segment = learner.segment
         now = self.engine.now
-        step_s = self.fleet.step_time_s / segment.speed
-        if self.protocol.jitter and learner.left == 1.0:
-            step_s *= max(0.1, 1.0 + learner.jitter.gauss(0.0, self.protocol.jitter))
-        fits = (segment.end_s - now) / step_s
-        if fits < learner.left:
+        left = learner.left
+        step_s = self._step_time_s / segment.speed
+        if self._jitter and left == 1.0:
+            step_s *= max(0.1, 1.0 + learner.jitter.gauss(0.0, self._jitter))
+        room = (segment.end_s - now) / step_s - left  # steps, after the one under way
+        if room < 0.0:
             if not segment.loses_step:
-                learner.left -= fits
+                learner.left = -room
             return
-        steps = min(self.protocol.steps_per_event, 1 + int(fits - learner.left))
-        self._plan_boundary(learner, now + learner.left * step_s, steps, step_s)
+        steps = self._steps_per_event
+        if room < steps - 1:
+            steps = 1 + int(room)
+        first_s = now + left * step_s
+        planned = learner.planned = (first_s, steps, step_s)
+        self.engine.at(first_s + (steps - 1) * step_s, self._boundary, learner, planned)
 
     def _plan_boundary(self, learner: _Learner, first_s: float, steps: int, step_s: float) -> None:
         planned = learner.planned = (first_s, steps, step_s)
@@ -285,15 +309,17 @@ class DecoupledRun:
         if learner.planned is not planned or not learner.alive or learner.core.mode is Mode.STOPPED:
             return
         _, steps, step_s = planned
-        segment = learner.segment
+        share = learner.segment.share
         learner.planned = None
         learner.left = 1.0
         learner.steps += steps
         # Goodput is chip time spent on steps; a step that jitter made longer is still one step of work for all chips.
-        learner.useful_chip_s += steps * step_s * segment.share * learner.island.chips
-        tokens = round(steps * learner.tokens_per_step * segment.share)
-        self._tell(learner, StepTaken(steps, max(tokens, 1), step_s))
-        if self.protocol.lockstep and self._must_wait(learner):
+        learner.useful_chip_s += steps * step_s * share * learner.island.chips
+        now = self.engine.now
+        took_s = (now - learner.since) / steps if MODE == "B" else step_s
+        learner.since = now
+        self._tell(learner, StepTaken(steps, round(steps * learner.tokens_per_step * share) or 1, took_s))
+        if self._lockstep and self._must_wait(learner):
             learner.waiting = True
             self._count_up(self.engine.now, -1)
         else:
@@ -312,6 +338,7 @@ class DecoupledRun:
     def _go_on(self, learner: _Learner) -> None:
         if learner.waiting and learner.segment.stepping and not self._must_wait(learner):
             learner.waiting = False
+            learner.since = self.engine.now  # its wait for others is no part of its step
             self._stepping(learner)
 
     def _count_up(self, now: float, change: int) -> None:
@@ -338,9 +365,9 @@ class DecoupledRun:
             if kind is Send:
                 envelope = effect.envelope  # type: ignore[union-attr]
                 learner = self.learners[envelope.learner - 1]
-                bulk = protocol.fragment_s if type(envelope.body) is Published else 0.0
+                takes_s = self._bulk_s if type(envelope.body) is Published else self._delay_s
                 if learner.incarnation == envelope.incarnation:
-                    at(now + protocol.delay_s + bulk, self._arrive, learner, MessageArrived(envelope))
+                    at(now + takes_s, self._arrive, learner, MessageArrived(envelope))
             elif kind is MergeRound:
                 self.merges += 1
                 self.contributions += len(effect.contributions)  # type: ignore[union-attr]
@@ -348,13 +375,13 @@ class DecoupledRun:
             elif kind is Persist:
                 at(now + protocol.disk_s, self._tell_syncer, Persisted(effect.record.key()))  # type: ignore[union-attr]
         deadline = self.syncer.next_deadline()
-        if deadline is not None and (self._syncer_timer is None or deadline < self._syncer_timer):
+        if deadline is not None and deadline < self._syncer_timer:
             self._syncer_timer = deadline
             at(deadline, self._syncer_due, deadline)
 
     def _syncer_due(self, deadline: float) -> None:
         if self._syncer_timer == deadline:
-            self._syncer_timer = None
+            self._syncer_timer = math.inf
             self._tell_syncer(TimerFired())
 
     def _arrive(self, learner: _Learner, event: MessageArrived) -> None:
@@ -378,8 +405,8 @@ class DecoupledRun:
             kind = type(effect)
             if kind is Send:
                 envelope = effect.envelope  # type: ignore[union-attr]
-                bulk = protocol.fragment_s if type(envelope.body) is Contribution else 0.0
-                at(now + protocol.delay_s + bulk, self._tell_syncer, MessageArrived(envelope))
+                takes_s = self._bulk_s if type(envelope.body) is Contribution else self._delay_s
+                at(now + takes_s, self._tell_syncer, MessageArrived(envelope))
             elif kind is CopyFragment:
                 learner.copied[effect.round.fragment] = effect.copied_at  # type: ignore[union-attr]
             elif kind is AdoptFragment:
@@ -392,12 +419,13 @@ class DecoupledRun:
                 learner.conn += 1
                 at(now + effect.after_s + protocol.delay_s, self._opened, learner, learner.conn)  # type: ignore[union-attr]
             elif kind is StartTraining:
+                learner.since = now
                 if learner.segment.stepping:
                     self._stepping(learner)
             elif kind is SaveSnapshot:
                 at(now + protocol.disk_s, self._tell, learner, SnapshotSaved(effect.snapshot))  # type: ignore[union-attr]
         deadline = core.next_deadline()
-        if deadline is not None and (learner.timer_at is None or deadline < learner.timer_at):
+        if deadline is not None and deadline < learner.timer_at:
             learner.timer_at = deadline
             at(deadline, self._learner_due, learner, learner.incarnation, deadline)
 
@@ -407,7 +435,7 @@ class DecoupledRun:
 
     def _learner_due(self, learner: _Learner, incarnation: int, deadline: float) -> None:
         if learner.timer_at == deadline:
-            learner.timer_at = None
+            learner.timer_at = math.inf
             if learner.alive and learner.incarnation == incarnation:
                 self._tell(learner, TimerFired())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
+from heapq import heappop, heappush
 from collections.abc import Callable
 from typing import Any
 
@@ -28,14 +28,14 @@ class Engine:
         self._serial = 0
 
     def at(self, when: float, what: Callable[..., Any], *args: Any) -> None:
-        self._serial += 1
-        heapq.heappush(self._heap, (when if when > self.now else self.now, self._serial, what, args))
+        self._serial = serial = self._serial + 1
+        heappush(self._heap, (when if when > self.now else self.now, serial, what, args))
 
     def run_until(self, end: float, stop: Callable[[], bool] | None = None) -> None:
         """Everything that is due by `end`; between two things `stop` may end it early."""
         heap = self._heap
         while heap and heap[0][0] <= end:
-            self.now, _, what, args = heapq.heappop(heap)
+            self.now, _, what, args = heappop(heap)
             self.events += 1
             what(*args)
             if stop is not None and stop():

@@ -1,0 +1,124 @@
+"""Joining: every fragment from the syncer, inner state from a peer; and giving inner state to others who join."""
+
+from __future__ import annotations
+
+from atoll.core.learner_rounds import LearnerRounds
+from atoll.core.learner_state import Giving
+from atoll.core.protocol import (
+    Envelope,
+    InnerState,
+    NoPeer,
+    PeerChosen,
+    Ready,
+    StartTraining,
+    StateRequest,
+    StateWanted,
+    Welcome,
+)
+from atoll.core.reasons import Reason
+from atoll.core.tables import Link, Mode
+
+MOST_GIVING = 16
+"""Joining learners that one peer serves at a time; the next one replaces the oldest, which asks another peer."""
+
+
+class Joining(LearnerRounds):
+    def _on_welcome(self, now: float, envelope: Envelope, body: Welcome) -> None:
+        if self.link is not Link.GREETING:
+            self._ignore("welcome twice")
+            return
+        self._relink("welcomed")
+        self.reason = self._say("link-up")
+        self.dials = 0
+        self.progress = max(self.progress, body.progress)
+        if envelope.epoch > self.epoch:
+            self.epoch = envelope.epoch
+            self.seen = envelope.tick  # another process, another count
+            self.pulls.clear()  # its rounds ended with the syncer that opened them
+        self._arm(now + self._quiet_limit(), "quiet", self.session)
+        if self.mode is Mode.NEW:
+            self._turn("welcomed")
+            self.wanted = body.versions
+            bound = self.config.every_steps * body.step_time_s
+            self.state_wait_s = min(max(bound, self.limits.least_wait_s), self.limits.most_wait_s)
+            if body.step_time_s == 0:
+                self.state_wait_s = self.limits.first_wait_s
+        if self.mode is Mode.JOINING and self.moments is None:
+            self._ask_state(now)
+        if self.mode is Mode.JOINING:
+            self._check_ready(now)
+
+    def _ask_state(self, now: float) -> None:
+        self.peer = 0
+        self.state_due = now + self.state_wait_s
+        self._send(StateRequest(self.tried))
+        self._arm(self.state_due, "state")
+
+    def _on_state_timer(self, now: float, key: int) -> None:
+        if self.mode is not Mode.JOINING or self.moments is not None or now < self.state_due:
+            return
+        if self.link is not Link.UP:
+            return  # asked again with the next welcome
+        self._say("state-late", f"learner {self.peer}" if self.peer else "any peer", self.state_wait_s)
+        self.asked_peers += 1
+        if self.peer:
+            self.tried = (*self.tried, self.peer)
+        if self.asked_peers >= self.limits.state_peers:
+            self._start_fresh(now, self._note(Reason("state-tries-over", (self.asked_peers,))))
+        else:
+            self._ask_state(now)
+
+    def _on_peer_chosen(self, now: float, envelope: Envelope, body: PeerChosen) -> None:
+        self.peer = body.peer
+
+    def _on_no_peer(self, now: float, envelope: Envelope, body: NoPeer) -> None:
+        if self.mode is Mode.JOINING and self.moments is None:
+            if body.new_run:
+                self.moments = body.reason
+                self._check_ready(now)
+            else:
+                self._start_fresh(now, body.reason)
+
+    def _start_fresh(self, now: float, why: Reason) -> None:
+        self.warmup_steps = self.config.warmup_steps
+        self.moments = Reason("moments-fresh", (self.warmup_steps, str(why)))
+        self._check_ready(now)
+
+    def _on_inner_state(self, now: float, envelope: Envelope, body: InnerState) -> None:
+        if self.mode is Mode.JOINING and self.moments is None and body.to_incarnation == self.incarnation:
+            self.moments = Reason("moments-peer", (body.giver,))
+            self._check_ready(now)
+
+    def _check_ready(self, now: float) -> None:
+        """Training starts when every fragment is here and it is known where inner state comes from.
+
+        Versions that arrived meanwhile were buffered, one per fragment; they are replayed now.
+        """
+        if self.moments is None or any(self.received[p] < v for p, v in zip(self.fragments, self.wanted, strict=True)):
+            return
+        self._turn("ready")
+        self._adopt_arrived()
+        self.reason = self._note(self.moments)
+        self._out.append(StartTraining(self.moments, self.warmup_steps))
+        if self.link is Link.UP:
+            self._send(Ready(self.moments))
+
+    def _on_state_wanted(self, now: float, envelope: Envelope, body: StateWanted) -> None:
+        if self.mode is not Mode.TRAINING:
+            return
+        self.giving.pop(body.to, None)
+        if len(self.giving) >= MOST_GIVING:
+            del self.giving[next(iter(self.giving))]
+            self._ignore("too many joining learners to serve")
+        self.giving[body.to] = Giving(body, self.step + self.config.every_steps)
+
+    def _give_state(self) -> None:
+        """Copied at a step boundary once we have adopted all that the joining learner will start from."""
+        for to, giving in list(self.giving.items()):
+            versions = tuple(self.versions.values())
+            if all(have >= want for have, want in zip(versions, giving.wanted.versions, strict=True)):
+                del self.giving[to]
+                if self.link is Link.UP:
+                    self._send(InnerState(self.id, to, giving.wanted.to_incarnation, self.step, versions))
+            elif self.step > giving.until_step:
+                del self.giving[to]

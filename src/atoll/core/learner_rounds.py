@@ -1,0 +1,134 @@
+"""A learner's part in rounds and snapshots: copy, contribute, adopt, and save before adopting what is newer."""
+
+from __future__ import annotations
+
+from atoll.core.learner_link import LinkKeeper
+from atoll.core.learner_state import Copy
+from atoll.core.protocol import (
+    AdoptFragment,
+    Contribution,
+    CopyFragment,
+    Envelope,
+    Marker,
+    Pull,
+    RefuseContribution,
+    SaveSnapshot,
+    SnapshotPart,
+    SnapshotSaved,
+    SnapshotSaveFailed,
+)
+from atoll.core.tables import Link, Mode
+from atoll.core.types import FragmentId, RoundId
+
+
+class LearnerRounds(LinkKeeper):
+    def _on_pull(self, now: float, envelope: Envelope, body: Pull) -> None:
+        p = body.round.fragment
+        copy = self.copies.get(p)
+        if copy is not None and copy.round == body.round:
+            self._send_copy(copy)  # the answer was lost; the same copy again, or nobody could tell which was merged
+            return
+        # A pull that was delayed or doubled on its way must not replace a newer one: (1) attempt 2 is answered and
+        # merged, (2) an old pull of attempt 1 arrives and its answer takes the place of the copy, (3) the published
+        # mark names a copy that is gone, and merged work is taken for lost.
+        newest = max((r for r in (self.pulls.get(p), copy.round if copy is not None else None) if r), default=None)
+        if p in self.versions and self.mode is Mode.TRAINING and (newest is None or newest < body.round):
+            self.pulls[p] = body.round
+
+    def _on_refused_contribution(self, now: float, envelope: Envelope, body: RefuseContribution) -> None:
+        """Nothing to undo: the copy is kept until the next adoption says whether it is in (a syncer that was restarted
+        refuses what its predecessor had made durable)."""
+        self._note(body.reason)
+
+    def _answer_pulls(self) -> None:
+        for p, round_id in list(self.pulls.items()):
+            if self.versions[p] > round_id.base:
+                del self.pulls[p]  # the round is history
+            elif self.versions[p] == round_id.base and self.step > self.base_step[p]:
+                del self.pulls[p]
+                self._contribute(p, round_id)
+            # Otherwise the version that it builds on is still on its way; it is answered after that is adopted.
+
+    def _contribute(self, p: FragmentId, round_id: RoundId) -> None:
+        copy = Copy(
+            round_id,
+            self.step,
+            self.trained,
+            self.step - self.base_step[p],
+            self.trained - self.settled[p],
+            self.dropped[p],
+        )
+        self.copies[p] = copy
+        self._out.append(CopyFragment(round_id, self.step))
+        self._send_copy(copy)
+
+    def _send_copy(self, copy: Copy) -> None:
+        self._send(Contribution(copy.round, copy.step, copy.steps, copy.tokens, copy.trained, copy.dropped))
+
+    def _adopt_arrived(self) -> None:
+        for p in list(self.arrivals):
+            self._adopt(p)
+        self.arrivals.clear()
+
+    def _adopt(self, p: FragmentId) -> None:
+        """Counters keep exactly the steps that are not yet merged (carry), or start anew (overwrite, blend)."""
+        copy = self.copies.pop(p, None)
+        merged = self._was_merged(p, copy)
+        merged_tokens = dropped_tokens = 0
+        if copy is not None and merged:
+            merged_tokens = copy.trained - self.settled[p]
+            self.settled[p] = copy.trained
+            self.base_step[p] = copy.step
+        if self.config.adopt != "carry":
+            dropped_tokens = self.trained - self.settled[p]
+            self.dropped[p] += dropped_tokens
+            self.settled[p] = self.trained
+            self.base_step[p] = self.step
+        self.versions[p] = self.received[p]
+        pending = self.trained - self.settled[p]
+        how = self.config.adopt if self.step else "overwrite"  # nothing of our own to keep before the first step
+        self._out.append(AdoptFragment(p, self.versions[p], how, merged, merged_tokens, dropped_tokens, pending))
+
+    def _was_merged(self, p: FragmentId, copy: Copy | None) -> bool:
+        """Is our copy in the version that arrived, or in one before it that we missed?"""
+        mark = self.marks[p]
+        return (
+            mark is not None
+            and copy is not None
+            and mark.incarnation == self.incarnation
+            and mark.base == self.versions[p]
+            and mark.copied_at == copy.step
+        )
+
+    # ---------------------------------------------------------------------------------------------------- snapshots
+
+    def _see_marker(self, marker: int) -> None:
+        self.seen_marker = marker
+        if self.mode is Mode.TRAINING:
+            self.cut_due = marker
+        else:
+            self.marker = marker  # nothing of ours to save
+
+    def _save_part(self) -> None:
+        versions = tuple(self.versions.values())
+        outstanding = tuple(c.round for p, c in self.copies.items() if c.round.base == self.versions[p])
+        self.part = SnapshotPart(self.cut_due, self.step, self.trained, versions, outstanding)
+        self._out.append(SaveSnapshot(self.cut_due, self.step))
+        self.marker = self.cut_due
+        self.cut_due = 0
+
+    def _on_snapshot_saved(self, now: float, event: SnapshotSaved) -> None:
+        if self.part is not None and self.part.snapshot == event.snapshot and self.link is Link.UP:
+            self._send(self.part)
+
+    def _on_snapshot_save_failed(self, now: float, event: SnapshotSaveFailed) -> None:
+        if self.part is not None and self.part.snapshot == event.snapshot:
+            self._say("snapshot-failed", event.why)
+            self.part = self.part._replace(problem=event.why)
+            if self.link is Link.UP:
+                self._send(self.part)
+
+    def _on_marker(self, now: float, envelope: Envelope, body: Marker) -> None:
+        """The envelope has said it; here a part that was lost on the way is sent again."""
+        if self.part is not None and self.part.snapshot == body.snapshot and not self.cut_due:
+            self._send(self.part)

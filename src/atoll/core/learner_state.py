@@ -1,0 +1,117 @@
+"""What a learner remembers, and the small helpers that its parts share."""
+
+from __future__ import annotations
+
+import heapq
+from enum import StrEnum
+from typing import NamedTuple
+
+from atoll.core.policy import Estimate
+from atoll.core.protocol import Body, Envelope, LearnerEffect, Say, Send, SnapshotPart, StateWanted
+from atoll.core.reasons import Reason
+from atoll.core.tables import LEARNER_TABLE, LINK_TABLE, Link, Mode, moved
+from atoll.core.types import NOTHING, FragmentId, Incarnation, LearnerId, Mark, RoundId, RunConfig, Version
+
+
+class Copy(NamedTuple):
+    """A fragment as it stood at the step boundary at which it was pulled."""
+
+    round: RoundId
+    step: int
+    trained: int
+    steps: int
+    tokens: int
+    dropped: int
+
+
+class Giving(NamedTuple):
+    wanted: StateWanted
+    until_step: int
+
+
+class LearnerState:
+    """State and helpers; the parts of the learner build on it. Only `LearnerCore.handle` may change it."""
+
+    def __init__(self, config: RunConfig, learner: LearnerId, incarnation: Incarnation) -> None:
+        self.config = config
+        self.limits = config.limits
+        self.id = learner
+        self.incarnation = incarnation
+        self.now = 0.0
+        self.tick = 0
+        self.seen = 0  # newest tick of the syncer that reached us
+        self.epoch = 0  # newest syncer that welcomed us
+        self.session = 0
+        self.marker = 0  # newest snapshot whose cut we have passed: the colour of what we send
+        self.seen_marker = 0  # newest snapshot that we know of
+        self.mode = Mode.NEW
+        self.link = Link.DOWN
+        self.reason = Reason("link-dialing", (0.0, 1))
+        self.step = 0
+        self.trained = 0
+        self.progress = 0.0
+        ids = config.fragment_ids()
+        self.fragments = ids
+        self.versions: dict[FragmentId, Version] = dict.fromkeys(ids, NOTHING)  # adopted: the anchor's version
+        self.received: dict[FragmentId, Version] = dict.fromkeys(ids, NOTHING)  # arrived, adopted or not
+        self.marks: dict[FragmentId, Mark | None] = dict.fromkeys(ids, None)  # with the newest arrival
+        self.arrivals: dict[FragmentId, None] = {}  # arrived and not adopted, in order of arrival
+        self.base_step: dict[FragmentId, int] = dict.fromkeys(ids, 0)  # steps up to here are settled
+        self.settled: dict[FragmentId, int] = dict.fromkeys(ids, 0)  # tokens merged or dropped
+        self.dropped: dict[FragmentId, int] = dict.fromkeys(ids, 0)  # of those, dropped
+        self.pulls: dict[FragmentId, RoundId] = {}  # asked for and not answered yet
+        self.copies: dict[FragmentId, Copy] = {}  # answered, and not known to be merged or refused for good
+        self.cut_due = 0  # snapshot to save at the next step boundary
+        self.part: SnapshotPart | None = None  # saved or being saved
+        self.giving: dict[LearnerId, Giving] = {}  # joining learners that wait for our inner state
+        self.wanted: tuple[Version, ...] = ()  # while joining: what must arrive before training starts
+        self.moments: Reason | None = None  # while joining: where inner state comes from, once known
+        self.warmup_steps = 0
+        self.tried: tuple[LearnerId, ...] = ()  # peers that did not deliver
+        self.peer: LearnerId = 0  # the peer that was asked last; 0 while unknown
+        self.asked_peers = 0
+        self.state_due = 0.0  # while joining: when the next peer is asked
+        self.state_wait_s = 0.0
+        self.final: tuple[Version, ...] = ()
+        self.final_merges = 0
+        self.refused_for: Incarnation | None = None  # the newer incarnation, if that is why we were refused
+        self.dials = 0
+        self.hellos = 0
+        self.pings = 0
+        self.ping_sent_at = 0.0
+        self.last_heard = 0.0
+        self.gap = Estimate()
+        self.round_trip = Estimate()
+        self.ignored: dict[str, int] = {}
+        self.fired: dict[tuple[StrEnum, str], int] = {}
+        self.said: dict[str, int] = {}
+        self._timers: list[tuple[float, int, str, int]] = []
+        self._timer_serial = 0
+        self._out: list[LearnerEffect] = []
+
+    def _send(self, body: Body) -> None:
+        self._out.append(
+            Send(Envelope(self.id, self.incarnation, self.session, self.epoch, self.tick, self.seen, self.marker, body))
+        )
+
+    def _say(self, code: str, *args: object) -> Reason:
+        reason = self._note(Reason(code, args))
+        self._out.append(Say(("learner", self.id), reason))
+        return reason
+
+    def _note(self, reason: Reason) -> Reason:
+        self.said[reason.code] = self.said.get(reason.code, 0) + 1
+        return reason
+
+    def _ignore(self, cause: str) -> None:
+        self.ignored[cause] = self.ignored.get(cause, 0) + 1
+
+    def _arm(self, at: float, kind: str, key: int = 0) -> None:
+        self._timer_serial += 1
+        heapq.heappush(self._timers, (at, self._timer_serial, kind, key))
+
+    def _turn(self, trigger: str) -> None:
+        self.mode = moved(LEARNER_TABLE, self.mode, trigger, self.fired)
+
+    def _relink(self, trigger: str) -> None:
+        self.link = moved(LINK_TABLE, self.link, trigger, self.fired)

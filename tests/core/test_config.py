@@ -1,0 +1,109 @@
+"""Settings refuse nonsense with a sentence that says the fix."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+
+import pytest
+
+from atoll.core.types import Limits, RunConfig
+
+WHOLE = "{} must be a whole number of at least 1, got {}"
+
+
+@pytest.mark.parametrize("name", ["fragments", "every_steps", "overlap_steps", "quorum"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "4", None])
+def test_counts_are_whole_numbers_of_at_least_1(name, value):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the sentence is compared below)
+        RunConfig(**{name: value})
+    assert str(caught.value) == WHOLE.format(name, repr(value))
+
+
+@pytest.mark.parametrize("name", ["budget_tokens", "budget_merges", "rounds_in_flight"])
+@pytest.mark.parametrize("value", [0, -1, 2.5, False])
+def test_optional_counts_are_whole_numbers_of_at_least_1_or_not_given(name, value):
+    assert getattr(RunConfig(), name) is None
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        RunConfig(**{name: value})
+    assert str(caught.value) == WHOLE.format(name, repr(value))
+
+
+CASES: list[tuple[dict, str]] = [
+    ({"quorum": 3, "limits": Limits(most_learners=2)}, "quorum 3 exceeds the most learners of a run, 2"),
+    ({"grace_margin": 1.0}, "grace_margin must be in [0, 1), got 1.0: 0 turns the grace window off"),
+    ({"grace_margin": -0.1}, "grace_margin must be in [0, 1), got -0.1: 0 turns the grace window off"),
+    ({"grace_margin": float("nan")}, "grace_margin must be in [0, 1), got nan: 0 turns the grace window off"),
+    ({"adopt": "replace"}, "adopt must be carry, overwrite or blend, got 'replace'"),
+    ({"blend_alpha": 1.1}, "blend_alpha must be in [0, 1], got 1.1"),
+    ({"blend_alpha": -0.1}, "blend_alpha must be in [0, 1], got -0.1"),
+    ({"blend_alpha": float("nan")}, "blend_alpha must be in [0, 1], got nan"),
+    ({"owned": ()}, "owned must name at least one fragment, each once"),
+    ({"owned": (1, 1)}, "owned must name at least one fragment, each once"),
+    ({"fragments": 4, "owned": (4,)}, "owned names a fragment outside 0..3"),
+    ({"fragments": 4, "owned": (0, -1)}, "owned names a fragment outside 0..3"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "sentence"), CASES, ids=[sentence[:40] for _, sentence in CASES])
+def test_a_wrong_setting_is_refused_with_its_sentence(wrong, sentence):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        RunConfig(**wrong)
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"least_wait_s": 0.0},
+        {"least_wait_s": -1.0},
+        {"least_wait_s": 31.0},
+        {"first_wait_s": 0.1},
+        {"first_wait_s": 601.0},
+        {"most_wait_s": 29.0},
+    ],
+)
+def test_waits_are_in_order(wrong):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        Limits(**wrong)
+    assert str(caught.value) == "limits need 0 < least_wait_s <= first_wait_s <= most_wait_s"
+
+
+@pytest.mark.parametrize(
+    "name", ["pull_tries", "publish_tries", "hello_tries", "ping_tries", "final_tries", "finish_tries"]
+)
+@pytest.mark.parametrize("value", [0, -3])
+def test_tries_are_at_least_1(name, value):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        Limits(**{name: value})
+    assert str(caught.value) == f"limits.{name} must be at least 1: nothing is ever sent with 0 tries"
+
+
+def test_the_defaults_are_those_of_the_protocol_page():
+    config = RunConfig()
+    assert (config.fragments, config.every_steps, config.overlap_steps) == (24, 24, 2)
+    assert (config.quorum, config.grace_margin) == (1, 0.5)
+
+
+def test_settings_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        RunConfig().quorum = 2  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Limits().strikes = 2  # type: ignore[misc]
+
+
+def test_a_syncer_owns_all_fragments_or_those_that_are_named():
+    assert RunConfig(fragments=3).fragment_ids() == (0, 1, 2)
+    assert RunConfig(fragments=3, owned=(0, 2)).fragment_ids() == (0, 2)
+
+
+@pytest.mark.parametrize("every_steps", [1, 2, 5, 24, 100])
+@pytest.mark.parametrize("fragments", [1, 2, 5, 24])
+def test_offsets_are_in_1_to_h_rise_and_are_spread_evenly(fragments, every_steps):
+    config = RunConfig(fragments=fragments, every_steps=every_steps)
+    offsets = [config.offset_steps(p) for p in range(fragments)]
+    assert offsets == sorted(offsets)
+    assert offsets[0] == 1
+    assert offsets[-1] <= every_steps
+    gaps = {later - earlier for earlier, later in pairwise(offsets)}
+    assert max(gaps, default=0) - min(gaps, default=0) <= 1, "every gap is H / P, rounded down or up"

@@ -1,0 +1,198 @@
+"""The decisions, as pure functions of numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.core.policy import Estimate, backoff_s, budget_progress, budget_reason, flight_limit, grace_window, patience
+from atoll.core.reasons import because
+from atoll.core.types import Limits, RunConfig, is_positive, weight_of
+
+seconds = st.floats(0, 1e6, allow_nan=False)
+samples = st.lists(seconds, max_size=30)
+
+
+def measured(*values: float) -> Estimate:
+    estimate = Estimate()
+    for value in values:
+        estimate.add(value)
+    return estimate
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Moving averages
+
+
+def test_the_first_sample_is_the_mean_and_half_of_it_the_deviation():
+    estimate = measured(4.0)
+    assert (estimate.count, estimate.mean, estimate.deviation, estimate.high()) == (1, 4.0, 2.0, 12.0)
+
+
+def test_later_samples_move_the_mean_by_an_eighth_and_the_deviation_by_a_quarter():
+    estimate = measured(4.0, 12.0)
+    assert (estimate.mean, estimate.deviation) == (5.0, 3.5)
+
+
+@given(st.lists(seconds, min_size=1, max_size=50))
+def test_the_mean_stays_between_the_samples(values):
+    estimate = measured(*values)
+    assert min(values) - 1e-6 <= estimate.mean <= max(values) + 1e-6
+    assert estimate.deviation >= 0
+    assert estimate.high() >= estimate.mean
+
+
+@given(seconds, st.integers(100, 200))
+def test_a_steady_pace_is_learnt(value, count):
+    estimate = measured(*[value] * count)
+    assert estimate.mean == pytest.approx(value)
+    assert estimate.high() == pytest.approx(value, rel=1e-6, abs=1e-6)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Waiting
+
+
+@given(samples, st.floats(0.1, 100))
+def test_patience_is_within_the_limits(values, factor):
+    limits = Limits(first_wait_s=5.0, least_wait_s=0.5, most_wait_s=50.0)
+    wait = patience(measured(*values), factor, limits)
+    assert 0.5 <= wait <= 50.0
+    if not values:
+        assert wait == 5.0
+
+
+@given(st.integers(0, 10**6), st.integers(-(10**6), 10**6))
+def test_backoff_is_between_its_first_and_its_most_with_a_quarter_of_spread(tries, spread):
+    limits = Limits()
+    wait = backoff_s(tries, spread, limits)
+    assert limits.backoff_first_s <= wait < limits.backoff_most_s * 1.25
+
+
+@given(st.integers(0, 40), st.integers(0, 1000))
+def test_backoff_doubles_until_it_is_capped(tries, spread):
+    limits = Limits()
+    base = min(0.5 * 2**tries, 30.0)
+    assert base <= backoff_s(tries, spread, limits) < base * 1.25
+
+
+def test_learners_do_not_all_come_back_at_once():
+    waits = {backoff_s(3, learner, Limits()) for learner in range(1, 33)}
+    assert len(waits) == 32
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Grace
+
+
+def test_eq_3_worked_out_by_hand():
+    """slack = 3 * 2.0 - (1.0 + 2.0) = 3.0; grace = min(0.5 * 3.0, 2.0) = 1.5."""
+    config = RunConfig(overlap_steps=3, grace_margin=0.5)
+    grace = grace_window(config, 1, measured(2.0), measured(1.0), measured(2.0))
+    assert grace.window_s == 1.5
+    assert str(grace.reason) == "quorum 1 of 1; waiting 1.5 s more, slack 3 s"
+
+
+def test_grace_is_capped_by_one_step():
+    grace = grace_window(RunConfig(overlap_steps=10), 1, measured(2.0), measured(1.0), measured(1.0))
+    assert grace.window_s == 2.0
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_grace_is_zero_until_all_three_averages_are_known(missing):
+    averages = [measured(1.0), measured(0.1), measured(0.1)]
+    averages[missing] = Estimate()
+    grace = grace_window(RunConfig(overlap_steps=10), 3, *averages)
+    assert grace == (0.0, because("grace-unmeasured", 3))
+
+
+@given(
+    st.integers(1, 20),
+    st.floats(0, 0.999),
+    st.lists(seconds, min_size=1, max_size=5),
+    st.lists(seconds, min_size=1, max_size=5),
+    st.lists(seconds, min_size=1, max_size=5),
+)
+def test_grace_is_never_negative_and_never_exceeds_its_bound(tau, gamma, steps, quorums, syncs):
+    config = RunConfig(overlap_steps=tau, grace_margin=gamma)
+    step, quorum, sync = measured(*steps), measured(*quorums), measured(*syncs)
+    window = grace_window(config, 1, step, quorum, sync).window_s
+    slack = tau * step.mean - (quorum.mean + sync.mean)
+    assert 0 <= window <= min(gamma * max(slack, 0.0), step.mean) * (1 + 1e-12)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Rounds in flight
+
+
+def test_tau_rounds_are_in_flight_until_anything_is_measured():
+    assert flight_limit(RunConfig(overlap_steps=3), Estimate(), Estimate(), Estimate()) == 3
+
+
+def test_more_rounds_are_in_flight_where_a_round_takes_longer_than_tau_steps():
+    """A round lasts (4 + 5) / 1 + 1 = 10 steps; 24 fragments in 24 steps are one per step: ten are open."""
+    assert flight_limit(RunConfig(overlap_steps=2), measured(1.0), measured(4.0), measured(5.0)) == 10
+
+
+@given(
+    st.integers(1, 30),
+    st.integers(1, 30),
+    st.integers(1, 5),
+    st.one_of(st.none(), st.integers(1, 40)),
+    samples,
+    samples,
+)
+def test_the_limit_is_at_least_1_and_at_most_the_number_of_fragments(fragments, every, tau, wished, steps, others):
+    config = RunConfig(fragments=fragments, every_steps=every, overlap_steps=tau, rounds_in_flight=wished)
+    limit = flight_limit(config, measured(*steps), measured(*others), measured(*others))
+    assert 1 <= limit <= fragments
+    if wished is not None:
+        assert limit == min(wished, fragments)
+    else:
+        assert limit >= min(tau, fragments)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Budget
+
+
+@given(
+    st.one_of(st.none(), st.integers(1, 1000)),
+    st.one_of(st.none(), st.integers(1, 10**6)),
+    st.integers(0, 2000),
+    st.integers(0, 2 * 10**6),
+)
+def test_the_budget_is_reached_exactly_when_all_of_it_is_used(merges_wanted, tokens_wanted, merges, trained):
+    config = RunConfig(budget_merges=merges_wanted, budget_tokens=tokens_wanted)
+    progress = budget_progress(config, merges, trained)
+    assert 0 <= progress <= 1
+    assert (budget_reason(config, merges, trained) is not None) == (progress == 1.0)
+
+
+def test_a_run_without_a_budget_has_no_end():
+    assert budget_progress(RunConfig(), 10**9, 10**15) == 0.0
+    assert budget_reason(RunConfig(), 10**9, 10**15) is None
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Weight
+
+
+@given(st.integers(1, 10**12), st.integers(1, 10**9))
+def test_a_weight_is_finite_positive_and_quantity_times_quality(tokens, steps):
+    weight = weight_of(tokens, steps)
+    assert is_positive(weight)
+    assert weight == pytest.approx(tokens * (tokens / steps))
+
+
+@given(st.integers(1, 10**6), st.integers(1, 10**3), st.integers(2, 10))
+def test_twice_the_tokens_in_twice_the_steps_weigh_twice(tokens, steps, times):
+    assert weight_of(times * tokens, times * steps) == pytest.approx(times * weight_of(tokens, steps))
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.inf, -math.inf, math.nan])
+def test_what_is_no_weight(weight):
+    assert not is_positive(weight)

@@ -1,0 +1,116 @@
+"""The parts of docs/protocol.md that are made from the code: state diagrams, reason sentences, shapes of types.
+
+    python -m tests.diagrams --write docs/protocol.md     put them in their places (`make docs`)
+    python -m tests.diagrams                              print them
+
+A part stands between two comments of the page, and whatever was there before is replaced:
+
+    <!-- generated: states of round -->
+    <!-- end -->
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+from atoll.core import protocol
+from atoll.core.reasons import REASONS, Reason
+from atoll.core.tables import TABLES
+from atoll.core.types import Accepted, Mark, RoundId
+
+PART = re.compile(r"<!-- generated: (?P<name>[^>]*) -->\n(?P<text>.*?)<!-- end -->", re.DOTALL)
+
+Table = dict[tuple[Enum, str], Enum]
+
+
+def states(name: str) -> str:
+    """One transition table as a diagram and as rows."""
+    table: Table = TABLES[name]
+    first = next(iter(table))[0]
+    members = list(type(first))
+    arrows: dict[tuple[Enum, Enum], list[str]] = {}
+    for (state, trigger), to in table.items():
+        arrows.setdefault((state, to), []).append(trigger)
+    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {members[0].name}"]
+    lines += [f"    {state.name} --> {to.name}: {', '.join(triggers)}" for (state, to), triggers in arrows.items()]
+    lines += [f"    {state.name} --> [*]" for state in members if not _moves(table, state)]
+    lines += ["```", "", "| state | moves |", "|---|---|"]
+    for state in members:
+        moves = [f"`{trigger}` to {to.name}" for trigger, to in _moves(table, state)]
+        lines.append(f"| {state.name} | {', '.join(moves) or 'none'} |")
+    return "\n".join(lines) + "\n"
+
+
+def _moves(table: Table, state: Enum) -> list[tuple[str, Enum]]:
+    return [(trigger, to) for (origin, trigger), to in table.items() if origin is state]
+
+
+def reasons() -> str:
+    lines = ["| code | sentence |", "|---|---|"]
+    lines += [f"| `{code}` | {sentence} |" for code, sentence in REASONS.items()]
+    return "\n".join(lines) + "\n"
+
+
+GROUPS: dict[str, Iterable[Any]] = {
+    "nouns": (RoundId, Mark, Accepted, Reason, protocol.RecordKey),
+    "around every body": (protocol.Envelope,),
+    "learner to syncer": get_args(protocol.LearnerBody),
+    "syncer to learner": get_args(protocol.SyncerBody),
+    "records": get_args(protocol.Record),
+}
+
+
+def shapes() -> str:
+    """Everything that travels or is written, with its fields and their annotations; the first line resolves the ids."""
+    lines = ["```python", "LearnerId = FragmentId = Version = Incarnation = int"]
+    for title, types in GROUPS.items():
+        lines += ["", f"# {title}"]
+        lines += [f"{kind.__name__}({_fields(kind)})" for kind in types]
+    return "\n".join([*lines, "```"]) + "\n"
+
+
+def _fields(kind: Any) -> str:
+    hints = kind.__annotations__
+    return ", ".join(f"{name}: {getattr(hints[name], '__forward_arg__', hints[name])}" for name in kind._fields)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    **{f"states of {name}": partial(states, name) for name in TABLES},
+    "reasons": reasons,
+    "shapes": shapes,
+}
+
+
+def filled(text: str) -> str:
+    """The page with every generated part as the code has it now."""
+    found = [match["name"] for match in PART.finditer(text)]
+    missing, unknown = sorted(set(PARTS) - set(found)), sorted(set(found) - set(PARTS))
+    if missing or unknown or len(found) != len(set(found)):
+        raise ValueError(f"parts of the page: missing {missing}, unknown {unknown}, found {found}; each goes in once")
+    return PART.sub(lambda match: f"<!-- generated: {match['name']} -->\n{PARTS[match['name']]()}<!-- end -->", text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="The generated parts of docs/protocol.md.")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put them into this page")
+    page: Path | None = parser.parse_args().write
+    if page is None:
+        sys.stdout.write("\n".join(f"## {name}\n\n{part()}" for name, part in PARTS.items()))
+        return 0
+    before = page.read_text(encoding="utf-8")
+    after = filled(before)
+    if after != before:
+        page.write_text(after, encoding="utf-8")
+    print(f"{page}: {'rewritten' if after != before else 'up to date'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
