@@ -2,12 +2,21 @@
 
 Hypothesis draws the same examples on every run, so that a red build is red again when it is repeated. To look for new
 examples: `pytest --hypothesis-profile=explore`.
+
+`pytest --rewrite-scenarios` writes what the cores do into tests/scenarios. Read the difference before you commit it.
 """
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None, print_blob=True)
 settings.register_profile("explore", deadline=None, max_examples=2_000, print_blob=True)
 settings.load_profile("repeatable")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--rewrite-scenarios", action="store_true", help="write down what the cores do in tests/scenarios/*.scenario"
+    )

@@ -73,6 +73,7 @@ class Talk:
         self.core = core
         self.now = 0.0
         self.effects: list[Any] = []  # what the core did about the last thing that it was told
+        self.done: list[Any] = []  # and about everything
         self.story: list[str] = []
         self.sentences: list[str] = []  # every reason that was ever given
         self.awaited: list[Any] = []  # effects that want an answer and have none yet
@@ -81,6 +82,7 @@ class Talk:
         self.now = at
         self._write(f"{at:>10.3f}  {encode(event)}")
         self.effects = self.core.handle(at, event)
+        self.done += self.effects
         for effect in self.effects:
             self._write(f"{'':>10}    -> {encode(effect)}")
             if isinstance(effect, MergeRound | Persist | SaveSnapshot):

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from atoll.core.learner import Copy, LearnerCore
-from atoll.core.policy import Grace
+from atoll.core.learner import LearnerCore
+from atoll.core.learner_state import Copy
 from atoll.core.protocol import (
     AdoptFragment,
     Contribution,
     Envelope,
-    Finish,
-    Hello,
+    MergeRound,
+    OpenGrace,
     Persisted,
-    PersistFailed,
     Published,
     Pull,
     RefuseContribution,
-    Report,
     Welcome,
 )
 from atoll.core.reasons import Reason
 from atoll.core.syncer import SyncerCore
 from atoll.core.syncer_state import Fragment, Member, Restored
-from atoll.core.tables import Link, Phase, Stage, Standing
-from atoll.core.types import Accepted, RunConfig
+from atoll.core.tables import Link, Mode, Phase, Stage, Standing
+from atoll.core.types import Accepted, RoundId, RunConfig
 
 
 @dataclass(frozen=True)
@@ -120,19 +118,12 @@ class ForgetsGraceDeadline(SyncerCore):
 
 class GraceBeyondBound(SyncerCore):
     def _enter_grace(self, now: float, f: Fragment) -> None:
-        import atoll.core.syncer_rounds as rounds
-
-        honest = rounds.grace_window
-
-        def doubled(*args: object) -> Grace:
-            window, reason = honest(*args)  # type: ignore[arg-type]
-            return Grace(window * 2, reason)
-
-        rounds.grace_window = doubled  # type: ignore[assignment]
-        try:
-            super()._enter_grace(now, f)
-        finally:
-            rounds.grace_window = honest
+        super()._enter_grace(now, f)
+        opened = self._out[-1]
+        assert isinstance(opened, OpenGrace)
+        self._out[-1] = opened._replace(window_s=2 * opened.window_s)
+        f.grace_until = now + 2 * opened.window_s
+        self._arm(f.grace_until, "grace", f.id)
 
 
 class WeighsByStaleCounters(SyncerCore):
@@ -154,7 +145,7 @@ class AdoptsOlderVersion(LearnerCore):
 
 class MissesInFlight(SyncerCore):
     def _record_in_flight(self, member: Member, envelope: Envelope, body: Contribution) -> None:
-        """Only what arrives before the learner's part is taken for in flight, and even that is not written down."""
+        """What is under way at the cut is not written down."""
 
 
 class CutsAfterAdopting(LearnerCore):
@@ -167,25 +158,23 @@ class CutsAfterAdopting(LearnerCore):
 
 
 class CountsDuplicates(SyncerCore):
+    """A contribution that arrives twice is merged twice: a list where a mapping belongs."""
+
+    def __init__(self, config: RunConfig, epoch: int, restored: Restored | None = None) -> None:
+        super().__init__(config, epoch, restored)
+        self.twice: dict[RoundId, Accepted] = {}
+
     def _is_duplicate(self, f: Fragment, member: Member, body: Contribution) -> bool:
+        if super()._is_duplicate(f, member, body):
+            self.twice[body.round] = f.contributions[member.id]
         return False
 
     def _seal(self, now: float, f: Fragment, reason: Reason) -> None:
         super()._seal(now, f, reason)
-
-    def _refusal(self, f: Fragment, member: Member, body: Contribution) -> Reason | None:
-        refusal = super()._refusal(f, member, body)
-        if refusal is None and member.id in f.contributions:
-            self._twice = (f.round, f.contributions[member.id])
-        return refusal
-
-    def _on_contribution(self, now: float, member: Member, envelope: Envelope, body: Contribution) -> None:
-        before = len(self._out)
-        super()._on_contribution(now, member, envelope, body)
-        for i, effect in enumerate(self._out[before:], before):
-            twice = getattr(self, "_twice", None)
-            if twice is not None and type(effect).__name__ == "MergeRound" and effect.round == twice[0]:  # type: ignore[union-attr]
-                self._out[i] = effect._replace(contributions=(*effect.contributions, twice[1]))  # type: ignore[union-attr,call-arg]
+        merge = self._out[-1]
+        assert isinstance(merge, MergeRound)
+        if merge.round in self.twice:
+            self._out[-1] = merge._replace(contributions=(*merge.contributions, self.twice[merge.round]))
 
 
 class WaitsForTheSyncer(LearnerCore):
@@ -250,19 +239,39 @@ class GivesOldState(LearnerCore):
         super()._give_state()
 
 
+class ContributesAfterStop(LearnerCore):
+    """Answers a last pull although its training has ended."""
+
+    def _check_final(self) -> None:
+        copies = dict(self.copies)
+        super()._check_final()
+        if self.mode is Mode.STOPPED:
+            for copy in copies.values():
+                self._send_copy(copy)
+
+
+class TicksTwice(LearnerCore):
+    """Counts a message that it sends as an event of its own: clocks run ahead of the tape."""
+
+    def _greet(self, now: float) -> None:
+        self.tick += 1
+        super()._greet(now)
+        self.tick -= 1
+
+
 class StopsWithoutFinalVersions(LearnerCore):
     def _final_here(self) -> bool:
         return True
 
 
-class CountsSilenceOfItself(LearnerCore):
+class NeverDialsAgain(LearnerCore):
     """Gives a link up and never dials again."""
 
     def _redial(self) -> None:
         """Forgotten."""
 
 
-class DropsAnsweredPersist(SyncerCore):
+class AsksTheDiskTwice(SyncerCore):
     """Asks the disk again without waiting for its answer."""
 
     def _save_version(self, f: Fragment) -> None:
@@ -275,19 +284,12 @@ class DropsAnsweredPersist(SyncerCore):
         super()._on_persisted(now, event)
 
 
-class RunsOldMessages(LearnerCore):
-    """Takes messages of links that are long closed."""
+class ContributesSettledTokens(LearnerCore):
+    """Off by a few tokens."""
 
-    def _is_for_us(self, envelope: Envelope) -> bool:
-        return True
-
-
-class TellsTokensTwice(LearnerCore):
-    """Counts the tokens of a step once more when it reports late."""
-
-    def _contribute(self, p: int, round_id: object) -> None:
+    def _contribute(self, p: int, round_id: RoundId) -> None:
         self.settled[p] -= min(self.settled[p], 8)
-        super()._contribute(p, round_id)  # type: ignore[arg-type]
+        super()._contribute(p, round_id)
 
 
 PLANTED: tuple[Planted, ...] = (
@@ -314,10 +316,10 @@ PLANTED: tuple[Planted, ...] = (
     Planted("ask without bound", ("bounds",), syncer=AsksForEver),
     Planted("start before everything arrived", ("recovery",), learner=StartsTooEarly),
     Planted("give old inner state", ("recovery",), learner=GivesOldState),
+    Planted("step after the stop", ("stopped",), learner=ContributesAfterStop),
+    Planted("message from the future", ("clocks",), learner=TicksTwice),
     Planted("stop without the final versions", ("the-end",), learner=StopsWithoutFinalVersions),
-    Planted("never dial again", ("liveness",), learner=CountsSilenceOfItself),
-    Planted("ask the disk twice", ("one-answer",), syncer=DropsAnsweredPersist),
-    Planted("contribute settled tokens again", ("ledger",), learner=TellsTokensTwice),
+    Planted("never dial again", ("liveness",), learner=NeverDialsAgain),
+    Planted("ask the disk twice", ("one-answer",), syncer=AsksTheDiskTwice),
+    Planted("contribute settled tokens again", ("ledger",), learner=ContributesSettledTokens),
 )
-
-__all__ = ["PLANTED", "Finish", "Hello", "Planted", "PersistFailed", "Report", "RunConfig"]

@@ -1,17 +1,18 @@
 """What is said and done: message bodies, the envelope around them, events and effects.
 
-Bodies travel between a learner and the syncer. Events (past tense) are what a core is told; effects (imperative) are what
-it asks its driver to do. All are frozen. Named tuples of different types but equal fields compare equal, so comparisons
-that matter go through `tape.encode`, which carries the type's name.
+Bodies travel between a learner and the syncer. Events (past tense) are what a core is told; effects (imperative) are
+what it asks its driver to do. All are frozen. Named tuples of different types but equal fields compare equal, so
+comparisons that matter go through `tape.canonical`, which carries the type's name.
 
 Ordering contract, for every driver:
 
-- `Persist(record)` is answered by exactly one `Persisted`, `PersistFailed` or `StoreFenced`; the core sends nothing that depends on the
-  record before `Persisted`. So a version is durable BEFORE it is published, an admission BEFORE the welcome.
+- `Persist(record)` is answered by exactly one `Persisted`, `PersistFailed` or `StoreFenced`; the core sends nothing
+  that depends on the record before `Persisted`. So a version is durable BEFORE it is published, an admission BEFORE the welcome.
 - `MergeRound` is answered by exactly one `MergeDone` or `MergeFailed`; `Dial` by one `LinkOpened` or `DialFailed`;
   `SaveSnapshot` by one `SnapshotSaved` or `SnapshotSaveFailed`.
-- Effects of one `handle` call are carried out in their order. `CopyFragment`, `AdoptFragment` and `SaveSnapshot` are done
-  at the step boundary at which they were returned, before the next inner step; everything else happens in the background.
+- Effects of one `handle` call are carried out in their order. `CopyFragment`, `AdoptFragment`, `SaveSnapshot` and the
+  copy behind `Send(InnerState)` are done at the step boundary at which they were returned, before the next inner step;
+  everything else happens in the background.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Report(NamedTuple):
 
 
 class Contribution(NamedTuple):
-    """The answer to a pull; the delta A_p - theta_p travels beside it. `problem` is set by the receiving driver when the
-    values are unfit (not finite, wrong size, wrong digest)."""
+    """The answer to a pull; the delta A_p - theta_p travels beside it. `problem` is set by the receiving driver when
+    the values are unfit (not finite, wrong size, wrong digest)."""
 
     round: RoundId
     copied_at: int
@@ -230,7 +231,8 @@ class Envelope(NamedTuple):
 
     `tick` and `seen` are the vector clock of a star. A learner hears of others only through the syncer, so whatever it
     knows of them the syncer knew before: its own tick and the last syncer tick that it saw are the whole clock, and the
-    full vector is derived from the tapes (`causality.vector_clocks`). A tick is the number of the entry on the sender's tape.
+    full vector is derived from the tapes (`causality.vector_clocks`). A tick is the number of the entry on the sender's
+    tape.
 
     `marker` is the newest snapshot whose cut the sender has passed.
     """
@@ -426,7 +428,7 @@ class Send(NamedTuple):
 
 
 class Say(NamedTuple):
-    """One sentence for the log, the dashboard and the story. `subject` is ("learner", 3), ("fragment", 7) or ("run", 0)."""
+    """One sentence for log, dashboard and story. `subject` is ("learner", 3), ("fragment", 7) or ("run", 0)."""
 
     subject: tuple[str, int]
     reason: Reason

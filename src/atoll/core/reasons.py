@@ -16,7 +16,7 @@ REASONS: dict[str, str] = {
     "round-opened": "opened on version {0}: {1} learners asked, quorum {2}",
     "round-waiting": "{0} of {1} contributions for the quorum; asked {2} times",
     "round-asked-again": "{0} of {1} contributions after {2:.3g} s; asking {3} learners again",
-    "round-abandoned": "abandoned after {0:.3g} s: {1} of {2} contributions for the quorum; every learner keeps its progress",
+    "round-abandoned": "abandoned after {0:.3g} s: {1} of {2} contributions; every learner keeps its progress",
     "round-lost-quorum": "abandoned: {0} of {1} contributions are in and nobody is left to answer",
     "grace-waiting": "quorum {0} of {1}; waiting {2:.3g} s more, slack {3:.3g} s",
     "grace-unmeasured": "quorum {0}; no grace until step, quorum and sync times are measured",

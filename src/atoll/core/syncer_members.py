@@ -86,8 +86,8 @@ class Members(Rounds):
     def _admit(self, now: float, old: Member | None, envelope: Envelope, body: Hello) -> None:
         """A new incarnation. Its predecessor is out from this moment; it is in once that is durable.
 
-        Without durability: (1) incarnation 2 is welcomed, (2) the syncer is killed, (3) incarnation 1, cut off until now,
-        says hello to the restarted syncer and is taken for current, (4) both train as one learner.
+        Without durability: (1) incarnation 2 is welcomed, (2) the syncer is killed, (3) incarnation 1, cut off until
+        now, says hello to the restarted syncer and is taken for current, (4) both train as one learner.
         """
         member = Member(envelope.learner, envelope.incarnation, envelope.session)
         member.seen = envelope.tick

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 
 from atoll.core.policy import backoff_s, budget_progress, flight_limit, grace_window, patience
 from atoll.core.protocol import (
@@ -28,7 +28,7 @@ from atoll.core.tables import Phase, Stage, Standing
 from atoll.core.types import Accepted, FragmentId, Mark, RoundId, is_positive, weight_of
 
 
-class Rounds(SyncerState):
+class Rounds(SyncerState, ABC):
     # ---------------------------------------------------------------------------------------------------- opening
 
     def _open_ripe(self, now: float) -> None:
@@ -178,8 +178,8 @@ class Rounds(SyncerState):
         self._check_round(now, f)
 
     def _correct_baseline(self, f: Fragment, member: Member, body: Contribution) -> None:
-        """The copy was made at the first boundary after the pull, so it tells how far the learner was at the opening even
-        if its reports were late. Steps that it had taken by then do not count towards the next round."""
+        """The copy was made at the first boundary after the pull, so it tells how far the learner was at the opening
+        even if its reports were late. Steps that it had taken by then do not count towards the next round."""
         if body.round == f.latest_round and member.id in f.open_steps:
             f.open_steps[member.id] = max(f.open_steps[member.id], min(body.copied_at - 1, member.step))
 

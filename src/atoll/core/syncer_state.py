@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from abc import ABC
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -189,7 +188,7 @@ class Cut:
         self.saving = False
 
 
-class SyncerState(ABC):
+class SyncerState:
     """State and helpers; the parts of the syncer build on it. Only `SyncerCore.handle` may change it."""
 
     def __init__(self, config: RunConfig, epoch: int, restored: Restored | None = None) -> None:
@@ -201,8 +200,8 @@ class SyncerState(ABC):
         self.stage = Stage.RUNNING
         ids = config.fragment_ids()
         self.fragments: dict[FragmentId, Fragment] = {p: Fragment(p, config.offset_steps(p)) for p in ids}
-        # Fragments by their last opening. The one that opened longest ago becomes ripe first, whoever is counted, because
-        # step counts only rise: looking at the front is enough.
+        # Fragments by their last opening. The one that opened longest ago becomes ripe first, whoever is counted,
+        # because step counts only rise: looking at the front is enough.
         self.by_opening: dict[FragmentId, Fragment] = dict(self.fragments)
         self.retrying: dict[FragmentId, Fragment] = {}  # after an abandoned round; ripe again after few steps
         self.in_flight = 0  # fragments that are not IDLE

@@ -1,7 +1,7 @@
 """The states of everything that has states, and the only moves between them.
 
-Diagrams in docs/protocol.md are generated from these tables; the swarm counts which rows were ever taken. A move that is
-not in a table is a bug of ours and stops the program.
+Diagrams in docs/protocol.md are generated from these tables; the swarm counts which rows were ever taken. A move that
+is not in a table is a bug of ours and stops the program.
 """
 
 from __future__ import annotations

@@ -21,7 +21,11 @@ from atoll.core.protocol import (
     CopyFragment,
     Dial,
     Event,
+    FinishRequested,
+    Hangup,
+    LearnerDisconnected,
     LeaveWanted,
+    LinkClosed,
     LinkOpened,
     MergeDone,
     MergeRound,
@@ -42,14 +46,14 @@ from atoll.core.syncer import SyncerCore
 from atoll.core.syncer_state import Restored
 from atoll.core.tables import Mode
 from atoll.core.tape import Actor, Entry
-from atoll.core.types import SYNCER, RunConfig
+from atoll.core.types import SYNCER, Limits, RunConfig
 from atoll.sim.engine import Engine
 from atoll.sim.fleet import ExtraLearners, FleetConfig, Island, Segment, State, build_islands
 
 
-import os
-
-MODE = os.environ.get("MODE", "A")
+_PATIENT = Limits(first_wait_s=86_400.0, least_wait_s=86_400.0, most_wait_s=86_400.0)
+"""Of a lockstep run. Whoever waits for others is silent, and would be taken for lost if silence meant anything: then no
+round would have its quorum, and nobody would step to be heard again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,7 @@ class DecoupledConfig:
             grace_margin=self.grace_margin,
             adopt=self.adopt,  # type: ignore[arg-type]
             owned=owned,
+            limits=_PATIENT if self.lockstep else Limits(),
         )
 
 
@@ -120,6 +125,12 @@ class DecoupledResult:
     failures: int
     suspected: int
     events: int
+    goodput_by_learner: tuple[float, ...]
+    dropped_by_reason: tuple[tuple[str, float], ...]
+
+
+_LOOKS = 100
+"""How often a run tells its progress."""
 
 
 class _Learner:
@@ -219,14 +230,25 @@ class DecoupledRun:
         self._on_entry = on_entry
         self._on_start = on_start
 
-    def run(self) -> DecoupledResult:
+    def run(self, on_progress: Callable[[float], None] | None = None) -> DecoupledResult:
+        """The run up to its horizon; `on_progress` hears now and then which share of it is done."""
         self._began(Actor(SYNCER, 1))
         self._tell_syncer(Started())
         for learner in self.learners:
             self._enter(learner)
-        self.engine.run_until(self.horizon_s)
+        looks = 1 if on_progress is None else _LOOKS
+        for look in range(1, looks + 1):
+            self.engine.run_until(self.horizon_s * look / looks)
+            if on_progress is not None:
+                on_progress(look / looks)
         self._count_up(self.horizon_s, 0)
         return self._result()
+
+    def finish(self) -> bool:
+        """After the horizon: ask the syncer to end the run, and go on until it has. False if a day was not enough."""
+        self._tell_syncer(FinishRequested())
+        self.engine.run_until(self.horizon_s + 86_400.0, stop=lambda: self.syncer.halted)
+        return self.syncer.halted
 
     # ---------------------------------------------------------------------------------------------------- islands
 
@@ -315,9 +337,9 @@ class DecoupledRun:
         learner.steps += steps
         # Goodput is chip time spent on steps; a step that jitter made longer is still one step of work for all chips.
         learner.useful_chip_s += steps * step_s * share * learner.island.chips
-        now = self.engine.now
-        took_s = (now - learner.since) / steps if MODE == "B" else step_s
-        learner.since = now
+        # A learner's clock runs from boundary to boundary: a pause of its island is a part of the step that it delayed.
+        took_s = (self.engine.now - learner.since) / steps
+        learner.since = self.engine.now
         self._tell(learner, StepTaken(steps, round(steps * learner.tokens_per_step * share) or 1, took_s))
         if self._lockstep and self._must_wait(learner):
             learner.waiting = True
@@ -374,6 +396,9 @@ class DecoupledRun:
                 at(now + protocol.merge_s, self._tell_syncer, MergeDone(effect.round))  # type: ignore[union-attr]
             elif kind is Persist:
                 at(now + protocol.disk_s, self._tell_syncer, Persisted(effect.record.key()))  # type: ignore[union-attr]
+            elif kind is Hangup:
+                closed = LinkClosed(effect.session, "the syncer hung up")  # type: ignore[union-attr]
+                at(now + protocol.delay_s, self._closed, self.learners[effect.learner - 1], closed)  # type: ignore[union-attr]
         deadline = self.syncer.next_deadline()
         if deadline is not None and deadline < self._syncer_timer:
             self._syncer_timer = deadline
@@ -422,6 +447,9 @@ class DecoupledRun:
                 learner.since = now
                 if learner.segment.stepping:
                     self._stepping(learner)
+            elif kind is Hangup:
+                gone = LearnerDisconnected(learner.place, effect.session, "the learner hung up")  # type: ignore[union-attr]
+                at(now + protocol.delay_s, self._tell_syncer, gone)
             elif kind is SaveSnapshot:
                 at(now + protocol.disk_s, self._tell, learner, SnapshotSaved(effect.snapshot))  # type: ignore[union-attr]
         deadline = core.next_deadline()
@@ -430,8 +458,12 @@ class DecoupledRun:
             at(deadline, self._learner_due, learner, learner.incarnation, deadline)
 
     def _opened(self, learner: _Learner, session: int) -> None:
-        if learner.alive:
+        if learner.alive and learner.conn == session:
             self._tell(learner, LinkOpened(session))
+
+    def _closed(self, learner: _Learner, event: LinkClosed) -> None:
+        if learner.alive and learner.conn == event.session:
+            self._tell(learner, event)
 
     def _learner_due(self, learner: _Learner, incarnation: int, deadline: float) -> None:
         if learner.timer_at == deadline:
@@ -451,6 +483,10 @@ class DecoupledRun:
         nominal = self.fleet.tokens_per_chip_step * chip_s / self.fleet.step_time_s
         mean_steps = steps * self.horizon_s / max(sum(present), 1e-9)  # of a learner that was there all the time
         merges = max(self.merges, 1)
+        dropped: dict[str, float] = {}
+        for line in lines:
+            for why, lost in line.dropped.items():
+                dropped[why] = dropped.get(why, 0.0) + lost / count
         return DecoupledResult(
             goodput=sum(learner.useful_chip_s for learner in self.learners) / chip_s,
             uptime=self.up_s / self.horizon_s,
@@ -458,7 +494,7 @@ class DecoupledRun:
             tokens_trained=tokens,
             tokens_merged=sum(line.merged for line in lines) / count,
             tokens_pending=sum(line.pending for line in lines) / count,
-            tokens_dropped=sum(sum(line.dropped.values()) for line in lines) / count,
+            tokens_dropped=sum(dropped.values()),
             merges=self.merges,
             contributions_per_merge=self.contributions / merges,
             effective_h=mean_steps * count / merges,
@@ -467,6 +503,11 @@ class DecoupledRun:
             failures=sum(learner.island.failures for learner in self.learners),
             suspected=self.syncer.said.get("member-suspected", 0),
             events=self.engine.events,
+            goodput_by_learner=tuple(
+                learner.useful_chip_s / max(s * learner.island.chips, 1e-9)
+                for s, learner in zip(present, self.learners, strict=True)
+            ),
+            dropped_by_reason=tuple(sorted(dropped.items())),
         )
 
 

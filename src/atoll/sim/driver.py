@@ -46,7 +46,7 @@ from atoll.core.protocol import (
 )
 from atoll.core.syncer import SyncerCore
 from atoll.core.syncer_state import Restored
-from atoll.core.tables import Mode
+from atoll.core.tables import Mode, Standing
 from atoll.core.tape import Actor, Entry
 from atoll.core.types import SYNCER, FragmentId, LearnerId
 from atoll.sim.checkers import Violation, Watch, all_checkers
@@ -152,6 +152,7 @@ class Driver:
         self.faults_fired: Counter[str] = Counter()
         self.fired: Counter[tuple[Any, str]] = Counter()
         self.said: Counter[str] = Counter()
+        self.pairs: Counter[tuple[Any, type]] = Counter()
         self._syncer_type = syncer
         self._learner_type = learner
         self._on_entry = on_entry
@@ -237,6 +238,7 @@ class Driver:
 
     def _run(self, proc: Process, event: Event, least: float = 0.0) -> None:
         core = proc.core
+        self._count_pair(proc, event)
         at = max(self.engine.now + proc.clock_s, least)
         try:
             effects: list[Effect] = core.handle(at, event)
@@ -256,6 +258,30 @@ class Driver:
         if self._since_check >= 64:
             self._since_check = 0
             self._checked(proc)
+
+    def _count_pair(self, proc: Process, event: Event) -> None:
+        """Which event met which state: of a learner in its own eyes; of the speaker and of the fragment at the syncer."""
+        core = proc.core
+        what: type = type(event)
+        if proc.actor.learner != SYNCER:
+            if type(event) is MessageArrived:
+                what = type(event.envelope.body)
+            self.pairs[(core.mode, what)] += 1
+            return
+        if type(event) is MessageArrived:
+            body = event.envelope.body
+            what = type(body)
+            member = core.members.get(event.envelope.learner)
+            self.pairs[(Standing.UNKNOWN if member is None else member.standing, what)] += 1
+            fragment = body.round.fragment if type(body) is Contribution else getattr(body, "fragment", None)
+        else:
+            key = getattr(event, "key", None)
+            fragment = key.number if key is not None and key.kind == "version" else None
+            if type(event) in (MergeDone, MergeFailed):
+                fragment = event.round.fragment  # type: ignore[union-attr]
+            self.pairs[(core.stage, what)] += 1
+        if fragment in core.fragments:
+            self.pairs[(core.fragments[fragment].phase, what)] += 1
 
     def _arm(self, proc: Process) -> None:
         deadline = proc.core.next_deadline()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
 from collections.abc import Callable
+from heapq import heappop, heappush
 from typing import Any
 
 

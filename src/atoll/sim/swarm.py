@@ -32,6 +32,7 @@ class SeedResult(NamedTuple):
     fired: dict[tuple[str, str], int]
     said: dict[str, int]
     faults: dict[str, int]
+    pairs: dict[tuple[str, str], int]
 
 
 def run_seed(
@@ -59,6 +60,7 @@ def run_seed(
         {(_place(state), trigger): n for (state, trigger), n in fired.items()},
         dict(said),
         dict(world.faults_fired),
+        {(_place(state), event.__name__): n for (state, event), n in world.pairs.items()},
     )
 
 
@@ -91,11 +93,13 @@ class Coverage:
     fired: Counter[tuple[str, str]] = field(default_factory=Counter)
     said: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
+    pairs: Counter[tuple[str, str]] = field(default_factory=Counter)  # of a state and the event that met it
 
     def add(self, result: SeedResult) -> None:
         self.fired.update(result.fired)
         self.said.update(result.said)
         self.faults.update(result.faults)
+        self.pairs.update(result.pairs)
 
     def missing_moves(self) -> list[str]:
         every = {(_place(state), trigger) for table in TABLES.values() for state, trigger in table}

@@ -1,0 +1,83 @@
+"""The swarm itself: clean over many seeds, the same twice, and complete in what it meets."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from atoll.commands.swarm import _kept
+from atoll.sim.draws import draw
+from atoll.sim.swarm import Coverage, SeedResult, digest_of, run_seed, sweep
+
+KEPT = Path(__file__).parent / "kept_seeds.txt"
+SEEDS = 500
+PIECES = 10
+
+
+def found(result: SeedResult) -> str:
+    return f"seed {result.seed}: {result.checker}: {result.sentence}"
+
+
+@pytest.mark.parametrize("piece", range(PIECES))
+def test_no_invariant_is_broken(piece: int) -> None:
+    for seed in range(piece, SEEDS, PIECES):
+        result = run_seed(seed)
+        assert result.checker is None, found(result)
+
+
+@pytest.mark.parametrize("seed", _kept(KEPT))
+def test_what_was_once_found_stays_mended(seed: int) -> None:
+    result = run_seed(seed)
+    assert result.checker is None, found(result)
+
+
+def test_worlds_are_drawn_as_widely_as_promised() -> None:
+    plans = [draw(seed) for seed in range(2000)]
+    assert {len(plan.starts_s) for plan in plans} == set(range(1, 17))
+    spread = max(max(p.step_times_s.values()) / min(p.step_times_s.values()) for p in plans)
+    assert 15 < spread <= 20
+    assert {p.config.adopt for p in plans} == {"carry", "overwrite", "blend"}
+    assert any(p.config.quorum == len(p.starts_s) > 1 for p in plans)
+
+
+def test_two_hundred_seeds_meet_nearly_every_move_and_every_fault() -> None:
+    coverage = Coverage()
+    for seed in range(200):
+        coverage.add(run_seed(seed))
+    counts = coverage.counts()
+    assert counts["faults"][0] == counts["faults"][1], coverage.missing_faults()
+    assert counts["moves"][0] >= 0.8 * counts["moves"][1], coverage.missing_moves()
+    assert counts["reasons"][0] >= 0.8 * counts["reasons"][1], coverage.missing_reasons()
+
+
+def test_a_seed_gives_the_same_digest_twice_in_one_process() -> None:
+    for seed in (0, 7, 42, 133):
+        assert digest_of(seed) == digest_of(seed)
+    assert digest_of(0) != digest_of(1)
+
+
+def test_a_seed_gives_the_same_digest_in_another_process_under_another_hash_seed() -> None:
+    program = "from atoll.sim.swarm import digest_of; print([digest_of(s) for s in (0, 7, 42, 133)])"
+    answers = []
+    for hash_seed in ("0", "1", "12345"):
+        answer = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        )
+        answers.append(answer.stdout)
+    assert len(set(answers)) == 1, answers
+    assert answers[0].strip() == str([digest_of(s) for s in (0, 7, 42, 133)])
+
+
+def test_two_processes_find_what_one_finds() -> None:
+    alone = list(sweep(range(40), processes=1, small=True))
+    shared = list(sweep(range(40), processes=2, small=True))
+    assert alone == shared

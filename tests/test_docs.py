@@ -1,0 +1,345 @@
+"""The pages say what the code does: what can be compared is compared, and every comparison is shown to be able to fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from atoll.core import protocol
+from atoll.core.learner import LearnerCore
+from atoll.core.reasons import REASONS, Reason
+from atoll.core.tables import TABLES
+from atoll.core.types import Limits, Mark, RoundId, RunConfig, weight_of
+from atoll.sim.checkers import all_checkers
+from tests.diagrams import PART, filled
+
+ROOT = Path(__file__).resolve().parent.parent
+PROTOCOL = ROOT / "docs/protocol.md"
+TEXT = PROTOCOL.read_text(encoding="utf-8")
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
+
+FROM_LEARNER = {kind.__name__: kind for kind in get_args(protocol.LearnerBody)}
+FROM_SYNCER = {kind.__name__: kind for kind in get_args(protocol.SyncerBody)}
+BODIES: dict[str, Any] = FROM_LEARNER | FROM_SYNCER
+EVENTS: dict[str, Any] = {kind.__name__: kind for kind in get_args(protocol.Event)}
+EFFECTS: dict[str, Any] = {kind.__name__: kind for kind in get_args(protocol.Effect)}
+OF_THE_SWARM = ("liveness", "core")  # found by the world itself, not by an observer of tapes
+
+Check = Callable[[str], Iterator[str]]
+
+
+def by_hand(text: str) -> str:
+    """The page without its generated parts: nothing counts as explained because it was generated."""
+    return PART.sub("", text)
+
+
+def section(text: str, heading: str) -> str:
+    """From one heading to the next of any level."""
+    found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#+ |\Z)", text, re.DOTALL | re.MULTILINE)
+    return found[1] if found else ""
+
+
+def coded(text: str) -> set[str]:
+    """Everything that stands between single backquotes, also where a line ends in it."""
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    return {" ".join(found.split()) for found in re.findall(r"`([^`]+)`", prose)}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Checks: the page goes in, complaints come out
+
+
+def generated_parts_are_what_the_code_generates(text: str) -> Iterator[str]:
+    if filled(text) != text:
+        yield "run `make docs`: a generated part is not what the code generates"
+
+
+def every_message_has_a_section_with_its_fields(text: str) -> Iterator[str]:
+    for name, kind in BODIES.items():
+        told = section(by_hand(text), f"`{name}`")
+        if not told:
+            yield f"no section of the message {name}"
+        for field in kind._fields:
+            if told and field not in coded(told):
+                yield f"the section of {name} does not tell of {field}"
+
+
+def every_message_says_its_lane_and_what_makes_good_for_its_loss(text: str) -> Iterator[str]:
+    for name in BODIES:
+        told = section(by_hand(text), f"`{name}`")
+        if not told.strip().startswith(("Control.", "Bulk")):
+            yield f"the section of {name} does not begin with its lane"
+        if "Lost" not in told:
+            yield f"the section of {name} does not say what happens when it is lost"
+
+
+def the_envelope_is_told(text: str) -> Iterator[str]:
+    told = coded(section(by_hand(text), "The envelope"))
+    yield from (f"the envelope's {field} is not told" for field in protocol.Envelope._fields if field not in told)
+
+
+def events_effects_and_records_are_told(text: str) -> Iterator[str]:
+    hand = by_hand(text)
+    cells = coded("\n".join(re.findall(r"^\| (`[^|]*)\|", hand, re.MULTILINE)))
+    for name in (*EVENTS, *EFFECTS, *(kind.__name__ for kind in get_args(protocol.Record))):
+        if name not in cells:
+            yield f"{name} begins no row of a table"
+
+
+def every_trigger_is_explained(text: str) -> Iterator[str]:
+    told = coded(section_of_states(by_hand(text)))
+    for name, table in TABLES.items():
+        yield from (f"trigger {trigger!r} of the {name} table" for _, trigger in table if trigger not in told)
+
+
+def section_of_states(text: str) -> str:
+    found = re.search(r"^## States\n(.*?)(?=^## )", text, re.DOTALL | re.MULTILINE)
+    return found[1] if found else ""
+
+
+def every_checker_is_named_with_its_invariant(text: str) -> Iterator[str]:
+    rows = re.findall(r"^\| *\d* *\| `([^`]+)` \| (.+) \|$", section(by_hand(text), "Invariants"), re.MULTILINE)
+    told = dict(rows)
+    expected = [(checker.name, checker.sentence) for checker in all_checkers(RunConfig())]
+    for name, sentence in expected:
+        if told.get(name) != sentence:
+            yield f"checker {name!r} says {sentence!r}, the page {told.get(name)!r}"
+    yield from (f"{name!r} is not named" for name in OF_THE_SWARM if name not in told)
+    unknown = set(told) - {name for name, _ in expected} - set(OF_THE_SWARM)
+    yield from (f"there is no checker {name!r}" for name in sorted(unknown))
+    if [name for name, _ in rows if name in dict(expected)] != [name for name, _ in expected]:
+        yield "the checkers are not in the order of all_checkers"
+
+
+def every_reason_code_is_listed(text: str) -> Iterator[str]:
+    told = coded(section(text, "Reasons"))
+    yield from (f"reason {code!r} is not listed" for code in REASONS if code not in told)
+
+
+def settings_and_limits_have_their_defaults(text: str) -> Iterator[str]:
+    told = settings_told(by_hand(text))
+    for kind in (RunConfig, Limits):
+        for field in dataclasses.fields(kind):
+            if field.name == "limits":
+                continue
+            default = "empty" if field.default == () else field.default
+            expected = f"{default:g}" if isinstance(default, float) else str(default)
+            if told.get(field.name) != expected:
+                yield f"the default of {field.name} is {expected}, the page says {told.get(field.name)}"
+
+
+def settings_told(text: str) -> dict[str, str]:
+    """From the tables of settings: names in a cell with backquotes, defaults in the last cell, in the same order."""
+    told: dict[str, str] = {}
+    for row in re.findall(r"^\| (.*) \|$", section(text, "Words and symbols"), re.MULTILINE):
+        cells = [cell.strip() for cell in row.split("|")]
+        names = next((re.findall(r"`([^`]+)`", cell) for cell in cells[:-1] if re.match(r"`\w+`", cell)), [])
+        told.update(zip(names, [value.strip(" `") for value in cells[-1].split(",")], strict=False))
+    return told
+
+
+def diagrams_show_messages_that_exist(text: str) -> Iterator[str]:
+    """An arrow between a learner and a syncer is a body that travels that way; one to or from the disk is an effect or
+    an event."""
+    for flow in re.findall(r"```mermaid\nsequenceDiagram\n(.*?)```", text, re.DOTALL):
+        who = dict(re.findall(r"participant (\w+) as (\w+)", flow))
+        for origin, to, name in re.findall(r"(\w+)->>(\w+): (\w+)", flow):
+            known = {
+                ("learner", "syncer"): FROM_LEARNER,
+                ("syncer", "learner"): FROM_SYNCER,
+                ("syncer", "disk"): EFFECTS,
+                ("disk", "syncer"): EVENTS,
+            }.get((who.get(origin, ""), who.get(to, "")), {})
+            if name not in known:
+                yield f"{origin}->>{to}: {name} is nothing that travels from {who.get(origin)} to {who.get(to)}"
+
+
+# What each check must notice: a change of the page that makes it wrong
+PLANTED: dict[Check, list[tuple[str, str]]] = {
+    generated_parts_are_what_the_code_generates: [
+        ("IDLE --> PULLING: opened", "IDLE --> GRACE: opened"),
+        ("| `published` | version", "| `published` | Version"),
+        ("Pull(round: RoundId)", "Pull(round: int)"),
+    ],
+    every_message_has_a_section_with_its_fields: [
+        ("#### `Resync`", "#### Resync"),
+        ("`have` what is held", "and what is held"),
+    ],
+    every_message_says_its_lane_and_what_makes_good_for_its_loss: [
+        ("Control. The operator wants this learner out", "The operator wants this learner out"),
+        ("Lost: it counts as AWAY", "It counts as AWAY"),
+    ],
+    the_envelope_is_told: [("- `seen`: newest tick", "- newest tick")],
+    events_effects_and_records_are_told: [
+        ("| `StepTaken` |", "| StepTaken |"),
+        ("| `OpenGrace` |", "| grace |"),
+        ("| `ManifestRecord` |", "| manifest |"),
+    ],
+    every_trigger_is_explained: [("`asked again`: ", "asked again: ")],
+    every_checker_is_named_with_its_invariant: [
+        ("| `bounds` |", "| `limits` |"),
+        ("no merge with fewer than K contributions", "no merge below the quorum"),
+        ("| 10 | `liveness` |", "| 10 | |"),
+    ],
+    every_reason_code_is_listed: [("| `snapshot-busy` |", "| |")],
+    settings_and_limits_have_their_defaults: [
+        ("| `every_steps` | 24 |", "| `every_steps` | 500 |"),
+        ("before its link is dropped | 5 |", "before its link is dropped | 6 |"),
+        ("| `warmup_steps` |", "| |"),
+    ],
+    diagrams_show_messages_that_exist: [
+        ("L->>S: Ready", "L->>S: Started"),
+        ("S->>A: Marker", "A->>S: Marker"),
+    ],
+}
+
+
+@pytest.mark.parametrize("check", PLANTED, ids=lambda check: check.__name__)
+def test_the_page_is_complete(check):
+    assert list(check(TEXT)) == []
+
+
+@pytest.mark.parametrize(
+    ("check", "right", "wrong"),
+    [(check, *change) for check, changes in PLANTED.items() for change in changes],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_the_check_notices_a_planted_mistake(check, right, wrong):
+    assert right in TEXT, "the planted mistake has no place in the page any more"
+    assert list(check(TEXT.replace(right, wrong, 1))) != []
+
+
+@pytest.mark.parametrize(
+    ("page", "complaint"),
+    [
+        (TEXT.replace("<!-- generated: reasons -->", "<!-- generated: excuses -->"), r"missing \['reasons'\], unknown"),
+        (TEXT.replace("<!-- generated: states of run -->", ""), r"missing \['states of run'\]"),
+        (TEXT + "<!-- generated: reasons -->\n<!-- end -->", "each goes in once"),
+    ],
+)
+def test_a_page_with_other_parts_than_the_generator_is_refused(page, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        filled(page)
+
+
+def test_filling_twice_changes_nothing():
+    assert filled(filled(TEXT)) == filled(TEXT)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Links
+
+
+def broken_links(page: Path, text: str) -> Iterator[str]:
+    """Relative links whose file or heading does not exist."""
+    prose = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists():
+            yield f"{page.name}: {target}: no such file"
+        elif anchor and file.suffix == ".md":
+            there = text if file == page else file.read_text(encoding="utf-8")
+            if anchor not in anchors(there):
+                yield f"{page.name}: {target}: no such heading"
+
+
+def anchors(text: str) -> set[str]:
+    """Headings as the usual renderers turn them into anchors."""
+    bare = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", bare, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_lead_somewhere(page):
+    assert list(broken_links(page, page.read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize(
+    ("link", "complaints"),
+    [
+        ("[x](design.md)", 0),
+        ("[x](../src/atoll/core/tables.py)", 0),
+        ("[x](#grace)", 0),
+        ("[x](#a-learner-in-the-syncers-eyes)", 0),
+        ("[x](https://example.org/nothing)", 0),
+        ("`[x](nowhere.md)`", 0),
+        ("[x](nowhere.md)", 1),
+        ("[x](#no-such-heading)", 1),
+        ("[x](protocol.md#no-such-heading)", 1),
+    ],
+)
+def test_a_planted_link_is_judged(link, complaints):
+    assert len(list(broken_links(PROTOCOL, f"{TEXT}\n{link}\n"))) == complaints
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The worked example
+
+
+def example_rows(text: str) -> list[dict[str, str]]:
+    rows = [line.strip("| ").split(" | ") for line in section(text, "Example").splitlines() if line.startswith("|")]
+    return [dict(zip(rows[0], row, strict=True)) for row in rows[2:]]
+
+
+def learner_at_step_64(adopt: str) -> tuple[LearnerCore, protocol.Contribution]:
+    """A learner whose copy of step 40 is in the version that it adopted at step 42, and that has just been pulled."""
+    core = LearnerCore(RunConfig(fragments=1, adopt=adopt), learner=1, incarnation=1)  # type: ignore[arg-type]
+    core.handle(0.0, protocol.Started())
+    core.handle(0.0, protocol.LinkOpened(1))
+    hear(core, protocol.Welcome((2,), 0.0, 1.0))
+    hear(core, protocol.Published(0, 2, None, None, 0.0))
+    hear(core, protocol.NoPeer(Reason("peer-none"), False))
+    train_to(core, 39)
+    hear(core, protocol.Pull(RoundId(0, 2, 1, 1)))
+    train_to(core, 41)
+    hear(core, protocol.Published(0, 3, 2, Mark(1, 2, 40, 40_000, 0), 0.0))
+    train_to(core, 63)
+    hear(core, protocol.Pull(RoundId(0, 3, 1, 1)))
+    sent = [effect.envelope.body for effect in train_to(core, 64) if isinstance(effect, protocol.Send)]
+    (contribution,) = (body for body in sent if isinstance(body, protocol.Contribution))
+    return core, contribution
+
+
+def hear(core: LearnerCore, body: protocol.SyncerBody) -> None:
+    core.handle(core.now, protocol.MessageArrived(protocol.Envelope(1, 1, 1, 1, core.seen + 1, 0, 0, body)))
+
+
+def train_to(core: LearnerCore, step: int) -> list[protocol.LearnerEffect]:
+    """The effects of the last boundary."""
+    effects: list[protocol.LearnerEffect] = []
+    while core.step < step:
+        effects = core.handle(core.now + 1.0, protocol.StepTaken(1, 1000, 1.0))
+    return effects
+
+
+@pytest.mark.parametrize("row", example_rows(TEXT), ids=lambda row: row["case"])
+def test_the_worked_example_is_what_the_core_does(row):
+    core, _ = learner_at_step_64(row["mode"])
+    version, base, copied_at = map(int, re.findall(r"\d+", row["arrives with mark"]))
+    adopted_at = int(row["adopted at step"])
+    train_to(core, adopted_at - 1)
+    hear(core, protocol.Published(0, version, None, Mark(1, base, copied_at, copied_at * 1000, 0), 0.0))
+    effects = train_to(core, adopted_at)
+    counts = [int(row[name]) for name in ("merged tokens", "dropped tokens", "pending tokens")]
+    expected = protocol.AdoptFragment(0, version, row["mode"], row["merged copy"] == "yes", *counts)  # type: ignore[arg-type]
+    assert [effect for effect in effects if isinstance(effect, protocol.AdoptFragment)] == [expected]
+
+
+def test_the_contribution_of_the_worked_example_is_what_the_core_sends():
+    _, contribution = learner_at_step_64("carry")
+    for name in ("copied_at", "steps", "tokens", "trained", "dropped"):
+        assert f"`{name}` {getattr(contribution, name)}" in " ".join(section(TEXT, "Example").split())
+    assert f"= {weight_of(contribution.tokens, contribution.steps):,.0f}." in section(TEXT, "Example")
+
+
+def test_the_worked_example_has_all_its_cases():
+    assert [row["case"] for row in example_rows(TEXT)] == ["merged", "missed", "refused", "overwritten"]
