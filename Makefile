@@ -8,7 +8,7 @@ FIRST_RUN := runs/first
 TYPED := $(wildcard src tests benchmarks examples)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check format test train swarm bench-core clean
+.PHONY: help setup check format docs test train swarm bench-core clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ check: $(READY) ## style, types and import rules
 format: $(READY) ## let ruff repair what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(READY) ## write the generated parts of docs/protocol.md anew
+	$(BIN)/python -m tests.diagrams --write docs/protocol.md
 
 test: check ## set-up, all checks, all tests
 	$(BIN)/pytest -n 2

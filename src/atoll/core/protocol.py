@@ -7,7 +7,8 @@ comparisons that matter go through `tape.canonical`, which carries the type's na
 Ordering contract, for every driver:
 
 - `Persist(record)` is answered by exactly one `Persisted`, `PersistFailed` or `StoreFenced`; the core sends nothing
-  that depends on the record before `Persisted`. So a version is durable BEFORE it is published, an admission BEFORE the welcome.
+  that depends on the record before `Persisted`. So a version is durable BEFORE it is published, an admission BEFORE
+  the welcome.
 - `MergeRound` is answered by exactly one `MergeDone` or `MergeFailed`; `Dial` by one `LinkOpened` or `DialFailed`;
   `SaveSnapshot` by one `SnapshotSaved` or `SnapshotSaveFailed`.
 - Effects of one `handle` call are carried out in their order. `CopyFragment`, `AdoptFragment`, `SaveSnapshot` and the

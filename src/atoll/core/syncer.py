@@ -143,9 +143,6 @@ class SyncerCore(Ending):
         if member is None:
             return
         self._heard(now, member, envelope)
-        if member.standing is Standing.QUARANTINED and type(body) is not Leave:
-            self._ignore("quarantined")
-            return
         self._bodies[type(body)](self, now, member, envelope, body)
         if self.cut is not None:
             self._check_cut(now)

@@ -222,7 +222,7 @@ class Members(Rounds):
         if member is None or not self._is_current(member, envelope):
             self._ignore("stale incarnation or session")
             return None
-        if member.standing not in CONNECTED and member.standing is not Standing.QUARANTINED:
+        if member.standing not in CONNECTED:
             self._ignore("not a member now")
             return None
         return member
@@ -252,7 +252,7 @@ class Members(Rounds):
             self._strike(now, member, self._note(reason))
             return
         if member.standing is Standing.JOINING:
-            self._trains(now, member, Reason("moments-kept"))  # its word that it is ready was lost
+            self._trains(now, member, self._note(Reason("moments-kept")))  # its word that it is ready was lost
         member.step = body.step
         member.reported_at = now
         self.ledger.tell(member.id, body.trained)

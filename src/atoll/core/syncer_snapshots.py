@@ -1,8 +1,8 @@
 """A consistent snapshot of the whole run while training goes on (Chandy and Lamport, coloured by a marker).
 
 The syncer's cut is the moment it raises `marker`; a learner's cut is the first step boundary after it saw the marker
-and before it adopts anything that carries it. A contribution that was sent before its learner's cut and arrives after the
-syncer's is in flight at the cut, and is kept with the snapshot. Bulk data may overtake control messages or be overtaken
+and before it adopts anything that carries it. A contribution that was sent before its learner's cut and arrives after
+the syncer's is in flight at the cut, and is kept with the snapshot. Bulk data may overtake control messages or be overtaken
 by them, so nothing relies on order between two messages: the colour is on each of them, and a learner's part names the
 contributions that were outstanding at its cut.
 """

@@ -99,7 +99,6 @@ MEMBER_TABLE: dict[tuple[Standing, str], Standing] = {
     (Standing.AWAY, "resumed joining"): Standing.JOINING,
     (Standing.AWAY, "superseded"): Standing.ADMITTING,
     (Standing.QUARANTINED, "superseded"): Standing.ADMITTING,
-    (Standing.QUARANTINED, "left"): Standing.LEFT,
     (Standing.LEFT, "superseded"): Standing.ADMITTING,
 }
 

@@ -250,7 +250,13 @@ class World(Driver):
         self.gone.add(fault.learner)
         self._run(proc, LeaveWanted("the operator said so"))
         self._kill_learner(proc)
+        if fault.size > 5:
+            self.engine.at(self.engine.now + fault.lasts_s, self._come_back, fault.learner)
         return True
+
+    def _come_back(self, learner: LearnerId) -> None:
+        self.gone.discard(learner)
+        self._start_if_down(learner)
 
     def _fault_snapshot(self, fault: Fault) -> bool:
         if self.syncer is None:
