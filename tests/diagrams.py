@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -27,14 +27,14 @@ from atoll.core.types import Accepted, Mark, RoundId
 
 PART = re.compile(r"<!-- generated: (?P<name>[^>]*) -->\n(?P<text>.*?)<!-- end -->", re.DOTALL)
 
-Table = dict[tuple[Enum, str], Enum]
+Table = Mapping[tuple[Any, str], Enum]
 
 
 def states(name: str) -> str:
     """One transition table as a diagram and as rows."""
     table: Table = TABLES[name]
-    first = next(iter(table))[0]
-    members = list(type(first))
+    kind: type[Enum] = type(next(iter(table))[0])
+    members = list(kind)
     arrows: dict[tuple[Enum, Enum], list[str]] = {}
     for (state, trigger), to in table.items():
         arrows.setdefault((state, to), []).append(trigger)

@@ -1,4 +1,4 @@
-"""The pages say what the code does: what can be compared is compared, and every comparison is shown to be able to fail."""
+"""The pages say what the code does. What can be compared is, and each comparison is shown to be able to fail."""
 
 from __future__ import annotations
 
@@ -330,7 +330,7 @@ def test_the_worked_example_is_what_the_core_does(row):
     hear(core, protocol.Published(0, version, None, Mark(1, base, copied_at, copied_at * 1000, 0), 0.0))
     effects = train_to(core, adopted_at)
     counts = [int(row[name]) for name in ("merged tokens", "dropped tokens", "pending tokens")]
-    expected = protocol.AdoptFragment(0, version, row["mode"], row["merged copy"] == "yes", *counts)  # type: ignore[arg-type]
+    expected = protocol.AdoptFragment(0, version, row["mode"], row["merged copy"] == "yes", *counts)
     assert [effect for effect in effects if isinstance(effect, protocol.AdoptFragment)] == [expected]
 
 

@@ -12,7 +12,7 @@ Effects are compared in their encoded form, because named tuples of different ty
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from atoll.core.learner import LearnerCore
 from atoll.core.protocol import (
@@ -166,11 +166,11 @@ class SyncerTalk(Talk):
             self._write_record(record)
         self.tell(0.0, Started())
 
-    def restarted(self, at: float = 0.0) -> SyncerTalk:
+    def restarted(self: Self, at: float = 0.0) -> Self:
         """The process was killed; another one starts on the same directory."""
         versions = {r.fragment: r for (kind, _), r in self.disk.items() if kind == "version"}  # type: ignore[union-attr]
         members, manifest = self.disk.get(("members", 0)), self.disk.get(("manifest", 0))
-        talk = SyncerTalk(self.config, self.epoch + 1, Restored(versions, members, manifest))  # type: ignore[arg-type]
+        talk = type(self)(self.config, self.epoch + 1, Restored(versions, members, manifest))  # type: ignore[arg-type]
         talk.now = at
         return talk
 

@@ -40,11 +40,14 @@ from atoll.core.protocol import (
     NoPeer,
     PeerChosen,
     Persist,
+    Persisted,
+    PersistFailed,
     Ping,
     Pong,
     Published,
     Pull,
     Ready,
+    Record,
     Refuse,
     RefuseContribution,
     Report,
@@ -63,6 +66,7 @@ from atoll.core.protocol import (
     Welcome,
 )
 from atoll.core.reasons import because
+from atoll.core.tables import Link
 from atoll.core.types import NOTHING, Limits, Mark, RoundId, RunConfig
 from tests.core.conversation import LearnerTalk, SyncerTalk, Voice
 
@@ -71,6 +75,28 @@ FRAGMENTS = st.integers(0, 2)
 WAITS_S = st.sampled_from([0.0, 0.01, 0.5, 1.0, 5.0, 40.0, 700.0, -3.0, -1e6])
 WILD = st.sampled_from([-(10**9), -1, 0, 1, 2, 7, 10**6, 10**12])
 STORY = 60
+NONSENSE = st.one_of(
+    st.builds(Report, WILD, WILD.map(lambda n: min(n, 10**6)), st.sampled_from([-1.0, 0.0, math.nan, math.inf])),
+    st.builds(Delivered, WILD, WILD),
+    st.builds(Resync, WILD, WILD),
+    st.builds(
+        Contribution,
+        st.builds(RoundId, WILD, WILD, WILD, WILD),
+        WILD,
+        WILD,
+        WILD,
+        WILD,
+        WILD,
+        st.sampled_from([None, "values are not finite"]),
+    ),
+    st.builds(SnapshotPart, WILD, WILD, WILD, st.tuples(WILD), st.tuples(st.builds(RoundId, WILD, WILD, WILD, WILD))),
+    st.builds(InnerState, LEARNERS, WILD, WILD, WILD, st.tuples(WILD)),
+    st.builds(StateRequest, st.tuples(WILD)),
+    st.builds(Ready, st.just(because("moments-kept"))),
+    st.builds(FinishAck, WILD),
+    st.builds(Ping, WILD),
+)
+"""Messages that no honest learner sends, or not now."""
 
 
 def plain(value: Any) -> Any:
@@ -102,7 +128,7 @@ class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.talk = None
+        self.begun = False
 
     def happens(self, event: Any) -> list[Any]:
         raise NotImplementedError
@@ -143,8 +169,9 @@ class SyncerMachine(Machine):
         gamma=st.sampled_from([0.0, 0.5, 0.9]),
         snapshots=st.sampled_from([0, 0, 2]),
         budget=st.sampled_from([None, None, 4]),
+        learners=st.integers(1, 3),
     )
-    def begin(self, fragments, every, quorum, gamma, snapshots, budget):
+    def begin(self, fragments, every, quorum, gamma, snapshots, budget, learners):
         self.config = RunConfig(
             fragments=fragments,
             every_steps=every,
@@ -158,6 +185,9 @@ class SyncerMachine(Machine):
         self.heard: list[Envelope] = []
         self.versions = dict.fromkeys(range(fragments), 0)
         self.trained = 0
+        self.begun = True
+        for learner in range(1, learners + 1):
+            self.joins_all_the_way(self.talk.voice(learner))
 
     def happens(self, event: Any) -> list[Any]:
         if isinstance(event, MessageArrived):
@@ -189,7 +219,7 @@ class SyncerMachine(Machine):
 
     @invariant()
     def it_makes_sense(self):
-        if self.talk is None:
+        if not self.begun:
             return
         view = look(self.talk.core)
         for f in view.fragments:
@@ -221,26 +251,21 @@ class SyncerMachine(Machine):
     @rule(which=st.integers(0, 5), works=st.sampled_from([True, True, True, False]))
     def a_write_ends(self, which, works):
         writes = [e for e in self.talk.awaited if isinstance(e, Persist)]
-        record = writes[which % len(writes)].record
-        self.talk.awaited = [e for e in self.talk.awaited if not isinstance(e, Persist) or e.record != record]
-        self.talk.awaited.append(Persist(record))
-        if works:
-            if isinstance(record, VersionRecord) and self.talk.core.view().stage != "superseded":
-                self.versions[record.fragment] = record.version
-            self._end_write(lambda: self.talk.persisted(self.now, record.key().kind, record.key().number))
-        else:
-            self._end_write(lambda: self.talk.persist_failed(self.now))
+        self._end_write(writes[which % len(writes)], works)
 
-    def _end_write(self, end: Any) -> None:
-        others = self.talk.awaited[:-1]
-        self.talk.awaited = self.talk.awaited[-1:]
-        try:
-            done = end()
-        except AssertionError as error:
-            raise AssertionError("\n".join([str(error), *self.talk.story[-STORY:]])) from error
-        self.talk.awaited = others + self.talk.awaited
-        for effect in done:
-            self._look_at(effect)
+    def _end_write(self, effect: Persist, works: bool = True) -> None:
+        self.talk.awaited.remove(effect)
+        record = effect.record
+        if not works:
+            self.happens(PersistFailed(record.key(), "no space left on device"))
+            return
+        self._write(record)
+        self.happens(Persisted(record.key()))
+
+    def _write(self, record: Record) -> None:
+        self.talk._write_record(record)
+        if isinstance(record, VersionRecord) and self.talk.core.view().stage != "superseded":
+            self.versions[record.fragment] = record.version
 
     @rule(chance=st.integers(0, 15), kept=st.booleans())
     def the_syncer_is_killed_and_starts_again(self, chance, kept):
@@ -248,10 +273,8 @@ class SyncerMachine(Machine):
         if chance:
             return
         for effect in [e for e in self.talk.awaited if isinstance(e, Persist)] if kept else []:
-            self.talk._write_record(effect.record)
-            if isinstance(effect.record, VersionRecord):
-                self.versions[effect.record.fragment] = effect.record.version
-        before, self.talk = self.talk, self.talk.restarted(self.now)  # type: ignore[assignment]
+            self._write(effect.record)
+        before, self.talk = self.talk, self.talk.restarted(self.now)
         for learner, old in before.voices.items():
             voice = self.talk.voice(learner, old.incarnation, old.session + 1)
             voice.step, voice.trained, voice.received, voice.marks = old.step, old.trained, old.received, old.marks
@@ -265,62 +288,45 @@ class SyncerMachine(Machine):
 
     # ------------------------------------------------------------------------------------------------ members
 
-    @rule(learner=LEARNERS, training=st.booleans())
-    def hello(self, learner, training):
-        voice = self.voice(learner)
+    def hello_body(self, voice: Voice, training: bool) -> Hello:
         held = tuple(voice.received.values())
-        body = self.hello_body(voice, held, training and NOTHING not in held)
-        self.says(learner, body)
+        config = self.config
+        return Hello(
+            config.run_id, config.fingerprint, held, voice.step, voice.trained, training and NOTHING not in held
+        )
 
-    def hello_body(self, voice: Voice, held: tuple[int, ...], training: bool) -> Any:
-        return Hello(self.config.run_id, self.config.fingerprint, held, voice.step, voice.trained, training)
-
-    @rule(learner=LEARNERS)
-    def joins(self, learner):
-        """All the way, as far as the disk lets it."""
-        voice = self.voice(learner)
-        self.says(learner, self.hello_body(voice, tuple(voice.received.values()), False))
-        while any(isinstance(e, Persist) for e in self.talk.awaited) and voice.welcome is None:
-            self._write_oldest()
+    def joins_all_the_way(self, voice: Voice) -> None:
+        """As far as the disk lets it."""
+        self.says(voice.id, self.hello_body(voice, False))
+        for effect in [e for e in self.talk.awaited if isinstance(e, Persist)]:
+            self._end_write(effect)
         self.acknowledges_all(voice)
-        self.says(learner, Ready(because("moments-kept")))
-
-    def _write_oldest(self) -> None:
-        record = next(e for e in self.talk.awaited if isinstance(e, Persist)).record
-        if isinstance(record, VersionRecord) and self.talk.core.view().stage != "superseded":
-            self.versions[record.fragment] = record.version
-        for effect in self.talk.persisted(self.now):
-            self._look_at(effect)
+        self.says(voice.id, Ready(because("moments-kept")))
 
     def acknowledges_all(self, voice: Voice) -> None:
         for p, version in list(voice.received.items()):
             self.says(voice.id, Delivered(p, version))
 
-    @rule(learner=LEARNERS, incarnation=st.integers(-1, 1), fresh=st.booleans())
-    def starts_again_or_dials_again(self, learner, incarnation, fresh):
+    @rule(learner=LEARNERS, older=st.sampled_from([False, False, True]))
+    def starts_again(self, learner, older):
         old = self.voice(learner)
-        if incarnation:
-            voice = self.talk.voice(learner, max(old.incarnation + incarnation, 1), 1)
-        else:
-            voice = old
-            voice.session += 1 if fresh else -1
-        self.says(learner, self.hello_body(voice, tuple(voice.received.values()), incarnation == 0))
+        voice = self.talk.voice(learner, max(old.incarnation + (-1 if older else 1), 1), 1)
+        self.joins_all_the_way(voice)
 
-    @rule(learner=st.integers(-1, 5), run=st.sampled_from(["run", "other"]), print_=st.sampled_from([(), ("other",)]))
-    def a_stranger_says_hello(self, learner, run, print_):
-        body = Hello(run, print_, (NOTHING,) * self.config.fragments, 0, 0, False)
-        self.happens(MessageArrived(Envelope(learner, 9, 1, 0, 1, 0, 0, body)))
-        if learner in self.talk.voices and (run, print_) == ("run", ()):
-            self.talk.voices[learner].incarnation = max(self.talk.voices[learner].incarnation, 9)
-            self.talk.voices[learner].session = 1
+    @rule(learner=LEARNERS, training=st.booleans())
+    def dials_again(self, learner, training):
+        voice = self.voice(learner)
+        voice.session += 1
+        self.says(learner, self.hello_body(voice, training))
+
+    @rule(learner=LEARNERS, training=st.booleans())
+    def says_hello_once_more(self, learner, training):
+        voice = self.voice(learner)
+        self.says(learner, self.hello_body(voice, training))
 
     @rule(learner=LEARNERS, stale=st.booleans())
     def disconnected(self, learner, stale):
         self.happens(LearnerDisconnected(learner, self.voice(learner).session - stale, "reset"))
-
-    @rule(learner=LEARNERS)
-    def ready(self, learner):
-        self.says(learner, Ready(because("moments-kept")))
 
     @rule(learner=LEARNERS, chance=st.integers(0, 8))
     def leaves(self, learner, chance):
@@ -336,9 +342,31 @@ class SyncerMachine(Machine):
         voice.trained += tokens
         self.says(learner, Report(voice.step, voice.trained, 1.0))
 
-    @rule(learner=LEARNERS, step=WILD, trained=WILD, seconds=st.sampled_from([-1.0, 0.0, 2.0, math.nan, math.inf]))
-    def reports_nonsense(self, learner, step, trained, seconds):
-        self.says(learner, Report(step, min(trained, 10**6), seconds))
+    @rule(seconds=st.sampled_from([0.1, 1.0]), rounds=st.integers(1, 3))
+    def some_good_seconds(self, seconds, rounds):
+        """Everybody trains, answers and acknowledges; merge thread and disk are quick."""
+        for _ in range(rounds):
+            self.now += seconds
+            for voice in list(self.talk.voices.values()):
+                voice.step, voice.trained = voice.step + 1, voice.trained + 10
+                self.says(voice.id, Report(voice.step, voice.trained, seconds))
+            self.everybody_answers()
+            self.all_work_ends()
+            for voice in list(self.talk.voices.values()):
+                self.acknowledges_all(voice)
+
+    def everybody_answers(self) -> None:
+        for learner, voice in list(self.talk.voices.items()):
+            for fragment in list(voice.pulls):
+                self.says(learner, voice.contribution(fragment))
+
+    def all_work_ends(self) -> None:
+        while self.talk.awaited:
+            effect = self.talk.awaited[0]
+            if isinstance(effect, MergeRound):
+                self.happens(MergeDone(self.talk.take(MergeRound).round))
+            else:
+                self._end_write(effect)
 
     @rule(learner=LEARNERS, fragment=FRAGMENTS)
     def contributes(self, learner, fragment):
@@ -348,9 +376,17 @@ class SyncerMachine(Machine):
 
     @rule()
     def everybody_contributes(self):
-        for learner, voice in list(self.talk.voices.items()):
-            for fragment in list(voice.pulls):
-                self.says(learner, voice.contribution(fragment))
+        self.everybody_answers()
+
+    @rule(learner=LEARNERS)
+    def acknowledges(self, learner):
+        self.acknowledges_all(self.voice(learner))
+
+    # ------------------------------------------------------------------------------------------------ nonsense
+
+    @rule(learner=LEARNERS, body=NONSENSE)
+    def says_nonsense(self, learner, body):
+        self.says(learner, body)
 
     @rule(learner=LEARNERS, fragment=FRAGMENTS, field=st.sampled_from(Contribution._fields[1:6]), value=WILD)
     def contributes_nonsense(self, learner, fragment, field, value):
@@ -358,18 +394,13 @@ class SyncerMachine(Machine):
         if fragment in voice.pulls:
             self.says(learner, voice.contribution(fragment)._replace(**{field: value}))
 
-    @rule(learner=LEARNERS, fragment=WILD, base=WILD, attempt=WILD, bad=st.booleans())
-    def contributes_to_a_round_that_never_was(self, learner, fragment, base, attempt, bad):
-        round_id = RoundId(fragment, base, self.talk.epoch, attempt)
-        self.says(learner, Contribution(round_id, 5, 1, 10, 50, 0, "not finite" if bad else None))
-
-    @rule(learner=LEARNERS)
-    def acknowledges(self, learner):
-        self.acknowledges_all(self.voice(learner))
-
-    @rule(learner=LEARNERS, fragment=WILD, version=WILD, whole=st.booleans())
-    def acknowledges_nonsense(self, learner, fragment, version, whole):
-        self.says(learner, Resync(fragment, version) if whole else Delivered(fragment, version))
+    @rule(learner=st.integers(-1, 5), run=st.sampled_from(["run", "other"]), print_=st.sampled_from([(), ("other",)]))
+    def a_stranger_says_hello(self, learner, run, print_):
+        body = Hello(run, print_, (NOTHING,) * self.config.fragments, 0, 0, False)
+        self.happens(MessageArrived(Envelope(learner, 9, 1, 0, 1, 0, 0, body)))
+        if learner in self.talk.voices and (run, print_) == ("run", ()):
+            self.talk.voices[learner].incarnation = max(self.talk.voices[learner].incarnation, 9)
+            self.talk.voices[learner].session = 1
 
     # ------------------------------------------------------------------------------------------------ the rest
 
@@ -392,9 +423,12 @@ class SyncerMachine(Machine):
         part = SnapshotPart(snapshot, voice.step, voice.trained, versions, rounds, "disk" if bad else None)
         self.says(learner, part)
 
-    @rule(learner=LEARNERS, ends=st.booleans())
-    def pings_or_acknowledges_the_end(self, learner, ends):
-        self.says(learner, FinishAck(0) if ends else Ping(1))
+    @rule()
+    def everybody_saves_its_part(self):
+        for voice in list(self.talk.voices.values()):
+            voice.marker = self.talk.core.marker
+            held = tuple(voice.received.values())
+            self.says(voice.id, SnapshotPart(voice.marker, voice.step, voice.trained, held, ()))
 
     @rule(which=st.integers(0, 50))
     def a_message_arrives_again(self, which):
@@ -428,8 +462,9 @@ class LearnerMachine(Machine):
         every=st.integers(1, 4),
         adopt=st.sampled_from(["carry", "overwrite", "blend"]),
         incarnation=st.integers(1, 3),
+        joined=st.sampled_from([True, True, False]),
     )
-    def begin(self, fragments, every, adopt, incarnation):
+    def begin(self, fragments, every, adopt, incarnation, joined):
         limits = Limits(first_wait_s=5.0, most_wait_s=60.0)
         self.config = RunConfig(fragments=fragments, every_steps=every, adopt=adopt, limits=limits)
         self.talk = QuietLearner(self.config, 1, incarnation)
@@ -443,6 +478,9 @@ class LearnerMachine(Machine):
         self.may_stop = False
         self.was_training = False
         self.steps = 0
+        self.begun = True
+        if joined:
+            self.trains_if_it_can()
 
     def happens(self, event: Any) -> list[Any]:
         if isinstance(event, MessageArrived):
@@ -474,7 +512,7 @@ class LearnerMachine(Machine):
 
     @invariant()
     def it_makes_sense(self):
-        if self.talk is None:
+        if not self.begun:
             return
         core = self.talk.core
         view = look(core)
@@ -488,8 +526,10 @@ class LearnerMachine(Machine):
                 self.checked(not line.dropped, f"fragment {p}: carry drops nothing, {line}")
 
     def hears(self, body: Any, **other: Any) -> list[Any]:
-        self.talk.tick += 1
         core = self.talk.core
+        if core.link is Link.DIALING:
+            return []
+        self.talk.tick += 1
         plain_ = Envelope(
             1, core.incarnation, self.talk.session, self.talk.epoch, self.talk.tick, 0, self.talk.marker, body
         )
@@ -521,7 +561,10 @@ class LearnerMachine(Machine):
         self.hears(Welcome(tuple(self.published.values()), 0.0, step_s))
 
     @rule()
-    def trains(self):
+    def comes_back(self):
+        self.trains_if_it_can()
+
+    def trains_if_it_can(self) -> None:
         """All the way to training, if nothing stands in between."""
         if self.dialing:
             self.dialing_ends_well()
@@ -642,7 +685,7 @@ class LearnerMachine(Machine):
 
     @rule(which=st.integers(0, 50))
     def a_message_arrives_again(self, which):
-        if self.heard:
+        if self.heard and self.talk.core.link is not Link.DIALING:
             self.happens(MessageArrived(self.heard[-1 - which % len(self.heard)]))
 
     @rule(chance=st.integers(0, 15))
