@@ -48,9 +48,7 @@ def run(
     chips: Annotated[int, typer.Option("--chips", metavar="N", help="Chips of all learners together.")] = 1_200_000,
     days: Annotated[
         float | None,
-        typer.Option(
-            "--days", metavar="DAYS", help="Simulated days. [default: 30; 4 with --table, 1/24 with --mixed]"
-        ),
+        typer.Option("--days", metavar="DAYS", help="Simulated days. [default: 30; 4 with --table, 1/24 with --mixed]"),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", metavar="S", help="First seed. A seed fixes the whole world.")] = 0,
     seeds: Annotated[
@@ -221,14 +219,29 @@ def run(
 def _simulate(wish: Wish, table: bool, mixed: bool, plot: Path | None, as_json: bool) -> None:
     from atoll.commands.simulate_mixed import compare_mixed
     from atoll.commands.simulate_plot import check_plot, draw_plot
-    from atoll.commands.simulate_run import Presented, simulate_run
-    from atoll.commands.simulate_table import simulate_cells, table_fields, show_tables
+    from atoll.commands.simulate_run import outcome_fields, simulate_run
+    from atoll.commands.simulate_show import show_outcome
+    from atoll.commands.simulate_table import show_tables, simulate_cells, table_fields, wish_for_plot
 
     if plot is not None:
         check_plot(plot)
     if mixed:
         compare_mixed(wish, as_json)
         return
+    outcome = None if table else simulate_run(wish)
+    cells = simulate_cells(wish if table else wish_for_plot(wish)) if table or plot is not None else []
+    if plot is not None:
+        draw_plot(plot, cells, outcome)
+    if as_json:
+        fields = table_fields(wish, cells) if outcome is None else outcome_fields(outcome)
+        print_json({**fields, "plot": None if plot is None else str(plot)})
+        return
+    if outcome is None:
+        show_tables(wish, cells)
+    else:
+        show_outcome(outcome)
+    if plot is not None:
+        print(f"The figure is in {plot}.")
 
 
 def _check_options(context: typer.Context, method: str, table: bool, mixed: bool, plot: Path | None) -> None:

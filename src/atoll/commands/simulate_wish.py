@@ -91,7 +91,11 @@ class Wish:
             "slow_down_mean_s": fleet.slowdown_mean_s if fleet.slowdowns_per_hour else None,
             "speeds": list(self.speeds) or None,
             "extra": [
-                {"count": extra.count, "speed": extra.speed, "windows_s": [[_finite(s) for s in window] for window in extra.windows]}
+                {
+                    "count": extra.count,
+                    "speed": extra.speed,
+                    "windows_s": [[_finite(s) for s in window] for window in extra.windows],
+                }
                 for extra in self.extras
             ],
         }

@@ -14,6 +14,7 @@ from atoll.core.protocol import (
     Envelope,
     Finish,
     FinishAck,
+    FragmentDamaged,
     InnerState,
     LearnerEffect,
     LearnerEvent,
@@ -139,10 +140,12 @@ class LearnerCore(Joining):
         self._bodies[type(envelope.body)](self, now, envelope, envelope.body)
 
     def _is_for_us(self, envelope: Envelope) -> bool:
-        if envelope.incarnation != self.incarnation or envelope.session != self.session or self.link is Link.DOWN:
+        if envelope.incarnation != self.incarnation or envelope.session != self.session:
             return False
         if self.link is Link.UP:
             return envelope.epoch == self.epoch
+        if self.link is not Link.GREETING:
+            return False  # what is still on its way on a link that is closed
         return envelope.epoch >= self.epoch  # greeting: the answer may come from a newer syncer, never from an older
 
     def _on_published(self, now: float, envelope: Envelope, body: Published) -> None:
@@ -152,7 +155,7 @@ class LearnerCore(Joining):
             return
         if body.version > self.received[p]:
             if body.base is not None and body.base != self.received[p]:
-                self._send(Resync(p, self.received[p]))
+                self._want_whole(p)
                 return
             self.received[p] = body.version
             self.marks[p] = body.mark
@@ -164,6 +167,15 @@ class LearnerCore(Joining):
             self._check_ready(now)
         elif self.mode is Mode.FINISHING:
             self._check_final()
+
+    def _on_damaged(self, now: float, event: FragmentDamaged) -> None:
+        self._say("fragment-damaged", event.version, event.fragment, event.why)
+        if event.version > self.received.get(event.fragment, event.version):
+            self._want_whole(event.fragment)
+
+    def _want_whole(self, p: FragmentId) -> None:
+        if self.link is Link.UP:
+            self._send(Resync(p, self.received[p]))
 
     def _on_timer(self, now: float, event: TimerFired) -> None:
         """Due timers were handled at the door."""
@@ -262,6 +274,7 @@ _EVENTS: Table = (
     (LinkClosed, "_on_link_closed"),
     (DialFailed, "_on_dial_failed"),
     (StepTaken, "_on_step"),
+    (FragmentDamaged, "_on_damaged"),
     (SnapshotSaved, "_on_snapshot_saved"),
     (SnapshotSaveFailed, "_on_snapshot_save_failed"),
     (LeaveWanted, "_on_leave_wanted"),

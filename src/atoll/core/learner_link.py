@@ -75,12 +75,14 @@ class LinkKeeper(LearnerState):
         else:
             self.pings += 1
             self.ping_sent_at = now
-            self._send(Ping(self.pings))
+            self.ping_serial += 1
+            self._send(Ping(self.ping_serial))
             wait = patience(self.round_trip, 4, self.limits) * 2.0 ** (self.pings - 1)
             self._arm(now + min(wait, self.limits.most_wait_s), "quiet", session)
 
     def _on_pong(self, now: float, envelope: Envelope, body: Pong) -> None:
-        self.round_trip.add(now - self.ping_sent_at)
+        if body.serial == self.ping_serial:
+            self.round_trip.add(now - self.ping_sent_at)
 
     def _hang_up(self, now: float, reason: Reason) -> None:
         self._say(reason.code, *reason.args)

@@ -24,6 +24,8 @@ from atoll.core.types import FragmentId, RoundId
 class LearnerRounds(LinkKeeper):
     def _on_pull(self, now: float, envelope: Envelope, body: Pull) -> None:
         p = body.round.fragment
+        if self.mode is not Mode.TRAINING or p not in self.versions:
+            return
         copy = self.copies.get(p)
         if copy is not None and copy.round == body.round:
             self._send_copy(copy)  # the answer was lost; the same copy again, or nobody could tell which was merged
@@ -32,7 +34,7 @@ class LearnerRounds(LinkKeeper):
         # merged, (2) an old pull of attempt 1 arrives and its answer takes the place of the copy, (3) the published
         # mark names a copy that is gone, and merged work is taken for lost.
         newest = max((r for r in (self.pulls.get(p), copy.round if copy is not None else None) if r), default=None)
-        if p in self.versions and self.mode is Mode.TRAINING and (newest is None or newest < body.round):
+        if newest is None or newest < body.round:
             self.pulls[p] = body.round
 
     def _on_refused_contribution(self, now: float, envelope: Envelope, body: RefuseContribution) -> None:
@@ -111,7 +113,10 @@ class LearnerRounds(LinkKeeper):
 
     def _save_part(self) -> None:
         versions = tuple(self.versions.values())
-        outstanding = tuple(c.round for p, c in self.copies.items() if c.round.base == self.versions[p])
+        # A copy for a syncer that is gone is not on its way to anybody.
+        outstanding = tuple(
+            c.round for p, c in self.copies.items() if c.round.base == self.versions[p] and c.round.epoch == self.epoch
+        )
         self.part = SnapshotPart(self.cut_due, self.step, self.trained, versions, outstanding)
         self._out.append(SaveSnapshot(self.cut_due, self.step))
         self.marker = self.cut_due

@@ -78,6 +78,7 @@ class LearnerState:
         self.dials = 0
         self.hellos = 0
         self.pings = 0
+        self.ping_serial = 0
         self.ping_sent_at = 0.0
         self.last_heard = 0.0
         self.gap = Estimate()

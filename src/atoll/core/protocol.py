@@ -273,10 +273,11 @@ class VersionRecord(NamedTuple):
 
 
 class MembersRecord(NamedTuple):
-    """The newest incarnation of every learner, and the tokens of those that were replaced."""
+    """The newest incarnation of every learner, those of them that have left, and the tokens of all who are gone."""
 
     serial: int
     incarnations: tuple[tuple[LearnerId, Incarnation], ...]
+    left: tuple[LearnerId, ...]
     retired_tokens: int
 
     def key(self) -> RecordKey:
@@ -380,6 +381,14 @@ class StepTaken(NamedTuple):
     step_time_s: float
 
 
+class FragmentDamaged(NamedTuple):
+    """A published fragment arrived with a wrong digest, or as an update to a value that the driver does not hold."""
+
+    fragment: FragmentId
+    version: Version
+    why: str
+
+
 class SnapshotSaved(NamedTuple):
     snapshot: int
 
@@ -414,6 +423,7 @@ LearnerEvent = (
     | LinkClosed
     | DialFailed
     | StepTaken
+    | FragmentDamaged
     | SnapshotSaved
     | SnapshotSaveFailed
     | LeaveWanted

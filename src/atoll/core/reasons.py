@@ -37,6 +37,7 @@ REASONS: dict[str, str] = {
     "contribution-no-steps": "no steps or no tokens: nothing to merge",
     "contribution-wild": "impossible counters: {0} steps, {1} tokens at local step {2}",
     "contribution-bad": "bad values: {0}",
+    "fragment-damaged": "version {0} of fragment {1} arrived damaged ({2}); asking for the whole value",
     # members
     "member-admitting": "incarnation {0} said hello; making its admission durable",
     "member-joining": "incarnation {0} is fetching fragments and inner state",

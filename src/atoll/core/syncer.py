@@ -129,6 +129,9 @@ class SyncerCore(Ending):
     def _on_started(self, now: float, event: Started) -> None:
         if self.stage is Stage.RUNNING:
             self._check_budget(now)
+        elif self.stage is Stage.FINISHED:
+            # Restarted after the end: learners that missed it may come back; if none does, there is nothing to do.
+            self._arm(now + self.limits.first_wait_s, "finish")
 
     def _on_timer(self, now: float, event: TimerFired) -> None:
         """Due timers were handled at the door."""

@@ -132,8 +132,10 @@ class Members(Rounds):
         self.members_saving = True
         self.members_dirty = False
         self.members_serial += 1
-        incarnations = tuple((m.id, m.incarnation) for _, m in sorted(self.members.items()))
-        self._out.append(Persist(MembersRecord(self.members_serial, incarnations, self.ledger.closed_trained)))
+        members = [m for _, m in sorted(self.members.items())]
+        incarnations = tuple((m.id, m.incarnation) for m in members)
+        left = tuple(m.id for m in members if m.id not in self.ledger.accounts)
+        self._out.append(Persist(MembersRecord(self.members_serial, incarnations, left, self.ledger.closed_trained)))
 
     def _members_saved(self, now: float, serial: int) -> None:
         self.members_saving = False

@@ -78,7 +78,12 @@ class Rounds(SyncerState, ABC):
         f.round = f.latest_round = RoundId(f.id, f.version, self.epoch, f.attempt)
         f.opened_at = now
         # A learner that did not report right now is in the middle of a step, which does not count as taken since.
-        f.open_steps = {m.id: m.step if m.reported_at == now else m.step + 1 for m in self.live.values()}
+        # One that is suspected now may be heard again, and must not count the steps before this opening then.
+        f.open_steps = {
+            m.id: m.step if m.reported_at == now else m.step + 1
+            for m in self.members.values()
+            if m.standing in (Standing.LIVE, Standing.SUSPECT)
+        }
         f.need_steps = self.config.every_steps
         f.asked = {m.id: now for m in members}
         f.contributions = {}
@@ -158,7 +163,9 @@ class Rounds(SyncerState, ABC):
             self._ignore("unknown fragment")
             return
         self._record_in_flight(member, envelope, body)
-        member.heard_rounds[f.id] = body.round
+        heard = member.heard_rounds.get(f.id)
+        if heard is None or heard < body.round:
+            member.heard_rounds[f.id] = body.round
         self._correct_baseline(f, member, body)
         if self._is_duplicate(f, member, body):
             self._ignore("duplicate contribution")
@@ -387,7 +394,12 @@ class Rounds(SyncerState, ABC):
         if f is None or body.have >= f.version:
             self._ignore("resync of nothing")
             return
-        member.owed[f.id] = Owed(f.version, now, 2)
+        owed = member.owed.get(f.id)
+        tries = 2 if owed is None else owed.tries + 1
+        if tries > self.limits.publish_tries:
+            self._drop_link(now, member, Reason("member-publish-unanswered", (f.version, f.id, tries - 1)))
+            return
+        member.owed[f.id] = Owed(f.version, now, tries)
         self._send_version(member, f, base=None)
         if not member.publish_timer:
             member.publish_timer = True

@@ -2,8 +2,8 @@
 
 The syncer's cut is the moment it raises `marker`; a learner's cut is the first step boundary after it saw the marker
 and before it adopts anything that carries it. A contribution that was sent before its learner's cut and arrives after
-the syncer's is in flight at the cut, and is kept with the snapshot. Bulk data may overtake control messages or be overtaken
-by them, so nothing relies on order between two messages: the colour is on each of them, and a learner's part names the
+the syncer's is in flight at the cut, and is kept with the snapshot. Bulk data may overtake control messages or be
+overtaken by them, so nothing relies on order between two messages: the colour is on each of them, and a learner's part names the
 contributions that were outstanding at its cut.
 """
 
@@ -48,6 +48,7 @@ class Snapshots(Members):
         self._say("run", 0, "snapshot-started", self.marker, len(wanted))
         for member in self.live.values():
             self._send(member, Marker(self.marker))
+        self._arm((now + deadline) / 2, "snapshot", self.marker)
         self._arm(deadline, "snapshot", self.marker)
         self._check_cut(now)
 
@@ -116,7 +117,10 @@ class Snapshots(Members):
         if cut is None or cut.id != snapshot or cut.saving:
             return
         for learner in sorted(cut.wanted):
-            self._leave_out(now, learner, "snapshot-late")
+            if now >= cut.deadline:
+                self._leave_out(now, learner, "snapshot-late")
+            elif learner not in cut.parts:
+                self._send(self.members[learner], Marker(cut.id))  # the marker or the part may have been lost
 
     def _snapshot_saved(self, now: float) -> None:
         cut = self.cut

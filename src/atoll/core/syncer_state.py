@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from atoll.core.ledger import SyncerLedger
-from atoll.core.policy import Estimate, patience
+from atoll.core.policy import Estimate, flight_limit, patience
 from atoll.core.protocol import (
     Body,
     Envelope,
@@ -96,7 +96,7 @@ class Fragment:
         self.need_steps = (
             offset_steps  # steps that make it ripe: first its offset, then H, few after an abandoned round
         )
-        self.open_steps: dict[LearnerId, int] = {}  # local step of each live learner when the last round opened
+        self.open_steps: dict[LearnerId, int] = {}  # local step of each live or suspected learner at the last opening
         self.asked: dict[LearnerId, float] = {}  # learners pulled in the open round: when first asked
         self.contributions: dict[LearnerId, Accepted] = {}  # accepted in the open round
         self.pull_tries = 0
@@ -205,13 +205,13 @@ class SyncerState:
         self.by_opening: dict[FragmentId, Fragment] = dict(self.fragments)
         self.retrying: dict[FragmentId, Fragment] = {}  # after an abandoned round; ripe again after few steps
         self.in_flight = 0  # fragments that are not IDLE
-        self.flight_limit = config.overlap_steps
         self.members: dict[LearnerId, Member] = {}
         self.live: dict[LearnerId, Member] = {}  # standing LIVE, by id
         self.ledger = SyncerLedger(ids)
         self.step_time = Estimate()  # xi_step
         self.quorum_time = Estimate()  # xi_quorum
         self.sync_time = Estimate()  # xi_sync
+        self.flight_limit = flight_limit(config, self.step_time, self.quorum_time, self.sync_time)
         self.merges = 0  # sum of all versions
         self.marker = epoch * 1_000_000  # newest snapshot; rises across restarts because the epoch does
         self.cut: Cut | None = None
@@ -240,8 +240,11 @@ class SyncerState:
             for learner, incarnation in restored.members.incarnations:
                 member = Member(learner, incarnation, session=-1)
                 self.members[learner] = member
-                self.ledger.open(learner, incarnation)
-                self._stand(member, "known")
+                if learner in restored.members.left:
+                    self._stand(member, "known to have left")
+                else:
+                    self.ledger.open(learner, incarnation)
+                    self._stand(member, "known")
         for p, record in restored.versions.items():
             f = self.fragments[p]
             f.version = record.version

@@ -79,6 +79,7 @@ ROUND_TABLE: dict[tuple[Phase, str], Phase] = {
 MEMBER_TABLE: dict[tuple[Standing, str], Standing] = {
     (Standing.UNKNOWN, "hello"): Standing.ADMITTING,
     (Standing.UNKNOWN, "known"): Standing.AWAY,
+    (Standing.UNKNOWN, "known to have left"): Standing.LEFT,
     (Standing.ADMITTING, "admitted"): Standing.JOINING,
     (Standing.ADMITTING, "admitted training"): Standing.LIVE,
     (Standing.ADMITTING, "superseded"): Standing.ADMITTING,

@@ -133,6 +133,7 @@ REGISTERED: tuple[type, ...] = (
     protocol.LinkClosed,
     protocol.DialFailed,
     protocol.StepTaken,
+    protocol.FragmentDamaged,
     protocol.SnapshotSaved,
     protocol.SnapshotSaveFailed,
     protocol.LeaveWanted,

@@ -254,6 +254,50 @@ class Bounds(Checker):
         self._pulls.pop(effect.round.fragment, None)
 
 
+class RoundsEnd(Checker):
+    """What tapes can show of liveness. Whether rounds complete once everything is healed, the swarm demands itself."""
+
+    name = "rounds-end"
+    sentence = "a round that was opened is merged or abandoned within the time that its askings may take"
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.sent = {Pull: self._on_pull}
+        self.effects = {MergeRound: self._on_closed, DiscardRound: self._on_closed}
+        self.every = self._on_every
+        self._opened: dict[FragmentId, float] = {}
+        self._previous_s = 0.0
+        limits = config.limits
+        self._most_s = limits.most_wait_s * 2.0**limits.pull_tries
+
+    def started(self, actor: Actor, restored: Restored | None) -> None:
+        super().started(actor, restored)
+        if actor.learner == SYNCER:
+            self._opened.clear()
+            self._previous_s = 0.0
+
+    def _on_every(self, entry: Entry) -> None:
+        """Judged by the time of the entry before: a process that stood still could not abandon anything."""
+        if not self._opened or not self.is_current(entry):
+            return
+        for fragment, opened_s in self._opened.items():
+            if self._previous_s - opened_s > self._most_s:
+                what = f"a round is open for {self._previous_s - opened_s:.6g} s, the limit is {self._most_s:.6g} s"
+                self.fail(entry, ("fragment", fragment), what)
+        self._previous_s = max(self._previous_s, entry.at)
+
+    def _on_pull(self, entry: Entry, envelope: Envelope) -> None:
+        body = envelope.body
+        assert isinstance(body, Pull)
+        if self.is_current(entry):
+            self._previous_s = max(self._previous_s, entry.at)
+            self._opened.setdefault(body.round.fragment, self._previous_s)
+
+    def _on_closed(self, entry: Entry, effect: MergeRound | DiscardRound) -> None:
+        if self.is_current(entry):
+            self._opened.pop(effect.round.fragment, None)
+
+
 class TheEnd(Durable):
     name = "the-end"
     sentence = "the end comes after a last merge of every fragment, and everybody ends with the final versions"
@@ -324,4 +368,4 @@ class TheEnd(Durable):
             self.fail(entry, ("learner", entry.actor.learner), what)
 
 
-RUN_CHECKERS: tuple[type[Checker], ...] = (SnapshotCut, OneAnswer, Bounds, TheEnd)
+RUN_CHECKERS: tuple[type[Checker], ...] = (SnapshotCut, OneAnswer, Bounds, RoundsEnd, TheEnd)

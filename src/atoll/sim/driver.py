@@ -15,6 +15,7 @@ from atoll.core.protocol import (
     Effect,
     Envelope,
     Event,
+    FragmentDamaged,
     Halt,
     Hangup,
     InnerState,
@@ -260,7 +261,7 @@ class Driver:
             self._checked(proc)
 
     def _count_pair(self, proc: Process, event: Event) -> None:
-        """Which event met which state: of a learner in its own eyes; of the speaker and of the fragment at the syncer."""
+        """Which event met which state: a learner's own; at the syncer, of the speaker and of the fragment."""
         core = proc.core
         what: type = type(event)
         if proc.actor.learner != SYNCER:
@@ -354,7 +355,9 @@ class Driver:
         lane = (to is conn.syncer, bulk)
         when = max(now + delay, conn.last.get(lane, 0.0))
         conn.last[lane] = when
-        event = MessageArrived(envelope)
+        event: Event = MessageArrived(envelope)
+        if type(envelope.body) is Published and not self.healed and link.loss and rng.random() < link.loss:
+            event = FragmentDamaged(envelope.body.fragment, envelope.body.version, "the digest is wrong")
         self.engine.at(when, self._deliver, to, event)
         if not self.healed and link.duplicates and rng.random() < link.duplicates:
             self.engine.at(when + 3 * delay * rng.random(), self._deliver, to, event)

@@ -1,9 +1,9 @@
 """Figures over seeds: a mean and, from two seeds on, its 95 % confidence interval.
 
-    >>> over_seeds([0.87, 0.88, 0.89]).mean
-    0.88
-    >>> over_seeds([0.88]).low is None
-    True
+>>> over_seeds([0.87, 0.88, 0.89]).mean
+0.88
+>>> over_seeds([0.88]).low is None
+True
 """
 
 from __future__ import annotations
