@@ -15,7 +15,7 @@ from typing import Annotated, Protocol
 import typer
 
 from atoll import __version__
-from atoll.commands import check, replay, story, swarm, version
+from atoll.commands import check, replay, simulate, story, swarm, version
 from atoll.commands.output import ExitCode, complain, give_up_stdout, interruptible
 
 
@@ -37,6 +37,7 @@ class Session:
 
 COMMANDS: dict[str, CommandModule] = {
     # in the order in which --help lists them
+    "simulate": simulate,
     "swarm": swarm,
     "check": check,
     "story": story,

@@ -156,8 +156,10 @@ def _reasons(value: Any) -> Iterable[Reason]:
 class SyncerTalk(Talk):
     """The test speaks for the learners, the merge thread and the disk."""
 
+    core_type = SyncerCore
+
     def __init__(self, config: RunConfig, epoch: int = 1, restored: Restored | None = None) -> None:
-        super().__init__(SyncerCore(config, epoch, restored))
+        super().__init__(self.core_type(config, epoch, restored))
         self.config = config
         self.epoch = epoch
         self.voices: dict[LearnerId, Voice] = {}
@@ -336,8 +338,10 @@ class Voice:
 class LearnerTalk(Talk):
     """The test speaks for the syncer, the network and the training loop."""
 
+    core_type = LearnerCore
+
     def __init__(self, config: RunConfig, learner: LearnerId = 1, incarnation: int = 1) -> None:
-        super().__init__(LearnerCore(config, learner, incarnation))
+        super().__init__(self.core_type(config, learner, incarnation))
         self.config = config
         self.session = 0
         self.epoch = 1

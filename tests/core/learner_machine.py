@@ -14,6 +14,7 @@ from atoll.core.protocol import (
     DialFailed,
     Envelope,
     Finish,
+    FragmentDamaged,
     InnerState,
     LeaveWanted,
     LinkClosed,
@@ -49,6 +50,7 @@ class QuietLearner(LearnerTalk):
 
 class LearnerMachine(Machine):
     talk: QuietLearner
+    kind = QuietLearner
 
     @initialize(
         fragments=st.integers(1, 2),
@@ -60,7 +62,7 @@ class LearnerMachine(Machine):
     def begin(self, fragments, every, adopt, incarnation, joined):
         limits = Limits(first_wait_s=5.0, most_wait_s=60.0)
         self.config = RunConfig(fragments=fragments, every_steps=every, adopt=adopt, limits=limits)
-        self.talk = QuietLearner(self.config, 1, incarnation)
+        self.talk = self.kind(self.config, 1, incarnation)
         self.heard: list[Envelope] = []
         self.published = dict.fromkeys(range(fragments), 0)  # at the syncer
         self.sent: dict[int, Contribution] = {}  # newest contribution to each fragment
@@ -233,6 +235,10 @@ class LearnerMachine(Machine):
         if fragment not in self.published:
             self.hears(Published(fragment, version, None, None, 0.0))
             self.hears(Pull(RoundId(fragment, version, self.talk.epoch, 1)))
+
+    @rule(fragment=WILD, version=WILD)
+    def a_fragment_arrives_damaged(self, fragment, version):
+        self.happens(FragmentDamaged(fragment, version, "wrong digest"))
 
     @rule(fragment=st.integers(0, 1))
     def refused_contribution(self, fragment):

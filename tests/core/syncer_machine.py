@@ -41,13 +41,14 @@ from tests.core.conversation import SyncerTalk, Voice
 from tests.core.machine import FRAGMENTS, LEARNERS, NONSENSE, STORY, WILD, Machine, look
 
 
-class Quiet(SyncerTalk):
+class QuietSyncer(SyncerTalk):
     def _write(self, line: str) -> None:
         self.story.append(line)
 
 
 class SyncerMachine(Machine):
-    talk: Quiet
+    talk: QuietSyncer
+    kind = QuietSyncer
 
     @initialize(
         fragments=st.integers(1, 3),
@@ -68,7 +69,7 @@ class SyncerMachine(Machine):
             budget_merges=budget,
             limits=Limits(first_wait_s=5.0, most_wait_s=60.0, most_learners=3),
         )
-        self.talk = Quiet(self.config)
+        self.talk = self.kind(self.config)
         self.heard: list[Envelope] = []
         self.versions = dict.fromkeys(range(fragments), 0)
         self.trained = 0

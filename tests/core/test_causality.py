@@ -90,7 +90,7 @@ def test_the_direction_is_known_from_who_has_received_it():
 
 
 def test_a_syncer_starts_after_its_predecessor_has_ended_although_its_clock_is_behind():
-    record = MembersRecord(1, (), 0)
+    record = MembersRecord(1, (), (), 0)
     first = (
         header(S1),
         [
@@ -131,7 +131,7 @@ def test_a_lost_or_cut_tape_is_reported_and_the_rest_goes_on(lost):
 
 def test_a_syncer_without_its_predecessors_tape_is_reported():
     missing: list[Missing] = []
-    orphan = tape(S2, (0.0, Started()), restored=Restored({}, MembersRecord(3, (), 0)))
+    orphan = tape(S2, (0.0, Started()), restored=Restored({}, MembersRecord(3, (), (), 0)))
     assert len(list(merged([orphan], missing.append))) == 1
     assert missing == [Missing(S2, 1, S1, None)]
     assert str(missing[0]) == "syncer epoch 2 started from records that are on no tape of an earlier syncer"

@@ -10,6 +10,7 @@ from atoll.core.protocol import (
     FinishRequested,
     Halt,
     InnerState,
+    LearnerDisconnected,
     Leave,
     LinkClosed,
     Marker,
@@ -108,6 +109,27 @@ def test_the_order_in_which_owned_fragments_are_named_does_not_matter():
     talk = SyncerTalk(RunConfig(fragments=2, every_steps=8, owned=(1, 0)))
     talk.joined(1).reports(1.0, step=1)
     assert [body.round.fragment for _, body in talk.bodies(Pull)] == [0]
+
+
+@pytest.mark.parametrize("steps_per_link", [5, 10])
+def test_rounds_go_on_although_every_link_breaks_before_the_largest_offset(steps_per_link):
+    """(1) A learner reports a few steps, (2) its link breaks and it is back, as the same incarnation, (3) again.
+    It has H steps on every fragment again and again, and is connected nearly all the time."""
+    talk = SyncerTalk(RunConfig(fragments=4, every_steps=24))
+    one = talk.joined(1)
+    for step in range(1, 200):
+        one.reports(float(step), step)
+        for p in list(one.pulls):
+            one.contributes(step + 0.1, p)
+            del one.pulls[p]
+        while talk.awaited:
+            talk.merges_and_persists(step + 0.2)
+            one.acknowledges(step + 0.2)
+        if step % steps_per_link == 0:
+            talk.tell(step + 0.3, LearnerDisconnected(1, one.session, "connection reset by peer"))
+            one.session += 1
+            one.hello(step + 0.4, training=True)
+    assert min(f.version for f in talk.core.view().fragments) >= 4
 
 
 @pytest.mark.parametrize("tokens", [10**200, 2**1024], ids=["its square is", "it is"])
@@ -225,6 +247,20 @@ def test_a_peer_that_does_not_deliver_is_not_asked_again_while_there_is_another(
         while not any(hasattr(e, "envelope") for e in learner.effects):
             learner.fires(learner.core.next_deadline())
     assert asked == [1, 2]
+
+
+def test_a_joining_learner_whose_link_breaks_again_and_again_starts_all_the_same():
+    """(1) It asks for inner state, (2) before the wait is over the link breaks, (3) it is welcomed and asks again."""
+    talk = LearnerTalk(RunConfig(fragments=1, every_steps=10))
+    talk.opens(0.0)
+    talk.welcomed(0.0, versions=(1,), step_time_s=1.0)
+    talk.gets(0.1, 0, 1)
+    for n in range(1, 30):
+        talk.fires(9.0 * n)
+        talk.tell(9.0 * n, LinkClosed(talk.session, "connection reset by peer"))
+        talk.opens(9.0 * n + 0.1)
+        talk.welcomed(9.0 * n + 0.2, versions=(1,), step_time_s=1.0)
+    assert talk.core.training, "three peers and H = 10 steps of 1 s each are over long ago"
 
 
 def test_inner_state_that_is_late_is_as_good_as_any():

@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 
 from atoll.core.ledger import Line
-from atoll.core.protocol import AdoptFragment, Contribution, CopyFragment, Delivered, Published, Pull, Resync, StepTaken
+from atoll.core.protocol import (
+    AdoptFragment,
+    Contribution,
+    CopyFragment,
+    Delivered,
+    FragmentDamaged,
+    Published,
+    Pull,
+    Resync,
+    StepTaken,
+)
 from atoll.core.types import AdoptHow, Mark, RoundId, RunConfig
 from tests.core.conversation import LearnerTalk
 
@@ -160,6 +170,18 @@ def test_an_update_whose_base_is_not_what_we_hold_is_answered_with_a_wish_for_th
     talk.expect(talk.sends(Resync(0, have=0)))
     talk.gets(0.6, 0, 3)
     talk.expect(talk.sends(Delivered(0, 3)))
+
+
+def test_a_fragment_that_arrives_damaged_is_asked_for_as_a_whole():
+    talk = LearnerTalk(RunConfig(fragments=1)).trains()
+    talk.tell(0.5, FragmentDamaged(0, 1, "wrong digest"))
+    assert talk.codes() == ["fragment-damaged"]
+    assert talk.bodies(Resync) == [(1, Resync(0, have=0))]
+    talk.gets(0.6, 0, 1)
+    talk.tell(0.7, FragmentDamaged(0, 1, "wrong digest"))
+    assert talk.bodies(Resync) == [], "it is here already"
+    talk.tell(0.8, FragmentDamaged(9, 1, "wrong digest"))
+    assert talk.bodies(Resync) == [], "no fragment of this model"
 
 
 def test_a_fragment_that_is_not_of_this_model_is_ignored():

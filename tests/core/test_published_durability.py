@@ -341,6 +341,28 @@ def test_a_learner_whose_part_does_not_arrive_in_time_is_left_out():
     assert talk.one(Persist).record.left_out == (2,)  # type: ignore[union-attr]
 
 
+def test_the_marker_is_sent_again_to_a_learner_that_has_not_answered_and_a_saved_part_is_sent_again():
+    talk = two_learners()
+    talk.tell(1.5, SnapshotRequested())
+    one, two = talk.voices[1], talk.voices[2]
+    one.marker = SNAPSHOT
+    one.says(2.0, SnapshotPart(SNAPSHOT, 2, 200, (0,), ()))
+    now, step = 2.0, 2
+    while not talk.bodies(Marker):
+        now, step = now + 1.0, step + 1
+        two.reports(now, step)
+        assert now < 700, "a lost marker is never made good; the story is printed above"
+    assert talk.bodies(Marker) == [(2, Marker(SNAPSHOT))]
+
+    learner = LearnerTalk(RunConfig(fragments=1)).trains()
+    learner.marker = 7
+    learner.hears(0.5, Marker(7))
+    learner.steps(1.0)
+    learner.saved(1.1)
+    learner.hears(5.0, Marker(7))
+    learner.expect(learner.sends(SnapshotPart(7, 1, 100, (0,), ())))
+
+
 def test_a_learner_that_cannot_save_its_part_says_so_and_is_left_out():
     learner = LearnerTalk(RunConfig(fragments=1)).trains()
     learner.marker = 7

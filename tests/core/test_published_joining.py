@@ -54,7 +54,7 @@ def test_a_join_is_hello_then_welcome_with_the_versions_then_the_fragments():
     one.hello(1.0)
     talk.expect(
         _says("learner", 1, "member-admitting", 1),
-        Persist(MembersRecord(1, ((1, 1),), 0)),
+        Persist(MembersRecord(1, incarnations=((1, 1),), left=(), retired_tokens=0)),
     )
     talk.persisted(1.1)
     talk.expect(
@@ -99,7 +99,7 @@ def test_whoever_says_hello_while_a_record_is_being_written_waits_for_the_next_o
     talk.voice(2).hello(1.0)
     talk.persisted(1.1)
     assert [learner for learner, _ in talk.bodies(Welcome)] == [1]
-    assert talk.one(Persist).record == MembersRecord(2, ((1, 1), (2, 1)), 0)
+    assert talk.one(Persist).record == MembersRecord(2, ((1, 1), (2, 1)), left=(), retired_tokens=0)
     talk.persisted(1.2)
     assert [learner for learner, _ in talk.bodies(Welcome)] == [2]
 
@@ -396,6 +396,21 @@ def test_a_learner_that_leaves_says_so_and_is_not_waited_for():
     assert talk.fragment(0).waiting_for == (2,)
     two.contributes(1.3)
     assert [a.learner for a in talk.one(MergeRound).contributions] == [2]
+
+
+def test_a_learner_that_has_left_is_not_waited_for_after_a_restart_and_may_start_again():
+    talk = SyncerTalk(RunConfig(fragments=1, every_steps=2))
+    one = talk.joined(1)
+    one.reports(1.0, step=1)
+    one.says(1.1, Leave("the operator said so"))
+    talk.persisted(1.2)
+    again = talk.restarted()
+    assert again.member(1).standing == "left"
+    assert again.core.view().ledger[0].dropped == {"gone before a restart": 100}
+    again.voice(1, session=2).hello(2.0, training=True)
+    again.expect()
+    again.joined(1, at=3.0, incarnation=2)
+    assert again.member(1).standing == "live"
 
 
 def test_silence_makes_a_learner_suspect_and_then_lost_and_one_word_makes_it_live_again():

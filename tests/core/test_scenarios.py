@@ -83,7 +83,7 @@ def test_a_changed_expectation_fails_and_names_its_line(right, wrong, line):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_expected_effect_is_compared(path: Path) -> None:
     """A line less, in each file, is noticed."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = Scenario(path.read_text(encoding="utf-8")).played().splitlines()
     last = max(n for n, line in enumerate(lines) if line and not line.startswith((">", "#", "core ")))
     with pytest.raises(AssertionError, match=f"line {last + 1}: expected"):
         Scenario("\n".join([*lines[:last], *lines[last + 1 :]]) + "\n").check()

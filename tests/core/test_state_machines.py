@@ -6,12 +6,68 @@ the core still makes sense. What is written to disk survives a restart of the sy
 
 from __future__ import annotations
 
-from hypothesis import settings
+from typing import Any
 
-from tests.core.learner_machine import LearnerMachine
-from tests.core.syncer_machine import SyncerMachine
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from atoll.core.learner import LearnerCore
+from atoll.core.protocol import Published
+from atoll.core.syncer import SyncerCore
+from atoll.core.tables import Link
+from tests.core.learner_machine import LearnerMachine, QuietLearner
+from tests.core.machine import Machine
+from tests.core.syncer_machine import QuietSyncer, SyncerMachine
 
 TestSyncerCore = SyncerMachine.TestCase
-TestSyncerCore.settings = settings(max_examples=150, stateful_step_count=60)
+TestSyncerCore.settings = settings(max_examples=250, stateful_step_count=60)
 TestLearnerCore = LearnerMachine.TestCase
-TestLearnerCore.settings = settings(max_examples=250, stateful_step_count=60)
+TestLearnerCore.settings = settings(max_examples=300, stateful_step_count=60)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# A machine that cannot fail checks nothing
+
+
+class BelowQuorum(SyncerCore):
+    def _has_quorum(self, f: Any) -> bool:
+        return True
+
+
+class SkipsAVersion(SyncerCore):
+    def _version_saved(self, now: float, f: Any) -> None:
+        super()._version_saved(now, f)
+        f.version += 1
+        self.merges += 1
+
+
+class WaitsForTheLink(LearnerCore):
+    @property
+    def training(self) -> bool:
+        return super().training and self.link is Link.UP
+
+
+class AdoptsTheOlder(LearnerCore):
+    def _on_published(self, now: float, envelope: Any, body: Published) -> None:
+        if body.fragment in self.received:
+            self.received[body.fragment] = body.version
+            self.arrivals[body.fragment] = None
+        super()._on_published(now, envelope, body)
+
+
+@pytest.mark.parametrize(
+    ("core", "machine", "talk", "complaint"),
+    [
+        (BelowQuorum, SyncerMachine, QuietSyncer, "below (the )?quorum"),
+        (SkipsAVersion, SyncerMachine, QuietSyncer, "is at version"),
+        (WaitsForTheLink, LearnerMachine, QuietLearner, "because of something that the network did"),
+        (AdoptsTheOlder, LearnerMachine, QuietLearner, "is not newer|arrivals are wrong|adopted before it arrived"),
+    ],
+)
+def test_a_planted_bug_is_found(core: type, machine: type[Machine], talk: type, complaint: str) -> None:
+    kind = type("Planted", (talk,), {"core_type": core})
+    planted = type("PlantedMachine", (machine,), {"kind": kind})
+    quick = settings(max_examples=150, stateful_step_count=60, phases=[Phase.generate], print_blob=False)
+    with pytest.raises(AssertionError, match=complaint):
+        run_state_machine_as_test(planted, settings=quick)

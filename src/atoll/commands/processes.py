@@ -1,6 +1,6 @@
 """Work spread over processes, with one progress bar for all of it.
 
-Every task is a function that is given `tell`, to say which share of it is done, and returns a value that can be pickled.
+A task is a function that is given `tell`, to say which share of it is done, and returns a value that can be pickled.
 Results come back in the order of the tasks, whoever was faster, so that they do not depend on the number of processes.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -63,7 +64,10 @@ class _Crew:
         for _ in range(jobs):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(tasks, theirs, [*self._ends, ours]), daemon=True)
-            process.start()
+            with warnings.catch_warnings():
+                # They compute and write to a pipe, and touch no lock that some thread of ours may hold.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                process.start()
             theirs.close()
             self._ends.append(ours)
             self._processes.append(process)
@@ -77,8 +81,10 @@ class _Crew:
                 for end in self._ends:
                     self._send_next(end, waiting)
                 while len(self._results) < len(self._tasks):
-                    for end in wait(self._ends):
-                        self._hear(end, waiting)  # type: ignore[arg-type]
+                    ready = wait(self._ends)
+                    for end in self._ends:
+                        if end in ready:
+                            self._hear(end, waiting)
                     tell(round(_UNITS * sum(self._shares)))
         finally:
             for process in self._processes:

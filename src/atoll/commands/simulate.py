@@ -98,7 +98,7 @@ def run(
             "--protocol-hours",
             metavar="HOURS",
             help="Simulate the cores of the protocol for the first so many hours only; goodput and uptime still cover "
-            "all days. [default: what takes a dozen seconds per seed]",
+            "all days. [default: what takes some eight seconds per seed]",
         ),
     ] = None,
     quorum: Annotated[int, typer.Option("--quorum", metavar="K", help="Contributions that a merge needs.")] = 1,
@@ -170,6 +170,7 @@ def run(
     over seeds. The same seed gives the same figures. Figures that have no meaning for a method are null in the JSON:
     one job has neither merges nor staleness, and only decoupled keeps a ledger of merged, pending and dropped tokens.
     """
+    from atoll.commands.simulate_table import TABLE_DAYS, TABLE_SEEDS
     from atoll.commands.simulate_wish import Wish, read_extras, read_slow_downs, read_speeds
     from atoll.sim.decoupled import DecoupledConfig
     from atoll.sim.fleet import FleetConfig
@@ -177,7 +178,11 @@ def run(
 
     _check_options(context, method, table, mixed, plot)
     slow = read_slow_downs(slow_downs)
-    defaults = (4.0, 5) if table else (1.0 / 24.0, 5) if mixed else (30.0, 1 if tape is not None else 3)
+    if not mtbi_days > 0.0:
+        raise ValueError(f"--mtbi-days is {mtbi_days:g}; give days above 0, or inf for chips that never fail")
+    defaults = (
+        (TABLE_DAYS, TABLE_SEEDS) if table else (1.0 / 24.0, 5) if mixed else (30.0, 1 if tape is not None else 3)
+    )
     wish = Wish(
         method=method,  # type: ignore[arg-type]
         learners=learners,

@@ -10,6 +10,7 @@ from atoll.commands.output import print_json
 from atoll.commands.processes import Task, Tell, run_all
 from atoll.commands.simulate_show import console
 from atoll.commands.simulate_wish import Wish
+from atoll.sim.detail import span
 from atoll.sim.estimates import Figure, over_seeds
 from atoll.sim.mixed import MIXED_ROWS, MixedResult, MixedRow, run_mixed
 
@@ -29,9 +30,7 @@ def compare_mixed(wish: Wish, as_json: bool) -> None:
 
 
 def _run(wish: Wish, row: MixedRow, seed: int, tell: Tell) -> MixedResult:
-    return run_mixed(
-        row, wish.protocol, wish.days * 24.0, seed, step_time_s=wish.fleet.step_time_s, on_progress=tell
-    )
+    return run_mixed(row, wish.protocol, wish.days * 24.0, seed, step_time_s=wish.fleet.step_time_s, on_progress=tell)
 
 
 def _figures(results: list[MixedResult]) -> dict[str, Figure]:
@@ -87,7 +86,7 @@ def _show(wish: Wish, rows: list[tuple[MixedRow, dict[str, Figure]]]) -> None:
         " fast generation is the one that waits. A decoupled learner never waits, whatever the quorum: a loss at K = 8"
         " means that learners waited for the round, so that column is run in lockstep."
     )
-    out.print(f"Every fragment and every step for {wish.days * 24.0:.3g} hours, {wish.count} seeds, 95 % interval.")
+    out.print(f"Every fragment and every step for {span(24.0 * wish.days)}, {wish.count} seeds, 95 % interval.")
 
 
 def _text(figure: Figure, places: int) -> str:

@@ -11,7 +11,7 @@ from atoll.commands.processes import Task, Tell, run_all
 from atoll.commands.simulate_tape import TapesWritten, check_directory, tapes_of
 from atoll.commands.simulate_wish import ONE_JOB, Wish
 from atoll.sim.decoupled import DecoupledResult, DecoupledRun
-from atoll.sim.detail import MOST_EVENTS, MOST_TAPE_EVENTS, Detail, choose_detail
+from atoll.sim.detail import MOST_EVENTS, MOST_TAPE_EVENTS, Detail, choose_detail, span
 from atoll.sim.estimates import Figure, over_seeds
 from atoll.sim.fleet import FleetConfig
 from atoll.sim.goodput import GoodputResult, simulate
@@ -34,6 +34,9 @@ class Ledger:
     merged: Figure
     pending: Figure
     dropped: Figure
+    merged_share: Figure  # of trained
+    pending_share: Figure
+    dropped_share: Figure
     dropped_by_reason: dict[str, float]
 
 
@@ -122,15 +125,15 @@ def _run_cores(wish: Wish, detail: Detail, seed: int, tell: Tell) -> CoreRun:
             seed,
             speeds=wish.speeds,
             extras=wish.extras,
-            on_entry=tapes and tapes.write,
-            on_start=tapes and tapes.start,
+            on_entry=None if tapes is None else tapes.write,
+            on_start=None if tapes is None else tapes.start,
         )
         result = run.run(tell)
         if tapes is not None:
             tapes.finished = run.finish()
             tapes.merges = run.syncer.merges
     fleet = None if wish.protocol.lockstep else _fleet(wish, days, seed)
-    return CoreRun(result, fleet, tapes and tapes.written())
+    return CoreRun(result, fleet, None if tapes is None else tapes.written())
 
 
 def _shares(values: list[float]) -> Figure:
@@ -174,6 +177,9 @@ def _outcome(wish: Wish, detail: Detail, cores: list[CoreRun], fleets: list[Good
         merged=figure(lambda r: r.tokens_merged),
         pending=figure(lambda r: r.tokens_pending),
         dropped=figure(lambda r: r.tokens_dropped),
+        merged_share=_shares([r.tokens_merged / (r.tokens_trained or 1.0) for r in results]),
+        pending_share=_shares([r.tokens_pending / (r.tokens_trained or 1.0) for r in results]),
+        dropped_share=_shares([r.tokens_dropped / (r.tokens_trained or 1.0) for r in results]),
         dropped_by_reason={
             why: figure(lambda r, why=why: dict(r.dropped_by_reason).get(why, 0.0)).mean  # type: ignore[misc]
             for why in reasons
@@ -266,12 +272,12 @@ def how_sentence(outcome: Outcome) -> str:
     """What was simulated how, and for how long."""
     wish, detail = outcome.wish, outcome.detail
     if detail is None:
-        return f"The fleet model ran all {wish.days:g} days; {wish.method} has no cores of its own."
+        return f"The fleet model ran all of it; {wish.method} has no cores of its own."
     said = detail.sentence()
     if outcome.goodput is outcome.core_goodput:
         lockstep = "; the fleet model knows no lockstep, so goodput is of these hours too" if not detail.whole else ""
         return f"{said[0].upper()}{said[1:]}{lockstep}."
-    return f"Goodput, uptime and failures are of all {wish.days:g} days, by the fleet model; {said}."
+    return f"Goodput, uptime and failures are of all {span(24.0 * wish.days)}, by the fleet model; {said}."
 
 
 def seeds_sentence(wish: Wish) -> str:

@@ -9,9 +9,9 @@ from rich.table import Table
 
 from atoll.commands.simulate_run import Outcome, how_sentence, is_one_job, seeds_sentence
 from atoll.commands.simulate_wish import Wish
+from atoll.sim.detail import span
 from atoll.sim.estimates import Figure
 
-ONE_SEED = "one seed"
 LEAST_WIDTH = 80
 """Tables are laid out for this; a pipe has no width of its own."""
 
@@ -22,10 +22,14 @@ def console() -> Console:
 
 
 def interval_text(figure: Figure, show: Callable[[float], str]) -> str:
+    """Both ends, with the unit of `amount` said once."""
     if figure.low is None or figure.high is None:
-        return ONE_SEED
+        return "one seed"
     low, high = show(figure.low), show(figure.high)
-    return f"{low} to {high}" if low != high else low
+    if low == high:
+        return low
+    unit = high.partition(" ")[2]
+    return f"{low.removesuffix(unit).rstrip() if unit else low} to {high}"
 
 
 def percent(share: float) -> str:
@@ -45,7 +49,8 @@ def amount(count: float) -> str:
     """
     for size, name in ((1e15, "quadrillion"), (1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
         if count >= size:
-            return f"{count / size:.3g} {name}"
+            places = 2 if count < 10 * size else 1 if count < 100 * size else 0
+            return f"{count / size:.{places}f} {name}"
     return f"{count:,.0f}"
 
 
@@ -53,42 +58,53 @@ def steps(count: float) -> str:
     return f"{count:.2f}"
 
 
+Row = tuple[str, Figure | None, Callable[[float], str], str]
+
+
 def show_outcome(outcome: Outcome) -> None:
-    wish = outcome.wish
+    wish, detail, ledger = outcome.wish, outcome.detail, outcome.ledger
     out = console()
     out.print(_title(outcome))
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading, justify in (("", "left"), ("mean", "right"), ("95 % interval", "right"), ("", "left")):
-        table.add_column(heading, justify=justify, no_wrap=heading != "")  # type: ignore[arg-type]
-
-    def row(name: str, figure: Figure, show: Callable[[float], str], unit: str, what: str) -> None:
-        table.add_row(name, show(figure.mean) + unit, interval_text(figure, show), what)
-
-    row("goodput", outcome.goodput, percent, " %", "of chip time went into steps that counted")
-    row("uptime", outcome.uptime, percent, " %", "of the time somebody stepped")
-    row("failures", outcome.failures, amount, "", "interruptions by a chip")
-    row("tokens trained", outcome.tokens_trained, amount, "", f"in {_span(outcome.goodput_days * 24.0)}")
-    detail, ledger = outcome.detail, outcome.ledger
+    out.print()
+    rows: list[Row] = [
+        ("goodput: chip time in steps that counted", outcome.goodput, percent, " %"),
+        ("uptime: time in which somebody steps", outcome.uptime, percent, " %"),
+        ("failures of chips", outcome.failures, amount, ""),
+        ("tokens trained", outcome.tokens_trained, amount, ""),
+    ]
     if detail is not None and ledger is not None:
-        table.add_row("", "", "", "")
-        table.add_row(f"protocol, {'' if detail.whole else 'first '}{_span(detail.hours)}", "", "", "")
-        whole = ledger.trained.mean or 1.0
-        row("tokens trained", ledger.trained, amount, "", "by steps that were reported")
-        row("  merged", ledger.merged.times(1.0 / whole), percent, " %", "")
-        row("  pending", ledger.pending.times(1.0 / whole), percent, " %", "")
-        why = ", ".join(ledger.dropped_by_reason)
-        row("  dropped", ledger.dropped.times(1.0 / whole), percent, " %", why)
-    for name, figure, unit, what in (
-        ("contributions per merge", outcome.contributions_per_merge, "", _learners(wish, outcome.learners)),
-        ("staleness", outcome.staleness_steps, " steps", "from copy to adoption"),
-        ("effective H", outcome.effective_h, " steps", f"between two merges, H = {wish.protocol.every_steps}"),
-    ):
-        if figure is not None:
-            row(name, figure, steps, unit, what)
-    out.print(table)
+        if not detail.whole:
+            out.print(_table(f"all {span(outcome.goodput_days * 24.0)}", rows, wish.count > 1))
+            out.print()
+            rows = [("tokens trained", ledger.trained, amount, "")]
+        lost = ", ".join(ledger.dropped_by_reason)
+        rows += [
+            ("  merged", ledger.merged_share, percent, " %"),
+            ("  pending", ledger.pending_share, percent, " %"),
+            (f"  dropped{f' ({lost})' if lost else ''}", ledger.dropped_share, percent, " %"),
+        ]
+    rows += [
+        (f"contributions per merge, of {_learners(wish, outcome)}", outcome.contributions_per_merge, steps, ""),
+        ("staleness: steps from copy to adoption", outcome.staleness_steps, steps, ""),
+        (f"effective H: steps per merge (H = {wish.protocol.every_steps})", outcome.effective_h, steps, ""),
+    ]
+    title = "" if detail is None or detail.whole else f"the protocol, first {span(detail.hours)}"
+    out.print(_table(title, rows, wish.count > 1))
     out.print()
     for sentence in _sentences(outcome):
         out.print(sentence)
+
+
+def _table(title: str, rows: list[Row], intervals: bool) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(title, width=41)
+    table.add_column("mean" if intervals else "", justify="right", width=13, no_wrap=True)
+    if intervals:
+        table.add_column("95 % interval", justify="right", width=22, no_wrap=True)
+    for name, figure, show, unit in rows:
+        if figure is not None:
+            table.add_row(name, show(figure.mean) + unit, *([interval_text(figure, show)] if intervals else []))
+    return table
 
 
 def _title(outcome: Outcome) -> str:
@@ -96,21 +112,11 @@ def _title(outcome: Outcome) -> str:
     who = "one job" if is_one_job(wish) else f"{outcome.learners} learners"
     if wish.extras:
         who += f" and {sum(extra.count for extra in wish.extras)} that come and go"
-    return f"{wish.method}: {who} on {wish.chips:,} chips for {_span(wish.days * 24.0)}, {seeds_sentence(wish)}"
+    return f"{wish.method}: {who} on {wish.chips:,} chips for {span(wish.days * 24.0)}, {seeds_sentence(wish)}"
 
 
-def _span(hours: float) -> str:
-    """
-    >>> _span(720.0), _span(36.0), _span(0.5)
-    ('30 days', '36 hours', '30 minutes')
-    """
-    if hours >= 48.0:
-        return f"{hours / 24.0:.3g} days"
-    return f"{hours:.3g} hours" if hours >= 1.0 else f"{hours * 60.0:.3g} minutes"
-
-
-def _learners(wish: Wish, learners: int) -> str:
-    return f"of {learners} learners" + (" and the extra ones" if wish.extras else "")
+def _learners(wish: Wish, outcome: Outcome) -> str:
+    return " + ".join(str(count) for count in (outcome.learners, *(extra.count for extra in wish.extras)))
 
 
 def _sentences(outcome: Outcome) -> list[str]:
@@ -121,9 +127,10 @@ def _sentences(outcome: Outcome) -> list[str]:
         said[-1] += " --full simulates all of it."
     if outcome.core_goodput is not None and outcome.fleet_goodput is not None:
         ours, theirs = 100.0 * outcome.core_goodput.mean, 100.0 * outcome.fleet_goodput.mean
-        said.append(f"For these hours the cores say {ours:.2f} % goodput and the fleet model {theirs:.2f} %.")
+        said.append(f"For that time the cores say {ours:.2f} % goodput and the fleet model {theirs:.2f} %.")
     if outcome.suspected is not None and outcome.suspected.mean > 0.0:
-        said.append(f"The syncer took a silent learner for lost {outcome.suspected.mean:.3g} times, and heard it again.")
+        times = f"{outcome.suspected.mean:.3g} times" + (" per seed" if wish.count > 1 else "")
+        said.append(f"The syncer suspected a silent learner {times}.")
     published = outcome.published("goodput")
     if published is not None:
         uptime = outcome.published("uptime")

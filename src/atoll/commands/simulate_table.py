@@ -11,6 +11,7 @@ from rich.table import Table
 from atoll.commands.processes import Task, Tell, run_all
 from atoll.commands.simulate_show import console
 from atoll.commands.simulate_wish import Wish
+from atoll.sim.detail import span
 from atoll.sim.goodput import TABLE_CHIPS, TABLE_ROWS, GoodputResult, TableCell, estimate, simulate
 from atoll.sim.published import Method, Metric, published_percent
 
@@ -24,9 +25,10 @@ METRICS: tuple[Metric, ...] = ("goodput", "uptime")
 def simulate_cells(
     wish: Wish, rows: Sequence[tuple[Method, int]] = TABLE_ROWS, chips: Sequence[int] = TABLE_CHIPS
 ) -> list[TableCell]:
-    """Every row at every number of chips, by the fleet model; the largest first, so that no process is left with one."""
+    """Every row at every number of chips, by the fleet model."""
     if wish.count < 2:
         raise ValueError("a table over one seed has no intervals; give --seeds 2 or more")
+    # The largest first, so that no process is left alone with one at the end.
     places = [(row, count) for count in sorted(chips, reverse=True) for row in rows]
     tasks: list[Task[GoodputResult]] = [
         partial(_simulate_cell, wish, row, count, seed) for row, count in places for seed in wish.seeds
@@ -73,10 +75,15 @@ def show_tables(wish: Wish, cells: Sequence[TableCell]) -> None:
         out.print(_table(metric, [cell for cell in cells if cell.metric == metric]))
         out.print()
     worst = max((abs(cell.difference) for cell in cells if cell.difference is not None), default=0.0)
-    out.print("Published cells have a second line: published, and ours less published. All others are predictions.")
-    out.print(f"Largest difference {worst:.1f} points. Each cell: {wish.days:g} days, {wish.count} seeds, 95 % interval.")
-    out.print("The press figure of 88 % against 27 % is M = 8 against the job that is not elastic, at 1.2M chips;")
-    out.print("against the elastic job it is 88 % against 58 %.")
+    out.print(
+        "Published cells have a second line: the published figure, and ours less published. The others are predictions."
+        f" Largest difference {worst:.1f} points. Each cell: {span(24.0 * wish.days)}, {wish.count} seeds,"
+        " 95 % interval over them."
+    )
+    out.print(
+        "The press figure of 88 % against 27 % is M = 8 against the job that is not elastic, at 1.2M chips; against the"
+        " elastic job it is 88 % against 58 %."
+    )
 
 
 def _table(metric: Metric, cells: Sequence[TableCell]) -> Table:
@@ -93,7 +100,10 @@ def _table(metric: Metric, cells: Sequence[TableCell]) -> Table:
 
 def _text(cell: TableCell) -> str:
     ours = f"{cell.ours.mean:.1f} ±{cell.ours.high - cell.ours.mean:.1f}"
-    return ours if cell.difference is None else f"{ours}\n{cell.published:.0f} {cell.difference:+.1f}"
+    if cell.difference is None:
+        return ours
+    difference = round(cell.difference, 1) + 0.0  # never -0.0
+    return f"{ours}\n{cell.published:.0f} {difference:+.1f}"
 
 
 def table_fields(wish: Wish, cells: Sequence[TableCell]) -> dict[str, object]:

@@ -44,9 +44,19 @@ class Joining(LearnerRounds):
             if body.step_time_s == 0:
                 self.state_wait_s = self.limits.first_wait_s
         if self.mode is Mode.JOINING and self.moments is None:
-            self._ask_state(now)
+            self._ask_state_again(now)
         if self.mode is Mode.JOINING:
             self._check_ready(now)
+
+    def _ask_state_again(self, now: float) -> None:
+        """On a new link the request may have been lost, but the wait goes on: links that break often must not keep a
+        learner from ever starting."""
+        if self.state_due == 0.0:
+            self._ask_state(now)
+        elif now >= self.state_due:
+            self._on_state_timer(now, 0)
+        else:
+            self._send(StateRequest(self.tried))
 
     def _ask_state(self, now: float) -> None:
         self.peer = 0

@@ -118,22 +118,26 @@ class LearnerRounds(LinkKeeper):
             c.round for p, c in self.copies.items() if c.round.base == self.versions[p] and c.round.epoch == self.epoch
         )
         self.part = SnapshotPart(self.cut_due, self.step, self.trained, versions, outstanding)
+        self.part_saved = False
         self._out.append(SaveSnapshot(self.cut_due, self.step))
         self.marker = self.cut_due
         self.cut_due = 0
 
     def _on_snapshot_saved(self, now: float, event: SnapshotSaved) -> None:
-        if self.part is not None and self.part.snapshot == event.snapshot and self.link is Link.UP:
-            self._send(self.part)
+        self._part_done(event.snapshot, None)
 
     def _on_snapshot_save_failed(self, now: float, event: SnapshotSaveFailed) -> None:
-        if self.part is not None and self.part.snapshot == event.snapshot:
-            self._say("snapshot-failed", event.why)
-            self.part = self.part._replace(problem=event.why)
+        self._say("snapshot-failed", event.why)
+        self._part_done(event.snapshot, event.why)
+
+    def _part_done(self, snapshot: int, problem: str | None) -> None:
+        if self.part is not None and self.part.snapshot == snapshot:
+            self.part = self.part._replace(problem=problem)
+            self.part_saved = True
             if self.link is Link.UP:
                 self._send(self.part)
 
     def _on_marker(self, now: float, envelope: Envelope, body: Marker) -> None:
         """The envelope has said it; here a part that was lost on the way is sent again."""
-        if self.part is not None and self.part.snapshot == body.snapshot and not self.cut_due:
+        if self.part is not None and self.part.snapshot == body.snapshot and self.part_saved:
             self._send(self.part)

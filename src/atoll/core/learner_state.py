@@ -63,6 +63,7 @@ class LearnerState:
         self.copies: dict[FragmentId, Copy] = {}  # answered, and not known to be merged or refused for good
         self.cut_due = 0  # snapshot to save at the next step boundary
         self.part: SnapshotPart | None = None  # saved or being saved
+        self.part_saved = False  # the driver has answered for it
         self.giving: dict[LearnerId, Giving] = {}  # joining learners that wait for our inner state
         self.wanted: tuple[Version, ...] = ()  # while joining: what must arrive before training starts
         self.moments: Reason | None = None  # while joining: where inner state comes from, once known

@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 from atoll.core.types import Accepted, FragmentId, Incarnation, LearnerId, Mark
 
+MOST_CLOSED = 4096
+"""Closed accounts whose reason is remembered. A round lasts minutes; nobody restarts that often within one."""
+
 
 class Line(NamedTuple):
     """The ledger of one fragment. `dropped` is by reason."""
@@ -45,7 +48,7 @@ class SyncerLedger:
         self._fragments = fragments
         self._closed_merged: dict[FragmentId, int] = dict.fromkeys(fragments, 0)
         self._closed_dropped: dict[str, dict[FragmentId, int]] = {}
-        self._closed_why: dict[LearnerId, str] = {}  # of the last closed account of each learner
+        self._closed_why: dict[tuple[LearnerId, Incarnation], str] = {}  # of accounts that were closed lately
 
     def open(self, learner: LearnerId, incarnation: Incarnation) -> None:
         assert learner not in self.accounts, f"learner {learner} has an open account"
@@ -67,13 +70,16 @@ class SyncerLedger:
             return
         # The incarnation was replaced between acceptance and durability: what was written off is merged after all.
         self._closed_merged[fragment] += accepted.tokens
-        self._closed_dropped[self._closed_why[accepted.learner]][fragment] -= accepted.tokens
+        why = self._closed_why[(accepted.learner, accepted.incarnation)]
+        self._closed_dropped[why][fragment] -= accepted.tokens
 
     def close(self, learner: LearnerId, why: str) -> None:
         """The incarnation is gone for good: what it had not merged is dropped, and says why."""
         account = self.accounts.pop(learner)
         self.closed_trained += account.trained
-        self._closed_why[learner] = why
+        self._closed_why[(learner, account.incarnation)] = why
+        if len(self._closed_why) > MOST_CLOSED:
+            del self._closed_why[next(iter(self._closed_why))]
         lines = self._closed_dropped.setdefault(why, dict.fromkeys(self._fragments, 0))
         adopted_over = self._closed_dropped.setdefault("adopted over", dict.fromkeys(self._fragments, 0))
         for fragment in self._fragments:

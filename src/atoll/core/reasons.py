@@ -59,6 +59,7 @@ REASONS: dict[str, str] = {
     "refused-full": "the run has its most learners, {0}",
     "refused-finished": "the run is finished",
     "refused-quarantined": "this incarnation is quarantined: restart the learner to come back",
+    "refused-wild": "impossible counters: {1} tokens at local step {0}",
     "refused-id": "learner ids are whole numbers from 1, got {0}",
     "admission-failed": "the admission could not be made durable ({0}); trying again in {1:.3g} s",
     # recovery

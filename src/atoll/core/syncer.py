@@ -107,13 +107,14 @@ class SyncerCore(Ending):
         self.tick += 1
         out: list[SyncerEffect] = []
         self._out = out
-        if now < self.now:
-            now = self.now  # a clock that went back
+        before = self.now
+        if now < before:
+            now = before  # a clock that went back
         self.now = now
         timers = self._timers
         if timers and timers[0][0] <= now:
             if now - timers[0][0] > self.limits.stall_s:
-                self._excuse_silence(now - timers[0][0])
+                self._excuse_silence(now - before)  # since when, nobody knows: perhaps since the event before
             self._fire(now)
         if self.stage is not Stage.SUPERSEDED:
             self._events[type(event)](self, now, event)

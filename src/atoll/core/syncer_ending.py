@@ -101,36 +101,33 @@ class Ending(Snapshots):
         members = self._to_tell()
         self._say("run", 0, "finish-published", self.merges, len(members))
         for member in members:
-            self._tell(member)
-        self._arm_finish(now)
+            self._tell(now, member)
         self._check_acks()
 
-    def _tell(self, member: Member) -> None:
+    def _tell(self, now: float, member: Member) -> None:
         assert self.manifest is not None
+        wait = self._ack_patience(member) * 2.0**member.finish_tries
         member.finish_tries += 1
+        member.finish_due = now + min(wait, self.limits.most_wait_s)
         self._send(member, Finish(self.manifest.versions, self.manifest.merges))
-
-    def _arm_finish(self, now: float) -> None:
-        waits = [self._ack_patience(m) * 2.0 ** (m.finish_tries - 1) for m in self._to_tell()]
-        if waits:
-            self._arm(now + min(min(waits), self.limits.most_wait_s), "finish")
+        self._arm(member.finish_due, "finish")
 
     def _on_finish_timer(self, now: float, key: int) -> None:
         if self.stage is not Stage.FINISHED:
             return
         for member in self._to_tell():
+            if now < member.finish_due:
+                continue
             if member.finish_tries >= self.limits.finish_tries:
                 self._drop_link(now, member, Reason("finish-left-behind", (member.id,)))
             else:
-                self._tell(member)
-        self._arm_finish(now)
+                self._tell(now, member)
         self._check_acks()
 
     def _resend_finish(self, member: Member) -> None:
         """A learner that comes back after the end gets the final versions like everybody else."""
         if self.stage is Stage.FINISHED:
-            self._tell(member)
-            self._arm_finish(self.now)
+            self._tell(self.now, member)
 
     def _on_finish_ack(self, now: float, member: Member, envelope: Envelope, body: FinishAck) -> None:
         member.finish_acked = True

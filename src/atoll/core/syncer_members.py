@@ -33,8 +33,9 @@ from atoll.core.reasons import Reason
 from atoll.core.syncer_rounds import Rounds
 from atoll.core.syncer_state import Member
 from atoll.core.tables import Phase, Stage, Standing
-from atoll.core.types import NOTHING, LearnerId
+from atoll.core.types import MOST_SECONDS, MOST_TOKENS, NOTHING, LearnerId
 
+STRANGERS = ("refused-id", "refused-run", "refused-fingerprint")
 CONNECTED = (Standing.JOINING, Standing.LIVE, Standing.SUSPECT)
 
 
@@ -42,11 +43,11 @@ class Members(Rounds):
     # ---------------------------------------------------------------------------------------------------- hello
 
     def _on_hello(self, now: float, envelope: Envelope, body: Hello) -> None:
-        if envelope.epoch > self.epoch:
-            self._superseded(envelope.epoch)
-            return
         member = self.members.get(envelope.learner)
         refusal = self._hello_refusal(envelope, body, member)
+        if envelope.epoch > self.epoch and (refusal is None or refusal.code not in STRANGERS):
+            self._superseded(envelope.epoch)  # the epochs of another run say nothing about this one
+            return
         if refusal is not None:
             current = member.incarnation if member is not None else 0
             stranger = Member(envelope.learner, envelope.incarnation, envelope.session)
@@ -62,6 +63,8 @@ class Members(Rounds):
     def _hello_refusal(self, envelope: Envelope, body: Hello, member: Member | None) -> Reason | None:
         if envelope.learner < 1:
             return Reason("refused-id", (envelope.learner,))
+        if not (body.step >= 0 and 0 <= body.trained <= MOST_TOKENS):
+            return Reason("refused-wild", (body.step, body.trained))
         if body.run_id != self.config.run_id:
             return Reason("refused-run", (self.config.run_id, body.run_id))
         if body.fingerprint != self.config.fingerprint or len(body.received) != len(self.fragments):
@@ -97,6 +100,9 @@ class Members(Rounds):
             self._say("learner", old.id, "member-superseded", old.incarnation, envelope.incarnation)
             self._stand(old, "superseded")
             member.standing = old.standing
+            # Timers belong to the id: those that are armed go on for the new process, or each start would add one.
+            member.silence_timer = old.silence_timer
+            member.publish_timer = old.publish_timer
             self._retire(now, old, "replaced by a new incarnation")
         else:
             self._stand(member, "hello")
@@ -193,8 +199,9 @@ class Members(Rounds):
         member.hello = None
         member.last_heard = now
         member.step = max(member.step, body.step)
-        member.first_step = member.step
+        self._count_from_here(member)
         member.training = body.training
+        member.finish_tries = 0
         self.ledger.tell(member.id, body.trained)
         member.received = {p: v for p, v in zip(self.fragments, body.received, strict=True) if v != NOTHING}
         member.owed.clear()
@@ -212,6 +219,18 @@ class Members(Rounds):
         if not member.silence_timer:
             member.silence_timer = True
             self._arm(now + self._silence_limit(member), "silence", member.id)
+
+    def _count_from_here(self, member: Member) -> None:
+        """Steps that it took while it was away are not counted for fragments that were opened meanwhile: nobody knows
+        which of them came after the opening. For all others its count goes on; if each new link began it anew, links
+        that break more often than every H steps would keep the last fragments from ever being ripe."""
+        if not member.counted:
+            member.counted = True
+            member.first_step = member.step
+            return
+        for f in self.fragments.values():
+            if f.latest_round is not None and f.opened_at >= member.gone_at:
+                f.open_steps[member.id] = member.step
 
     # ---------------------------------------------------------------------------------------------------- hearing
 
@@ -249,7 +268,8 @@ class Members(Rounds):
         steps = body.step - member.step
         if steps <= 0:
             return
-        if steps > self.limits.most_steps_per_report or body.trained < 0 or not 0 <= body.step_time_s < 1e9:
+        plausible = 0 <= body.trained <= MOST_TOKENS and 0 <= body.step_time_s < MOST_SECONDS
+        if steps > self.limits.most_steps_per_report or not plausible:
             reason = Reason("contribution-wild", (steps, body.trained, body.step))
             self._strike(now, member, self._note(reason))
             return
@@ -332,6 +352,7 @@ class Members(Rounds):
     def _gone(self, now: float, member: Member, reason: Reason) -> None:
         self._say("learner", member.id, reason.code, *reason.args)
         self._stand(member, "gone")
+        member.gone_at = now
         member.owed.clear()
         self._leave_out(now, member.id)
         self._unwait(now, member)

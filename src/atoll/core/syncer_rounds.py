@@ -25,7 +25,7 @@ from atoll.core.protocol import (
 from atoll.core.reasons import Reason
 from atoll.core.syncer_state import Fragment, Member, Owed, SyncerState
 from atoll.core.tables import Phase, Stage, Standing
-from atoll.core.types import Accepted, FragmentId, Mark, RoundId, is_positive, weight_of
+from atoll.core.types import MOST_TOKENS, Accepted, FragmentId, Mark, RoundId, is_positive, weight_of
 
 
 class Rounds(SyncerState, ABC):
@@ -215,8 +215,9 @@ class Rounds(SyncerState, ABC):
             return Reason("contribution-no-steps")
         mark = f.marks.get(member.id)
         settled = mark.trained if mark is not None and mark.incarnation == member.incarnation else 0
-        known = body.steps <= body.copied_at and body.tokens + body.dropped <= body.trained
-        if not known or settled + body.tokens > body.trained or not is_positive(weight_of(body.tokens, body.steps)):
+        counted = body.steps <= body.copied_at and 0 <= body.dropped <= body.trained - body.tokens
+        known = body.trained <= MOST_TOKENS and settled + body.tokens <= body.trained
+        if not counted or not known or not is_positive(weight_of(body.tokens, body.steps)):
             return Reason("contribution-wild", (body.steps, body.tokens, body.copied_at))
         return None
 

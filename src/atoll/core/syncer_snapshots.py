@@ -3,8 +3,8 @@
 The syncer's cut is the moment it raises `marker`; a learner's cut is the first step boundary after it saw the marker
 and before it adopts anything that carries it. A contribution that was sent before its learner's cut and arrives after
 the syncer's is in flight at the cut, and is kept with the snapshot. Bulk data may overtake control messages or be
-overtaken by them, so nothing relies on order between two messages: the colour is on each of them, and a learner's part names the
-contributions that were outstanding at its cut.
+overtaken by them, so nothing relies on order between two messages: the colour is on each of them, and a learner's part
+names the contributions that were outstanding at its cut.
 """
 
 from __future__ import annotations
@@ -78,8 +78,10 @@ class Snapshots(Members):
         self._check_cut(now)
 
     def _part_complete(self, member: Member, part: SnapshotPart) -> bool:
-        """Every contribution that was outstanding at the learner's cut has arrived, before our cut or since."""
-        return all(member.heard_rounds.get(r.fragment) == r for r in part.outstanding)
+        """Every contribution that was outstanding at the learner's cut has arrived, before our cut or since; or a later
+        one of the same fragment has, and it was lost."""
+        heard = member.heard_rounds
+        return all(r.fragment in heard and heard[r.fragment] >= r for r in part.outstanding)
 
     def _check_cut(self, now: float) -> None:
         cut = self.cut

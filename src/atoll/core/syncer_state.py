@@ -122,9 +122,12 @@ class Member:
         "ack",
         "admitted_by",
         "answer",
+        "counted",
         "finish_acked",
+        "finish_due",
         "finish_tries",
         "gap",
+        "gone_at",
         "heard_rounds",
         "hello",
         "first_step",
@@ -151,7 +154,11 @@ class Member:
         self.session = session
         self.standing = Standing.UNKNOWN
         self.step = 0  # newest local step that it told of
-        self.first_step = 0  # local step when it joined or came back: steps before it are not counted for ripeness
+        self.first_step = (
+            0  # local step when it joined: where its count begins for fragments that were not opened since
+        )
+        self.counted = False  # it has been welcomed in this epoch
+        self.gone_at = 0.0  # when it was last lost
         self.reported_at = -1.0  # when it told of that step
         self.training = False  # it has said that it trains
         self.last_heard = 0.0
@@ -166,7 +173,8 @@ class Member:
         self.ack = Estimate()  # from sending a version to its acknowledgement
         self.strikes = 0
         self.finish_acked = False
-        self.finish_tries = 0
+        self.finish_tries = 0  # on this link
+        self.finish_due = 0.0  # when it is told again
         self.seen = 0  # its newest tick that reached us
         self.silence_timer = False
         self.publish_timer = False
@@ -256,6 +264,12 @@ class SyncerState:
             {p: restored.versions[p].merged_tokens if p in restored.versions else 0 for p in self.fragments},
             {p: f.marks for p, f in self.fragments.items()},
         )
+        # The fragment that lags most is offered first: a syncer that is restarted more often than every H steps would
+        # otherwise never come to the last ones.
+        behind = sorted(self.fragments.values(), key=lambda f: (f.version, f.id))
+        for place, f in enumerate(behind):
+            f.need_steps = 1 + place * self.config.every_steps // len(behind)
+        self.by_opening = {f.id: f for f in behind}
         self.merges_at_cut = self.merges
         if restored.manifest is not None:
             self.manifest = restored.manifest

@@ -21,6 +21,12 @@ SYNCER: LearnerId = 0
 NOTHING: Version = -1
 """The version of a fragment that a learner does not hold at all. Version 0 is the initial model."""
 
+MOST_TOKENS = 2**62
+"""Of one incarnation. Counters beyond it are nonsense, and their squares are beyond every float."""
+
+MOST_SECONDS = 1e9
+"""Of one step: thirty years."""
+
 AdoptHow = Literal["carry", "overwrite", "blend"]
 
 
@@ -138,7 +144,8 @@ class RunConfig:
                 raise ValueError(f"owned names a fragment outside 0..{self.fragments - 1}")
 
     def fragment_ids(self) -> tuple[FragmentId, ...]:
-        return self.owned if self.owned is not None else tuple(range(self.fragments))
+        """In the order of the plan, which is the order of their offsets."""
+        return tuple(sorted(self.owned)) if self.owned is not None else tuple(range(self.fragments))
 
     def offset_steps(self, fragment: FragmentId) -> int:
         """Steps before the first round of a fragment: offsets are spread evenly over H."""

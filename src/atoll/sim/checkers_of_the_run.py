@@ -268,7 +268,7 @@ class RoundsEnd(Checker):
         self._opened: dict[FragmentId, float] = {}
         self._previous_s = 0.0
         limits = config.limits
-        self._most_s = limits.most_wait_s * 2.0**limits.pull_tries
+        self._most_s = 2 * limits.most_wait_s * 2.0**limits.pull_tries  # twice: its process may stand still meanwhile
 
     def started(self, actor: Actor, restored: Restored | None) -> None:
         super().started(actor, restored)

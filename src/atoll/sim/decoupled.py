@@ -50,7 +50,6 @@ from atoll.core.types import SYNCER, Limits, RunConfig
 from atoll.sim.engine import Engine
 from atoll.sim.fleet import ExtraLearners, FleetConfig, Island, Segment, State, build_islands
 
-
 _PATIENT = Limits(first_wait_s=86_400.0, least_wait_s=86_400.0, most_wait_s=86_400.0)
 """Of a lockstep run. Whoever waits for others is silent, and would be taken for lost if silence meant anything: then no
 round would have its quorum, and nobody would step to be heard again."""
@@ -204,6 +203,9 @@ class DecoupledRun:
         self.engine = Engine()
         self.syncer = SyncerCore(self.config, epoch=1)
         islands = build_islands(fleet, learners, chips, seed, speeds=speeds, extras=extras)
+        if len(islands) > self.config.limits.most_learners:
+            most = self.config.limits.most_learners
+            raise ValueError(f"a syncer serves {most} learners at most, and here are {len(islands)}; give fewer")
         self.learners = [
             _Learner(
                 place + 1,
@@ -314,10 +316,6 @@ class DecoupledRun:
         planned = learner.planned = (first_s, steps, step_s)
         self.engine.at(first_s + (steps - 1) * step_s, self._boundary, learner, planned)
 
-    def _plan_boundary(self, learner: _Learner, first_s: float, steps: int, step_s: float) -> None:
-        planned = learner.planned = (first_s, steps, step_s)
-        self.engine.at(first_s + (steps - 1) * step_s, self._boundary, learner, planned)
-
     def _cut_short(self, learner: _Learner) -> None:
         """Something has arrived that the very next boundary must answer: no further steps are told together."""
         if learner.planned is None or learner.planned[1] == 1:
@@ -325,7 +323,8 @@ class DecoupledRun:
         first_s, steps, step_s = learner.planned
         begun = max(0, math.ceil((self.engine.now - first_s) / step_s - 1e-9))
         if begun + 1 < steps:
-            self._plan_boundary(learner, first_s, begun + 1, step_s)
+            planned = learner.planned = (first_s, begun + 1, step_s)
+            self.engine.at(first_s + begun * step_s, self._boundary, learner, planned)
 
     def _boundary(self, learner: _Learner, planned: tuple[float, int, float]) -> None:
         if learner.planned is not planned or not learner.alive or learner.core.mode is Mode.STOPPED:
@@ -494,7 +493,7 @@ class DecoupledRun:
             tokens_trained=tokens,
             tokens_merged=sum(line.merged for line in lines) / count,
             tokens_pending=sum(line.pending for line in lines) / count,
-            tokens_dropped=sum(dropped.values()),
+            tokens_dropped=sum(dropped.values(), 0.0),
             merges=self.merges,
             contributions_per_merge=self.contributions / merges,
             effective_h=mean_steps * count / merges,
@@ -512,10 +511,16 @@ class DecoupledRun:
 
 
 def quick(protocol: DecoupledConfig) -> DecoupledConfig:
-    """The same protocol, told in coarser events: one fragment stands for all, an eighth of H steps at a time."""
-    steps = 1 if protocol.lockstep or protocol.jitter else max(1, protocol.every_steps // 8)
-    sampled = None if protocol.lockstep else 1
-    return replace(protocol, sampled_fragments=sampled, steps_per_event=steps)
+    """The same protocol, told in coarser events: one fragment stands for all, an eighth of H steps at a time.
+
+    With jitter every step is different, and a learner that reports each of them but hears little is suspected in every
+    pause: there a third of the fragments is kept. Lockstep needs all of them, because a learner waits for each.
+    """
+    if protocol.lockstep:
+        return replace(protocol, sampled_fragments=None, steps_per_event=1)
+    if protocol.jitter:
+        return replace(protocol, sampled_fragments=max(1, protocol.fragments // 3), steps_per_event=1)
+    return replace(protocol, sampled_fragments=1, steps_per_event=max(1, protocol.every_steps // 8))
 
 
 __all__ = ["DecoupledConfig", "DecoupledResult", "DecoupledRun", "quick"]

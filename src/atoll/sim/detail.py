@@ -14,11 +14,21 @@ from atoll.sim.decoupled import DecoupledConfig, quick
 FULL_EVENTS = 300_000
 """Two seconds or so: a run this short is simulated with every fragment and every step."""
 
-MOST_EVENTS = 2_000_000
-"""A dozen seconds or so per seed."""
+MOST_EVENTS = 1_200_000
+"""Eight seconds or so per seed."""
 
 MOST_TAPE_EVENTS = 400_000
 """About 80 MB of tapes."""
+
+
+def span(hours: float) -> str:
+    """
+    >>> span(720.0), span(36.0), span(1.0), span(0.5)
+    ('30 days', '36 hours', '1 hour', '30 minutes')
+    """
+    size, unit = (24.0, "day") if hours >= 48.0 else (1.0, "hour") if hours >= 1.0 else (1.0 / 60.0, "minute")
+    count = f"{hours / size:.3g}"
+    return f"{count} {unit}" if count == "1" else f"{count} {unit}s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +49,8 @@ class Detail:
             how = f"coarsely: {count} of {self.protocol.fragments} fragments {stand} for all"
             if self.protocol.steps_per_event > 1:
                 how += f", up to {self.protocol.steps_per_event} steps per event"
-        span = f"all {self.hours:.4g} hours" if self.whole else f"the first {self.hours:.4g} hours"
-        return f"the cores of the protocol ran {span} {how}"
+        which = "all" if self.whole else "the first"
+        return f"the cores of the protocol ran {which} {span(self.hours)} {how}"
 
 
 def events_per_step(protocol: DecoupledConfig) -> float:
@@ -58,7 +68,7 @@ def choose_detail(
     hours: float | None = None,
     most_events: int = MOST_EVENTS,
 ) -> Detail:
-    """All of the run, as far as `most_events` go. `full` asks for every fragment and step, `hours` for so many hours."""
+    """All of the run, as far as `most_events` go. `full` asks for every fragment and step, `hours` limits them."""
     if hours is not None and not 0.0 < hours < math.inf:
         raise ValueError(f"protocol hours are {hours}; give a number above 0")
     all_hours = days * 24.0

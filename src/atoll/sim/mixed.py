@@ -2,9 +2,9 @@
 
 Eight learners, four of each generation, the slower one 18 % behind, steps with 10 % jitter, no failures.
 
-How goodput was defined for that table is not published. Here it is the share of chip time spent stepping, once over all
-chips and once over those of the fast generation, which are the ones that wait. A decoupled learner never waits, whatever
-the quorum: a loss at K = 8 means that learners waited for the round, so that row is run in lockstep.
+How goodput was defined for that table is not published. Here it is the share of chip time spent stepping, once over
+all chips and once over those of the fast generation, which are the ones that wait. A decoupled learner never waits,
+whatever the quorum: a loss at K = 8 means that learners waited for the round, so that row is run in lockstep.
 """
 
 from __future__ import annotations

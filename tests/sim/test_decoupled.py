@@ -1,0 +1,214 @@
+"""The cores of the protocol on a simulated fleet: they agree with the fleet model, and their tapes with the checkers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from atoll.core.types import RunConfig
+from atoll.sim.checkers import Violation, Watch, all_checkers
+from atoll.sim.decoupled import DecoupledConfig, DecoupledRun, quick
+from atoll.sim.detail import Detail, choose_detail, events_per_step
+from atoll.sim.estimates import over_seeds
+from atoll.sim.fleet import ExtraLearners, FleetConfig, RepairDelay
+from atoll.sim.goodput import BarrierConfig, simulate
+
+HOUR = 1.0 / 24.0
+SMALL = DecoupledConfig(fragments=4, every_steps=4)
+FRAIL = FleetConfig(mtbi_s=0.2 * 86_400.0)  # islands of one slice, down for a minute every minute
+
+
+def watched(fleet, protocol, learners, chips, days, seed=0, **options):
+    """A run with every checker looking on; the run and the watch."""
+    watch = Watch(all_checkers(protocol.run_config()))
+    run = DecoupledRun(
+        fleet, protocol, learners, chips, days, seed, on_entry=watch.observe, on_start=watch.started, **options
+    )
+    return run, watch
+
+
+@pytest.mark.parametrize(
+    ("learners", "chips", "hours", "protocol"),
+    [
+        (8, 1_200_000, 3.0, quick(DecoupledConfig())),
+        (8, 1_200_000, 0.5, DecoupledConfig()),
+        (4, 150_000, 3.0, quick(DecoupledConfig())),
+        (16, 2_400_000, 1.0, quick(DecoupledConfig())),
+        (2, 300_000, 1.0, quick(DecoupledConfig(jitter=0.1))),
+    ],
+)
+def test_the_cores_give_the_goodput_of_the_fleet_model(learners, chips, hours, protocol):
+    fleet = FleetConfig()
+    by_cores = DecoupledRun(fleet, protocol, learners, chips, hours * HOUR, 7).run()
+    by_fleet = simulate(fleet, "decoupled", learners, chips, hours * HOUR, 7)
+    assert by_cores.goodput == pytest.approx(by_fleet.goodput, abs=0.002)
+    assert by_cores.uptime == pytest.approx(by_fleet.uptime, abs=0.002)
+    assert by_cores.failures == by_fleet.failures > 0
+
+
+def test_the_cores_agree_with_slow_downs_speed_classes_and_slow_chips():
+    fleet = FleetConfig(slowdowns_per_hour=30.0, slowdown_factor=0.3, slowdown_mean_s=40.0, chip_time_sigma=0.05)
+    speeds = (1.0, 1.0, 0.7, 0.7)
+    by_cores = DecoupledRun(fleet, quick(DecoupledConfig()), 4, 400_000, HOUR, 3, speeds=speeds).run()
+    by_fleet = simulate(fleet, "decoupled", 4, 400_000, HOUR, 3, speeds=speeds)
+    assert by_cores.goodput == pytest.approx(by_fleet.goodput, abs=0.002)
+    assert by_cores.throughput == pytest.approx(by_fleet.throughput, rel=0.005)
+    assert by_cores.throughput < 0.7 * by_cores.goodput
+
+
+def test_coarse_events_tell_the_same_story_as_single_steps():
+    fleet, full = FleetConfig(), DecoupledConfig()
+    slow = DecoupledRun(fleet, full, 8, 1_200_000, HOUR, 0).run()
+    fast = DecoupledRun(fleet, quick(full), 8, 1_200_000, 4 * HOUR, 0).run()
+    assert fast.contributions_per_merge == pytest.approx(slow.contributions_per_merge, rel=0.1)
+    assert fast.effective_h == pytest.approx(slow.effective_h, rel=0.03)
+    assert fast.staleness_steps == pytest.approx(slow.staleness_steps, rel=0.1)
+    assert fast.events < slow.events / 1.5
+
+
+def test_the_same_seed_gives_the_same_run_however_often_it_is_looked_at():
+    def run(seed, on_progress=None):
+        return DecoupledRun(FleetConfig(), quick(DecoupledConfig(jitter=0.05)), 4, 600_000, 0.01, seed).run(on_progress)
+
+    shares: list[float] = []
+    assert run(1) == run(1, shares.append)
+    assert run(1) != run(2)
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+
+
+def test_tokens_are_merged_pending_or_dropped_and_a_learner_that_leaves_says_so():
+    extras = [ExtraLearners(2, ((100.0, 400.0), (500.0, 600.0)), speed=0.5)]
+    run, watch = watched(FleetConfig(), SMALL, 3, 300_000, 900.0 / 86_400.0, extras=extras)
+    result = run.run()
+    accounted = result.tokens_merged + result.tokens_pending + result.tokens_dropped
+    assert result.tokens_trained == pytest.approx(accounted)
+    assert dict(result.dropped_by_reason)["left"] == pytest.approx(result.tokens_dropped) > 0
+    assert [learner.incarnation for learner in run.learners] == [1, 1, 1, 2, 2]
+    assert run.finish()
+    watch.finish()
+
+
+@pytest.mark.parametrize("adopt", ["overwrite", "blend"])
+def test_what_is_adopted_over_is_dropped_with_that_reason(adopt):
+    result = DecoupledRun(FleetConfig(), replace(SMALL, adopt=adopt), 4, 400_000, 0.01, 0).run()
+    assert 0 < dict(result.dropped_by_reason)["adopted over"] < result.tokens_trained
+    assert result.tokens_trained == pytest.approx(
+        result.tokens_merged + result.tokens_pending + result.tokens_dropped, abs=1.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("fleet", "protocol"),
+    [
+        (FleetConfig(), DecoupledConfig()),
+        (FleetConfig(), replace(quick(DecoupledConfig()), quorum=3)),
+        (FleetConfig(slowdowns_per_hour=60.0), DecoupledConfig(jitter=0.2, grace_margin=0.0, delay_s=0.4)),
+        (FRAIL, SMALL),
+    ],
+)
+def test_every_checker_is_content_with_a_simulated_run(fleet, protocol):
+    chips = 4 * 1024 if fleet is FRAIL else 800_000
+    run, watch = watched(fleet, protocol, 4, chips, 0.01)
+    result = run.run()
+    assert result.merges > 0
+    assert result.failures > 0
+    assert run.finish()
+    watch.finish()
+    run.syncer.check_invariants()
+
+
+def test_a_learner_that_was_down_too_long_loses_its_link_and_comes_back():
+    fleet = replace(FRAIL, repair=RepairDelay.with_mean(600.0))
+    run, _ = watched(fleet, SMALL, 4, 4 * 1024, 0.2)
+    run.run()
+    assert run.syncer.said["member-lost"] > 0
+    assert run.syncer.said["member-resumed"] > 0
+    assert {learner.incarnation for learner in run.learners} == {1}
+
+
+def test_in_lockstep_nobody_runs_ahead_and_the_checker_of_independence_says_so():
+    protocol = DecoupledConfig(quorum=4, grace_margin=0.0, lockstep=True)
+    run, _ = watched(FleetConfig(mtbi_s=math.inf), protocol, 4, 4, 0.01, speeds=(1.0, 1.0, 1.0, 0.5))
+    with pytest.raises(Violation, match="independence"):
+        run.run()
+
+
+def test_lockstep_costs_what_streaming_diloco_costs():
+    """Two models that share nothing but the islands: cores that wait, and gates."""
+    fleet, protocol = FleetConfig(), DecoupledConfig(quorum=8, grace_margin=0.0, lockstep=True)
+    for chips in (150_000, 1_200_000):
+        waiting = DecoupledRun(fleet, protocol, 8, chips, HOUR, 0).run()
+        gated = simulate(fleet, "streaming", 8, chips, HOUR, 0, barrier=BarrierConfig())
+        assert waiting.goodput == pytest.approx(gated.goodput, abs=0.02)
+        assert waiting.contributions_per_merge == pytest.approx(8.0)
+
+
+def test_a_run_that_cannot_be_is_refused_with_the_fix():
+    with pytest.raises(ValueError, match="give at most 4"):
+        DecoupledRun(FleetConfig(), DecoupledConfig(quorum=5), 4, 4, 1.0, 0)
+    with pytest.raises(ValueError, match="1024 learners at most"):
+        DecoupledRun(FleetConfig(), DecoupledConfig(), 1_025, 1_025, 1.0, 0)
+    with pytest.raises(ValueError, match="above 0"):
+        DecoupledRun(FleetConfig(), DecoupledConfig(), 4, 4, 0.0, 0)
+    with pytest.raises(ValueError, match="every step is different"):
+        DecoupledConfig(jitter=0.1, steps_per_event=2)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# How much is simulated
+
+
+def test_a_short_run_is_simulated_in_full_and_a_long_one_says_how_not():
+    short = choose_detail(DecoupledConfig(), 0.02, 4.0)
+    assert (short.full, short.whole) == (True, True)
+    assert "every fragment and every step" in short.sentence()
+    long = choose_detail(DecoupledConfig(), 30.0, 8.0)
+    assert (long.full, long.whole) == (False, False)
+    assert "1 of 24 fragments" in long.sentence()
+    assert long.hours == math.floor(long.hours) < 72.0
+    middle = choose_detail(DecoupledConfig(), 0.5, 8.0)
+    assert (middle.full, middle.whole) == (False, True)
+
+
+def test_the_user_decides_how_much_is_simulated():
+    forced = choose_detail(DecoupledConfig(), 30.0, 8.0, full=True)
+    assert (forced.full, forced.whole, forced.hours) == (True, True, 720.0)
+    asked = choose_detail(DecoupledConfig(), 30.0, 8.0, hours=100.0)
+    assert (asked.full, asked.whole, asked.hours) == (False, False, 100.0)
+    with pytest.raises(ValueError, match="above 0"):
+        choose_detail(DecoupledConfig(), 30.0, 8.0, hours=0.0)
+
+
+@pytest.mark.parametrize("protocol", [DecoupledConfig(), quick(DecoupledConfig()), quick(DecoupledConfig(jitter=0.1))])
+def test_the_cost_of_a_run_is_known_beforehand(protocol):
+    result = DecoupledRun(FleetConfig(), protocol, 8, 150_000, 0.25 * HOUR, 0).run()
+    assert result.events == pytest.approx(result.steps * events_per_step(protocol), rel=0.35)
+
+
+def test_lockstep_is_never_sampled():
+    detail = choose_detail(DecoupledConfig(lockstep=True), 30.0, 8.0)
+    assert isinstance(detail, Detail)
+    assert detail.full
+    config = detail.protocol.run_config()
+    assert isinstance(config, RunConfig)
+    assert config.owned is None
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Figures over seeds
+
+
+def test_an_interval_stays_within_what_is_possible():
+    figure = over_seeds([0.999, 1.0, 1.0], least=0.0, most=1.0)
+    assert figure.low is not None
+    assert figure.high == 1.0
+    assert figure.low < figure.mean < figure.high
+    assert figure.times(100.0).high == 100.0
+
+
+def test_one_seed_has_no_interval():
+    assert over_seeds([0.5]).interval() is None
+    assert over_seeds([0.5]).times(2.0).mean == 1.0
