@@ -154,9 +154,7 @@ class Member:
         self.session = session
         self.standing = Standing.UNKNOWN
         self.step = 0  # newest local step that it told of
-        self.first_step = (
-            0  # local step when it joined: where its count begins for fragments that were not opened since
-        )
+        self.first_step = 0  # local step when it joined: its count begins there for fragments not opened since
         self.counted = False  # it has been welcomed in this epoch
         self.gone_at = 0.0  # when it was last lost
         self.reported_at = -1.0  # when it told of that step

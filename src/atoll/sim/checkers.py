@@ -43,6 +43,7 @@ class Checker:
         self.effects: dict[type, Handler] = {}
         self.sent: dict[type, Handler] = {}
         self.every: Callable[[Entry], None] | None = None
+        self.every_of_syncers: Callable[[Entry], None] | None = None
         self.syncer: Actor | None = None  # the newest; an older one may live on, cut off and fenced from the store
 
     def started(self, actor: Actor, restored: Restored | None) -> None:
@@ -73,9 +74,12 @@ class Watch:
         self._effects: dict[type, list[Handler]] = {}
         self._sent: dict[type, list[Handler]] = {}
         self._every: list[Callable[[Entry], None]] = []
+        self._every_of_syncers: list[Callable[[Entry], None]] = []
         for checker in self.checkers:
             if checker.every is not None:
                 self._every.append(checker.every)
+            if checker.every_of_syncers is not None:
+                self._every_of_syncers.append(checker.every_of_syncers)
             for ours, theirs in (
                 (self._events, checker.events),
                 (self._arrived, checker.arrived),
@@ -93,6 +97,9 @@ class Watch:
         event: Event = entry.event
         for every in self._every:
             every(entry)
+        if entry.actor.learner == SYNCER:
+            for every in self._every_of_syncers:
+                every(entry)
         if type(event) is MessageArrived:
             for handler in self._arrived.get(type(event.envelope.body), ()):
                 handler(entry, event.envelope)

@@ -171,28 +171,29 @@ class Clocks(Checker):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.every = self._on_every
-        self._ticks: dict[Actor, int] = {}
+        self._ticks: dict[tuple[LearnerId, int], int] = {}
 
     def _on_every(self, entry: Entry) -> None:
+        """Seen for every entry, so it is plain: an actor is looked up as the tuple that it is."""
+        actor, tick, event = entry.actor, entry.tick, entry.event
         ticks = self._ticks
-        subject = ("learner", entry.actor.learner) if entry.actor.learner != SYNCER else ("run", 0)
-        if entry.tick != ticks.get(entry.actor, 0) + 1:
-            self.fail(entry, subject, f"{entry.actor}: tick {entry.tick} after {ticks.get(entry.actor, 0)}")
-        ticks[entry.actor] = entry.tick
-        event = entry.event
+        if tick != ticks.get(actor, 0) + 1:
+            self._wrong(entry, f"{actor}: tick {tick} after {ticks.get(actor, 0)}")
+        ticks[actor] = tick
         if type(event) is MessageArrived:
             envelope = event.envelope
-            if is_syncer(entry):
-                sender = Actor(envelope.learner, envelope.incarnation)
-            else:
-                sender = Actor(SYNCER, envelope.epoch)
+            learner = actor.learner == SYNCER
+            sender = (envelope.learner, envelope.incarnation) if learner else (SYNCER, envelope.epoch)
             if envelope.tick > ticks.get(sender, 0):
-                self.fail(
-                    entry, subject, f"a message of tick {envelope.tick} from {sender}, which is at {ticks.get(sender)}"
-                )
+                what = f"a message of tick {envelope.tick} from {Actor(*sender)}, which is at {ticks.get(sender)}"
+                self._wrong(entry, what)
         for effect in entry.effects:
-            if type(effect) is Send and effect.envelope.tick != entry.tick:
-                self.fail(entry, subject, f"sent with tick {effect.envelope.tick} in entry {entry.tick}")
+            if type(effect) is Send and effect.envelope.tick != tick:
+                self._wrong(entry, f"sent with tick {effect.envelope.tick} in entry {tick}")
+
+    def _wrong(self, entry: Entry, what: str) -> None:
+        learner = entry.actor.learner
+        self.fail(entry, ("run", 0) if learner == SYNCER else ("learner", learner), what)
 
 
 class Stopped(Checker):

@@ -301,7 +301,7 @@ class GraceBound(Checker):
             Accumulate: self._on_accumulate,
         }
         self.arrived = {Report: self._on_report}
-        self.every = self._on_every
+        self.every_of_syncers = self._on_every
         self._until: dict[RoundId, float] = {}
         self._due: dict[RoundId, float] = {}
         self._now = 0.0

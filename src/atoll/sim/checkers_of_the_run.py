@@ -264,7 +264,7 @@ class RoundsEnd(Checker):
         super().__init__(config)
         self.sent = {Pull: self._on_pull}
         self.effects = {MergeRound: self._on_closed, DiscardRound: self._on_closed}
-        self.every = self._on_every
+        self.every_of_syncers = self._on_every
         self._opened: dict[FragmentId, float] = {}
         self._previous_s = 0.0
         limits = config.limits

@@ -140,6 +140,7 @@ class Driver:
         self.syncer: Process | None = None
         self.learners: dict[LearnerId, Process] = {}  # newest process of each id
         self.processes: list[Process] = []  # every learner process that runs, zombies included
+        self.by_actor: dict[tuple[LearnerId, int], Process] = {}  # the same
         self.incarnations: Counter[LearnerId] = Counter()
         self.gone: set[LearnerId] = set()  # left for good
         self.old_syncers: list[Process] = []  # cut off, and unaware that another has taken over
@@ -191,6 +192,7 @@ class Driver:
         proc = Process(actor, self._learner_type(self.config, learner, actor.start))
         self.learners[learner] = proc
         self.processes.append(proc)
+        self.by_actor[actor] = proc
         self._began(proc, None)
 
     def _began(self, proc: Process, restored: Restored | None) -> None:
@@ -313,9 +315,7 @@ class Driver:
     def _do_send(self, proc: Process, effect: Send) -> None:
         envelope = effect.envelope
         if proc.actor.learner == SYNCER:
-            target = next(
-                (q for q in self.processes if q.actor == (envelope.learner, envelope.incarnation) and q.alive), None
-            )
+            target = self.by_actor.get((envelope.learner, envelope.incarnation))
             conn = target.conn if target is not None else None
             if conn is None or conn.session != envelope.session or conn.syncer is not proc or not conn.open:
                 return
@@ -496,6 +496,7 @@ class Driver:
         proc.alive = False
         self._count(proc.core)
         self.processes.remove(proc)
+        del self.by_actor[proc.actor]
         if proc.conn is not None:
             self._close(proc.conn, tell_learner=False, tell_syncer=True, why="connection reset by peer")
 
