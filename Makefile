@@ -42,9 +42,14 @@ test: check ## set-up, all checks, all tests
 
 train: $(READY) ## the main job; today on a virtual clock
 	@rm -rf $(FIRST_RUN)
-	$(BIN)/atoll simulate --learners 4 --chips 4096 --days 0.02 --tape $(FIRST_RUN) --seed 0
+	$(BIN)/atoll simulate --learners 4 --chips 400000 --days 0.02 --tape $(FIRST_RUN) --seed 0
+	@echo
 	$(BIN)/atoll check $(FIRST_RUN)
-	@echo "This was the protocol on a virtual clock: four learners, one syncer, no tensors. Training of tensors arrives with a later release."
+	@echo
+	$(BIN)/atoll story $(FIRST_RUN) --run --last 5
+	@echo
+	@echo "This was the protocol on a virtual clock: four learners, one syncer, chips that fail, no tensors."
+	@echo "Ask on: $(BIN)/atoll story $(FIRST_RUN) --learner 1. Training of tensors arrives with a later release."
 
 swarm: $(READY) ## hostile worlds by seed; SEEDS=5000 of them
 	$(BIN)/atoll swarm --seeds $(SEEDS)

@@ -12,6 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from atoll.commands.progress import progress
@@ -23,7 +24,7 @@ R = TypeVar("R")
 Tell = Callable[[float], None]
 Task = Callable[[Tell], R]
 
-_UNITS = 1_000  # of the bar, per task
+_UNITS = 1_000  # of the bar
 
 
 def usable_cores() -> int:
@@ -31,27 +32,42 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def run_all(title: str, tasks: Sequence[Task[R]], jobs: int, shown: bool = True) -> list[R]:
-    """The results of all tasks. The first one that fails ends the rest; so does Ctrl-C."""
+def run_all(
+    title: str, tasks: Sequence[Task[R]], jobs: int, weights: Sequence[float] = (), shown: bool = True
+) -> list[R]:
+    """The results of all tasks. The first one that fails ends the rest; so does Ctrl-C.
+
+    `weights` say how long each task takes beside the others, for the bar; all alike, if they are left out.
+    """
+    bar = _Bar(weights or [1.0] * len(tasks))
     jobs = min(jobs, len(tasks))
     if jobs > 1:
-        return _Crew(tasks, jobs).run(title, shown)
+        return _Crew(tasks, jobs, bar).run(title, shown)
     results: list[R] = []
-    with progress(title, _UNITS * len(tasks), shown) as tell:
+    with progress(title, _UNITS, shown) as tell:
         for number, task in enumerate(tasks):
-
-            def told(share: float, before: int = number) -> None:
-                tell(round(_UNITS * (before + share)))
-
-            results.append(task(told))
-            told(1.0)
+            results.append(task(partial(bar.share, tell, number)))
+            bar.share(tell, number, 1.0)
     return results
+
+
+class _Bar:
+    """How much of all tasks is done."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self._weights = weights
+        self._shares = [0.0] * len(weights)
+
+    def share(self, tell: Callable[[int], None], number: int, share: float) -> None:
+        self._shares[number] = share
+        done = sum(weight * part for weight, part in zip(self._weights, self._shares, strict=True))
+        tell(round(_UNITS * done / sum(self._weights)))
 
 
 class _Crew:
     """Processes that are forked with all tasks in memory and are told by number which one to do next."""
 
-    def __init__(self, tasks: Sequence[Task[Any]], jobs: int) -> None:
+    def __init__(self, tasks: Sequence[Task[Any]], jobs: int, bar: _Bar) -> None:
         import multiprocessing
 
         context = multiprocessing.get_context("fork")
@@ -59,7 +75,7 @@ class _Crew:
         self._ends: list[Connection] = []
         self._processes = []
         self._results: dict[int, Any] = {}
-        self._shares = [0.0] * len(tasks)
+        self._bar = bar
         # All of them start before the bar does: its thread must not be copied into them.
         for _ in range(jobs):
             ours, theirs = context.Pipe()
@@ -77,15 +93,14 @@ class _Crew:
 
         waiting = iter(range(len(self._tasks)))
         try:
-            with progress(title, _UNITS * len(self._tasks), shown) as tell:
+            with progress(title, _UNITS, shown) as tell:
                 for end in self._ends:
                     self._send_next(end, waiting)
                 while len(self._results) < len(self._tasks):
                     ready = wait(self._ends)
                     for end in self._ends:
                         if end in ready:
-                            self._hear(end, waiting)
-                    tell(round(_UNITS * sum(self._shares)))
+                            self._hear(end, waiting, tell)
         finally:
             for process in self._processes:
                 process.terminate()
@@ -98,7 +113,7 @@ class _Crew:
         if number is not None:
             end.send(number)
 
-    def _hear(self, end: Connection, waiting: Iterable[int]) -> None:
+    def _hear(self, end: Connection, waiting: Iterable[int], tell: Callable[[int], None]) -> None:
         try:
             kind, number, value = end.recv()
         except EOFError:
@@ -106,10 +121,10 @@ class _Crew:
         if kind == "failed":
             raise value
         if kind == "share":
-            self._shares[number] = value
+            self._bar.share(tell, number, value)
             return
         self._results[number] = value
-        self._shares[number] = 1.0
+        self._bar.share(tell, number, 1.0)
         self._send_next(end, waiting)
 
 

@@ -87,9 +87,11 @@ def simulate_run(wish: Wish) -> Outcome:
     )
     by_cores = detail.whole or wish.protocol.lockstep
     tasks: list[Task[CoreRun | GoodputResult]] = [partial(_run_cores, wish, detail, seed) for seed in wish.seeds]
+    weights = [10.0] * wish.count
     if not by_cores:
         tasks += [partial(_run_fleet, wish, seed) for seed in wish.seeds]
-    results = run_all("simulating", tasks, wish.processes)
+        weights += [1.0] * wish.count
+    results = run_all("simulating", tasks, wish.processes, weights)
     cores = [result for result in results if isinstance(result, CoreRun)]
     fleets = [result for result in results if isinstance(result, GoodputResult)]
     return _outcome(wish, detail, cores, fleets)

@@ -96,7 +96,7 @@ def show_outcome(outcome: Outcome) -> None:
 
 
 def _table(title: str, rows: list[Row], intervals: bool) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=intervals or title != "")
     table.add_column(title, width=41)
     table.add_column("mean" if intervals else "", justify="right", width=13, no_wrap=True)
     if intervals:

@@ -513,13 +513,13 @@ class DecoupledRun:
 def quick(protocol: DecoupledConfig) -> DecoupledConfig:
     """The same protocol, told in coarser events: one fragment stands for all, an eighth of H steps at a time.
 
-    With jitter every step is different, and a learner that reports each of them but hears little is suspected in every
-    pause: there a third of the fragments is kept. Lockstep needs all of them, because a learner waits for each.
+    With jitter every step is different, and a learner that reports each of them but has little else to say is suspected
+    in every pause: there an eighth of the fragments is kept. Lockstep needs all of them: a learner waits for each.
     """
     if protocol.lockstep:
         return replace(protocol, sampled_fragments=None, steps_per_event=1)
     if protocol.jitter:
-        return replace(protocol, sampled_fragments=max(1, protocol.fragments // 3), steps_per_event=1)
+        return replace(protocol, sampled_fragments=max(1, protocol.fragments // 8), steps_per_event=1)
     return replace(protocol, sampled_fragments=1, steps_per_event=max(1, protocol.every_steps // 8))
 
 
