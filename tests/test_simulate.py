@@ -368,7 +368,7 @@ def test_what_goes_wrong_in_a_process_goes_wrong_here():
 
     with pytest.raises(ValueError, match="four is too few") as caught:
         processes.run_all("", [bad, lambda tell: 1], jobs=2)
-    assert "in bad" in caught.value.__notes__[0]
+    assert "in bad" in str(caught.value.__cause__)
 
 
 def test_ctrl_c_ends_every_process():

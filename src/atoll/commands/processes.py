@@ -7,24 +7,18 @@ Results come back in the order of the tasks, whoever was faster, so that they do
 from __future__ import annotations
 
 import os
-import signal
-import traceback
-import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, MutableSequence, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from atoll.commands.progress import progress
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
 
 R = TypeVar("R")
 Tell = Callable[[float], None]
 Task = Callable[[Tell], R]
 
 _UNITS = 1_000  # of the bar
+_LOOK_S = 0.2  # how often the bar is brought up to date
 
 
 def usable_cores() -> int:
@@ -39,109 +33,65 @@ def run_all(
 
     `weights` say how long each task takes beside the others, for the bar; all alike, if they are left out.
     """
-    bar = _Bar(weights or [1.0] * len(tasks))
+    weights = weights or [1.0] * len(tasks)
     jobs = min(jobs, len(tasks))
     if jobs > 1:
-        return _Crew(tasks, jobs, bar).run(title, shown)
+        return _in_processes(title, tasks, jobs, weights, shown)
+    shares = [0.0] * len(tasks)
     results: list[R] = []
     with progress(title, _UNITS, shown) as tell:
         for number, task in enumerate(tasks):
-            results.append(task(partial(bar.share, tell, number)))
-            bar.share(tell, number, 1.0)
+
+            def told(share: float, number: int = number) -> None:
+                shares[number] = share
+                tell(_done(weights, shares))
+
+            results.append(task(told))
+            told(1.0)
     return results
 
 
-class _Bar:
-    """How much of all tasks is done."""
-
-    def __init__(self, weights: Sequence[float]) -> None:
-        self._weights = weights
-        self._shares = [0.0] * len(weights)
-
-    def share(self, tell: Callable[[int], None], number: int, share: float) -> None:
-        self._shares[number] = share
-        done = sum(weight * part for weight, part in zip(self._weights, self._shares, strict=True))
-        tell(round(_UNITS * done / sum(self._weights)))
+def _done(weights: Sequence[float], shares: Sequence[float]) -> int:
+    return round(_UNITS * sum(w * s for w, s in zip(weights, shares, strict=True)) / sum(weights))
 
 
-class _Crew:
-    """Processes that are forked with all tasks in memory and are told by number which one to do next."""
+def _in_processes(
+    title: str, tasks: Sequence[Task[Any]], jobs: int, weights: Sequence[float], shown: bool
+) -> list[Any]:
+    from concurrent.futures import FIRST_EXCEPTION, wait
+    from concurrent.futures.process import BrokenProcessPool
+    from multiprocessing import RawArray
 
-    def __init__(self, tasks: Sequence[Task[Any]], jobs: int, bar: _Bar) -> None:
-        import multiprocessing
+    from atoll.sim.forks import forks
 
-        context = multiprocessing.get_context("fork")
-        self._tasks = tasks
-        self._ends: list[Connection] = []
-        self._processes = []
-        self._results: dict[int, Any] = {}
-        self._bar = bar
-        # All of them start before the bar does: its thread must not be copied into them.
-        for _ in range(jobs):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(tasks, theirs, [*self._ends, ours]), daemon=True)
-            with warnings.catch_warnings():
-                # They compute and write to a pipe, and touch no lock that some thread of ours may hold.
-                warnings.simplefilter("ignore", DeprecationWarning)
-                process.start()
-            theirs.close()
-            self._ends.append(ours)
-            self._processes.append(process)
-
-    def run(self, title: str, shown: bool) -> list[Any]:
-        from multiprocessing.connection import wait
-
-        waiting = iter(range(len(self._tasks)))
-        try:
+    shares = RawArray("d", len(tasks))  # each process writes the places of its own tasks
+    try:
+        with forks(jobs, _take, tasks, shares) as pool:
+            # Submitted, and so forked, before the bar starts: its thread must not be copied into the processes.
+            futures = [pool.submit(_do, number) for number in range(len(tasks))]
             with progress(title, _UNITS, shown) as tell:
-                for end in self._ends:
-                    self._send_next(end, waiting)
-                while len(self._results) < len(self._tasks):
-                    ready = wait(self._ends)
-                    for end in self._ends:
-                        if end in ready:
-                            self._hear(end, waiting, tell)
-        finally:
-            for process in self._processes:
-                process.terminate()
-            for process in self._processes:
-                process.join()
-        return [self._results[number] for number in range(len(self._tasks))]
-
-    def _send_next(self, end: Connection, waiting: Iterable[int]) -> None:
-        number = next(iter(waiting), None)
-        if number is not None:
-            end.send(number)
-
-    def _hear(self, end: Connection, waiting: Iterable[int], tell: Callable[[int], None]) -> None:
-        try:
-            kind, number, value = end.recv()
-        except EOFError:
-            raise OSError("a process of the simulation was killed, perhaps for lack of memory") from None
-        if kind == "failed":
-            raise value
-        if kind == "share":
-            self._bar.share(tell, number, value)
-            return
-        self._results[number] = value
-        self._bar.share(tell, number, 1.0)
-        self._send_next(end, waiting)
+                waiting = set(futures)
+                while waiting:
+                    done, waiting = wait(waiting, timeout=_LOOK_S, return_when=FIRST_EXCEPTION)
+                    for future in done:
+                        future.result()
+                    tell(_done(weights, shares))
+            return [future.result() for future in futures]
+    except BrokenProcessPool:
+        raise OSError("a process of the simulation was killed, perhaps for lack of memory") from None
 
 
-def _serve(tasks: Sequence[Task[Any]], end: Connection, not_ours: list[Connection]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and ends us
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for other in not_ours:
-        other.close()  # or we would keep a dead parent's pipe open
-    with suppress(EOFError, BrokenPipeError):
-        while True:
-            number = end.recv()
-            try:
-                end.send(("done", number, tasks[number](_teller(end, number))))
-            except Exception as wrong:
-                wrong.add_note(traceback.format_exc())
-                end.send(("failed", number, wrong))
+_tasks: Sequence[Task[Any]] = ()
+_shares: MutableSequence[float] = []
 
 
-def _teller(end: Connection, number: int) -> Tell:
-    return lambda share: end.send(("share", number, share))
+def _take(tasks: Sequence[Task[Any]], shares: MutableSequence[float]) -> None:
+    """In a new process: what it was forked with. A task is then named by its number, and need not be picklable."""
+    global _tasks, _shares
+    _tasks, _shares = tasks, shares
+
+
+def _do(number: int) -> Any:
+    result = _tasks[number](partial(_shares.__setitem__, number))
+    _shares[number] = 1.0
+    return result

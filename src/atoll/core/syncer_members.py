@@ -278,8 +278,10 @@ class Members(Rounds):
         member.step = body.step
         member.reported_at = now
         self.ledger.tell(member.id, body.trained)
-        self.step_time.add(body.step_time_s)
         member.pace.add(body.step_time_s)
+        # One learner that stood still for minutes has not made the run's steps longer, and nobody's grace.
+        most_s = 4 * self.step_time.mean if self.step_time.mean > 0 else MOST_SECONDS
+        self.step_time.add(min(body.step_time_s, most_s))
         if member.standing is Standing.LIVE:
             if self.stage is Stage.RUNNING:
                 self._check_budget(now)
@@ -346,7 +348,7 @@ class Members(Rounds):
 
     def _drop_link(self, now: float, member: Member, reason: Reason) -> None:
         """We give the link up; the learner dials again, as the same incarnation, when it can."""
-        self._out.append(Hangup(member.id, member.session, self._note(reason)))
+        self._out.append(Hangup(member.id, member.session, reason))
         self._gone(now, member, reason)
 
     def _gone(self, now: float, member: Member, reason: Reason) -> None:

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
-from multiprocessing import get_context
-from signal import SIG_IGN, SIGINT, signal
 from typing import NamedTuple
 
 from atoll.core.learner import LearnerCore
@@ -17,6 +15,7 @@ from atoll.core.tables import TABLES
 from atoll.core.tape import Entry
 from atoll.sim.checkers import Violation
 from atoll.sim.draws import FAULTS, draw
+from atoll.sim.forks import forks
 from atoll.sim.world import World
 
 
@@ -126,17 +125,11 @@ def _run_one(task: tuple[int, bool]) -> SeedResult:
     return run_seed(seed, small)
 
 
-def _leave_interrupts_to_parent() -> None:
-    """Ctrl-C reaches every process of the terminal; one of them answers it, and ends the others."""
-    signal(SIGINT, SIG_IGN)
-
-
 def sweep(seeds: Iterable[int], processes: int, small: bool = False) -> Iterator[SeedResult]:
     """Results in the order of the seeds, whichever process is faster."""
     tasks = ((seed, small) for seed in seeds)
     if processes <= 1:
         yield from map(_run_one, tasks)
         return
-    # Forked children share the imported code; spawning would import it once more in each.
-    with get_context("fork").Pool(processes, initializer=_leave_interrupts_to_parent) as pool:
-        yield from pool.imap(_run_one, tasks, chunksize=8)
+    with forks(processes) as pool:
+        yield from pool.map(_run_one, tasks, chunksize=8)
