@@ -128,7 +128,8 @@ class LearnerCore(Joining):
         if not self._is_for_us(envelope):
             self._ignore("stale link, incarnation or epoch")
             return
-        self.seen = max(self.seen, envelope.tick)
+        if envelope.tick > self.seen:
+            self.seen = envelope.tick
         self.gap.add(now - self.last_heard)
         self.last_heard = now
         self.pings = 0

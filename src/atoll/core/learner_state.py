@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from atoll.core.policy import Estimate
-from atoll.core.protocol import Body, Envelope, LearnerEffect, Say, Send, SnapshotPart, StateWanted
+from atoll.core.protocol import Body, LearnerEffect, Say, SnapshotPart, StateWanted, send
 from atoll.core.reasons import Reason
 from atoll.core.tables import LEARNER_TABLE, LINK_TABLE, Link, Mode, moved
 from atoll.core.types import NOTHING, FragmentId, Incarnation, LearnerId, Mark, RoundId, RunConfig, Version
@@ -92,9 +92,8 @@ class LearnerState:
         self._out: list[LearnerEffect] = []
 
     def _send(self, body: Body) -> None:
-        self._out.append(
-            Send(Envelope(self.id, self.incarnation, self.session, self.epoch, self.tick, self.seen, self.marker, body))
-        )
+        place = (self.id, self.incarnation, self.session, self.epoch, self.tick, self.seen, self.marker, body)
+        self._out.append(send(place))
 
     def _say(self, code: str, *args: object) -> Reason:
         reason = self._note(Reason(code, args))

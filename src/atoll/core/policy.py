@@ -27,13 +27,13 @@ class Estimate:
         self.deviation = 0.0
 
     def add(self, sample: float) -> None:
-        if self.count == 0:
-            self.mean = sample
-            self.deviation = sample / 2
-        else:
+        if self.count:
             error = sample - self.mean
             self.mean += error / 8
-            self.deviation += (abs(error) - self.deviation) / 4
+            self.deviation += ((error if error > 0 else -error) - self.deviation) / 4
+        else:
+            self.mean = sample
+            self.deviation = sample / 2
         self.count += 1
 
     def high(self) -> float:

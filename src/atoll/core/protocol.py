@@ -438,6 +438,11 @@ class Send(NamedTuple):
     envelope: Envelope
 
 
+def send(envelope: tuple[LearnerId, Incarnation, int, int, int, int, int, Body]) -> Send:
+    """`Send(Envelope(*envelope))`, without the two calls: every message of a run is made here."""
+    return tuple.__new__(Send, (tuple.__new__(Envelope, envelope),))
+
+
 class Say(NamedTuple):
     """One sentence for log, dashboard and story. `subject` is ("learner", 3), ("fragment", 7) or ("run", 0)."""
 
@@ -546,7 +551,3 @@ SyncerEffect = (
 )
 LearnerEffect = Send | Say | Hangup | Dial | CopyFragment | AdoptFragment | SaveSnapshot | StartTraining | Stop
 Effect = SyncerEffect | LearnerEffect
-
-
-class ProtocolError(Exception):
-    """A peer broke the protocol. Its link is dropped; nobody else is disturbed."""

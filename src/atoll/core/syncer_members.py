@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from itertools import zip_longest
 
-from atoll.core.policy import Estimate, backoff_s, budget_progress, patience
+from atoll.core.policy import Estimate, backoff_s, patience
 from atoll.core.protocol import (
     Envelope,
     Halt,
@@ -205,8 +205,7 @@ class Members(Rounds):
         self.ledger.tell(member.id, body.trained)
         member.received = {p: v for p, v in zip(self.fragments, body.received, strict=True) if v != NOTHING}
         member.owed.clear()
-        progress = budget_progress(self.config, self.merges, self.ledger.trained)
-        self._send(member, Welcome(self._versions(), progress, self.step_time.mean))
+        self._send(member, Welcome(self._versions(), self._progress(), self.step_time.mean))
         if member.standing is Standing.JOINING:
             self._say("learner", member.id, "member-joining", member.incarnation)
         for f in self.fragments.values():
@@ -256,7 +255,8 @@ class Members(Rounds):
         )
 
     def _heard(self, now: float, member: Member, envelope: Envelope) -> None:
-        member.seen = max(member.seen, envelope.tick)
+        if envelope.tick > member.seen:
+            member.seen = envelope.tick
         silent_s = now - member.last_heard
         member.gap.add(silent_s)
         member.last_heard = now

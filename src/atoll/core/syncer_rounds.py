@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from atoll.core.policy import backoff_s, budget_progress, flight_limit, grace_window, patience
+from atoll.core.policy import backoff_s, flight_limit, grace_window, patience
 from atoll.core.protocol import (
     Accumulate,
     Contribution,
@@ -345,8 +345,7 @@ class Rounds(SyncerState, ABC):
             self._arm(now + self._ack_patience(member), "publish", member.id)
 
     def _send_version(self, member: Member, f: Fragment, base: int | None) -> None:
-        progress = budget_progress(self.config, self.merges, self.ledger.trained)
-        self._send(member, Published(f.id, f.version, base, f.marks.get(member.id), progress))
+        self._send(member, Published(f.id, f.version, base, f.marks.get(member.id), self._progress()))
 
     def _ack_patience(self, member: Member) -> float:
         return patience(member.ack, 2, self.limits)

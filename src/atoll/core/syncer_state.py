@@ -9,18 +9,17 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from atoll.core.ledger import SyncerLedger
-from atoll.core.policy import Estimate, flight_limit, patience
+from atoll.core.policy import Estimate, budget_progress, flight_limit, patience
 from atoll.core.protocol import (
     Body,
-    Envelope,
     Hello,
     ManifestRecord,
     MembersRecord,
     Say,
-    Send,
     SnapshotPart,
     SyncerEffect,
     VersionRecord,
+    send,
 )
 from atoll.core.reasons import Reason
 from atoll.core.tables import MEMBER_TABLE, ROUND_TABLE, RUN_TABLE, Phase, Stage, Standing, moved
@@ -236,6 +235,8 @@ class SyncerState:
         self.said: dict[str, int] = {}  # reason codes that were said
         self._timers: list[tuple[float, int, str, int]] = []
         self._timer_serial = 0
+        self._progress_tick = -1
+        self._progress_now = 0.0
         self._out: list[SyncerEffect] = []
         if restored is not None:
             self._restore(restored)
@@ -276,20 +277,8 @@ class SyncerState:
     # ---------------------------------------------------------------------------------------------------- speaking
 
     def _send(self, member: Member, body: Body) -> None:
-        self._out.append(
-            Send(
-                Envelope(
-                    member.id,
-                    member.incarnation,
-                    member.session,
-                    self.epoch,
-                    self.tick,
-                    member.seen,
-                    self.marker,
-                    body,
-                )
-            )
-        )
+        place = (member.id, member.incarnation, member.session, self.epoch, self.tick, member.seen, self.marker, body)
+        self._out.append(send(place))
 
     def _say(self, kind: str, number: int, code: str, *args: object) -> Reason:
         reason = Reason(code, args)
@@ -337,6 +326,13 @@ class SyncerState:
         return self._timers[0][0] if self._timers else None
 
     # ---------------------------------------------------------------------------------------------------- reading
+
+    def _progress(self) -> float:
+        """Of the budget. The same for all who are told in one event."""
+        if self._progress_tick != self.tick:
+            self._progress_tick = self.tick
+            self._progress_now = budget_progress(self.config, self.merges, self.ledger.trained)
+        return self._progress_now
 
     def _versions(self) -> tuple[Version, ...]:
         return tuple(f.version for f in self.fragments.values())

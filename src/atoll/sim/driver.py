@@ -248,7 +248,7 @@ class Driver:
         except AssertionError as error:
             subject = ("learner", proc.actor.learner) if proc.actor.learner else ("run", 0)
             raise Violation("core", f"{proc.actor} on {event}: {error}", None, subject) from error
-        entry = Entry(at, proc.actor, core.tick, event, tuple(effects))
+        entry: Entry = tuple.__new__(Entry, (at, proc.actor, core.tick, event, tuple(effects)))
         if self._on_entry is not None:
             self._on_entry(entry)
         self.watch.observe(entry)
