@@ -33,10 +33,15 @@ class Verdict(NamedTuple):
 
 def run(
     run: RunArgument,
-    last: Annotated[int, typer.Option("--last", min=1, help="Lines of the story of a violation.")] = 40,
+    last: Annotated[
+        int, typer.Option("--last", metavar="LINES", min=1, help="Lines of the story of a violation.")
+    ] = 40,
     as_json: JsonOption = False,
 ) -> None:
-    """Check every invariant over the tapes of a run; tell the story of the first violation."""
+    """Check every invariant over the tapes of a run.
+
+    Tells the story of the first violation, and ends with exit code 1 if there is one.
+    """
     from atoll.sim.checkers import all_checkers
     from atoll.tape_files import RunTapes
 

@@ -17,7 +17,10 @@ EXAMPLE = "atoll replay runs/first"
 
 
 def run(run: RunArgument, as_json: JsonOption = False) -> None:
-    """Derive every effect of a run anew from its tapes and stop at the first difference."""
+    """Derive every effect of a run anew from its tapes.
+
+    Stops at the first difference, with exit code 1.
+    """
     from atoll.core.replay import ReplayDifference, replay
     from atoll.tape_files import RunTapes
 

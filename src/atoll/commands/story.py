@@ -22,15 +22,24 @@ RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of t
 
 def run(
     run: RunArgument,
-    learner: Annotated[int | None, typer.Option("--learner", help="Tell of this learner.")] = None,
-    fragment: Annotated[int | None, typer.Option("--fragment", help="Tell of this fragment.")] = None,
+    learner: Annotated[int | None, typer.Option("--learner", metavar="ID", help="Tell of this learner.")] = None,
+    fragment: Annotated[int | None, typer.Option("--fragment", metavar="P", help="Tell of this fragment.")] = None,
     whole: Annotated[bool, typer.Option("--run", help="Tell of the run: who came and went, and its end.")] = False,
-    since: Annotated[float | None, typer.Option("--since", help="From this time on, in seconds.")] = None,
-    until: Annotated[float | None, typer.Option("--until", help="Up to this time, in seconds.")] = None,
-    last: Annotated[int | None, typer.Option("--last", min=1, help="Only the last so many lines.")] = None,
+    since: Annotated[
+        float | None, typer.Option("--since", metavar="SECONDS", help="From this time on, in seconds.")
+    ] = None,
+    until: Annotated[
+        float | None, typer.Option("--until", metavar="SECONDS", help="Up to this time, in seconds.")
+    ] = None,
+    last: Annotated[
+        int | None, typer.Option("--last", metavar="LINES", min=1, help="Only the last so many lines.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell the story of one learner, one fragment or the whole run, from its tapes."""
+    """Tell what happened in a run, in plain sentences.
+
+    Of one learner, of one fragment or of the run as a whole, from its tapes.
+    """
     from atoll.core.story import story
     from atoll.tape_files import RunTapes
 

@@ -22,24 +22,30 @@ STORY_LINES = 60
 
 
 def run(
-    seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many worlds.")] = 500,
-    start: Annotated[int, typer.Option("--start", min=0, help="The first seed.")] = 0,
+    seeds: Annotated[int, typer.Option("--seeds", metavar="COUNT", min=1, help="How many worlds.")] = 500,
+    start: Annotated[int, typer.Option("--start", metavar="SEED", min=0, help="The first seed.")] = 0,
     small: Annotated[bool, typer.Option("--small", help="Only worlds of up to 4 learners and 3 fragments.")] = False,
     also: Annotated[
-        Path | None, typer.Option("--also", help="File of further seeds, one per line; # begins a comment.")
+        Path | None,
+        typer.Option("--also", metavar="FILE", help="File of further seeds, one per line; # begins a comment."),
     ] = None,
     story: Annotated[bool, typer.Option("--story", help="Tell the story of the first violation.")] = False,
     tape: Annotated[
-        Path | None, typer.Option("--tape", help="Write the tapes of a single seed here, for story, check and replay.")
+        Path | None,
+        typer.Option(
+            "--tape", metavar="DIR", help="Write the tapes of a single seed here, for story, check and replay."
+        ),
     ] = None,
     digest: Annotated[bool, typer.Option("--digest", help="Print one digest of everything that happened.")] = False,
-    jobs: Annotated[int | None, typer.Option("--jobs", min=1, help="Processes; default: one per core.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", metavar="COUNT", min=1, help="Processes; default: one per core.")
+    ] = None,
     keep_going: Annotated[bool, typer.Option("--keep-going", help="Do not stop at the first violation.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run worlds drawn by seed under faults, heal them, and demand that every invariant held.
+    """Try to break the protocol, one hostile world per seed.
 
-    Each seed draws the learners, their speeds and links, the settings of the run and every fault with its time: kills,
+    Each world runs under faults while every checker watches, is healed, and must come right. A seed draws the learners, their speeds and links, the settings of the run and every fault with its time: kills,
     pauses, cut and lossy links, syncer restarts, full disks, clock jumps. A violation prints the one command that
     replays its seed with its story. Exit code 1 if any checker found something.
     """
