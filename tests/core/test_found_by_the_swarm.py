@@ -1,4 +1,4 @@
-"""What seeds of the swarm found, each as the order of events behind it: a seed draws another world when draws change."""
+"""What seeds found, each as the order of events behind it: a seed draws another world when the draws change."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SECOND = RoundId(0, 0, 1, 2)
 
 
 def test_patience_that_was_measured_too_short_grows_until_the_answer_comes():
-    """(1) A clock that stood still has measured answers within no time at all, (2) the learner's steps last 3 s, (3) every
-    round would be abandoned before its answer, (4) and no longer answer ever be measured."""
+    """(1) A clock that stood still has measured answers within no time at all, (2) the learner's steps last 3 s, (3)
+    every round would be abandoned before its answer, (4) and no longer answer ever be measured."""
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=2))
     one = talk.joined(1)
 

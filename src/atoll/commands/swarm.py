@@ -45,9 +45,10 @@ def run(
 ) -> None:
     """Try to break the protocol, one hostile world per seed.
 
-    Each world runs under faults while every checker watches, is healed, and must come right. A seed draws the learners, their speeds and links, the settings of the run and every fault with its time: kills,
-    pauses, cut and lossy links, syncer restarts, full disks, clock jumps. A violation prints the one command that
-    replays its seed with its story. Exit code 1 if any checker found something.
+    Each world runs under faults while every checker watches, is healed, and must come right. A seed draws the learners,
+    their speeds and links, the settings of the run and every fault with its time: kills, pauses, cut and lossy links,
+    syncer restarts, full disks, clock jumps. A violation prints the one command that replays its seed with its story.
+    Exit code 1 if any checker found something.
     """
     from atoll.sim.swarm import Coverage, sweep
 
