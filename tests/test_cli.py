@@ -111,6 +111,7 @@ def test_ctrl_c_is_one_line_and_exit_code_130(capsys):
     [
         (["version"], {141}),
         (["--version"], {141}),
+        (["simulate", "--days", "1", "--protocol-hours", "0.1", "--seeds", "1"], {141}),
         (["--help"], {1, 141}),
     ],  # help is printed by Typer, unbuffered or not
 )
@@ -123,6 +124,41 @@ def test_a_reader_that_went_away_is_no_news(words, codes):
     os.close(writing)
     assert done.stderr == b""
     assert done.returncode in codes
+
+
+@pytest.mark.parametrize("words", ["version", "version --json", "--help", "swarm --seeds 1 --small --jobs 1"])
+def test_a_closed_stdout_is_no_traceback(words):
+    line = f"exec {sys.executable} -m atoll {words} >&-"
+    done = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no disk that is always full")
+def test_a_full_disk_is_named():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "atoll", "version"],
+            env={**os.environ, "PYTHONUNBUFFERED": ""},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr == b"atoll: standard output: No space left on device\n"
+
+
+def test_ctrl_c_while_modules_are_loaded_is_one_line():
+    script = (
+        "import sys, atoll.__main__ as start\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'typer': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "sys.exit(start.main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "atoll: interrupted\n")
 
 
 def test_python_m_atoll_is_the_same_command():

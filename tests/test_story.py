@@ -94,7 +94,7 @@ def test_an_opening_is_told_to_those_who_are_asked_and_an_asking_again_is_none()
         (by_syncer(to(3, Published(7, 4, None, None, 0.0)), to(4, Published(7, 4, None, None, 0.0)),
                    event=Persisted(RecordKey("version", 7, 4))), [F7], "version 4 is durable and sent to 2 learners"),
         (by_syncer(to(3, Published(7, 4, None, None, 0.0))), [F7, L3], "version 4 sent to learner 3"),
-        (by_syncer(Hangup(3, 5, Reason("member-lost", (8.0,))), Say(L3, Reason("member-lost", (8.0,)))),
+        (by_syncer(Hangup(3, 1, 5, Reason("member-lost", (8.0,))), Say(L3, Reason("member-lost", (8.0,)))),
          [L3, RUN], "the syncer drops link 5: silent for 8 s: taken for lost"),
         (by_syncer(to(3, Refuse(Reason("refused-finished"), 1, True))), [L3], "refused: the run is finished"),
         (by_syncer(to(3, StateWanted(4, 1, ()))), [L3, L4], "asked for its inner state, for learner 4"),

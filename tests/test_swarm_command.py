@@ -28,6 +28,8 @@ def test_json_is_one_object_for_scripts(capsys: pytest.CaptureFixture[str]) -> N
     assert fields["violations"] == []
     assert set(fields["coverage"]) == {"moves", "reasons", "faults"}
     assert len(fields["digest"]) == 16
+    assert len(fields["pairs_met"]) == fields["pairs"] > 20
+    assert all(pair["count"] > 0 and pair["state"] and pair["event"] for pair in fields["pairs_met"])
 
 
 def test_the_digest_is_of_the_seeds_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,7 +41,7 @@ def test_the_digest_is_of_the_seeds_and_nothing_else(capsys: pytest.CaptureFixtu
 
 
 def test_a_violation_names_its_seed_and_the_command_that_replays_it(capsys: pytest.CaptureFixture[str]) -> None:
-    result = SeedResult(17, 100, 9.0, 3, "quorum", "1 contributions, the quorum is 2", ("fragment", 0), {}, {}, {}, {})
+    result = SeedResult(17, 100, 3, "quorum", "1 contributions, the quorum is 2", ("fragment", 0), {}, {}, {}, {})
     _show(1, 100, 0.5, Coverage(), [result], small=True, digests=None)
     said = capsys.readouterr().out
     assert "seed 17: quorum: 1 contributions, the quorum is 2" in said
@@ -56,6 +58,18 @@ def test_the_tapes_of_a_seed_can_be_checked_replayed_and_told(
     capsys.readouterr()
     assert main(["story", run, "--learner", "1"]) == 0
     assert "incarnation 1" in capsys.readouterr().out
+
+
+def test_tapes_are_not_written_among_other_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "letter").write_text("dear")
+    assert main(["swarm", "--seeds", "1", "--tape", str(tmp_path)]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["letter"]
+
+
+def test_seeds_for_years_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["swarm", "--seeds", str(10**9 + 1)]) == 2
+    assert "give at most 1000000000 at a time" in capsys.readouterr().err
 
 
 def test_tapes_of_many_worlds_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
+from signal import SIGKILL
 
 import pytest
 
 from atoll.cli import main
 from atoll.commands.check import judge, story_of
-from atoll.core.protocol import CopyFragment, MergeRound
+from atoll.core.protocol import CopyFragment, MergeRound, MessageArrived
 from atoll.core.tape import Actor
 from atoll.sim.checkers import Checker, all_checkers
 from atoll.tape_files import RunTapes, TapeReader, TapeWriter, tape_path
@@ -22,11 +26,11 @@ def saved(tmp_path_factory) -> Path:
     return eventful_run().save(tmp_path_factory.mktemp("run"))
 
 
-def rewritten(run: Path, to: Path, actor: Actor, change) -> Path:
-    """A copy of the run in which `change(header, entries)` has been at one tape."""
+def rewritten(run: Path, to: Path, actor: Actor | None, change) -> Path:
+    """A copy of the run in which `change(header, entries)` has been at one tape, or at all of them."""
     for other, reader in RunTapes(run).readers.items():
         header, entries = reader.header, list(reader)
-        if other == actor:
+        if actor in (None, other):
             header, entries = change(header, entries)
         with TapeWriter(tape_path(to, other), header) as writer:
             for entry in entries:
@@ -133,12 +137,143 @@ def test_a_violation_as_json(saved, tmp_path, capsys):
     assert len(violation["story"]) == 5
 
 
-def test_a_lost_tape_is_said(saved, tmp_path, capsys):
-    run = rewritten(saved, tmp_path, Actor(0, 1), lambda header, entries: (header, entries))
-    (run / "tapes/learner-3-i1.tape").unlink()
-    main(["check", str(run)])
-    err = capsys.readouterr().err
-    assert "entries have no cause on any tape; the first: syncer epoch 1, tick" in err
+# --------------------------------------------------------------------------------------------------------------------
+# check, of tapes that are not whole
+
+
+def copied(run: Path, to: Path) -> Path:
+    shutil.copytree(run, to, dirs_exist_ok=True)
+    return to
+
+
+def cut(run: Path, actor: Actor, lines: int, more: int = 0) -> None:
+    """Leave so many lines of a tape, and so many bytes of the next."""
+    path = tape_path(run, actor)
+    kept = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(kept[:lines]) + kept[lines][:more])
+
+
+@pytest.mark.parametrize("actor", [Actor(0, 1), Actor(0, 2), Actor(2, 1), Actor(2, 2), Actor(3, 1)])
+def test_a_deleted_tape_is_no_violation(saved, tmp_path, capsys, actor):
+    run = copied(saved, tmp_path)
+    tape_path(run, actor).unlink()
+    assert main(["check", str(run)]) == 0
+    out, err = capsys.readouterr()
+    assert f"incomplete: there is no tape of {actor}\n" in out
+    assert "checkers: no violation up to " in out
+    assert err == ""
+
+
+@pytest.mark.parametrize("actor", [Actor(0, 1), Actor(0, 2), Actor(2, 1), Actor(3, 1)])
+@pytest.mark.parametrize("more", [0, 30])
+def test_a_tape_cut_anywhere_is_no_violation_and_the_rest_is_judged_up_to_there(saved, tmp_path, actor, more):
+    lines = len(tape_path(saved, actor).read_bytes().splitlines())
+    for kept in sorted({1, 2, 5, lines // 3, lines // 2, lines - 20, lines - 1} & set(range(lines))):
+        run = copied(saved, tmp_path / str(kept))
+        cut(run, actor, kept, more)
+        tapes = RunTapes(run)
+        verdict = judge(tapes, all_checkers(tapes.config))
+        assert verdict.violation is None, (kept, verdict.violation)
+        assert bool(tapes.truncated()) == (more > 0)
+        assert verdict.incomplete or not more
+        if verdict.stopped is not None:
+            assert f"the tape of {actor} ends at tick {kept - 1}" in verdict.incomplete
+            assert verdict.entries < sum(1 for _ in tapes.merged())
+
+
+def test_seven_bytes_less_are_said_as_text_and_as_json(saved, tmp_path, capsys):
+    run = copied(saved, tmp_path)
+    path = tape_path(run, Actor(0, 1))
+    path.write_bytes(path.read_bytes()[:-7])
+    assert main(["check", str(run)]) == 0
+    assert "incomplete: syncer-e1.tape ends in half a line\n" in capsys.readouterr().out
+    assert main(["check", str(run), "--json"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert out["violation"] is None
+    assert out["complete"] is False
+    assert out["truncated"] == ["syncer-e1.tape"]
+    assert "syncer-e1.tape ends in half a line" in out["incomplete"]
+
+
+def test_how_far_a_run_was_judged_is_said(saved, tmp_path, capsys):
+    run = copied(saved, tmp_path)
+    cut(run, Actor(3, 1), 41)
+    assert main(["check", str(run)]) == 0
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert " s; nothing was judged after that" in first
+    assert second == "incomplete: the tape of learner 3 incarnation 1 ends at tick 40"
+    assert third.startswith("judged up to syncer epoch 1, tick ")
+    assert main(["check", str(run), "--json"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert (out["complete"], out["incomplete"]) == (False, [second.removeprefix("incomplete: ")])
+    assert f"no violation up to {out['judged_until']:.3f} s" in first
+
+
+def test_a_violation_before_the_cut_is_found_and_one_behind_it_is_not_guessed(saved, tmp_path, capsys):
+    run = rewritten(saved, tmp_path / "late", Actor(0, 1), below_quorum)
+    lines = len(tape_path(run, Actor(3, 1)).read_bytes().splitlines())
+    cut(run, Actor(3, 1), lines - 30, 9)
+    assert main(["check", str(run)]) == 1
+    out = capsys.readouterr().out
+    assert "\nquorum: 1 contributions, the quorum is 2" in out
+    assert out.endswith("incomplete: learner-3-i1.tape ends in half a line\n")
+    run = rewritten(saved, tmp_path / "early", Actor(0, 1), below_quorum)
+    cut(run, Actor(3, 1), 3)
+    assert main(["check", str(run)]) == 0
+
+
+def test_tapes_that_contradict_each_other_are_not_merely_incomplete(saved, tmp_path, capsys):
+    def early(header, entries):
+        """The syncer's first answer to learner 3 reaches it before the question was asked."""
+        place = next(i for i, entry in enumerate(entries) if type(entry.event) is MessageArrived)
+        arrived = entries[place].event
+        later = arrived._replace(envelope=arrived.envelope._replace(tick=arrived.envelope.tick + 200))
+        entries[place] = entries[place]._replace(event=later)
+        return header, entries
+
+    run = rewritten(saved, tmp_path, Actor(3, 1), early)
+    assert main(["check", str(run)]) == 1
+    assert "\nclocks: a message of tick " in capsys.readouterr().out
+
+
+def test_tapes_are_judged_while_they_are_written(tmp_path):
+    """Buffers of different sizes reach the files at different times, so the tapes end at different moments."""
+    run = eventful_run()
+    written = {
+        header.actor: TapeWriter(tape_path(tmp_path, header.actor), header, 3000 * (1 + place % 3))
+        for place, (header, _) in enumerate(run.tapes())
+    }
+    stopped = 0
+    for number, entry in enumerate(run.entries):
+        written[entry.actor].write(entry)
+        if number % 97 == 0:
+            tapes = RunTapes(tmp_path)
+            verdict = judge(tapes, all_checkers(tapes.config))
+            assert verdict.violation is None
+            stopped += verdict.stopped is not None
+    assert stopped > 5
+    for writer in written.values():
+        writer.close()
+    tapes = RunTapes(tmp_path)
+    verdict = judge(tapes, all_checkers(tapes.config))
+    assert (verdict.violation, verdict.incomplete, verdict.stopped) == (None, [], None)
+
+
+def test_a_simulation_that_is_killed_leaves_tapes_that_can_be_judged(tmp_path, capsys):
+    run = tmp_path / "run"
+    words = ["simulate", "--learners", "4", "--chips", "40000", "--days", "3", "--full", "--tape", str(run)]
+    done = subprocess.Popen([sys.executable, "-m", "atoll", *words], stdout=subprocess.DEVNULL)
+    path = tape_path(run, Actor(4, 1))  # learners write less than the syncer, and all of them about as much
+    while done.poll() is None and not (path.exists() and path.stat().st_size > 200_000):
+        pass
+    done.kill()
+    done.wait()
+    assert done.returncode == -SIGKILL, "it was over before it could be killed"
+    assert main(["check", str(run), "--json"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert out["complete"] is False
+    assert out["entries"] > 100
+    assert main(["replay", str(run)]) == 0
 
 
 @pytest.mark.parametrize("command", ["check", "replay"])
@@ -166,15 +301,28 @@ def test_a_good_run_replays(saved, capsys):
     entries = sum(1 for _ in RunTapes(saved).merged())
     assert capsys.readouterr() == (f"6 tapes, {entries:,} entries: every effect came out as recorded\n", "")
     assert main(["replay", str(saved), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"tapes": 6, "entries": entries, "difference": None}
+    whole = {"complete": True, "incomplete": []}
+    assert json.loads(capsys.readouterr().out) == {"tapes": 6, "entries": entries, "difference": None, **whole}
 
 
 def test_a_cut_tape_replays_as_far_as_it_goes(saved, tmp_path, capsys):
     run = rewritten(saved, tmp_path, Actor(0, 1), lambda header, entries: (header, entries))
     path = tape_path(run, Actor(3, 1))
     path.write_bytes(path.read_bytes()[:-7])
+    tape_path(run, Actor(2, 1)).unlink()
+    tape_path(run, Actor(9, 1)).write_bytes(b"")
     assert main(["replay", str(run)]) == 0
-    assert "every effect came out as recorded" in capsys.readouterr().out
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.endswith("every effect came out as recorded, as far as the tapes go")
+    gaps = [
+        "learner-3-i1.tape ends in half a line",
+        "learner-9-i1.tape has no header: its process ended before it wrote one",
+        "there is no tape of learner 2 incarnation 1",
+    ]
+    assert rest == [f"incomplete: {gap}" for gap in gaps]
+    assert main(["replay", str(run), "--json"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert (out["complete"], out["incomplete"]) == (False, gaps)
 
 
 def test_a_difference_is_shown_with_both_sides(saved, tmp_path, capsys):
@@ -203,7 +351,27 @@ def test_other_settings_in_the_header_are_a_difference(saved, tmp_path, capsys):
     def slower(header, entries):
         return dataclasses.replace(header, config=dataclasses.replace(header.config, every_steps=9)), entries
 
-    run = rewritten(saved, tmp_path, Actor(0, 2), slower)
+    run = rewritten(saved, tmp_path, None, slower)
     assert TapeReader(tape_path(run, Actor(0, 2))).header.config.every_steps == 9
     assert main(["replay", str(run)]) == 1
-    assert capsys.readouterr().out.startswith("syncer epoch 2, tick ")
+    assert ", tick " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda header: dataclasses.replace(header, seed=8), "seed is 7 in syncer-e1.tape, 8 here"),
+        (
+            lambda header: dataclasses.replace(header, config=dataclasses.replace(header.config, every_steps=9)),
+            "setting every_steps is ",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["check", "replay"])
+def test_a_tape_of_another_run_is_named(saved, tmp_path, capsys, command, change, said):
+    for actor in (Actor(0, 1), Actor(3, 1)):
+        run = rewritten(saved, tmp_path / str(actor), actor, lambda header, entries: (change(header), entries))
+        assert main([command, str(run)]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"atoll: {tape_path(run, actor)}:1: tapes of different runs: ")
+        assert said.replace("syncer-e1", "syncer-e2" if actor == Actor(0, 1) else "syncer-e1") in err

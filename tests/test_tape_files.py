@@ -109,13 +109,13 @@ def test_a_full_disk_damages_nothing(path, room):
     writer = TapeWriter(path, HEADER, flush_bytes=0)
     disk = FullDisk(writer._file, room)
     writer._file = disk  # type: ignore[assignment]
-    failures = 0
+    failures = []
     for entry in ENTRIES:
         try:
             writer.write(entry)
-        except OSError:
-            failures += 1
-    assert failures > 0
+        except OSError as wrong:
+            failures.append(wrong.filename)
+    assert set(failures) == {str(path)}
     assert [*TapeReader(path)] == ENTRIES[: len(path.read_bytes().split(b"\n")) - 2]
     disk.room = 10**6
     writer.close()
@@ -356,7 +356,11 @@ def two_runs(run: Path) -> Path:
         (only_unstarted, "tapes", "there are no tapes here"),
         (wrong_name, "tapes/learner-three.tape", "its name does not say whose tape it is"),
         (swapped_names, "tapes/learner-9-i1.tape:1", "the header says learner 1 incarnation 1, the name of the file"),
-        (two_runs, "tapes/learner-2-i1.tape:1", "tapes of different runs: 'red' in syncer-e1.tape, 'blue' here"),
+        (
+            two_runs,
+            "tapes/learner-2-i1.tape:1",
+            "tapes of different runs: run id is 'red' in syncer-e1.tape, 'blue' here",
+        ),
     ],
 )
 def test_a_directory_that_is_no_run_says_why(tmp_path, make, place, complaint):

@@ -130,7 +130,7 @@ class TinyRun:
                     self._push(self.now + DELAY_S, learner if actor == syncer else syncer, MessageArrived(envelope))
             case Dial(after_s, _):
                 self._dial(actor, self.now + after_s)
-            case Hangup(learner, _, _):
+            case Hangup(learner, _, _, _):
                 self._cut(learner, "hung up")
             case MergeRound(round_id, _, _):
                 self._push(self.now + WORK_S, actor, MergeDone(round_id))
@@ -152,7 +152,7 @@ class TinyRun:
         session, ours, theirs = self._links.pop(learner, (0, None, None))
         if ours is not None and theirs is not None:
             self._push(self.now + DELAY_S, ours, LinkClosed(session, why))
-            self._push(self.now + DELAY_S, theirs, LearnerDisconnected(learner, session, why))
+            self._push(self.now + DELAY_S, theirs, LearnerDisconnected(*ours, session, why))
 
     def _restored(self) -> Restored:
         versions = {r.fragment: r for r in self.disk.values() if isinstance(r, VersionRecord)}

@@ -2,7 +2,17 @@
 
 import sys
 
-from atoll.cli import main
+
+def main() -> int:
+    """Loads the command only here, so that Ctrl-C is answered in one line even while modules are imported."""
+    try:
+        from atoll import cli
+
+        return cli.main()
+    except KeyboardInterrupt:
+        print("atoll: interrupted", file=sys.stderr)
+        return 130
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,7 +7,6 @@ found something wrong. Anything else is our bug and shows its traceback.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Protocol
@@ -16,7 +15,7 @@ import typer
 
 from atoll import __version__
 from atoll.commands import check, replay, simulate, story, swarm, version
-from atoll.commands.output import ExitCode, complain, give_up_stdout, interruptible
+from atoll.commands.output import ExitCode, complain, flush_stdout, give_up_stdout, interruptible, open_streams
 
 
 class CommandModule(Protocol):
@@ -81,6 +80,7 @@ def build_app(commands: dict[str, CommandModule]) -> typer.Typer:
 
 def main(argv: Sequence[str] | None = None, commands: dict[str, CommandModule] | None = None) -> int:
     """Run one command line and return its exit code. Both arguments are for tests."""
+    open_streams()
     session = Session()
     app = build_app(COMMANDS if commands is None else commands)
     try:
@@ -97,10 +97,13 @@ def main(argv: Sequence[str] | None = None, commands: dict[str, CommandModule] |
         complain(_sentence(wrong))
         return ExitCode.USAGE
     try:
-        sys.stdout.flush()
+        flush_stdout()
     except BrokenPipeError:  # help is printed outside any command
         give_up_stdout()
         return ExitCode.NO_READER
+    except OSError as wrong:
+        complain(_sentence(wrong))
+        return ExitCode.USAGE
     return code
 
 

@@ -7,7 +7,9 @@ is killed may leave half a line at the end; that is tolerated and nothing else i
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -83,9 +85,13 @@ class TapeWriter:
             self.flush()
 
     def flush(self) -> None:
-        while self._gathered:
-            written = self._file.write(self._gathered)
-            del self._gathered[: written or 0]
+        try:
+            while self._gathered:
+                written = self._file.write(self._gathered)
+                del self._gathered[: written or 0]
+        except OSError as wrong:
+            wrong.filename = str(self.path)  # a full disk does not say whose it is
+            raise
 
     def close(self) -> None:
         """Write the rest. Closing twice is no mistake."""
@@ -221,11 +227,17 @@ class RunTapes:
         return folder
 
     def _check_same_run(self) -> None:
-        first = next(iter(self.readers.values()))
-        for reader in self.readers.values():
-            if reader.header.config.run_id != first.header.config.run_id:
-                ids = f"{first.header.config.run_id!r} in {first.path.name}, {reader.header.config.run_id!r} here"
-                raise TapeError(f"tapes of different runs: {ids}", f"{reader.path}:1")
+        """Ids alone say little: whoever runs twice by the same command has given the same id twice."""
+        told = {reader: _told_of_run(reader.header) for reader in self.readers.values()}
+        for name in next(iter(told.values())):
+            counts = Counter(each[name] for each in told.values())
+            if len(counts) == 1:
+                continue
+            usual = counts.most_common(1)[0][0]
+            odd = next(reader for reader, each in told.items() if each[name] != usual)
+            other = next(reader for reader, each in told.items() if each[name] == usual)
+            differ = f"{name} is {usual} in {other.path.name}, {told[odd][name]} here"
+            raise TapeError(f"tapes of different runs: {differ}", f"{odd.path}:1")
 
     @property
     def config(self) -> RunConfig:
@@ -246,8 +258,38 @@ class RunTapes:
         return merged([(reader.header, reader) for reader in self.readers.values()], report)
 
     def truncated(self) -> list[Path]:
-        """Files whose last line was cut, as far as they have been read."""
-        return [reader.path for reader in self.readers.values() if reader.truncated]
+        """Files whose last line is cut, or still being written."""
+        return [reader.path for reader in self.readers.values() if _ends_in_half_a_line(reader.path)]
+
+    def lost(self) -> list[Actor]:
+        """Processes that left no file at all, although a later start of the same one did."""
+        newest: dict[int, int] = {SYNCER: 1}  # every run has a syncer
+        for actor in self.readers:
+            newest[actor.learner] = max(newest.get(actor.learner, 1), actor.start)
+        known = {*self.readers, *(actor for actor, _ in _named(self._folder()))}
+        every = (Actor(learner, start) for learner, most in newest.items() for start in range(1, most + 1))
+        return sorted(actor for actor in every if actor not in known)
+
+    def gaps(self) -> list[str]:
+        """What these tapes visibly lack, in sentences. That a tape ends too early may show only when it is read."""
+        return [
+            *(f"{path.name} ends in half a line" for path in self.truncated()),
+            *(f"{path.name} has no header: its process ended before it wrote one" for path in self.unstarted),
+            *(f"there is no tape of {actor}" for actor in self.lost()),
+        ]
+
+
+def _told_of_run(header: Header) -> dict[str, str]:
+    """What the headers of one run have in common. Compared as text, which NaN in a setting cannot upset."""
+    config = {f"setting {each.name}": repr(getattr(header.config, each.name)) for each in fields(header.config)}
+    return {"run id": config.pop("setting run_id"), "seed": repr(header.seed), **config}
+
+
+def _ends_in_half_a_line(path: Path) -> bool:
+    with open(path, "rb", buffering=0) as file:
+        end = file.seek(0, 2)
+        file.seek(max(0, end - 1))
+        return file.read(1) not in (b"", b"\n")
 
 
 def _named(folder: Path) -> Iterator[tuple[Actor, Path]]:

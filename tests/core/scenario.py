@@ -255,7 +255,12 @@ SYNCER = _phrases(
         "WHO has saved its part": _part,
         "WHO loses its link": lambda talk, at, who, words: talk.tell(
             at,
-            LearnerDisconnected(int(who), talk.voices[int(who)].session, words.pop("why", "connection reset by peer")),
+            LearnerDisconnected(
+                int(who),
+                talk.voices[int(who)].incarnation,
+                talk.voices[int(who)].session,
+                words.pop("why", "connection reset by peer"),
+            ),
         ),
         "the merge is done": lambda talk, at, words: talk.merged(at),
         "the merge fails": lambda talk, at, words: talk.merge_failed(at, words.pop("why")),

@@ -214,7 +214,8 @@ class SyncerMachine(Machine):
 
     @rule(learner=LEARNERS, stale=st.booleans())
     def disconnected(self, learner, stale):
-        self.happens(LearnerDisconnected(learner, self.voice(learner).session - stale, "reset"))
+        voice = self.voice(learner)
+        self.happens(LearnerDisconnected(learner, voice.incarnation, voice.session - stale, "reset"))
 
     @rule(learner=LEARNERS, chance=st.integers(0, 8))
     def leaves(self, learner, chance):

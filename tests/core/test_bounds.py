@@ -172,7 +172,7 @@ def test_the_steps_until_an_abandoned_round_is_ripe_again_double_up_to_h():
             at += 1.0
             one.reports(at, one.step + 1)
         opened.append(one.step - step)
-        talk.tell(at + 0.1, LearnerDisconnected(1, one.session, "the link flaps"))
+        talk.tell(at + 0.1, LearnerDisconnected(1, 1, one.session, "the link flaps"))
         assert talk.codes()[-1] == "round-lost-quorum"
         one.session = session
         one.hello(at + 0.2, training=True)

@@ -142,7 +142,8 @@ def test_tapes_that_wait_for_each_other_in_a_circle_come_to_an_end():
     a = tape(A1, (0.0, Started()), (2.0, down(A1, 2)))
     missing: list[Missing] = []
     assert [e.at for e in merged([s, a], missing.append)] == [0.0, 0.0, 1.0, 2.0]
-    assert missing == [Missing(S1, 2, A1, 2)]
+    assert missing == [Missing(S1, 2, A1, 2, circular=True)]
+    assert str(missing[0]) == "syncer epoch 1, tick 2 waits in a circle for learner 1 incarnation 1, tick 2"
 
 
 def test_a_real_run_comes_out_in_a_causal_order():

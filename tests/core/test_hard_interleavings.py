@@ -126,7 +126,7 @@ def test_rounds_go_on_although_every_link_breaks_before_the_largest_offset(steps
             talk.merges_and_persists(step + 0.2)
             one.acknowledges(step + 0.2)
         if step % steps_per_link == 0:
-            talk.tell(step + 0.3, LearnerDisconnected(1, one.session, "connection reset by peer"))
+            talk.tell(step + 0.3, LearnerDisconnected(1, 1, one.session, "connection reset by peer"))
             one.session += 1
             one.hello(step + 0.4, training=True)
     assert min(f.version for f in talk.core.view().fragments) >= 4

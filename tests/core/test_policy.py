@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.core.policy import Estimate, backoff_s, budget_progress, budget_reason, flight_limit, grace_window, patience
+from atoll.core.policy import (
+    Estimate,
+    backoff_s,
+    budget_progress,
+    budget_reason,
+    flight_limit,
+    grace_window,
+    middle,
+    patience,
+)
 from atoll.core.reasons import because
 from atoll.core.types import Limits, RunConfig, is_positive, weight_of
 
@@ -91,37 +100,43 @@ def test_learners_do_not_all_come_back_at_once():
 def test_eq_3_worked_out_by_hand():
     """slack = 3 * 2.0 - (1.0 + 2.0) = 3.0; grace = min(0.5 * 3.0, 2.0) = 1.5."""
     config = RunConfig(overlap_steps=3, grace_margin=0.5)
-    grace = grace_window(config, 1, measured(2.0), measured(1.0), measured(2.0))
+    grace = grace_window(config, 1, 2.0, measured(1.0), measured(2.0))
     assert grace.window_s == 1.5
     assert str(grace.reason) == "quorum 1 of 1; waiting 1.5 s more, slack 3 s"
 
 
 def test_grace_is_capped_by_one_step():
-    grace = grace_window(RunConfig(overlap_steps=10), 1, measured(2.0), measured(1.0), measured(1.0))
+    grace = grace_window(RunConfig(overlap_steps=10), 1, 2.0, measured(1.0), measured(1.0))
     assert grace.window_s == 2.0
 
 
 @pytest.mark.parametrize("missing", [0, 1, 2])
 def test_grace_is_zero_until_all_three_averages_are_known(missing):
-    averages = [measured(1.0), measured(0.1), measured(0.1)]
-    averages[missing] = Estimate()
-    grace = grace_window(RunConfig(overlap_steps=10), 3, *averages)
+    step_s = 0.0 if missing == 0 else 1.0
+    quorum, sync = (Estimate() if missing == place else measured(0.1) for place in (1, 2))
+    grace = grace_window(RunConfig(overlap_steps=10), 3, step_s, quorum, sync)
     assert grace == (0.0, because("grace-unmeasured", 3))
 
 
 @given(
     st.integers(1, 20),
     st.floats(0, 0.999),
-    st.lists(seconds, min_size=1, max_size=5),
+    seconds,
     st.lists(seconds, min_size=1, max_size=5),
     st.lists(seconds, min_size=1, max_size=5),
 )
-def test_grace_is_never_negative_and_never_exceeds_its_bound(tau, gamma, steps, quorums, syncs):
+def test_grace_is_never_negative_and_never_exceeds_its_bound(tau, gamma, step_s, quorums, syncs):
     config = RunConfig(overlap_steps=tau, grace_margin=gamma)
-    step, quorum, sync = measured(*steps), measured(*quorums), measured(*syncs)
-    window = grace_window(config, 1, step, quorum, sync).window_s
-    slack = tau * step.mean - (quorum.mean + sync.mean)
-    assert 0 <= window <= min(gamma * max(slack, 0.0), step.mean) * (1 + 1e-12)
+    quorum, sync = measured(*quorums), measured(*syncs)
+    window = grace_window(config, 1, step_s, quorum, sync).window_s
+    slack = tau * step_s - (quorum.mean + sync.mean)
+    assert 0 <= window <= min(gamma * max(slack, 0.0), step_s, config.limits.most_wait_s) * (1 + 1e-12)
+
+
+def test_the_middle_is_not_moved_by_a_wild_minority():
+    assert middle([]) == 0.0
+    assert middle([1.0, 1.1, 1.2, 1e8]) == 1.1
+    assert middle([2.0]) == 2.0
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -129,12 +144,12 @@ def test_grace_is_never_negative_and_never_exceeds_its_bound(tau, gamma, steps, 
 
 
 def test_tau_rounds_are_in_flight_until_anything_is_measured():
-    assert flight_limit(RunConfig(overlap_steps=3), Estimate(), Estimate(), Estimate()) == 3
+    assert flight_limit(RunConfig(overlap_steps=3), 0.0, Estimate(), Estimate()) == 3
 
 
 def test_more_rounds_are_in_flight_where_a_round_takes_longer_than_tau_steps():
     """A round lasts (4 + 5) / 1 + 1 = 10 steps; 24 fragments in 24 steps are one per step: ten are open."""
-    assert flight_limit(RunConfig(overlap_steps=2), measured(1.0), measured(4.0), measured(5.0)) == 10
+    assert flight_limit(RunConfig(overlap_steps=2), 1.0, measured(4.0), measured(5.0)) == 10
 
 
 @given(
@@ -147,7 +162,7 @@ def test_more_rounds_are_in_flight_where_a_round_takes_longer_than_tau_steps():
 )
 def test_the_limit_is_at_least_1_and_at_most_the_number_of_fragments(fragments, every, tau, wished, steps, others):
     config = RunConfig(fragments=fragments, every_steps=every, overlap_steps=tau, rounds_in_flight=wished)
-    limit = flight_limit(config, measured(*steps), measured(*others), measured(*others))
+    limit = flight_limit(config, measured(*steps).mean, measured(*others), measured(*others))
     assert 1 <= limit <= fragments
     if wished is not None:
         assert limit == min(wished, fragments)

@@ -376,7 +376,7 @@ def test_grace_ends_when_all_who_were_asked_have_answered():
 def test_grace_ends_when_nobody_is_left_to_wait_for():
     talk = _measured(tau=8, gamma=0.5)
     talk.voices[1].contributes(10.25)
-    talk.tell(10.5, LearnerDisconnected(2, 1, "connection reset by peer"))
+    talk.tell(10.5, LearnerDisconnected(2, 1, 1, "connection reset by peer"))
     assert [a.learner for a in talk.one(MergeRound).contributions] == [1]
 
 
@@ -481,8 +481,8 @@ def test_an_abandoned_round_becomes_ripe_again_as_a_new_attempt():
     one, two = talk.joined(1), talk.joined(2)
     one.reports(1.0, step=1)
     two.reports(1.0, step=1)
-    talk.tell(1.2, LearnerDisconnected(2, 1, "connection reset by peer"))
-    talk.tell(1.3, LearnerDisconnected(1, 1, "connection reset by peer"))
+    talk.tell(1.2, LearnerDisconnected(2, 1, 1, "connection reset by peer"))
+    talk.tell(1.3, LearnerDisconnected(1, 1, 1, "connection reset by peer"))
     assert talk.core.view().rounds_in_flight == 0
     for voice in (one, two):
         voice.session = 2
@@ -499,7 +499,7 @@ def test_a_round_is_abandoned_as_soon_as_nobody_is_left_to_answer():
     one.reports(1.0, step=1)
     two.reports(1.0, step=1)
     one.contributes(1.1)
-    talk.tell(1.2, LearnerDisconnected(2, 1, "connection reset by peer"))
+    talk.tell(1.2, LearnerDisconnected(2, 1, 1, "connection reset by peer"))
     assert talk.one(DiscardRound).reason == because("round-lost-quorum", 1, 2)
 
 
@@ -508,7 +508,7 @@ def test_the_answer_to_an_attempt_that_was_abandoned_is_refused():
     one = talk.joined(1)
     one.reports(1.0, step=1)
     late = one.contribution()
-    talk.tell(1.2, LearnerDisconnected(1, 1, "connection reset by peer"))
+    talk.tell(1.2, LearnerDisconnected(1, 1, 1, "connection reset by peer"))
     one.session = 2
     one.hello(1.5, training=True)
     one.says(1.6, late)
@@ -541,21 +541,22 @@ def test_a_learner_that_comes_back_is_asked_again_for_the_round_that_is_still_op
         voice.reports(1.0, step=1 + at)
     talk.fires(1.0)
     round_id, asked = voices[0].pulls[0], {i for i, v in talk.voices.items() if 0 in v.pulls}
-    assert asked == {1, 2}
-    talk.tell(1.2, LearnerDisconnected(2, 1, "connection reset by peer"))
+    assert asked == {1, 2, 3}
+    talk.tell(1.2, LearnerDisconnected(2, 1, 1, "connection reset by peer"))
     voices[1].session = 2
     voices[1].hello(1.4, training=True)
     assert [body.round for _, body in talk.bodies(Pull)] == [round_id]
 
 
-def test_whoever_becomes_live_while_a_round_waits_is_asked_with_the_next_asking():
+def test_whoever_ends_its_first_full_step_while_a_round_waits_is_asked_at_once():
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=4, quorum=2))
     one, two, three = (talk.joined(i) for i in (1, 2, 3))
     one.reports(1.0, step=1)
     two.reports(1.0, step=1)
     assert _asked(talk)[1] == [1, 2]
     three.reports(1.5, step=2)
-    while not talk.bodies(Pull):
+    assert [learner for learner, _ in talk.bodies(Pull)] == [3]
+    while not talk.of(Say):
         talk.fires(talk.core.next_deadline())
         assert talk.now < 1_000
     assert [learner for learner, _ in talk.bodies(Pull)] == [1, 2, 3]

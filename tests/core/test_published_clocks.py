@@ -76,7 +76,7 @@ def test_a_syncer_that_hears_of_a_later_one_stops_and_writes_no_other_version():
     one.reports(1.0, step=1)
     one.contributes(1.1)
     one.says(1.2, Report(2, 200, 1.0), epoch=2)
-    talk.expect(Hangup(1, 1, because("superseded-epoch", 2, 1)), Halt(because("superseded-epoch", 2, 1)))
+    talk.expect(Hangup(1, 1, 1, because("superseded-epoch", 2, 1)), Halt(because("superseded-epoch", 2, 1)))
     talk.merged(1.3)
     talk.expect()
     talk.fires(10_000.0)

@@ -318,7 +318,7 @@ def test_a_lost_learner_is_left_out_of_the_snapshot():
     talk.tell(1.5, SnapshotRequested())
     one.marker = SNAPSHOT
     one.says(2.0, SnapshotPart(SNAPSHOT, 2, 200, (0,), ()))
-    talk.tell(2.1, LearnerDisconnected(2, 1, "power"))
+    talk.tell(2.1, LearnerDisconnected(2, 1, 1, "power"))
     assert "snapshot-left-out" in talk.codes()
     assert talk.one(Persist).record.left_out == (2,)  # type: ignore[union-attr]
 

@@ -152,7 +152,7 @@ def test_a_dead_learner_never_blocks_the_end():
     talk = SyncerTalk(RunConfig(fragments=2, every_steps=4, quorum=2))
     one, two = talk.joined(1), talk.joined(2)
     trained(talk, one, two, until=3)
-    talk.tell(3.5, LearnerDisconnected(2, 1, "power"))
+    talk.tell(3.5, LearnerDisconnected(2, 1, 1, "power"))
     talk.tell(3.6, FinishRequested())
     at = to_the_manifest(talk, one, at=4.0)
     assert at < 2_000
@@ -165,7 +165,7 @@ def test_a_learner_that_dies_after_the_last_merge_is_left_behind():
     talk, at = ended()
     talk.persisted(at)
     talk.voices[1].says(at + 0.1, FinishAck(0))
-    talk.tell(at + 0.2, LearnerDisconnected(2, 1, "power"))
+    talk.tell(at + 0.2, LearnerDisconnected(2, 1, 1, "power"))
     assert talk.one(Halt).reason == because("finish-done", 1, 2)
 
 
@@ -173,7 +173,7 @@ def test_the_end_comes_also_when_everybody_is_dead():
     talk = SyncerTalk(RunConfig(fragments=2, every_steps=4))
     one = talk.joined(1)
     trained(talk, one, until=3)
-    talk.tell(3.5, LearnerDisconnected(1, 1, "power"))
+    talk.tell(3.5, LearnerDisconnected(1, 1, 1, "power"))
     talk.tell(3.6, FinishRequested())
     talk.fires(5_000.0)
     assert talk.codes().count("final-skipped") == 2
@@ -183,7 +183,7 @@ def test_the_end_comes_also_when_everybody_is_dead():
 
 def test_a_learner_that_comes_back_after_the_end_gets_the_final_versions():
     talk, at = ended()
-    talk.tell(at, LearnerDisconnected(2, 1, "power"))
+    talk.tell(at, LearnerDisconnected(2, 1, 1, "power"))
     talk.persisted(at + 0.1)
     two = talk.voices[2]
     two.session = 2

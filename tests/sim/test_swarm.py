@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from atoll.commands.swarm import _kept
 from atoll.sim.draws import draw
-from atoll.sim.swarm import Coverage, SeedResult, digest_of, run_seed, sweep
+from atoll.sim.swarm import SLICE, Coverage, SeedResult, digest_of, run_seed, sweep
 
 KEPT = Path(__file__).parent / "kept_seeds.txt"
 SEEDS = 500
@@ -81,3 +83,17 @@ def test_two_processes_find_what_one_finds() -> None:
     alone = list(sweep(range(40), processes=1, small=True))
     shared = list(sweep(range(40), processes=2, small=True))
     assert alone == shared
+
+
+def test_an_endless_supply_of_seeds_is_taken_a_slice_at_a_time() -> None:
+    taken: list[int] = []
+
+    def numbers() -> Iterator[int]:
+        for seed in count():
+            taken.append(seed)
+            yield seed
+
+    results = sweep(numbers(), processes=2, small=True)
+    assert [next(results).seed for _ in range(3)] == [0, 1, 2]
+    results.close()  # type: ignore[attr-defined]
+    assert len(taken) <= 2 * SLICE

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from atoll.commands.output import ExitCode, JsonOption, complain, print_json
+from atoll.commands.output import ExitCode, JsonOption, print_json
 from atoll.commands.progress import reading
 from atoll.commands.story import RunArgument, as_fields, indented
 
 if TYPE_CHECKING:
     from atoll.core.causality import Missing
     from atoll.core.story import Line
-    from atoll.core.tape import Entry
+    from atoll.core.tape import Actor, Entry
     from atoll.sim.checkers import Checker, Violation
     from atoll.tape_files import RunTapes
 
@@ -23,12 +23,18 @@ EXAMPLE = "atoll check runs/first"
 
 
 class Verdict(NamedTuple):
-    """What the checkers found. `finished`: the run came to its end, so its last checks were made too."""
+    """What the checkers found. `finished`: the run came to its end, so its last checks were made too.
+
+    `incomplete` says what the tapes lack. Where something hangs on that, nothing can be judged any more: `stopped` is
+    the first entry that was not shown to the checkers.
+    """
 
     entries: int
     finished: bool
     missing: list[Missing]
     violation: Violation | None
+    incomplete: list[str]
+    stopped: Entry | None = None
 
 
 def run(
@@ -40,7 +46,8 @@ def run(
 ) -> None:
     """Check every invariant over the tapes of a run.
 
-    Tells the story of the first violation, and ends with exit code 1 if there is one.
+    Tells the story of the first violation, and ends with exit code 1 if there is one. Tapes that are cut, lost or still
+    being written are no violation: the run is judged up to the first entry that they leave without its cause.
     """
     from atoll.sim.checkers import all_checkers
     from atoll.tape_files import RunTapes
@@ -58,19 +65,28 @@ def run(
 
 
 def judge(tapes: RunTapes, checkers: Sequence[Checker]) -> Verdict:
-    """Show every entry to every checker, in an order in which causes come first."""
+    """Show every entry to every checker, in an order in which causes come first.
+
+    An entry whose cause is on no tape ends it: the sender's tape was cut, lost or is still being written, and what its
+    sender did unseen would look like a violation, here or at any later entry.
+    """
     from atoll.core.protocol import Halt
     from atoll.core.types import SYNCER
     from atoll.sim.checkers import Violation, Watch
 
     watch = Watch(checkers)
     missing: list[Missing] = []
-    entries = 0
+    stopped: Entry | None = None
+    newest: dict[Actor, int] = {}
     finished = False
+    violation: Violation | None = None
     with reading("checking", tapes) as watched:
         try:
             for entry in watched(tapes.merged(missing.append)):
-                entries += 1
+                if _has_lost_cause(entry, missing):
+                    stopped = entry
+                    break
+                newest[entry.actor] = entry.tick
                 if entry.tick == 1:
                     watch.started(entry.actor, tapes.readers[entry.actor].header.restored)
                 watch.observe(entry)
@@ -78,11 +94,32 @@ def judge(tapes: RunTapes, checkers: Sequence[Checker]) -> Verdict:
                     type(effect) is Halt and effect.reason.code == "finish-done" for effect in entry.effects
                 ):
                     finished = True
-            if finished:
+            incomplete = _incomplete(tapes, missing, newest)
+            if finished and not incomplete:
                 watch.finish()
-        except Violation as violation:
-            return Verdict(entries, finished, missing, violation)
-    return Verdict(entries, finished, missing, None)
+        except Violation as found:
+            violation = found
+            incomplete = _incomplete(tapes, missing, newest)
+    return Verdict(sum(newest.values()), finished, missing, violation, incomplete, stopped)
+
+
+def _has_lost_cause(entry: Entry, missing: Sequence[Missing]) -> bool:
+    return any((lost.actor, lost.tick) == (entry.actor, entry.tick) and not lost.circular for lost in missing)
+
+
+def _incomplete(tapes: RunTapes, missing: Sequence[Missing], newest: Mapping[Actor, int]) -> list[str]:
+    """What the tapes lack: what their files show, and what other tapes have received of them."""
+    told = tapes.gaps()
+    for lost in missing:
+        if lost.circular:
+            continue
+        if lost.cause in tapes.readers:
+            sentence = f"the tape of {lost.cause} ends at tick {newest.get(lost.cause, 0)}"
+        else:
+            sentence = f"there is no tape of {lost.cause}"
+        if sentence not in told:
+            told.append(sentence)
+    return told
 
 
 def story_of(tapes: RunTapes, violation: Violation, last: int) -> list[Line]:
@@ -110,6 +147,9 @@ def _fields(tapes: RunTapes, checkers: Sequence[Checker], verdict: Verdict, line
         "truncated": [path.name for path in tapes.truncated()],
         "unstarted": [path.name for path in tapes.unstarted],
         "missing": [str(missing) for missing in verdict.missing],
+        "complete": not verdict.incomplete,
+        "incomplete": verdict.incomplete,
+        "judged_until": None if verdict.stopped is None else verdict.stopped.at,
         "violation": None,
     }
     if violation is not None:
@@ -129,13 +169,11 @@ def _fields(tapes: RunTapes, checkers: Sequence[Checker], verdict: Verdict, line
 def _show(tapes: RunTapes, checkers: Sequence[Checker], verdict: Verdict, lines: Sequence[Line]) -> None:
     from atoll.core.story import shown
 
-    if verdict.missing:
-        complain(f"{len(verdict.missing)} entries have no cause on any tape; the first: {verdict.missing[0]}")
     violation = verdict.violation
     seen = f"{len(tapes.readers)} tapes, {verdict.entries:,} entries, {len(checkers)} checkers"
     if violation is None:
-        rest = "" if verdict.finished else "; the run has not finished, so what must hold at its end was not asked"
-        print(f"{seen}: no violation{rest}")
+        print(f"{seen}: no violation{_unasked(verdict)}")
+        _show_incomplete(verdict)
         return
     print(f"{seen}: a violation")
     print(f"{violation.checker}: {violation.sentence}")
@@ -144,3 +182,20 @@ def _show(tapes: RunTapes, checkers: Sequence[Checker], verdict: Verdict, lines:
     print(f"the story of {shown(violation.subject or ('run', 0))}:")
     for line in lines:
         print(indented(line))
+    _show_incomplete(verdict)
+
+
+def _unasked(verdict: Verdict) -> str:
+    if verdict.stopped is not None:
+        return f" up to {verdict.stopped.at:.3f} s; nothing was judged after that"
+    if verdict.incomplete:
+        return "; tapes are incomplete, so what must hold at the end of the run was not asked"
+    return "" if verdict.finished else "; the run has not finished, so what must hold at its end was not asked"
+
+
+def _show_incomplete(verdict: Verdict) -> None:
+    for sentence in verdict.incomplete:
+        print(f"incomplete: {sentence}")
+    if verdict.stopped is not None:
+        lost = next(each for each in verdict.missing if _has_lost_cause(verdict.stopped, [each]))
+        print(f"judged up to {lost}")

@@ -51,6 +51,25 @@ def give_up_stdout() -> None:
     os.close(nothing)
 
 
+def open_streams() -> None:
+    """Where the shell has closed a stream, as by `>&-`, Python has None, and the next file would take its number."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
+def flush_stdout() -> None:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as wrong:
+        wrong.filename = "standard output"
+        give_up_stdout()
+        raise
+
+
 def interruptible(run: Callable[_P, None]) -> Callable[_P, None]:
     """Wrap a command: Ctrl-C ends in one line, a reader that went away ends in silence.
 
@@ -61,7 +80,7 @@ def interruptible(run: Callable[_P, None]) -> Callable[_P, None]:
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> None:
         try:
             run(*args, **kwargs)
-            sys.stdout.flush()
+            flush_stdout()
         except KeyboardInterrupt:
             complain("interrupted")
             raise typer.Exit(ExitCode.INTERRUPTED) from None

@@ -35,12 +35,25 @@ def run(run: RunArgument, as_json: JsonOption = False) -> None:
                 entries += difference.tick
                 found = difference
                 break
+    gaps = tapes.gaps()
     if as_json:
-        print_json({"tapes": len(tapes.readers), "entries": entries, "difference": found and _fields(found)})
-    elif found is None:
-        print(f"{len(tapes.readers)} tapes, {entries:,} entries: every effect came out as recorded")
+        print_json(
+            {
+                "tapes": len(tapes.readers),
+                "entries": entries,
+                "difference": found and _fields(found),
+                "complete": not gaps,
+                "incomplete": gaps,
+            }
+        )
     else:
-        _show(found)
+        if found is None:
+            rest = ", as far as the tapes go" if gaps else ""
+            print(f"{len(tapes.readers)} tapes, {entries:,} entries: every effect came out as recorded{rest}")
+        else:
+            _show(found)
+        for gap in gaps:
+            print(f"incomplete: {gap}")
     if found is not None:
         raise typer.Exit(ExitCode.FAILED)
 

@@ -177,6 +177,8 @@ def run(
     from atoll.sim.goodput import BarrierConfig
 
     _check_options(context, method, table, mixed, plot)
+    if every < 1:
+        raise ValueError(f"--every is {every}; give at least 1 step between two rounds of a fragment")
     slow = read_slow_downs(slow_downs)
     if not mtbi_days > 0.0:
         raise ValueError(f"--mtbi-days is {mtbi_days:g}; give days above 0, or inf for chips that never fail")

@@ -16,9 +16,15 @@ LEAST_WIDTH = 80
 """Tables are laid out for this; a pipe has no width of its own."""
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Rich would exit with code 1, which says that something was found wrong."""
+        raise BrokenPipeError
+
+
 def console() -> Console:
-    made = Console(highlight=False, soft_wrap=False)
-    return made if made.width >= LEAST_WIDTH or made.is_terminal else Console(highlight=False, width=LEAST_WIDTH)
+    made = _Console(highlight=False, soft_wrap=False)
+    return made if made.width >= LEAST_WIDTH or made.is_terminal else _Console(highlight=False, width=LEAST_WIDTH)
 
 
 def interval_text(figure: Figure, show: Callable[[float], str]) -> str:

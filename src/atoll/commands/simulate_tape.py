@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from atoll.core.syncer_state import Restored
 from atoll.core.tape import Actor, Entry
-from atoll.core.types import RunConfig
+from atoll.core.types import SYNCER, RunConfig
 from atoll.tape_files import TapeWriter, new_header, tape_path
 
 NOTE = "simulated"
@@ -29,19 +29,20 @@ class TapesWritten(NamedTuple):
 class Tapes:
     """One open tape per process that is running."""
 
-    def __init__(self, directory: Path, config: RunConfig, seed: int) -> None:
+    def __init__(self, directory: Path, config: RunConfig, seed: int, note: str = NOTE) -> None:
         self._directory = directory
         self._config = config
         self._seed = seed
+        self._note = note
         self._writers: dict[Actor, TapeWriter] = {}
         self.finished = False
         self.merges = 0
 
     def start(self, actor: Actor, restored: Restored | None) -> None:
         before = self._writers.get(Actor(actor.learner, actor.start - 1))
-        if before is not None:
-            before.close()  # an incarnation ends before the next one starts
-        header = new_header(actor, self._config, self._seed, restored, NOTE)
+        if before is not None and actor.learner != SYNCER:
+            before.close()  # an incarnation ends before the next one starts; a syncer that was cut off may live on
+        header = new_header(actor, self._config, self._seed, restored, self._note)
         self._writers[actor] = TapeWriter(tape_path(self._directory, actor), header)
 
     def write(self, entry: Entry) -> None:

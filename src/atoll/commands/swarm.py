@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterable
+from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from atoll.commands.output import ExitCode, JsonOption, print_json
+from atoll.commands.processes import usable_cores
 from atoll.commands.progress import progress
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 EXAMPLE = "atoll swarm --seeds 5000"
 
 STORY_LINES = 60
+MOST_SEEDS = 10**9
+"""Weeks on a large machine: whoever asks for more has mistyped."""
 
 
 def run(
@@ -54,26 +57,31 @@ def run(
 
     if tape is not None and (seeds != 1 or also is not None):
         raise ValueError("--tape writes one world; add --seeds 1")
+    if seeds > MOST_SEEDS:
+        raise ValueError(f"{seeds} seeds would take years; give at most {MOST_SEEDS} at a time, and go on with --start")
+    kept = _kept(also)
     if tape is not None:
         _write_tape(start, small, tape)
-    numbers = [*_kept(also), *range(start, start + seeds)]
     coverage = Coverage()
     failed: list[SeedResult] = []
     events = 0
     began = time.perf_counter()
     done = 0
-    with progress("swarm", len(numbers), shown=not as_json) as tell:
-        for result in sweep(numbers, jobs if jobs is not None else os.cpu_count() or 1, small):
+    whole = sha256()
+    numbers = chain(kept, range(start, start + seeds))
+    with progress("swarm", len(kept) + seeds, shown=not as_json) as tell:
+        for result in sweep(numbers, jobs or usable_cores(), small, digest):
             done += 1
             tell(done)
             coverage.add(result)
             events += result.events
+            whole.update(result.digest.encode())
             if result.checker is not None:
                 failed.append(result)
                 if not keep_going:
                     break
     spent_s = time.perf_counter() - began
-    digests = _digest(numbers, small) if digest else None
+    digests = whole.hexdigest()[:16] if digest else None
     if as_json:
         print_json(_fields(done, events, spent_s, coverage, failed, digests))
     else:
@@ -98,17 +106,6 @@ def _kept(path: Path | None) -> list[int]:
     return numbers
 
 
-def _digest(numbers: Iterable[int], small: bool) -> str:
-    from hashlib import sha256
-
-    from atoll.sim.swarm import digest_of
-
-    whole = sha256()
-    for seed in numbers:
-        whole.update(digest_of(seed, small).encode())
-    return whole.hexdigest()[:16]
-
-
 def _replay_command(seed: int, small: bool) -> str:
     return f"atoll swarm --seeds 1 --start {seed}{' --small' if small else ''} --story"
 
@@ -123,7 +120,7 @@ def _show(
     digests: str | None,
 ) -> None:
     spent_s = max(spent_s, 1e-9)
-    print(f"{done} worlds, {events} events in {spent_s:.1f} s: {done / spent_s:.0f} seeds/s")
+    print(f"{done} world{'' if done == 1 else 's'}, {events} events in {spent_s:.1f} s: {done / spent_s:.0f} seeds/s")
     for what, (met, every) in coverage.counts().items():
         print(f"  {what:<8} {met} of {every} met")
     print(f"  pairs    {len(coverage.pairs)} of a state and an event met")
@@ -152,6 +149,9 @@ def _fields(
         "seconds": round(spent_s, 3),
         "coverage": {what: {"met": met, "all": every} for what, (met, every) in coverage.counts().items()},
         "pairs": len(coverage.pairs),
+        "pairs_met": [
+            {"state": state, "event": event, "count": count} for (state, event), count in sorted(coverage.pairs.items())
+        ],
         "not_met": {
             "moves": coverage.missing_moves(),
             "reasons": coverage.missing_reasons(),
@@ -181,27 +181,17 @@ def _tell_story(result: SeedResult, small: bool) -> None:
 
 
 def _write_tape(seed: int, small: bool, run_dir: Path) -> None:
-    from atoll.core.syncer_state import Restored
-    from atoll.core.tape import Actor, Entry
+    from atoll.commands.simulate_tape import Tapes, check_directory
     from atoll.sim.checkers import Violation
     from atoll.sim.draws import draw
     from atoll.sim.world import World
-    from atoll.tape_files import TapeWriter, new_header, tape_path
 
+    check_directory(run_dir)
     plan = draw(seed, small)
-    writers: dict[Actor, TapeWriter] = {}
-
-    def on_start(actor: Actor, restored: Restored | None) -> None:
-        header = new_header(actor, plan.config, seed, restored, f"swarm seed {seed}")
-        writers[actor] = TapeWriter(tape_path(run_dir, actor), header)
-
-    def on_entry(entry: Entry) -> None:
-        writers[entry.actor].write(entry)
-
+    tapes = Tapes(run_dir, plan.config, seed, f"swarm seed {seed}")
     try:
-        World(plan, on_entry=on_entry, on_start=on_start).run()
+        World(plan, on_entry=tapes.write, on_start=tapes.start).run()
     except Violation:
         pass  # told by the sweep that follows
     finally:
-        for writer in writers.values():
-            writer.close()
+        tapes.close()

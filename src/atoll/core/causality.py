@@ -25,8 +25,11 @@ class Missing(NamedTuple):
     tick: int
     cause: Actor
     cause_tick: int | None  # None: what a syncer restored, and no earlier syncer is known to have written
+    circular: bool = False  # the cause may well be on its tape, but behind this entry: the tapes contradict each other
 
     def __str__(self) -> str:
+        if self.circular:
+            return f"{self.actor}, tick {self.tick} waits in a circle for {self.cause}, tick {self.cause_tick}"
         if self.cause_tick is None:
             return f"{self.actor} started from records that are on no tape of an earlier syncer"
         cause = f"{self.cause}, tick {self.cause_tick}"
@@ -119,9 +122,11 @@ class _Merge:
         else:
             self._make_ready(entry, cause)
 
-    def _make_ready(self, entry: Entry, missing: tuple[Actor, int | None] | None = None) -> None:
+    def _make_ready(
+        self, entry: Entry, missing: tuple[Actor, int | None] | None = None, circular: bool = False
+    ) -> None:
         if missing is not None and self.report is not None:
-            self.report(Missing(entry.actor, entry.tick, *missing))
+            self.report(Missing(entry.actor, entry.tick, *missing, circular))
         heapq.heappush(self.ready, (entry.at, entry.actor, entry))
 
     def _release(self, cause: Actor, tick: int | None) -> None:
@@ -162,7 +167,7 @@ class _Merge:
             held = self.waiting.pop(cause)
             for needed, entry in held:
                 if entry.actor == actor:
-                    self._make_ready(entry, (cause, needed))
+                    self._make_ready(entry, (cause, needed), circular=True)
             later = [(needed, entry) for needed, entry in held if entry.actor != actor]
             if later:
                 self.waiting[cause] = later

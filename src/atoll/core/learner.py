@@ -138,7 +138,11 @@ class LearnerCore(Joining):
         if self.link is Link.GREETING and type(envelope.body) not in (Welcome, Refuse):
             self._ignore("before the welcome")  # which was lost; a later hello gets another, and everything again
             return
-        self._bodies[type(envelope.body)](self, now, envelope, envelope.body)
+        handler = self._bodies.get(type(envelope.body))
+        if handler is None:
+            self._ignore("a message that syncers do not send")
+            return
+        handler(self, now, envelope, envelope.body)
 
     def _is_for_us(self, envelope: Envelope) -> bool:
         if envelope.incarnation != self.incarnation or envelope.session != self.session:

@@ -85,8 +85,8 @@ class LinkKeeper(LearnerState):
             self.round_trip.add(now - self.ping_sent_at)
 
     def _hang_up(self, now: float, reason: Reason) -> None:
-        self._say(reason.code, *reason.args)
-        self._out.append(Hangup(self.id, self.session, reason))
+        self.reason = self._say(reason.code, *reason.args)
+        self._out.append(Hangup(self.id, self.incarnation, self.session, reason))
         self._relink("closed")
         self._redial()
 
@@ -95,7 +95,7 @@ class LinkKeeper(LearnerState):
             self._ignore("stale link")
             return
         self._relink("closed")
-        self._say("link-closed", event.why)
+        self.reason = self._say("link-closed", event.why)
         self._redial()
 
     def _on_dial_failed(self, now: float, event: DialFailed) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from atoll.core.types import Accepted, FragmentId, Incarnation, LearnerId, Mark
 
 MOST_CLOSED = 4096
-"""Closed accounts whose reason is remembered. A round lasts minutes; nobody restarts that often within one."""
+"""Closed accounts whose reason is remembered."""
 
 
 class Line(NamedTuple):
@@ -70,7 +70,9 @@ class SyncerLedger:
             return
         # The incarnation was replaced between acceptance and durability: what was written off is merged after all.
         self._closed_merged[fragment] += accepted.tokens
-        why = self._closed_why[(accepted.learner, accepted.incarnation)]
+        why = self._closed_why.get((accepted.learner, accepted.incarnation))
+        if why is None:  # closed so long ago that its reason is forgotten: take it from where most was written off
+            why = max(self._closed_dropped, key=lambda each: self._closed_dropped[each][fragment])
         self._closed_dropped[why][fragment] -= accepted.tokens
 
     def close(self, learner: LearnerId, why: str) -> None:

@@ -62,23 +62,32 @@ class Grace(NamedTuple):
     reason: Reason
 
 
-def grace_window(config: RunConfig, contributions: int, step: Estimate, quorum: Estimate, sync: Estimate) -> Grace:
+def grace_window(config: RunConfig, contributions: int, step_s: float, quorum: Estimate, sync: Estimate) -> Grace:
     """Eq. 3: slack = tau * xi_step - (xi_quorum + xi_sync); grace = min(gamma * max(slack, 0), xi_step).
 
     Zero until all three averages are known.
     """
     if config.grace_margin == 0:
         return Grace(0.0, Reason("grace-off", (contributions,)))
-    if not (step.count and quorum.count and sync.count):
+    if not (step_s and quorum.count and sync.count):
         return Grace(0.0, Reason("grace-unmeasured", (contributions,)))
-    slack = config.overlap_steps * step.mean - (quorum.mean + sync.mean)
+    slack = config.overlap_steps * step_s - (quorum.mean + sync.mean)
     if slack <= 0:
         return Grace(0.0, Reason("grace-no-slack", (contributions, slack)))
-    window = min(config.grace_margin * slack, step.mean)
+    window = min(config.grace_margin * slack, step_s, config.limits.most_wait_s)
     return Grace(window, Reason("grace-waiting", (contributions, config.quorum, window, slack)))
 
 
-def flight_limit(config: RunConfig, step: Estimate, quorum: Estimate, sync: Estimate) -> int:
+def middle(values: list[float]) -> float:
+    """The lower median, 0 of nothing: a minority, however wild, does not move it far.
+
+    >>> middle([1.0, 1e8, 1.2])
+    1.2
+    """
+    return sorted(values)[(len(values) - 1) // 2] if values else 0.0
+
+
+def flight_limit(config: RunConfig, step_s: float, quorum: Estimate, sync: Estimate) -> int:
     """How many rounds may be open at once: tau, and more where a round takes longer than tau steps.
 
     P / H rounds become ripe per step; a round that lasts d steps needs d * P / H places to keep that pace.
@@ -87,8 +96,8 @@ def flight_limit(config: RunConfig, step: Estimate, quorum: Estimate, sync: Esti
     if config.rounds_in_flight is not None:
         return min(config.rounds_in_flight, owned)
     limit = config.overlap_steps
-    if step.count and quorum.count and sync.count and step.mean > 0:
-        lasts_steps = (quorum.mean + sync.mean) / step.mean + 1
+    if step_s > 0 and quorum.count and sync.count:
+        lasts_steps = (quorum.mean + sync.mean) / step_s + 1
         limit = max(limit, math.ceil(lasts_steps * owned / config.every_steps))
     return max(1, min(limit, owned))
 

@@ -319,7 +319,10 @@ class TimerFired(NamedTuple):
 
 
 class LearnerDisconnected(NamedTuple):
+    """A link closed. It may be noticed late, when a newer process of the learner has a link with the same number."""
+
     learner: LearnerId
+    incarnation: Incarnation
     session: int
     why: str
 
@@ -452,6 +455,7 @@ class Say(NamedTuple):
 
 class Hangup(NamedTuple):
     learner: LearnerId
+    incarnation: Incarnation
     session: int
     reason: Reason
 

@@ -36,6 +36,7 @@ REASONS: dict[str, str] = {
     "contribution-not-asked": "learner {0} was not asked in this round",
     "contribution-no-steps": "no steps or no tokens: nothing to merge",
     "contribution-wild": "impossible counters: {0} steps, {1} tokens at local step {2}",
+    "report-wild": "impossible report: {0} steps, {1} tokens, {2:.3g} s per step",
     "contribution-bad": "bad values: {0}",
     "fragment-damaged": "version {0} of fragment {1} arrived damaged ({2}); asking for the whole value",
     # members
@@ -50,7 +51,7 @@ REASONS: dict[str, str] = {
     "member-resumed": "incarnation {0} is back on a new link",
     "member-superseded": "incarnation {0} is replaced by {1}",
     "member-left": "left: {0}",
-    "member-quarantined": "quarantined after {0} bad contributions, the last: {1}",
+    "member-quarantined": "quarantined after {0} bad messages, the last: {1}",
     "member-publish-unanswered": "version {0} of fragment {1} sent {2} times without an answer",
     "member-stalled": "the syncer itself stood still for {0:.3g} s; no learner's silence is counted",
     "refused-fingerprint": "another model: the first difference is {0}",
@@ -110,7 +111,16 @@ class Reason(NamedTuple):
     args: tuple[object, ...] = ()
 
     def __str__(self) -> str:
-        return REASONS[self.code].format(*self.args)
+        """Never fails: a reason may come from a peer that knows other sentences than we do."""
+        sentence = REASONS.get(self.code)
+        try:
+            return sentence.format(*self.args) if sentence is not None else _unknown(self)
+        except (IndexError, ValueError, TypeError):
+            return _unknown(self)
+
+
+def _unknown(reason: Reason) -> str:
+    return " ".join(str(part) for part in (reason.code, *reason.args))
 
 
 def because(code: str, *args: object) -> Reason:

@@ -147,7 +147,11 @@ class SyncerCore(Ending):
         if member is None:
             return
         self._heard(now, member, envelope)
-        self._bodies[type(body)](self, now, member, envelope, body)
+        handler = self._bodies.get(type(body))
+        if handler is None:
+            self._ignore("a message that learners do not send")
+            return
+        handler(self, now, member, envelope, body)
         if self.cut is not None:
             self._check_cut(now)
 
@@ -195,7 +199,7 @@ class SyncerCore(Ending):
             alive=len(self.live),
             asked=max((len(f.asked) for f in open_rounds), default=0),
             merged=max((len(f.last_contributors) for f in self.fragments.values()), default=0),
-            step_s=self.step_time.mean,
+            step_s=self._step_s(),
             quorum_s=self.quorum_time.mean,
             sync_s=self.sync_time.mean,
             fragments=tuple(self._view_fragment(f) for f in self.fragments.values()),
@@ -241,7 +245,9 @@ class SyncerCore(Ending):
             reason = Reason("member-suspected", (self.now - m.last_heard, self._silence_limit(m)))
         elif m.standing is Standing.ADMITTING:
             reason = Reason("member-admitting", (m.incarnation,))
-        text = m.standing.value if m.standing in (Standing.AWAY, Standing.LEFT, Standing.QUARANTINED) else str(reason)
+        text = str(reason)
+        if m.standing in (Standing.AWAY, Standing.LEFT, Standing.QUARANTINED):
+            text = str(m.reason) if m.reason is not None else "known from before a restart"
         return MemberView(m.id, m.incarnation, m.standing.value, m.step, len(m.owed), m.strikes, text)
 
     # ---------------------------------------------------------------------------------------------------- checking

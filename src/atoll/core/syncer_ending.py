@@ -130,6 +130,9 @@ class Ending(Snapshots):
             self._tell(self.now, member)
 
     def _on_finish_ack(self, now: float, member: Member, envelope: Envelope, body: FinishAck) -> None:
+        if self.stage is not Stage.FINISHED:
+            self._ignore("acknowledged an end that is not there")
+            return
         member.finish_acked = True
         if member.standing in CONNECTED:
             self._stand(member, "left")  # its silence from here on means nothing

@@ -33,7 +33,7 @@ from atoll.core.reasons import Reason
 from atoll.core.syncer_rounds import Rounds
 from atoll.core.syncer_state import Member
 from atoll.core.tables import Phase, Stage, Standing
-from atoll.core.types import MOST_SECONDS, MOST_TOKENS, NOTHING, LearnerId
+from atoll.core.types import MOST_SECONDS, MOST_TOKENS, MOST_TOKENS_PER_STEP, NOTHING, LearnerId
 
 STRANGERS = ("refused-id", "refused-run", "refused-fingerprint")
 CONNECTED = (Standing.JOINING, Standing.LIVE, Standing.SUSPECT)
@@ -205,7 +205,7 @@ class Members(Rounds):
         self.ledger.tell(member.id, body.trained)
         member.received = {p: v for p, v in zip(self.fragments, body.received, strict=True) if v != NOTHING}
         member.owed.clear()
-        self._send(member, Welcome(self._versions(), self._progress(), self.step_time.mean))
+        self._send(member, Welcome(self._versions(), self._progress(), self._step_s()))
         if member.standing is Standing.JOINING:
             self._say("learner", member.id, "member-joining", member.incarnation)
         for f in self.fragments.values():
@@ -268,10 +268,12 @@ class Members(Rounds):
         steps = body.step - member.step
         if steps <= 0:
             return
-        plausible = 0 <= body.trained <= MOST_TOKENS and 0 <= body.step_time_s < MOST_SECONDS
+        tokens = body.trained - self.ledger.accounts[member.id].trained
+        plausible = (
+            body.trained >= 0 and tokens <= steps * MOST_TOKENS_PER_STEP and 0 <= body.step_time_s < MOST_SECONDS
+        )
         if steps > self.limits.most_steps_per_report or not plausible:
-            reason = Reason("contribution-wild", (steps, body.trained, body.step))
-            self._strike(now, member, self._note(reason))
+            self._strike(now, member, self._note(Reason("report-wild", (steps, tokens, body.step_time_s))))
             return
         if member.standing is Standing.JOINING:
             self._trains(now, member, self._note(Reason("moments-kept")))  # its word that it is ready was lost
@@ -279,12 +281,10 @@ class Members(Rounds):
         member.reported_at = now
         self.ledger.tell(member.id, body.trained)
         member.pace.add(body.step_time_s)
-        # One learner that stood still for minutes has not made the run's steps longer, and nobody's grace.
-        most_s = 4 * self.step_time.mean if self.step_time.mean > 0 else MOST_SECONDS
-        self.step_time.add(min(body.step_time_s, most_s))
         if member.standing is Standing.LIVE:
             if self.stage is Stage.RUNNING:
                 self._check_budget(now)
+            self._ask_too(now, member)
             self._open_ripe(now)
 
     def _on_ping(self, now: float, member: Member, envelope: Envelope, body: Ping) -> None:
@@ -318,7 +318,9 @@ class Members(Rounds):
             if silent_s >= 8 * limit or member.standing is Standing.JOINING:
                 self._drop_link(now, member, Reason("member-lost", (silent_s,)))
                 return
-        due = member.last_heard + (limit if silent_s < limit else 8 * limit)
+        due = member.last_heard + limit if silent_s < limit else now + limit
+        if member.standing is Standing.JOINING:
+            due = min(due, now + self.limits.first_wait_s)  # it may train at any moment, and then has another limit
         member.silence_timer = True
         self._arm(max(due, now + self.limits.least_wait_s), "silence", member.id)
 
@@ -338,7 +340,7 @@ class Members(Rounds):
 
     def _on_disconnected(self, now: float, event: LearnerDisconnected) -> None:
         member = self.members.get(event.learner)
-        if member is None or member.session != event.session:
+        if member is None or (member.incarnation, member.session) != (event.incarnation, event.session):
             self._ignore("stale session")
             return
         if member.standing is Standing.ADMITTING:
@@ -348,11 +350,11 @@ class Members(Rounds):
 
     def _drop_link(self, now: float, member: Member, reason: Reason) -> None:
         """We give the link up; the learner dials again, as the same incarnation, when it can."""
-        self._out.append(Hangup(member.id, member.session, reason))
+        self._out.append(Hangup(member.id, member.incarnation, member.session, reason))
         self._gone(now, member, reason)
 
     def _gone(self, now: float, member: Member, reason: Reason) -> None:
-        self._say("learner", member.id, reason.code, *reason.args)
+        member.reason = self._say("learner", member.id, reason.code, *reason.args)
         self._stand(member, "gone")
         member.gone_at = now
         member.owed.clear()
@@ -361,7 +363,7 @@ class Members(Rounds):
         self._check_end(now)
 
     def _on_leave(self, now: float, member: Member, envelope: Envelope, body: Leave) -> None:
-        self._say("learner", member.id, "member-left", body.why)
+        member.reason = self._say("learner", member.id, "member-left", body.why)
         self._stand(member, "left")
         self._retire(now, member, "left")
         self._save_members(now)
@@ -370,10 +372,11 @@ class Members(Rounds):
     def _strike(self, now: float, member: Member, reason: Reason) -> None:
         member.strikes += 1
         if member.strikes >= self.limits.strikes and member.standing is Standing.LIVE:
-            self._say("learner", member.id, "member-quarantined", member.strikes, str(reason))
+            member.reason = self._say("learner", member.id, "member-quarantined", member.strikes, str(reason))
             self._stand(member, "quarantined")
             self._forget(now, member)
-            self._out.append(Hangup(member.id, member.session, reason))  # it hears why when it dials again
+            # It hears why when it dials again.
+            self._out.append(Hangup(member.id, member.incarnation, member.session, reason))
 
     def _superseded(self, epoch: int) -> None:
         """A learner has met a syncer of a later epoch: this process is the past and must not write another version."""
@@ -382,7 +385,8 @@ class Members(Rounds):
             self.halted = True
             for member in self.members.values():
                 if member.standing in CONNECTED:
-                    self._out.append(Hangup(member.id, member.session, Reason("superseded-epoch", (epoch, self.epoch))))
+                    reason = Reason("superseded-epoch", (epoch, self.epoch))
+                    self._out.append(Hangup(member.id, member.incarnation, member.session, reason))
             self._out.append(Halt(self._note(Reason("superseded-epoch", (epoch, self.epoch)))))
 
     def _on_fenced(self, now: float, event: StoreFenced) -> None:

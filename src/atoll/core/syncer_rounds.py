@@ -102,9 +102,20 @@ class Rounds(SyncerState, ABC):
         return True
 
     def _arm_pull(self, now: float, f: Fragment) -> None:
-        waits = [self._pull_patience(m) for m in self._waiting(f)]
-        f.pull_again_at = now + max(waits, default=self.limits.least_wait_s) * 2.0 ** (f.pull_tries - 1)
+        """As long as the quorum may take, which is up to its K-th quickest. One that is slow, or says so, delays nobody."""
+        waits = sorted(self._pull_patience(m) for m in self._waiting(f))
+        missing = max(1, self.config.quorum - len(f.contributions))
+        wait = waits[min(missing, len(waits)) - 1] if waits else self.limits.least_wait_s
+        f.pull_again_at = now + wait * 2.0 ** (f.pull_tries - 1)
         self._arm(f.pull_again_at, "pull", f.id)
+
+    def _ask_too(self, now: float, member: Member) -> None:
+        """A learner whose first step on a fragment ends while its round still wants a quorum is asked at once."""
+        for f in self.pulling.values():
+            if member.id not in f.asked and member.step > self._baseline(f, member):
+                assert f.round is not None
+                f.asked[member.id] = now
+                self._send(member, Pull(f.round))
 
     def _waiting(self, f: Fragment) -> list[Member]:
         """Asked, still live, not answered."""
@@ -242,10 +253,9 @@ class Rounds(SyncerState, ABC):
     def _enter_grace(self, now: float, f: Fragment) -> None:
         assert f.round is not None
         self._phase(f, "quorum")
-        window_s, reason = grace_window(
-            self.config, len(f.contributions), self.step_time, self.quorum_time, self.sync_time
-        )
-        terms = (self.step_time.mean, self.quorum_time.mean, self.sync_time.mean)
+        step_s = self._step_s()
+        window_s, reason = grace_window(self.config, len(f.contributions), step_s, self.quorum_time, self.sync_time)
+        terms = (step_s, self.quorum_time.mean, self.sync_time.mean)
         self.quorum_time.add(now - f.opened_at)
         f.reason = self._note(reason)
         f.grace_until = now + window_s
@@ -319,7 +329,7 @@ class Rounds(SyncerState, ABC):
         self._phase(f, "queued")
         if f.round_is_final:
             f.final = True
-        self.flight_limit = flight_limit(self.config, self.step_time, self.quorum_time, self.sync_time)
+        self.flight_limit = flight_limit(self.config, self._step_s(), self.quorum_time, self.sync_time)
 
     # ---------------------------------------------------------------------------------------------------- publishing
 
@@ -376,14 +386,14 @@ class Rounds(SyncerState, ABC):
         if f is None or body.version > f.version:
             self._ignore("acknowledged what was never published")
             return
-        if body.version <= self._received(member, f.id):
-            return
-        member.received[f.id] = body.version
+        news = body.version > self._received(member, f.id)
+        if news:
+            member.received[f.id] = body.version
         owed = member.owed.get(f.id)
         if owed is None or owed.version > body.version:
             return
         del member.owed[f.id]
-        if owed.tries == 1:
+        if news and owed.tries == 1:
             # A version that was sent twice says nothing about the time of either sending.
             member.ack.add(now - owed.sent_at)
             if body.version == f.version and owed.sent_at == f.published_at:
@@ -391,7 +401,7 @@ class Rounds(SyncerState, ABC):
 
     def _on_resync(self, now: float, member: Member, envelope: Envelope, body: Resync) -> None:
         f = self.fragments.get(body.fragment)
-        if f is None or body.have >= f.version:
+        if f is None or body.have >= f.version or self._received(member, f.id) >= f.version:
             self._ignore("resync of nothing")
             return
         owed = member.owed.get(f.id)

@@ -26,6 +26,9 @@ from atoll.core.syncer_state import Cut, Member
 from atoll.core.tables import Stage
 from atoll.core.types import LearnerId
 
+MOST_ATTEMPTS = 8
+"""Contributions of one learner to one fragment that a snapshot keeps as in flight, on average."""
+
 
 class Snapshots(Members):
     def _on_snapshot_requested(self, now: float, event: SnapshotRequested) -> None:
@@ -61,9 +64,17 @@ class Snapshots(Members):
         if cut is None or cut.saving or envelope.marker >= cut.id or member.id in cut.left_out:
             return
         entry = (member.id, body.round)
-        if (member.id in cut.wanted or member.id in cut.parts) and entry not in cut.in_flight:
-            cut.in_flight.append(entry)
+        if body.round.epoch != self.epoch or entry in cut.in_flight or self._floods(cut, member):
+            return
+        if member.id in cut.wanted or member.id in cut.parts:
+            cut.in_flight[entry] = None
             self._out.append(RecordInFlight(cut.id, member.id, body.round))
+
+    def _floods(self, cut: Cut, member: Member) -> bool:
+        """Nobody honest has more under way than a few attempts at every fragment."""
+        if len(cut.in_flight) < MOST_ATTEMPTS * len(self.fragments):
+            return False
+        return sum(1 for learner, _ in cut.in_flight if learner == member.id) >= MOST_ATTEMPTS * len(self.fragments)
 
     def _on_part(self, now: float, member: Member, envelope: Envelope, body: SnapshotPart) -> None:
         cut = self.cut
@@ -109,7 +120,7 @@ class Snapshots(Members):
             return
         cut.wanted.discard(learner)
         cut.parts.pop(learner, None)
-        cut.in_flight = [entry for entry in cut.in_flight if entry[0] != learner]
+        cut.in_flight = {entry: None for entry in cut.in_flight if entry[0] != learner}
         cut.left_out.append(learner)
         self._say("run", 0, "snapshot-left-out", learner, cut.id, str(self._note(Reason(code))))
         self._check_cut(now)

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from atoll.core.ledger import SyncerLedger
-from atoll.core.policy import Estimate, budget_progress, flight_limit, patience
+from atoll.core.policy import Estimate, budget_progress, flight_limit, middle, patience
 from atoll.core.protocol import (
     Body,
     Hello,
@@ -136,6 +136,7 @@ class Member:
         "owed",
         "pace",
         "publish_timer",
+        "reason",
         "received",
         "reported_at",
         "seen",
@@ -169,6 +170,7 @@ class Member:
         self.answer = Estimate()  # from a pull to its contribution
         self.ack = Estimate()  # from sending a version to its acknowledgement
         self.strikes = 0
+        self.reason: Reason | None = None  # why it is away, out or in quarantine
         self.finish_acked = False
         self.finish_tries = 0  # on this link
         self.finish_due = 0.0  # when it is told again
@@ -187,7 +189,7 @@ class Cut:
         self.versions = versions  # of every owned fragment at the syncer's cut
         self.wanted = wanted  # learners whose part is not complete
         self.parts: dict[LearnerId, SnapshotPart] = {}
-        self.in_flight: list[tuple[LearnerId, RoundId]] = []  # arrived after our cut, sent before the learner's
+        self.in_flight: dict[tuple[LearnerId, RoundId], None] = {}  # arrived after our cut, sent before the learner's
         self.left_out: list[LearnerId] = []
         self.deadline = deadline
         self.saving = False
@@ -210,13 +212,13 @@ class SyncerState:
         self.by_opening: dict[FragmentId, Fragment] = dict(self.fragments)
         self.retrying: dict[FragmentId, Fragment] = {}  # after an abandoned round; ripe again after few steps
         self.in_flight = 0  # fragments that are not IDLE
+        self.pulling: dict[FragmentId, Fragment] = {}  # of those, PULLING
         self.members: dict[LearnerId, Member] = {}
         self.live: dict[LearnerId, Member] = {}  # standing LIVE, by id
         self.ledger = SyncerLedger(ids)
-        self.step_time = Estimate()  # xi_step
         self.quorum_time = Estimate()  # xi_quorum
         self.sync_time = Estimate()  # xi_sync
-        self.flight_limit = flight_limit(config, self.step_time, self.quorum_time, self.sync_time)
+        self.flight_limit = flight_limit(config, 0.0, self.quorum_time, self.sync_time)
         self.merges = 0  # sum of all versions
         self.marker = epoch * 1_000_000  # newest snapshot; rises across restarts because the epoch does
         self.cut: Cut | None = None
@@ -299,6 +301,10 @@ class SyncerState:
     def _phase(self, f: Fragment, trigger: str) -> None:
         was_idle = f.phase is Phase.IDLE
         f.phase = moved(ROUND_TABLE, f.phase, trigger, self.fired)
+        if f.phase is Phase.PULLING:
+            self.pulling[f.id] = f
+        else:
+            self.pulling.pop(f.id, None)
         if was_idle is not (f.phase is Phase.IDLE):
             self.in_flight += 1 if was_idle else -1
 
@@ -333,6 +339,11 @@ class SyncerState:
             self._progress_tick = self.tick
             self._progress_now = budget_progress(self.config, self.merges, self.ledger.trained)
         return self._progress_now
+
+    def _step_s(self) -> float:
+        """xi_step: the median of the live learners' moving averages. One that stood still for minutes, or says so, has
+        not made the run's steps longer, nor anybody's grace."""
+        return middle([m.pace.mean for m in self.live.values() if m.pace.count])
 
     def _versions(self) -> tuple[Version, ...]:
         return tuple(f.version for f in self.fragments.values())

@@ -24,6 +24,9 @@ NOTHING: Version = -1
 MOST_TOKENS = 2**62
 """Of one incarnation. Counters beyond it are nonsense, and their squares are beyond every float."""
 
+MOST_TOKENS_PER_STEP = 2**32
+"""Of one learner. No report can use up a budget by itself."""
+
 MOST_SECONDS = 1e9
 """Of one step: thirty years."""
 
@@ -85,7 +88,7 @@ class Limits:
     state_peers: int = 3  # peers asked for inner state before a learner starts with fresh moments
     final_tries: int = 2  # attempts at the last round of a fragment
     finish_tries: int = 5  # sendings of the final manifest before a learner is left behind
-    strikes: int = 3  # bad contributions before a learner is quarantined
+    strikes: int = 3  # bad messages before a learner is quarantined
     backoff_first_s: float = 0.5
     backoff_most_s: float = 30.0
     most_learners: int = 1024

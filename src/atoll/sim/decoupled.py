@@ -447,7 +447,7 @@ class DecoupledRun:
                 if learner.segment.stepping:
                     self._stepping(learner)
             elif kind is Hangup:
-                gone = LearnerDisconnected(learner.place, effect.session, "the learner hung up")  # type: ignore[union-attr]
+                gone = LearnerDisconnected(learner.place, effect.incarnation, effect.session, "the learner hung up")  # type: ignore[union-attr]
                 at(now + protocol.delay_s, self._tell_syncer, gone)
             elif kind is SaveSnapshot:
                 at(now + protocol.disk_s, self._tell, learner, SnapshotSaved(effect.snapshot))  # type: ignore[union-attr]

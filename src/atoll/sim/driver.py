@@ -31,8 +31,10 @@ from atoll.core.protocol import (
     Persist,
     Persisted,
     PersistFailed,
+    Pong,
     Published,
     Record,
+    Report,
     SaveSnapshot,
     Send,
     SnapshotSaved,
@@ -146,6 +148,7 @@ class Driver:
         self.old_syncers: list[Process] = []  # cut off, and unaware that another has taken over
         self.cut_up: dict[LearnerId, float] = {}  # until when messages towards the syncer vanish
         self.cut_down: dict[LearnerId, float] = {}
+        self.cut_bulk: dict[LearnerId, float] = {}  # of fragments and inner state only, in both directions
         self.disk_bad_until = 0.0
         self.disk_slow_until = 0.0
         self.merge_bad = False
@@ -328,9 +331,12 @@ class Driver:
     def _tampered(self, envelope: Envelope) -> Envelope:
         """A poisoned learner sends values or counters that no sane process sends."""
         body = envelope.body
-        if not isinstance(body, Contribution) or not self.poison[envelope.learner]:
+        if not self.poison[envelope.learner] or type(body) not in (Contribution, Report):
             return envelope
         self.poison[envelope.learner] -= 1
+        if isinstance(body, Report):
+            return envelope._replace(body=self.rng.choice((body._replace(trained=2**61), Pong(1), body)))
+        assert isinstance(body, Contribution)
         wild = self.rng.choice(("nan", "tokens", "steps", "none"))
         if wild == "nan":
             body = body._replace(problem="values are not finite")
@@ -351,6 +357,8 @@ class Driver:
         if not self.healed and link.loss and rng.random() < link.loss:
             return
         bulk = type(envelope.body) in BULK
+        if bulk and self.cut_bulk.get(envelope.learner, 0.0) > now:
+            return
         delay = link.delay_s * (0.5 + rng.random()) + (link.bulk_s * rng.random() if bulk else 0.0)
         lane = (to is conn.syncer, bulk)
         when = max(now + delay, conn.last.get(lane, 0.0))
@@ -379,15 +387,11 @@ class Driver:
         self.engine.at(now + delay, self._deliver, proc, LinkOpened(proc.sessions))
 
     def _do_hangup(self, proc: Process, effect: Hangup) -> None:
-        if proc.actor.learner == SYNCER:
-            for learner in self.processes:
-                conn = learner.conn
-                if learner.actor.learner != effect.learner or conn is None or conn.syncer is not proc:
-                    continue
-                if conn.session == effect.session:
-                    self._close(conn, tell_learner=True, tell_syncer=False, why="hung up")
-        elif proc.conn is not None and proc.conn.session == effect.session:
-            self._close(proc.conn, tell_learner=False, tell_syncer=True, why="hung up")
+        by_syncer = proc.actor.learner == SYNCER
+        learner = self.by_actor.get((effect.learner, effect.incarnation)) if by_syncer else proc
+        conn = learner.conn if learner is not None else None
+        if conn is not None and conn.session == effect.session and (not by_syncer or conn.syncer is proc):
+            self._close(conn, tell_learner=by_syncer, tell_syncer=not by_syncer, why="hung up")
 
     def _close(self, conn: Conn, tell_learner: bool, tell_syncer: bool, why: str) -> None:
         if not conn.open:
@@ -400,7 +404,8 @@ class Driver:
             self.engine.at(now + delay, self._deliver, conn.learner, LinkClosed(conn.session, why))
         # A cut link tells nobody: the syncer finds out by silence.
         if tell_syncer and self.cut_up.get(learner, 0.0) <= now:
-            self.engine.at(now + delay, self._deliver, conn.syncer, LearnerDisconnected(learner, conn.session, why))
+            closed = LearnerDisconnected(*conn.learner.actor, conn.session, why)
+            self.engine.at(now + delay, self._deliver, conn.syncer, closed)
 
     def _do_merge(self, proc: Process, effect: MergeRound) -> None:
         when = self.engine.now + self.plan.merge_s * self.rng.random()

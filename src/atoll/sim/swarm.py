@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
+from itertools import islice
 from typing import NamedTuple
 
 from atoll.core.learner import LearnerCore
@@ -18,13 +21,15 @@ from atoll.sim.draws import FAULTS, draw
 from atoll.sim.forks import forks
 from atoll.sim.world import World
 
+SLICE = 2_000
+"""Seeds that are given to the processes at a time."""
+
 
 class SeedResult(NamedTuple):
     """One world's outcome, small enough to travel between processes."""
 
     seed: int
     events: int
-    virtual_s: float
     merges: int
     checker: str | None  # the checker that failed, None if none did
     sentence: str
@@ -33,6 +38,7 @@ class SeedResult(NamedTuple):
     said: dict[str, int]
     faults: dict[str, int]
     pairs: dict[tuple[str, str], int]
+    digest: str = ""  # of everything that happened, where it was asked for
 
 
 def run_seed(
@@ -41,7 +47,16 @@ def run_seed(
     syncer: type[SyncerCore] = SyncerCore,
     learner: type[LearnerCore] = LearnerCore,
     on_entry: Callable[[Entry], None] | None = None,
+    digest: bool = False,
 ) -> SeedResult:
+    """One world. `digest` is of every entry, in order: two runs of one seed must agree to the last bit."""
+    sha = sha256()
+    if digest:
+        assert on_entry is None
+
+        def on_entry(entry: Entry) -> None:
+            sha.update(repr(entry).encode())
+
     world = World(draw(seed, small), syncer, learner, on_entry)
     checker, sentence, subject = None, "", None
     try:
@@ -49,10 +64,10 @@ def run_seed(
     except Violation as violation:
         checker, sentence, subject = violation.checker, violation.sentence, violation.subject
     fired, said = world.coverage()
+    sha.update(repr((checker, world.engine.events)).encode())
     return SeedResult(
         seed,
         world.engine.events,
-        world.engine.now,
         sum(r.version for r in world.disk.versions.values()),
         checker,
         sentence,
@@ -61,6 +76,7 @@ def run_seed(
         dict(said),
         dict(world.faults_fired),
         {(_place(state), event.__name__): n for (state, event), n in world.pairs.items()},
+        sha.hexdigest()[:16] if digest else "",
     )
 
 
@@ -69,15 +85,7 @@ def _place(state: object) -> str:
 
 
 def digest_of(seed: int, small: bool = False) -> str:
-    """Of every entry of a world, in order: two runs of one seed must agree to the last bit."""
-    sha = sha256()
-
-    def add(entry: Entry) -> None:
-        sha.update(repr(entry).encode())
-
-    result = run_seed(seed, small, on_entry=add)
-    sha.update(repr((result.checker, result.events)).encode())
-    return sha.hexdigest()[:16]
+    return run_seed(seed, small, digest=True).digest
 
 
 def story_entries(seed: int, small: bool = False) -> tuple[SeedResult, list[Entry]]:
@@ -120,16 +128,24 @@ class Coverage:
         }
 
 
-def _run_one(task: tuple[int, bool]) -> SeedResult:
-    seed, small = task
-    return run_seed(seed, small)
-
-
-def sweep(seeds: Iterable[int], processes: int, small: bool = False) -> Iterator[SeedResult]:
+def sweep(seeds: Iterable[int], processes: int, small: bool = False, digest: bool = False) -> Iterator[SeedResult]:
     """Results in the order of the seeds, whichever process is faster."""
-    tasks = ((seed, small) for seed in seeds)
+    run_one = partial(run_seed, small=small, digest=digest)
     if processes <= 1:
-        yield from map(_run_one, tasks)
+        yield from map(run_one, seeds)
         return
+    numbers = iter(seeds)
     with forks(processes) as pool:
-        yield from pool.map(_run_one, tasks, chunksize=8)
+        # An executor submits all that it is given before it yields anything, so it is given a slice at a time; the
+        # next slice is submitted before the results of this one are taken, and no process waits for another.
+        ahead = _submitted(pool, run_one, numbers)
+        while ahead is not None:
+            results, ahead = ahead, _submitted(pool, run_one, numbers)
+            yield from results
+
+
+def _submitted(
+    pool: ProcessPoolExecutor, run_one: Callable[[int], SeedResult], numbers: Iterator[int]
+) -> Iterator[SeedResult] | None:
+    piece = list(islice(numbers, SLICE))
+    return pool.map(run_one, piece, chunksize=8) if piece else None

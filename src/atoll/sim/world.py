@@ -95,6 +95,7 @@ class World(Driver):
         self.healed = True
         self.cut_up.clear()
         self.cut_down.clear()
+        self.cut_bulk.clear()
         self.disk_bad_until = self.disk_slow_until = self.engine.now
         self.merge_bad = False
         self.poison.clear()
@@ -166,6 +167,11 @@ class World(Driver):
 
     def _fault_cut_down(self, fault: Fault) -> bool:
         self.cut_down[fault.learner] = max(self.cut_down.get(fault.learner, 0.0), self.engine.now + fault.lasts_s)
+        return True
+
+    def _fault_cut_bulk(self, fault: Fault) -> bool:
+        """The connection for fragments hangs while control messages pass: alive, and yet nothing comes of it."""
+        self.cut_bulk[fault.learner] = max(self.cut_bulk.get(fault.learner, 0.0), self.engine.now + fault.lasts_s)
         return True
 
     def _fault_kill_syncer(self, fault: Fault) -> bool:
@@ -284,6 +290,7 @@ _FAULTS: dict[str, Callable[[World, Fault], bool]] = {
     "cut both ways": World._fault_cut_both,
     "cut upwards": World._fault_cut_up,
     "cut downwards": World._fault_cut_down,
+    "cut bulk": World._fault_cut_bulk,
     "kill syncer": World._fault_kill_syncer,
     "second syncer": World._fault_second_syncer,
     "pause syncer": World._fault_pause_syncer,
