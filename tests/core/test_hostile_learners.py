@@ -94,7 +94,7 @@ def test_one_report_cannot_use_up_the_budget():
 
 
 def test_a_link_of_the_old_process_that_closes_late_does_not_close_that_of_the_new_one():
-    """(1) Incarnation 1 has link 1; (2) incarnation 2 joins, also on its link 1; (3) the first link is noticed closed."""
+    """(1) Incarnation 1 has link 1; (2) incarnation 2 joins on its own link 1; (3) the first link is noticed closed."""
     talk = SyncerTalk(RunConfig(fragments=1))
     talk.joined(1)
     talk.joined(1, at=1.0, incarnation=2)

@@ -102,7 +102,7 @@ class Rounds(SyncerState, ABC):
         return True
 
     def _arm_pull(self, now: float, f: Fragment) -> None:
-        """As long as the quorum may take, which is up to its K-th quickest. One that is slow, or says so, delays nobody."""
+        """As long as its K-th quickest may take, which makes the quorum. One that is slow, or says so, delays none."""
         waits = sorted(self._pull_patience(m) for m in self._waiting(f))
         missing = max(1, self.config.quorum - len(f.contributions))
         wait = waits[min(missing, len(waits)) - 1] if waits else self.limits.least_wait_s

@@ -142,6 +142,8 @@ def _draw_faults(rng: Random, learners: int, quorum: int, faulty_s: float) -> tu
             learner = learners + rng.randint(1, 2)
         size = rng.choice((0.1, 3.0, 30.0, 200.0, -50.0)) if kind == "jump clock" else rng.choice((2.0, 10.0))
         faults.append(
-            Fault(rng.uniform(0, faulty_s), kind, learner, rng.choice((0.05, 1.0, 5.0, 20.0, 60.0)) * rng.random(), size)
+            Fault(
+                rng.uniform(0, faulty_s), kind, learner, rng.choice((0.05, 1.0, 5.0, 20.0, 60.0)) * rng.random(), size
+            )
         )
     return tuple(sorted(faults, key=lambda f: f.at_s))
