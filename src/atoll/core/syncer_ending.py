@@ -23,7 +23,7 @@ class Ending(Snapshots):
 
     def _begin_finish(self, now: float, reason: Reason) -> None:
         self._advance("budget")
-        self.finish_reason = self._say("run", 0, reason.code, *reason.args)
+        self._say("run", 0, reason.code, *reason.args)
         if self.cut is not None and not self.cut.saving:
             self._say("run", 0, "snapshot-abandoned", self.cut.id, "the run ends")
             self.cut = None

@@ -227,7 +227,6 @@ class SyncerState:
         self.members_saving = False
         self.members_dirty = False
         self.members_tries = 0
-        self.finish_reason: Reason | None = None
         self.finish_by = 0.0
         self.manifest: ManifestRecord | None = None
         self.manifest_tries = 0
