@@ -463,7 +463,7 @@ class Driver:
 
     def _do_stop(self, proc: Process, effect: Stop) -> None:
         """An island starts its learner again when it was refused for what it was, not for what it is."""
-        refused = effect.reason.code == "learner-refused" and self._syncer_core() is not None
+        refused = effect.reason.code == "learner-refused"
         if refused and self.learners.get(proc.actor.learner) is proc and "finished" not in str(effect.reason):
             self.engine.at(self.engine.now + 1.0, self._start_if_stopped, proc)
 
