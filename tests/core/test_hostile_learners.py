@@ -137,3 +137,13 @@ def test_contributions_to_invented_rounds_do_not_fill_a_snapshot():
         one.contributes(1.2, round=RoundId(0, 0, 1, 1000 + n))
         kept += len(talk.of(RecordInFlight))
     assert 0 < kept <= 16
+
+
+def test_one_contribution_cannot_use_up_the_budget():
+    """(1) A contribution tells of more tokens than any step has; (2) its word would count like that of a report."""
+    talk = SyncerTalk(RunConfig(fragments=1, budget_tokens=10**12))
+    one = talk.joined(1)
+    one.reports(1.0, step=1)
+    one.contributes(1.1, tokens=2**61, trained=2**61)
+    assert talk.codes() == ["contribution-wild"]
+    assert talk.core.view().trained == 100

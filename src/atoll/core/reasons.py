@@ -36,7 +36,7 @@ REASONS: dict[str, str] = {
     "contribution-not-asked": "learner {0} was not asked in this round",
     "contribution-no-steps": "no steps or no tokens: nothing to merge",
     "contribution-wild": "impossible counters: {0} steps, {1} tokens at local step {2}",
-    "report-wild": "impossible report: {0} steps, {1} tokens, {2:.3g} s per step",
+    "report-wild": "impossible report: {0} steps more, {1} tokens in all, {2:.3g} s per step",
     "contribution-bad": "bad values: {0}",
     "fragment-damaged": "version {0} of fragment {1} arrived damaged ({2}); asking for the whole value",
     # members

@@ -33,7 +33,7 @@ from atoll.core.reasons import Reason
 from atoll.core.syncer_rounds import Rounds
 from atoll.core.syncer_state import Member
 from atoll.core.tables import Phase, Stage, Standing
-from atoll.core.types import MOST_SECONDS, MOST_TOKENS, MOST_TOKENS_PER_STEP, NOTHING, LearnerId
+from atoll.core.types import MOST_SECONDS, MOST_TOKENS, NOTHING, LearnerId
 
 STRANGERS = ("refused-id", "refused-run", "refused-fingerprint")
 CONNECTED = (Standing.JOINING, Standing.LIVE, Standing.SUSPECT)
@@ -268,12 +268,9 @@ class Members(Rounds):
         steps = body.step - member.step
         if steps <= 0:
             return
-        tokens = body.trained - self.ledger.accounts[member.id].trained
-        plausible = (
-            body.trained >= 0 and tokens <= steps * MOST_TOKENS_PER_STEP and 0 <= body.step_time_s < MOST_SECONDS
-        )
+        plausible = self._is_plausible(member, body.step, body.trained) and 0 <= body.step_time_s < MOST_SECONDS
         if steps > self.limits.most_steps_per_report or not plausible:
-            self._strike(now, member, self._note(Reason("report-wild", (steps, tokens, body.step_time_s))))
+            self._strike(now, member, self._note(Reason("report-wild", (steps, body.trained, body.step_time_s))))
             return
         if member.standing is Standing.JOINING:
             self._trains(now, member, self._note(Reason("moments-kept")))  # its word that it is ready was lost
@@ -383,11 +380,11 @@ class Members(Rounds):
         if self.stage is not Stage.SUPERSEDED:
             self._advance("superseded")
             self.halted = True
+            reason = self._note(Reason("superseded-epoch", (epoch, self.epoch)))
             for member in self.members.values():
                 if member.standing in CONNECTED:
-                    reason = Reason("superseded-epoch", (epoch, self.epoch))
                     self._out.append(Hangup(member.id, member.incarnation, member.session, reason))
-            self._out.append(Halt(self._note(Reason("superseded-epoch", (epoch, self.epoch)))))
+            self._out.append(Halt(reason))
 
     def _on_fenced(self, now: float, event: StoreFenced) -> None:
         self._superseded(event.epoch)

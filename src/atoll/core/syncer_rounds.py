@@ -25,7 +25,7 @@ from atoll.core.protocol import (
 from atoll.core.reasons import Reason
 from atoll.core.syncer_state import Fragment, Member, Owed, SyncerState
 from atoll.core.tables import Phase, Stage, Standing
-from atoll.core.types import MOST_TOKENS, Accepted, FragmentId, Mark, RoundId, is_positive, weight_of
+from atoll.core.types import Accepted, FragmentId, Mark, RoundId, is_positive, weight_of
 
 
 class Rounds(SyncerState, ABC):
@@ -137,9 +137,6 @@ class Rounds(SyncerState, ABC):
         assert f.round is not None
         f.pull_tries += 1
         self._phase(f, "asked again")
-        # Learners that came back or joined since the opening may be what the quorum needs.
-        for m in self._askable(f):
-            f.asked.setdefault(m.id, now)
         waiting = self._waiting(f)
         args = (len(f.contributions), self.config.quorum, now - f.opened_at, len(waiting))
         f.reason = self._say("fragment", f.id, "round-asked-again", *args)
@@ -227,7 +224,7 @@ class Rounds(SyncerState, ABC):
         mark = f.marks.get(member.id)
         settled = mark.trained if mark is not None and mark.incarnation == member.incarnation else 0
         counted = body.steps <= body.copied_at and 0 <= body.dropped <= body.trained - body.tokens
-        known = body.trained <= MOST_TOKENS and settled + body.tokens <= body.trained
+        known = self._is_plausible(member, body.copied_at, body.trained) and settled + body.tokens <= body.trained
         if not counted or not known or not is_positive(weight_of(body.tokens, body.steps)):
             return Reason("contribution-wild", (body.steps, body.tokens, body.copied_at))
         return None

@@ -24,6 +24,8 @@ from atoll.core.protocol import (
 from atoll.core.reasons import Reason
 from atoll.core.tables import MEMBER_TABLE, ROUND_TABLE, RUN_TABLE, Phase, Stage, Standing, moved
 from atoll.core.types import (
+    MOST_TOKENS,
+    MOST_TOKENS_PER_STEP,
     NOTHING,
     Accepted,
     FragmentId,
@@ -353,6 +355,11 @@ class SyncerState:
     def _baseline(self, f: Fragment, member: Member) -> int:
         """The learner's local step from which its steps count towards the next round of this fragment."""
         return f.open_steps.get(member.id, member.first_step)
+
+    def _is_plausible(self, member: Member, step: int, trained: int) -> bool:
+        """May a learner that was where we last heard it have trained so much by this step?"""
+        news = trained - self.ledger.accounts[member.id].trained
+        return 0 <= trained <= MOST_TOKENS and news <= max(1, step - member.step) * MOST_TOKENS_PER_STEP
 
     def _pull_patience(self, member: Member) -> float:
         """A pull is answered at a step boundary: no patience is shorter than a few of the learner's own steps."""
