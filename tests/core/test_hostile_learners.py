@@ -147,3 +147,10 @@ def test_one_contribution_cannot_use_up_the_budget():
     one.contributes(1.1, tokens=2**61, trained=2**61)
     assert talk.codes() == ["contribution-wild"]
     assert talk.core.view().trained == 100
+
+
+def test_one_hello_cannot_use_up_the_budget():
+    talk = SyncerTalk(RunConfig(fragments=1, budget_tokens=10**12))
+    talk.voice(1).hello(0.0, step=1, trained=2**61)
+    assert talk.codes() == ["refused-wild"]
+    assert talk.core.view().trained == 0

@@ -33,7 +33,7 @@ from atoll.core.reasons import Reason
 from atoll.core.syncer_rounds import Rounds
 from atoll.core.syncer_state import Member
 from atoll.core.tables import Phase, Stage, Standing
-from atoll.core.types import MOST_SECONDS, MOST_TOKENS, NOTHING, LearnerId
+from atoll.core.types import MOST_SECONDS, MOST_TOKENS, MOST_TOKENS_PER_STEP, NOTHING, LearnerId
 
 STRANGERS = ("refused-id", "refused-run", "refused-fingerprint")
 CONNECTED = (Standing.JOINING, Standing.LIVE, Standing.SUSPECT)
@@ -63,7 +63,7 @@ class Members(Rounds):
     def _hello_refusal(self, envelope: Envelope, body: Hello, member: Member | None) -> Reason | None:
         if envelope.learner < 1:
             return Reason("refused-id", (envelope.learner,))
-        if not (body.step >= 0 and 0 <= body.trained <= MOST_TOKENS):
+        if not (body.step >= 0 and 0 <= body.trained <= min(MOST_TOKENS, body.step * MOST_TOKENS_PER_STEP)):
             return Reason("refused-wild", (body.step, body.trained))
         if body.run_id != self.config.run_id:
             return Reason("refused-run", (self.config.run_id, body.run_id))

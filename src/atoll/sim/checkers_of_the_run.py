@@ -34,6 +34,7 @@ from atoll.core.protocol import (
     Stop,
     StoreFenced,
     VersionRecord,
+    Welcome,
 )
 from atoll.core.syncer_state import Restored
 from atoll.core.tape import Actor, Entry
@@ -192,7 +193,7 @@ class Bounds(Checker):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self.sent = {Pull: self._on_pull, Published: self._on_published}
+        self.sent = {Pull: self._on_pull, Published: self._on_published, Welcome: self._on_welcome}
         self.effects = {MergeRound: self._on_closed, DiscardRound: self._on_closed, Say: self._on_say}
         self._asked_again: dict[FragmentId, int] = {}
         self._open: dict[FragmentId, RoundId] = {}
@@ -245,6 +246,12 @@ class Bounds(Checker):
         if count > 2 * self.config.limits.publish_tries + 1:
             sentence = f"version {body.version} of fragment {body.fragment} was sent {count} times"
             self.fail(entry, ("learner", envelope.learner), sentence)
+
+    def _on_welcome(self, entry: Entry, envelope: Envelope) -> None:
+        """Each welcome says again what is wanted; how many there are is bounded by the learner's hellos."""
+        if self.is_current(entry):
+            for asked in self._pulls.values():
+                asked.pop((envelope.learner, envelope.incarnation, envelope.session), None)
 
     def _on_closed(self, entry: Entry, effect: MergeRound | DiscardRound) -> None:
         if not self.is_current(entry):
