@@ -20,8 +20,8 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Atoll needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) -V 2>&1). Name another: make PYTHON=python3.12" >&2; exit 1; }
 	@echo "set-up: creating .venv with $$($(PYTHON) -V)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "set-up: installing atoll[dev] with the versions of constraints.txt"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@echo "set-up: installing atoll[train,dev] with the versions of constraints.txt (a minute or two)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[train,dev]'
 	@touch $@
 
 check: $(READY) ## style, types and import rules

@@ -93,6 +93,11 @@ class TapeWriter:
             wrong.filename = str(self.path)  # a full disk does not say whose it is
             raise
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Written here and not yet taken by the system."""
+        return len(self._gathered)
+
     def close(self) -> None:
         """Write the rest. Closing twice is no mistake."""
         if not self._file.closed:

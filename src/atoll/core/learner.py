@@ -114,7 +114,7 @@ class LearnerCore(Joining):
         self.trained += event.tokens
         if self.cut_due:
             self._save_part()
-        if self.link is Link.UP:
+        if self.link is Link.UP and event.steps:
             self._send(Report(self.step, self.trained, event.step_time_s))
         if self.pulls and self.link is Link.UP:
             self._answer_pulls()  # without a link a copy would be kept that nobody ever sees
@@ -152,6 +152,10 @@ class LearnerCore(Joining):
         if self.link is not Link.GREETING:
             return False  # what is still on its way on a link that is closed
         return envelope.epoch >= self.epoch  # greeting: the answer may come from a newer syncer, never from an older
+
+    def hears(self, envelope: Envelope) -> bool:
+        """Would this message be taken in now? A driver keeps no values that its core does not know of."""
+        return self.link is Link.UP and self._is_for_us(envelope)
 
     def _on_published(self, now: float, envelope: Envelope, body: Published) -> None:
         p = body.fragment

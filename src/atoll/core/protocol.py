@@ -377,7 +377,8 @@ class DialFailed(NamedTuple):
 
 
 class StepTaken(NamedTuple):
-    """Inner steps ended. Usually one; a driver may tell of several at once when nothing was due between them."""
+    """Inner steps ended. Usually one; a driver may tell of several at once when nothing was due between them, and of
+    none when it stands at the same boundary once more: what arrived meanwhile is answered and adopted there."""
 
     steps: int
     tokens: int

@@ -1,0 +1,380 @@
+"""How numbers travel: flat f32 tensors to bytes and back, and the error feedback of a sender.
+
+All numbers are little endian. `n` is the number of values; a block is a run of values that share one scale, counted
+from the first value, the last one may be short.
+
+| name | number | bytes, in this order |
+|---|---|---|
+| f32  | 0 | n values of 4 bytes |
+| bf16 | 1 | n values of 2 bytes: the upper half of the f32, rounded to nearest even |
+| int8 | 2 | one f32 scale per block of 256, then n signed bytes q; value = q * scale, scale = absmax / 127 |
+| int4 | 3 | one bf16 scale per block of 64, then 32 bytes per block; value = (q - 8) * scale, scale = absmax / 7 |
+
+int4 packs two values per byte, the earlier one in the low half, and fills the last block up with zeros. Its scales are
+bf16: they have the whole range of f32, save two bytes per block, and a scale that is off by 0.4 % only moves the
+levels. Scales are made a little smaller than the quotient (by 2**-22 and 2**-8), so that no level overflows, and are at
+least the smallest normal f32, so that zeros and denormals need no case of their own.
+
+Everything works through chunks that stay in the cache. Codecs keep no memory between calls: one serves many threads.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 17
+"""Values per chunk; a multiple of every block. Half a MiB of f32: it stays in the second cache with what it becomes."""
+
+_TINY = 2.0**-126  # the smallest normal f32
+_BF16_QUANTUM = 2.0**-8  # relative, of one rounding to 8 bits: half the distance of two neighbours, at most
+_BF16_TINY = 2.0**-133  # the smallest denormal bf16
+
+
+class Scratch:
+    """Room for one chunk in work, and for the blocks that it cuts at either end. Not shared between threads."""
+
+    def __init__(self, numel: int = CHUNK) -> None:
+        numel = min(CHUNK, -(-numel // 256) * 256) + 2 * 256
+        self.values = torch.empty(numel)  # of the user of a codec: a chunk before encoding or after decoding
+        self.work = torch.empty(numel)  # of the codec itself
+        self.bytes = torch.empty(numel, dtype=torch.uint8)
+        self.shorts = torch.empty(numel // 2, dtype=torch.int16)
+
+
+def chunks(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Cuts [begin, end) at the multiples of CHUNK, counted from `begin`."""
+    for at in range(begin, end, CHUNK):
+        yield at, min(at + CHUNK, end)
+
+
+def square_sum(x: Tensor) -> float:
+    """Sum of the squares of a flat f32 tensor: f32 within a chunk, f64 over chunks. NaN and inf show in it."""
+    return sum(float(torch.dot(x[begin:end], x[begin:end])) for begin, end in chunks(0, x.numel()))
+
+
+class Codec(ABC):
+    """Bytes for flat contiguous f32 tensors on the CPU.
+
+    `write` and `read` work on a part that begins at a multiple of `block`, ends at one or at the last value, and is not
+    longer than the scratch. `encode` and `decode` are those in a loop.
+    """
+
+    name: str
+    number: int  # on the wire
+    block: int = 1  # values that share a scale
+
+    @abstractmethod
+    def size(self, numel: int) -> int:
+        """Bytes of `numel` values."""
+
+    @abstractmethod
+    def write(self, x: Tensor, data: Tensor, numel: int, begin: int, scratch: Scratch) -> None:
+        """Encodes `x` as the values from `begin` on of the `numel` values in `data`. `x` stays as it is."""
+
+    @abstractmethod
+    def read(self, data: Tensor, numel: int, begin: int, out: Tensor, scratch: Scratch) -> None:
+        """Decodes into `out` the values from `begin` on, as many as `out` holds."""
+
+    @abstractmethod
+    def quantum(self, x: Tensor) -> Tensor:
+        """For each value the bound of |x - decode(encode(x))|."""
+
+    @abstractmethod
+    def _square_sum(self, data: Tensor, numel: int) -> float:
+        """At least the sum of the squares of the decoded values, or not finite where one of them is not."""
+
+    def encode(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Bytes of `x`, in `out` if it is given."""
+        numel = _flat(x)
+        out = self.room(numel, out)
+        scratch = Scratch(numel)
+        target = aligned(out)
+        for begin, end in chunks(0, numel):
+            self.write(x[begin:end], target, numel, begin, scratch)
+        return out if target is out else out.copy_(target)
+
+    def decode(self, data: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
+        """The values, in `out` if it is given. `data` must be without a problem."""
+        self.check_size(data, numel)
+        out = torch.empty(numel) if out is None else out
+        if _flat(out) != numel:
+            raise ValueError(f"{numel} values do not fit into a tensor of {out.numel()}")
+        data = aligned(data)
+        scratch = Scratch(numel)
+        for begin, end in chunks(0, numel):
+            self.read(data, numel, begin, out[begin:end], scratch)
+        return out
+
+    def problem(self, data: Tensor, numel: int) -> str | None:
+        """Why these bytes must not be merged, as a sentence, or None.
+
+        Found are a wrong size, and values whose squares do not add up to a finite f32: NaN, inf, and numbers from about
+        1e19 on. The latter are finite, but neither a norm nor a weighted sum of them would be.
+        """
+        if data.dtype != torch.uint8 or data.dim() != 1:
+            return f"flat bytes are needed, this is {data.dtype} of shape {tuple(data.shape)}"
+        if data.numel() != self.size(numel):
+            return f"{numel} values are {self.size(numel)} bytes in {self.name}, these are {data.numel()}"
+        if not self._square_sum(aligned(data), numel) <= _MOST_SQUARE_SUM:
+            return f"not finite: {numel} values in {self.name} hold NaN, inf or numbers too large to sum their squares"
+        return None
+
+    def check_size(self, data: Tensor, numel: int) -> None:
+        if data.dtype != torch.uint8 or data.dim() != 1 or data.numel() != self.size(numel):
+            raise ValueError(
+                f"{numel} values are {self.size(numel)} flat bytes in {self.name}, "
+                f"this is {data.dtype} of shape {tuple(data.shape)}"
+            )
+
+    def room(self, numel: int, out: Tensor | None) -> Tensor:
+        if out is None:
+            return torch.empty(self.size(numel), dtype=torch.uint8)
+        self.check_size(out, numel)
+        return out
+
+
+_MOST_SQUARE_SUM = 3.4e38
+
+
+def _flat(x: Tensor) -> int:
+    if x.dtype != torch.float32 or x.dim() != 1 or not x.is_contiguous() or x.is_cuda:
+        raise ValueError(
+            f"a flat contiguous f32 tensor on the CPU is needed, this is {x.dtype} of shape {tuple(x.shape)} "
+            f"on {x.device}; copy it into one"
+        )
+    return x.numel()
+
+
+def aligned(data: Tensor) -> Tensor:
+    """Bytes that can be viewed as numbers: the same, or a copy where they begin at an odd place of their storage."""
+    return data.clone() if data.storage_offset() % 4 or not data.is_contiguous() else data
+
+
+class F32(Codec):
+    """The values themselves."""
+
+    name = "f32"
+    number = 0
+
+    def size(self, numel: int) -> int:
+        return 4 * numel
+
+    def write(self, x: Tensor, data: Tensor, numel: int, begin: int, scratch: Scratch) -> None:
+        data.view(torch.float32)[begin : begin + x.numel()].copy_(x)
+
+    def read(self, data: Tensor, numel: int, begin: int, out: Tensor, scratch: Scratch) -> None:
+        out.copy_(data.view(torch.float32)[begin : begin + out.numel()])
+
+    def quantum(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+    def _square_sum(self, data: Tensor, numel: int) -> float:
+        return square_sum(data.view(torch.float32))
+
+
+class BF16(Codec):
+    """The upper halves. Values beyond 3.39e38 become inf, which `problem` finds."""
+
+    name = "bf16"
+    number = 1
+
+    def size(self, numel: int) -> int:
+        return 2 * numel
+
+    def write(self, x: Tensor, data: Tensor, numel: int, begin: int, scratch: Scratch) -> None:
+        data.view(torch.bfloat16)[begin : begin + x.numel()].copy_(x)
+
+    def read(self, data: Tensor, numel: int, begin: int, out: Tensor, scratch: Scratch) -> None:
+        out.copy_(data.view(torch.bfloat16)[begin : begin + out.numel()])
+
+    def quantum(self, x: Tensor) -> Tensor:
+        return x.abs().mul_(_BF16_QUANTUM).clamp_(min=_BF16_TINY)
+
+    def _square_sum(self, data: Tensor, numel: int) -> float:
+        halves, values, total = data.view(torch.bfloat16), torch.empty(min(CHUNK, numel)), 0.0
+        for begin, end in chunks(0, numel):
+            part = values[: end - begin].copy_(halves[begin:end])
+            total += float(torch.dot(part, part))
+        return total
+
+
+class Blocks(Codec):
+    """Integers with one scale per block: all scales come first, then all integers."""
+
+    scale_dtype: torch.dtype
+    levels: int  # the integers are -levels .. levels
+    margin: float  # by which a scale is smaller than absmax / levels, so that levels * scale is finite
+
+    def scale_bytes(self, numel: int) -> int:
+        return -(-numel // self.block) * self.scale_dtype.itemsize
+
+    def scales(self, data: Tensor, numel: int) -> Tensor:
+        return data[: self.scale_bytes(numel)].view(self.scale_dtype)
+
+    @abstractmethod
+    def _store(self, q: Tensor, integers: Tensor, begin: int, scratch: Scratch) -> None:
+        """Writes rounded levels, f32, a whole number of blocks, as the integers from value `begin` on; may change q."""
+
+    @abstractmethod
+    def _load(self, integers: Tensor, begin: int, out: Tensor, scratch: Scratch) -> None:
+        """Reads whole blocks of levels as f32."""
+
+    def write(self, x: Tensor, data: Tensor, numel: int, begin: int, scratch: Scratch) -> None:
+        whole = x.numel() // self.block * self.block
+        if whole:
+            self._write_blocks(x[:whole], data, numel, begin, scratch)
+        if whole < x.numel():
+            rest = torch.zeros(self.block)
+            rest[: x.numel() - whole] = x[whole:]
+            self._write_blocks(rest, data, numel, begin + whole, scratch)
+
+    def read(self, data: Tensor, numel: int, begin: int, out: Tensor, scratch: Scratch) -> None:
+        whole = out.numel() // self.block * self.block
+        if whole:
+            self._read_blocks(data, numel, begin, out[:whole], scratch)
+        if whole < out.numel():
+            rest = torch.empty(self.block)
+            self._read_blocks(data, numel, begin + whole, rest, scratch)
+            out[whole:] = rest[: out.numel() - whole]
+
+    def _write_blocks(self, x: Tensor, data: Tensor, numel: int, begin: int, scratch: Scratch) -> None:
+        rows = x.view(-1, self.block)
+        work = scratch.work[: x.numel()]
+        q = work.view(-1, self.block)
+        first = begin // self.block
+        scales = self.scales(data, numel)[first : first + rows.shape[0]]
+        scales.copy_(self._scales_of(torch.abs(rows, out=q).amax(1)))
+        torch.mul(rows, scales.float().reciprocal().unsqueeze_(1), out=q)
+        self._store(work.round_(), data[self.scale_bytes(numel) :], begin, scratch)
+
+    def _read_blocks(self, data: Tensor, numel: int, begin: int, out: Tensor, scratch: Scratch) -> None:
+        rows = out.view(-1, self.block)
+        first = begin // self.block
+        scales = self.scales(data, numel)[first : first + rows.shape[0]].float()
+        self._load(data[self.scale_bytes(numel) :], begin, out, scratch)
+        rows.mul_(scales.unsqueeze(1))
+
+    def _scales_of(self, absmax: Tensor) -> Tensor:
+        # A NaN stays a NaN and an inf an inf: the scale is where the receiver looks for them.
+        return absmax.mul_((1.0 - self.margin) / self.levels).clamp_(min=_TINY)
+
+    def quantum(self, x: Tensor) -> Tensor:
+        """Half a scale, and a little for the rounding of scale and products."""
+        rows = -(-x.numel() // self.block)
+        padded = torch.zeros(rows * self.block)
+        padded[: x.numel()] = x
+        scales = self._scales_of(padded.abs().view(rows, self.block).amax(1)).to(self.scale_dtype).float()
+        return (scales * (0.5 + 2.0**-12)).repeat_interleave(self.block)[: x.numel()]
+
+    def _square_sum(self, data: Tensor, numel: int) -> float:
+        return square_sum(self.scales(data, numel).float()) * float(self.levels + 1) ** 2 * self.block
+
+
+class Int8(Blocks):
+    """Signed bytes, blocks of 256: 8.125 bits per value."""
+
+    name = "int8"
+    number = 2
+    block = 256
+    scale_dtype = torch.float32
+    levels = 127
+    margin = 2.0**-22
+
+    def size(self, numel: int) -> int:
+        return self.scale_bytes(numel) + numel
+
+    def _store(self, q: Tensor, integers: Tensor, begin: int, scratch: Scratch) -> None:
+        target = integers.view(torch.int8)[begin : begin + q.numel()]
+        target.copy_(q[: target.numel()])  # fewer in a short last block
+
+    def _load(self, integers: Tensor, begin: int, out: Tensor, scratch: Scratch) -> None:
+        source = integers.view(torch.int8)[begin : begin + out.numel()]
+        out[: source.numel()].copy_(source)
+
+
+class Int4(Blocks):
+    """Half bytes, blocks of 64: 4.25 bits per value."""
+
+    name = "int4"
+    number = 3
+    block = 64
+    scale_dtype = torch.bfloat16
+    levels = 7
+    margin = 2.0**-8
+
+    def size(self, numel: int) -> int:
+        return self.scale_bytes(numel) + -(-numel // self.block) * self.block // 2
+
+    def _store(self, q: Tensor, integers: Tensor, begin: int, scratch: Scratch) -> None:
+        count = q.numel()
+        low_and_high = scratch.bytes[:count].copy_(q.add_(8.0)).view(torch.int16)
+        shifted = torch.bitwise_right_shift(low_and_high, 4, out=scratch.shorts[: count // 2])
+        integers[begin // 2 : (begin + count) // 2].copy_(shifted.bitwise_or_(low_and_high))  # keeps the low byte
+
+    def _load(self, integers: Tensor, begin: int, out: Tensor, scratch: Scratch) -> None:
+        count = out.numel()
+        packed = scratch.shorts[: count // 2].copy_(integers[begin // 2 : (begin + count) // 2])
+        halves = scratch.bytes[:count]
+        spread = torch.bitwise_left_shift(packed, 4, out=halves.view(torch.int16))
+        spread.bitwise_or_(packed).bitwise_and_(0x0F0F)
+        out.copy_(halves).sub_(8.0)
+
+
+CODECS: tuple[Codec, ...] = (F32(), BF16(), Int8(), Int4())
+
+
+def codec(name: str) -> Codec:
+    """The codec of this name."""
+    for candidate in CODECS:
+        if candidate.name == name:
+            return candidate
+    raise ValueError(f"no codec is called {name!r}; there are {', '.join(c.name for c in CODECS)}")
+
+
+class Feedback:
+    """Error feedback of one fragment at a sender: what rounding leaves out goes along with the next send.
+
+    What is encoded is x + residual; what of that the receiver will not see is the pending residual. It counts only when
+    the receiver has taken the bytes: `settle(True)`. Over any number of settled sends the sum of what was decoded is
+    the sum of what was given, up to the last residual, which is at most one quantum.
+
+    Two f32 per value for a codec that rounds, nothing for f32.
+    """
+
+    def __init__(self, codec: Codec, numel: int) -> None:
+        self.codec = codec
+        self.numel = numel
+        self.rounds = not isinstance(codec, F32)
+        self.residual = torch.zeros(numel if self.rounds else 0)
+        self._next = torch.zeros_like(self.residual)
+        self._pending = False
+
+    def encode(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Bytes of x + residual, in `out` if it is given. Replaces a pending residual that was never settled."""
+        if _flat(x) != self.numel:
+            raise ValueError(f"the fragment has {self.numel} values, {x.numel()} were given")
+        self._pending = True
+        if not self.rounds:
+            return self.codec.encode(x, out)
+        out = self.codec.room(self.numel, out)
+        target = aligned(out)
+        scratch = Scratch(self.numel)
+        for begin, end in chunks(0, self.numel):
+            wanted = torch.add(x[begin:end], self.residual[begin:end], out=self._next[begin:end])
+            self.codec.write(wanted, target, self.numel, begin, scratch)
+            got = scratch.values[: end - begin]
+            self.codec.read(target, self.numel, begin, got, scratch)
+            wanted.sub_(got)
+        return out if target is out else out.copy_(target)
+
+    def settle(self, sent: bool) -> None:
+        """The receiver has taken the last encoded bytes, or never will: then the residual stays what it was."""
+        if sent and not self._pending:
+            raise ValueError("nothing was encoded since the last settle; call encode before settle(True)")
+        if sent and self.rounds:
+            self.residual, self._next = self._next, self.residual
+        self._pending = False

@@ -1,0 +1,247 @@
+"""The state of an inner optimizer as bytes, by the names of the parameters.
+
+A learner that joins takes it from a peer, whose parameter groups may be in another order. The bytes are a safetensors
+file: tensors, and everything else as JSON in its metadata. Nothing is unpickled. Settings of parameter groups such as
+the learning rate do not travel: they are the joining learner's own.
+
+The metadata has one key, `atoll`:
+
+| field | meaning |
+|---|---|
+| `format` | 1 |
+| `optimizer` | name of the class |
+| `parameters` | name to shape and dtype, and the settings that decide which state there is, such as `amsgrad` |
+| `state` | name to key to value: a number, text or null as it is; else `{"tensor": n}`, `{"complex": n}` for pairs, |
+|         | `{"list": [...]}`, `{"tuple": [...]}` or `{"dict": {...}}`, with n the name of a tensor of the file |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from atoll.ml.plan import named_tensors
+
+FORMAT = 1
+MOST_HEADER_BYTES = 64 << 20
+
+_DECIDES = ("amsgrad", "centered", "momentum")
+"""Settings that decide which state an optimizer keeps: with others it would look for what the giver never had."""
+
+_SHAPED = {
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "ASGD",
+    "Muon",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+}
+"""Optimizers of torch whose every state tensor is one of the counters below or has the shape of its parameter."""
+
+_COUNTERS = {"eta", "mu", "mu_product", "step"}
+
+
+class Taken(NamedTuple):
+    """The state of an optimizer at one step boundary, shared with nothing that still moves."""
+
+    about: dict[str, Any]  # the metadata
+    tensors: dict[str, Tensor]  # on whatever device they were
+    events: list[torch.cuda.Event]  # after which the copies are done
+
+
+@torch.no_grad()
+def take(optimizer: Optimizer, model: nn.Module) -> Taken:
+    """A copy at the step boundary, on the devices where the state is. `pack_taken` may run later, in any thread."""
+    tensors: dict[str, Tensor] = {}
+    parameters: dict[str, Any] = {}
+    state: dict[str, Any] = {}
+    for name, (parameter, group) in _named(optimizer, model).items():
+        parameters[name] = _about(parameter, group)
+        held = optimizer.state.get(parameter)
+        if held:
+            state[name] = {key: _written(held[key], tensors, f"{key} of {name}") for key in sorted(held)}
+    about = {"format": FORMAT, "optimizer": type(optimizer).__name__, "parameters": parameters, "state": state}
+    devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
+    return Taken(about, tensors, [torch.cuda.current_stream(device).record_event() for device in devices])
+
+
+def pack_taken(taken: Taken) -> bytes:
+    """The bytes of a copy. Large models take seconds: not for the training thread."""
+    for event in taken.events:
+        event.synchronize()
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in taken.tensors.items()}
+    return safetensors.torch.save(tensors, {"atoll": json.dumps(taken.about, separators=(",", ":"))})
+
+
+def pack(optimizer: Optimizer, model: nn.Module) -> bytes:
+    return pack_taken(take(optimizer, model))
+
+
+@torch.no_grad()
+def unpack(data: bytes | bytearray | memoryview, optimizer: Optimizer, model: nn.Module) -> None:
+    """Give an optimizer the state in `data`; what it had is gone. Trusts nothing, and changes nothing if it raises."""
+    about, tensors = _read(data)
+    if about.get("format") != FORMAT:
+        raise ValueError(f"inner state has format {str(about.get('format'))[:20]}, not {FORMAT}; run the same version")
+    if about.get("optimizer") != type(optimizer).__name__:
+        raise ValueError(
+            f"the inner state is of {str(about.get('optimizer'))[:100]}, the optimizer here is "
+            f"{type(optimizer).__name__}; use the same class on every island"
+        )
+    parameters, state = about.get("parameters"), about.get("state")
+    if not isinstance(parameters, dict) or not isinstance(state, dict):
+        raise ValueError("the inner state has no list of parameters or none of states")
+    ours = _named(optimizer, model)
+    _check_parameters(ours, parameters)
+    made: dict[Tensor, dict[str, Any]] = {}
+    for name, entries in state.items():
+        if name not in ours or not isinstance(entries, dict):
+            raise ValueError(f"the inner state has an entry {name[:200]!r}, which is no parameter of this optimizer")
+        parameter, group = ours[name]
+        made[parameter] = {}
+        for key, value in entries.items():
+            place = _Placer(key, name, parameter, group, optimizer)
+            made[parameter][key] = _loaded(value, tensors, place)
+    for parameter, _ in ours.values():
+        optimizer.state.pop(parameter, None)
+    optimizer.state.update(made)
+
+
+# ------------------------------------------------------------------------------------------------------------- naming
+
+
+def _named(optimizer: Optimizer, model: nn.Module) -> dict[str, tuple[Tensor, Mapping[str, Any]]]:
+    """What the optimizer updates, sorted by name, each with its parameter group."""
+    names = {id(tensor): name for name, tensor in named_tensors(model).items()}
+    made = {}
+    for place, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ValueError(
+                    f"parameter group {place} of the optimizer has a tensor of shape {tuple(parameter.shape)} that is "
+                    "no parameter of the model; give the learner the model that the optimizer trains"
+                )
+            made[names[id(parameter)]] = (parameter, group)
+    return dict(sorted(made.items()))
+
+
+def _about(parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "shape": list(parameter.shape),
+        "dtype": str(parameter.dtype).removeprefix("torch."),
+        **{name: bool(group[name]) for name in _DECIDES if name in group},
+    }
+
+
+def _check_parameters(ours: Mapping[str, tuple[Tensor, Mapping[str, Any]]], theirs: Mapping[str, Any]) -> None:
+    for name in sorted({*ours, *theirs}):
+        if name not in theirs:
+            raise ValueError(f"the inner state lacks {name!r}, which the optimizer here updates; use the same setup")
+        if name not in ours:
+            raise ValueError(f"the inner state has {name[:200]!r}, which the optimizer here does not update")
+        mine = _about(*ours[name])
+        if mine != theirs[name]:
+            raise ValueError(f"{name} differs: the inner state has {str(theirs[name])[:300]}, the optimizer {mine}")
+
+
+# ------------------------------------------------------------------------------------------------------------- values
+
+
+def _written(value: object, tensors: dict[str, Tensor], what: str) -> Any:
+    """A value as JSON; tensors are copied and put aside under a number."""
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided or value.is_meta:
+            raise ValueError(f"{what} is not a dense tensor; the state of this optimizer cannot travel")
+        number = str(len(tensors))
+        pairs = torch.view_as_real(value.detach().resolve_conj()) if value.is_complex() else value.detach()
+        tensors[number] = pairs.clone(memory_format=torch.contiguous_format)
+        return {"complex" if value.is_complex() else "tensor": number}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {kind: [_written(each, tensors, what) for each in value]}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: _written(value[key], tensors, what) for key in value}}
+    raise ValueError(f"{what} is a {type(value).__name__}; the state of this optimizer cannot travel")
+
+
+class _Placer(NamedTuple):
+    """Checks a tensor of the state and brings it to where the optimizer wants it."""
+
+    key: str
+    name: str
+    parameter: Tensor
+    group: Mapping[str, Any]
+    optimizer: Optimizer
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        known = self.optimizer.state.get(self.parameter, {}).get(self.key)
+        wanted = tensor.shape
+        if isinstance(known, Tensor):
+            wanted = known.shape
+        elif type(self.optimizer).__name__ in _SHAPED:
+            wanted = torch.Size() if self.key in _COUNTERS else self.parameter.shape
+        if tensor.shape != wanted:
+            raise ValueError(
+                f"{self.key} of {self.name} has shape {tuple(tensor.shape)} in the inner state, here {tuple(wanted)}"
+            )
+        if type(self.optimizer).__name__ in _SHAPED and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ValueError(f"{self.key} of {self.name} has dtype {tensor.dtype} in the inner state")
+        return tensor.to(self._device(tensor, known), copy=True)
+
+    def _device(self, tensor: Tensor, known: object) -> torch.device:
+        """Counters of steps stay on the CPU, except where the optimizer reads them on the device."""
+        if isinstance(known, Tensor):
+            return known.device
+        on_device = tensor.dim() > 0 or self.key != "step" or self.group.get("capturable") or self.group.get("fused")
+        return self.parameter.device if on_device else torch.device("cpu")
+
+
+def _loaded(value: Any, tensors: Mapping[str, Tensor], place: _Placer) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if not isinstance(value, dict) or len(value) != 1:
+        raise ValueError(f"{place.key} of {place.name} is nothing that inner state holds")
+    kind, inner = next(iter(value.items()))
+    if kind in ("tensor", "complex") and isinstance(inner, str) and inner in tensors:
+        tensor = tensors[inner]
+        if kind == "complex":
+            if tensor.dim() == 0 or tensor.shape[-1] != 2 or not tensor.is_floating_point():
+                raise ValueError(f"{place.key} of {place.name} is not complex")
+            tensor = torch.view_as_complex(tensor.contiguous())
+        return place(tensor)
+    turns: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple}
+    if kind in turns and isinstance(inner, list):
+        return turns[kind](_loaded(each, tensors, place) for each in inner)
+    if kind == "dict" and isinstance(inner, dict):
+        return {key: _loaded(each, tensors, place) for key, each in inner.items()}
+    raise ValueError(f"{place.key} of {place.name} is nothing that inner state holds")
+
+
+def _read(data: bytes | bytearray | memoryview) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    raw = data if isinstance(data, bytes) else bytes(data)
+    length = int.from_bytes(raw[:8], "little")
+    if len(raw) < 8 or length > min(len(raw) - 8, MOST_HEADER_BYTES):
+        raise ValueError("the inner state is cut short, or no safetensors file")
+    try:
+        about = json.loads(json.loads(raw[8 : 8 + length])["__metadata__"]["atoll"])
+        tensors = safetensors.torch.load(raw)
+    except (ValueError, KeyError, TypeError, RecursionError, AssertionError, safetensors.SafetensorError) as wrong:
+        raise ValueError(f"the inner state is no safetensors file of ours: {wrong}") from None
+    if not isinstance(about, dict):
+        raise ValueError("the inner state does not say what it holds")
+    return about, tensors

@@ -1,0 +1,179 @@
+"""The merge of one round: weighted sums that grow as contributions arrive, in memory that does not.
+
+v is a learner's delta, signed as a gradient (old minus new), w its weight.
+
+    average              sum(w v) / sum(w)
+    radial-directional   (sum(w |v|) / sum(w)) * unit(sum(w unit(v))),  |.| per piece; zero where the directions cancel
+
+Embeddings and buffers are averaged whatever the run's merge is. A piece is a tensor, or the rows of one that lie in
+this fragment: a tensor that a plan cuts has a norm per part.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from atoll.ml.codecs import Codec, Scratch, aligned, chunks
+from atoll.ml.plan import FragmentPlan
+
+CANCELLED = 1e-6
+"""Directions have cancelled where |sum(w unit(v))| is at most this part of sum(w): what is left is rounding."""
+
+_EXACT_NORMS = (1e-12, 1e18)  # f32 can hold the squares; other norms are taken again in f64
+_MOST_FACTOR = 1e38  # w / |v| that f32 can hold; a piece with a smaller norm has a size but no direction
+
+
+@dataclass(slots=True)
+class Run:
+    """Values [begin, end) of the fragment that are merged in one way: a radial piece, or averaged pieces in a row."""
+
+    begin: int
+    end: int
+    radial: bool
+    weighted_norms: float = 0.0  # sum(w |v|); radial only
+
+
+def _runs(plan: FragmentPlan, p: int, how: str) -> list[Run]:
+    runs: list[Run] = []
+    for piece, begin, end in plan.spans(p):
+        radial = how == "radial" and piece.kind == "weight"
+        if runs and not radial and not runs[-1].radial:
+            runs[-1].end = end
+        else:
+            runs.append(Run(begin, end, radial))
+    return runs
+
+
+def norm(v: Tensor) -> float:
+    """|v|, also of values whose squares f32 cannot hold."""
+    return math.sqrt(sum(_squares(v[begin:end]) for begin, end in chunks(0, v.numel())))
+
+
+def _squares(chunk: Tensor) -> float:
+    size = float(torch.linalg.vector_norm(chunk))
+    if not _EXACT_NORMS[0] < size < _EXACT_NORMS[1]:
+        size = float(torch.linalg.vector_norm(chunk.double()))
+    return size * size
+
+
+class Accumulator:
+    """One fragment's round at the syncer.
+
+    Takes one f32 per value (`buffer`, if the caller has it) and a scratch of one chunk, whatever the number of
+    contributions. Each costs a pass for the norms and one that adds. Contributions must be finite: ask `Codec.problem`
+    first, one NaN would be in the sums for good.
+    """
+
+    def __init__(self, plan: FragmentPlan, p: int, how: str, buffer: Tensor | None = None) -> None:
+        if how not in ("average", "radial"):
+            raise ValueError(f"no merge is called {how!r}; there are average, radial")
+        self.numel = plan.numel(p)
+        if buffer is not None and (buffer.shape != (self.numel,) or buffer.dtype != torch.float32):
+            raise ValueError(f"a buffer of {self.numel} f32 values is needed, got {buffer.dtype} {tuple(buffer.shape)}")
+        self._sums = torch.empty(self.numel) if buffer is None else buffer
+        self._runs = _runs(plan, p, how)
+        self._scratch: Scratch | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the round; the memory stays."""
+        self.count = 0
+        self._first_weight = 1.0
+        self._weights = 0.0  # sum(w), relative to the first
+        for run in self._runs:
+            run.weighted_norms = 0.0
+
+    def add(self, delta: Tensor, weight: float) -> None:
+        """Adds one contribution; `delta` may be overwritten afterwards."""
+        if delta.shape != (self.numel,) or delta.dtype != torch.float32:
+            raise ValueError(f"{self.numel} f32 values are needed, got {delta.dtype} {tuple(delta.shape)}")
+        w = self._relative(weight)
+        for run in self._runs:
+            v = delta[run.begin : run.end]
+            factor = self._factor(run, w, norm(v)) if run.radial else w
+            self._axpy(run.begin, v, factor)
+        self._counted(w)
+
+    def add_encoded(self, codec: Codec, data: Tensor, weight: float) -> None:
+        """Adds one contribution as it came in, without a decoded copy of it.
+
+        A long radial run is decoded twice, chunk by chunk, once for its norm and once to be added. That touches no
+        memory but the bytes and the sums, and takes no longer than to write a decoded copy and read it twice.
+        """
+        if data.numel() != codec.size(self.numel):
+            raise ValueError(
+                f"{self.numel} values are {codec.size(self.numel)} bytes in {codec.name}, got {data.numel()}"
+            )
+        data = aligned(data)
+        w = self._relative(weight)
+        for run in self._runs:
+            parts = list(chunks(run.begin, run.end))
+            v, factor = None, w
+            if run.radial:
+                squares = 0.0
+                for begin, end in parts:
+                    v = self._decoded(codec, data, begin, end)
+                    squares += _squares(v)
+                factor = self._factor(run, w, math.sqrt(squares))
+            for begin, end in parts:
+                if v is None or len(parts) > 1:
+                    v = self._decoded(codec, data, begin, end)
+                self._axpy(begin, v, factor)
+        self._counted(w)
+
+    def result(self) -> Tensor:
+        """The merged delta D. It is the accumulator's own buffer: use it before the next `add`, then `reset`."""
+        if not self.count:
+            raise ValueError("nothing was added to this round; there is no mean of no contributions")
+        for run in self._runs:
+            part = self._sums[run.begin : run.end]
+            if not run.radial:
+                if self._weights != 1.0:
+                    part.div_(self._weights)
+                continue
+            length = norm(part)
+            if length <= CANCELLED * self._weights:
+                part.zero_()
+            else:
+                part.mul_(run.weighted_norms / self._weights / length)
+        return self._sums
+
+    def _relative(self, weight: float) -> float:
+        """Weights relative to the first one: equal weights are exactly 1.0, and their sum is exactly the count."""
+        if not (math.isfinite(weight) and weight > 0.0):
+            raise ValueError(f"a weight must be finite and positive, this is {weight}")
+        if not self.count:
+            self._first_weight = weight
+        return weight / self._first_weight
+
+    def _counted(self, w: float) -> None:
+        self._weights += w
+        self.count += 1
+
+    def _factor(self, run: Run, w: float, size: float) -> float:
+        run.weighted_norms += w * size
+        factor = w / size if size else math.inf
+        return factor if factor <= _MOST_FACTOR else 0.0
+
+    def _axpy(self, begin: int, v: Tensor, factor: float) -> None:
+        target = self._sums[begin : begin + v.numel()]
+        if self.count:
+            target.add_(v, alpha=factor)
+        else:  # the first one finds old sums here, and saves the pass that would clear them
+            torch.mul(v, factor, out=target)
+
+    def _decoded(self, codec: Codec, data: Tensor, begin: int, end: int) -> Tensor:
+        """Values [begin, end), at most a chunk of them, until the next call."""
+        if codec.name == "f32":
+            return data.view(torch.float32)[begin:end]
+        if self._scratch is None:
+            self._scratch = Scratch(self.numel)
+        first = begin // codec.block * codec.block
+        last = min(-(-end // codec.block) * codec.block, self.numel)
+        out = self._scratch.values[: last - first]
+        codec.read(data, self.numel, first, out, self._scratch)
+        return out[begin - first : end - first]

@@ -1,0 +1,434 @@
+"""Which tensors of a model travel, and in which fragment: a pure function of names, shapes and dtypes.
+
+Every island makes the plan from its own model, in whatever order that one registered its parameters, and all come to
+the same. The first to arrive sends its plan along with the initial values, and the syncer works from that.
+
+Torch is imported only where a model is looked at: the plan of a file is made without it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+KINDS = ("weight", "embedding", "buffer", "frozen")
+HOWS = ("balanced", "layers", "rows")
+
+ROWS_BALANCE = 1.1
+"""The plan `rows` cuts tensors so that no fragment is larger than so many times the mean, where rows allow."""
+
+MOST_FRAGMENTS = 4096
+MOST_TENSORS = 1_000_000
+MOST_NUMEL = 2**48
+"""Limits of what a plan from elsewhere may claim."""
+
+_COMPLEX = {"complex32", "complex64", "complex128"}
+_FLOATING = {"float16", "bfloat16", "float32", "float64"}
+_FLOAT8 = re.compile(r"float8_\w{1,20}|float4_\w{1,20}")
+
+
+class TensorInfo(NamedTuple):
+    """One tensor of a model. `digest` is that of a frozen tensor's bytes: islands must hold the same."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # as torch names it: float32, bfloat16
+    kind: str  # weight, embedding, buffer; frozen ones do not travel
+    digest: str = ""
+
+    @property
+    def numel(self) -> int:
+        """Floating-point numbers; a complex one is two."""
+        return math.prod(self.shape) * (2 if self.dtype in _COMPLEX else 1)
+
+    @property
+    def rows(self) -> int:
+        """Along the first dimension; a scalar has one."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def travels(self) -> bool:
+        return self.kind != "frozen" and self.numel > 0
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.shape)) or "scalar"
+        return f"{self.name} {shape} {self.dtype} {self.kind}{' ' if self.digest else ''}{self.digest}"
+
+
+class Piece(NamedTuple):
+    """Rows `start` up to `stop` of a tensor. Pieces are merged, stepped and adopted each for itself."""
+
+    tensor: str
+    kind: str
+    start: int
+    stop: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class FragmentPlan:
+    """Disjoint fragments that cover what travels of a model. Flat fragments hold their pieces one after the other."""
+
+    how: str
+    tensors: tuple[TensorInfo, ...]  # sorted by name
+    fragments: tuple[tuple[Piece, ...], ...]  # each sorted by tensor and row
+
+    def __post_init__(self) -> None:
+        _check_plan(self)
+
+    def numel(self, fragment: int) -> int:
+        return self._numels[fragment]
+
+    def spans(self, fragment: int) -> tuple[tuple[Piece, int, int], ...]:
+        """The pieces of a fragment, each with where it begins and ends in the flat fragment."""
+        return self._spans[fragment]
+
+    @property
+    def total_numel(self) -> int:
+        return sum(self._numels)
+
+    @property
+    def balance(self) -> float:
+        """The largest fragment over the mean: 1.0 is even."""
+        return max(self._numels) * len(self.fragments) / self.total_numel
+
+    @cached_property
+    def by_name(self) -> dict[str, TensorInfo]:
+        return {tensor.name: tensor for tensor in self.tensors}
+
+    @cached_property
+    def _numels(self) -> tuple[int, ...]:
+        return tuple(sum(piece.numel for piece in pieces) for pieces in self.fragments)
+
+    @cached_property
+    def _spans(self) -> tuple[tuple[tuple[Piece, int, int], ...], ...]:
+        made = []
+        for pieces in self.fragments:
+            begin, spans = 0, []
+            for piece in pieces:
+                spans.append((piece, begin, begin + piece.numel))
+                begin += piece.numel
+            made.append(tuple(spans))
+        return tuple(made)
+
+    def fingerprint(self) -> tuple[str, ...]:
+        """What two islands must have in common, a line per tensor, so that the first difference can be shown."""
+        return (*map(str, self.tensors), f"plan {self.how} {len(self.fragments)}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists. A piece is the place of its tensor in the list of tensors, and its rows."""
+        places = {tensor.name: place for place, tensor in enumerate(self.tensors)}
+        return {
+            "how": self.how,
+            "tensors": [[each.name, list(each.shape), each.dtype, each.kind, each.digest] for each in self.tensors],
+            "fragments": [
+                [[places[piece.tensor], piece.start, piece.stop] for piece in pieces] for pieces in self.fragments
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, raw: object) -> FragmentPlan:
+        """What `to_json` made. Trusts nothing: whatever does not cover its tensors exactly once is a ValueError."""
+        if not isinstance(raw, Mapping) or set(raw) != {"how", "tensors", "fragments"}:
+            raise ValueError("a fragment plan is an object of how, tensors and fragments")
+        if not isinstance(raw["how"], str) or raw["how"] not in HOWS:
+            raise ValueError(f"there is no fragment plan {str(raw['how'])[:40]!r}; give one of {', '.join(HOWS)}")
+        tensors = tuple(_read_tensor(each) for each in _list(raw["tensors"], MOST_TENSORS, "tensors"))
+        fragments = tuple(
+            tuple(_read_piece(each, tensors) for each in _list(pieces, MOST_TENSORS, "pieces of a fragment"))
+            for pieces in _list(raw["fragments"], MOST_FRAGMENTS, "fragments")
+        )
+        return cls(raw["how"], tensors, fragments)
+
+
+# ------------------------------------------------------------------------------------------------------ making a plan
+
+
+def make_plan(tensors: Iterable[TensorInfo], fragments: int, how: str) -> FragmentPlan:
+    """Deal what travels of `tensors` out to at most `fragments` fragments; fewer where there is less to deal.
+
+    balanced: by size descending, each tensor into the smallest fragment so far; at most 4/3 of the best possible.
+    layers: layer i into fragment i mod P, so that each fragment has layers from all depths; the rest as above.
+    rows: as balanced, with tensors cut by rows so that no fragment exceeds 1.1 times the mean, where rows allow.
+    """
+    if how not in HOWS:
+        raise ValueError(f"there is no fragment plan {how!r}; give one of {', '.join(HOWS)}")
+    if not 1 <= fragments <= MOST_FRAGMENTS:
+        raise ValueError(f"a model is cut into 1 to {MOST_FRAGMENTS} fragments, not {fragments}")
+    ordered = tuple(sorted(tensors))
+    whole = [_rows_of(tensor, 0, tensor.rows) for tensor in ordered if tensor.travels]
+    if not whole:
+        raise ValueError("nothing of this model travels: it has no trainable parameter and no floating-point buffer")
+    if how == "layers":
+        dealt = _deal_layers(whole, fragments)
+    elif how == "rows":
+        dealt = _deal_rows(ordered, fragments)
+    else:
+        dealt = _deal(whole, [[] for _ in range(min(fragments, len(whole)))])
+    return FragmentPlan(how, ordered, tuple(tuple(_joined(sorted(pieces))) for pieces in dealt))
+
+
+def _rows_of(tensor: TensorInfo, start: int, stop: int) -> Piece:
+    return Piece(tensor.name, tensor.kind, start, stop, tensor.numel // tensor.rows * (stop - start))
+
+
+def _deal(pieces: Iterable[Piece], into: list[list[Piece]]) -> list[list[Piece]]:
+    """Each piece, largest first, to the smallest fragment so far."""
+    heap = [(sum(piece.numel for piece in held), place) for place, held in enumerate(into)]
+    heapq.heapify(heap)
+    for piece in sorted(pieces, key=lambda piece: (-piece.numel, piece.tensor, piece.start)):
+        size, place = heap[0]
+        into[place].append(piece)
+        heapq.heapreplace(heap, (size + piece.numel, place))
+    return into
+
+
+_LAYER = re.compile(r"(?P<stack>(?:[^.]+\.)*?)(?P<index>[0-9]+)(?:\.|$)")
+
+
+def _deal_layers(pieces: Sequence[Piece], fragments: int) -> list[list[Piece]]:
+    """Layers by their place in their stack, a second stack after the first; then what belongs to no layer."""
+    layers: dict[tuple[str, int], list[Piece]] = {}
+    others: list[Piece] = []
+    for piece in pieces:
+        found = _LAYER.match(piece.tensor)
+        if found is None:
+            others.append(piece)
+        else:
+            layers.setdefault((found["stack"], int(found["index"][:18])), []).append(piece)
+    into: list[list[Piece]] = [[] for _ in range(min(fragments, len(layers) + len(others)))]
+    for place, layer in enumerate(sorted(layers)):
+        into[place % len(into)] += layers[layer]
+    return _deal(others, into)
+
+
+def _deal_rows(tensors: Sequence[TensorInfo], fragments: int) -> list[list[Piece]]:
+    """As `_deal`; a tensor that would make the smallest fragment too large gives it the rows that fill it to the mean.
+
+    The smallest fragment is below the mean as long as anything is left, so that only a row that is larger than a tenth
+    of the mean can make one too large.
+    """
+    travelling = [tensor for tensor in tensors if tensor.travels]
+    mean = sum(tensor.numel for tensor in travelling) / fragments
+    into: list[list[Piece]] = [[] for _ in range(fragments)]
+    heap = [(0, place) for place in range(fragments)]
+    for tensor in sorted(travelling, key=lambda tensor: (-tensor.numel, tensor.name)):
+        per_row, start = tensor.numel // tensor.rows, 0
+        while start < tensor.rows:
+            size, place = heap[0]
+            stop = tensor.rows
+            if size + per_row * (stop - start) > ROWS_BALANCE * mean:
+                stop = start + max(1, int((mean - size) / per_row))
+            into[place].append(_rows_of(tensor, start, min(stop, tensor.rows)))
+            heapq.heapreplace(heap, (size + into[place][-1].numel, place))
+            start = stop
+    return [pieces for pieces in into if pieces]
+
+
+def _joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """Neighbouring rows that came to the same fragment are one piece again."""
+    made: list[Piece] = []
+    for piece in pieces:
+        last = made[-1] if made else None
+        if last is not None and (last.tensor, last.stop) == (piece.tensor, piece.start):
+            made[-1] = last._replace(stop=piece.stop, numel=last.numel + piece.numel)
+        else:
+            made.append(piece)
+    return made
+
+
+# ---------------------------------------------------------------------------------------------------- looking at models
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent floating-point buffers by name, sorted; what is tied is there once.
+
+    A tied parameter has many names, and which of them comes first depends on the order of registration: it goes by the
+    first in the alphabet. Wrappers of DDP and torch.compile do not count, so that islands may differ in them.
+    """
+    from torch.nn.parameter import is_lazy
+
+    model = _unwrapped(model)
+    names: dict[int, tuple[str, Tensor]] = {}
+    found: list[tuple[str, Tensor]] = list(model.named_parameters(remove_duplicate=False))
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is None or name in module._non_persistent_buffers_set:
+                continue
+            if buffer.is_floating_point() or buffer.is_complex():
+                found.append((f"{prefix}.{name}" if prefix else name, buffer))
+    for name, tensor in found:
+        if is_lazy(tensor):
+            raise ValueError(f"{name} has no shape yet; run the model once before the learner is made")
+        plain = plain_name(name)
+        names[id(tensor)] = min(names.get(id(tensor), (plain, tensor)), (plain, tensor), key=lambda known: known[0])
+    return dict(sorted(names.values(), key=lambda known: known[0]))
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    from torch.nn.parallel import DistributedDataParallel
+
+    while isinstance(model, DistributedDataParallel):
+        model = model.module
+    return model
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what torch.compile and activation checkpointing put into it."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def tensors_of(model: nn.Module, embeddings: Sequence[str] = ()) -> tuple[TensorInfo, ...]:
+    """What a plan is made from: every parameter, and the buffers that travel, sorted by name.
+
+    - Parameters that do not require a gradient are frozen: they stay where they are, and only their digest is compared.
+    - Weights of nn.Embedding and nn.EmbeddingBag are embeddings, also where a head is tied to them; further ones by
+      `embeddings`, patterns of names.
+    - Persistent buffers of floating-point numbers are averaged. Other buffers (counters, masks) stay local.
+    - Complex tensors travel as pairs of real ones. Tensors without elements do not travel.
+    """
+    from torch import nn
+
+    model = _unwrapped(model)
+    tensors = named_tensors(model)
+    _check_memory(tensors)
+    looked_up = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        for parameter in module.parameters()
+    }
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if any(fnmatchcase(plain_name(name), pattern) for pattern in embeddings):
+            looked_up.add(id(parameter))
+    infos = []
+    for name, tensor in tensors.items():
+        kind, digest = "weight", ""
+        if not isinstance(tensor, nn.Parameter):
+            kind = "buffer"
+        elif not tensor.requires_grad:
+            kind, digest = "frozen", digest_of(tensor)
+        elif id(tensor) in looked_up:
+            kind = "embedding"
+        infos.append(TensorInfo(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), kind, digest))
+    if not any(info.travels for info in infos):
+        raise ValueError("nothing of this model travels: it has no trainable parameter and no floating-point buffer")
+    return tuple(infos)
+
+
+def digest_of(tensor: Tensor) -> str:
+    """xxh3 of the bytes, in the order of the indices whatever the strides are."""
+    import torch
+    import xxhash
+
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return xxhash.xxh3_128_hexdigest(plain.view(torch.uint8).numpy().data)
+
+
+def _check_memory(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse what cannot be read and written in place, and two parameters that are one memory: it would move twice."""
+    import torch
+
+    seen: dict[tuple[object, ...], str] = {}
+    for name, tensor in tensors.items():
+        if tensor.is_meta or tensor.layout != torch.strided:
+            raise ValueError(f"{name} is not a dense tensor with values; move the model to a device first")
+        if tensor.numel() == 0 or (isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad):
+            continue
+        if tensor.is_conj() or tensor.is_neg():
+            raise ValueError(f"{name} is a lazy conjugate or negative; call resolve_conj() and resolve_neg() on it")
+        sizes = zip(tensor.shape, tensor.stride(), strict=True)
+        if any(size > 1 and stride == 0 for size, stride in sizes):
+            raise ValueError(f"{name} is an expanded tensor, which cannot be written to; call contiguous() on it")
+        place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
+        if place in seen:
+            raise ValueError(
+                f"{seen[place]} and {name} are two tensors in one memory; tie them by making them the same parameter"
+            )
+        seen[place] = name
+
+
+# ----------------------------------------------------------------------------------------------- plans from elsewhere
+
+
+def _check_plan(plan: FragmentPlan) -> None:
+    """Pieces must cover every travelling tensor exactly once, and what they say must be what the tensor says."""
+    names = [tensor.name for tensor in plan.tensors]
+    if names != sorted(set(names)):
+        raise ValueError("the tensors of a fragment plan are not sorted by name, or one is there twice")
+    held: dict[str, list[Piece]] = {}
+    for fragment, pieces in enumerate(plan.fragments):
+        if not pieces:
+            raise ValueError(f"fragment {fragment} of the plan is empty")
+        if list(pieces) != sorted(pieces):
+            raise ValueError(f"the pieces of fragment {fragment} are not sorted by tensor and row")
+        for piece in pieces:
+            held.setdefault(piece.tensor, []).append(piece)
+    total = 0
+    for tensor in plan.tensors:
+        mine = sorted(held.pop(tensor.name, []), key=lambda piece: piece.start)
+        if not tensor.travels:
+            if mine:
+                raise ValueError(f"{tensor.name} does not travel, yet a fragment holds it")
+            continue
+        at = 0
+        for piece in mine:
+            if piece.start != at or piece.stop <= at or piece != _rows_of(tensor, piece.start, piece.stop):
+                raise ValueError(f"row {at} of {tensor.name} is not in exactly one fragment")
+            at = piece.stop
+        if at != tensor.rows:
+            raise ValueError(f"the fragments hold {at} of {tensor.rows} rows of {tensor.name}")
+        total += tensor.numel
+    if held:
+        raise ValueError(f"the plan has no tensor {min(held)!r}, yet a fragment holds it")
+    if total == 0:
+        raise ValueError("the fragment plan is empty: nothing travels")
+    if total > MOST_NUMEL:
+        raise ValueError(f"the fragment plan claims {total:,} numbers; the most is {MOST_NUMEL:,}")
+
+
+def _list(raw: object, most: int, what: str) -> list[Any]:
+    if not isinstance(raw, list) or len(raw) > most:
+        raise ValueError(f"the {what} of a plan are not a list of at most {most:,}")
+    return raw
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MOST_NUMEL
+
+
+def _read_tensor(raw: object) -> TensorInfo:
+    if not isinstance(raw, list) or len(raw) != 5:
+        raise ValueError("a tensor of a plan is a list of name, shape, dtype, kind and digest")
+    name, shape, dtype, kind, digest = raw
+    if not isinstance(name, str) or not 0 < len(name) <= 1000:
+        raise ValueError("a tensor of a plan has no name, or one of more than 1000 letters")
+    if not isinstance(shape, list) or len(shape) > 64 or not all(_is_size(size) for size in shape):
+        raise ValueError(f"the shape of {name} is not a list of sizes from 0 to {MOST_NUMEL:,}")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(f"{name} has no kind out of {', '.join(KINDS)}")
+    if not isinstance(dtype, str) or not re.fullmatch(r"[a-z0-9_]{1,30}", dtype):
+        raise ValueError(f"the dtype of {name} is not the name of one")
+    if kind != "frozen" and not (dtype in _FLOATING or dtype in _COMPLEX or _FLOAT8.fullmatch(dtype)):
+        raise ValueError(f"{name} has dtype {dtype}; only floating-point and complex tensors travel")
+    if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-f]{32}" if kind == "frozen" else "", digest):
+        raise ValueError(f"the digest of {name} is not what a {kind} tensor has")
+    return TensorInfo(name, tuple(shape), dtype, kind, digest)
+
+
+def _read_piece(raw: object, tensors: Sequence[TensorInfo]) -> Piece:
+    if not isinstance(raw, list) or len(raw) != 3 or not all(_is_size(each) for each in raw):
+        raise ValueError("a piece of a plan is a list of tensor, first row and end")
+    place, start, stop = raw
+    if place >= len(tensors) or not start < stop <= tensors[place].rows:
+        raise ValueError("a piece of a plan names a tensor or rows that are not there")
+    return _rows_of(tensors[place], start, stop)

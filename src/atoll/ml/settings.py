@@ -1,0 +1,85 @@
+"""The numeric settings of a run: what syncer and learners must agree on for their values to be the same bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Literal, get_args
+
+PlanHow = Literal["balanced", "layers", "rows"]
+MergeHow = Literal["average", "radial"]
+CodecName = Literal["f32", "bf16", "int8", "int4"]
+
+MOST_PATTERNS = 100
+"""Of embedding names. Each is matched against every parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """How fragments are cut, merged, stepped and encoded (symbols as in docs/protocol.md).
+
+    >>> Numerics(outer_lr=0.7).to_json()["outer_lr"]
+    0.7
+    >>> Numerics.from_json(Numerics().to_json()) == Numerics()
+    True
+    """
+
+    plan: PlanHow = "balanced"
+    merge: MergeHow = "radial"  # of weights; embeddings and buffers are always averaged
+    outer: str = "nesterov"  # nesterov, sgd, adam, or the name of a class of torch.optim
+    outer_lr: float = 0.4  # eta
+    outer_momentum: float = 0.9  # mu; of Adam the first beta
+    up: CodecName = "bf16"  # deltas, from learner to syncer
+    down: CodecName = "bf16"  # updates, from syncer to learner
+    embeddings: tuple[str, ...] = ()  # patterns of names that count as embeddings beside the weights of nn.Embedding
+
+    def __post_init__(self) -> None:
+        for name, choices in (("plan", PlanHow), ("merge", MergeHow), ("up", CodecName), ("down", CodecName)):
+            _check_choice(name, getattr(self, name), get_args(choices))
+        if not (isinstance(self.outer, str) and self.outer.isidentifier() and len(self.outer) <= 100):
+            raise ValueError(
+                f"outer is {self.outer!r}; give nesterov, sgd, adam or a class of torch.optim, such as 'AdamW'"
+            )
+        if not (_is_number(self.outer_lr) and math.isfinite(self.outer_lr) and self.outer_lr > 0.0):
+            raise ValueError(f"outer_lr is {self.outer_lr!r}; give a number above 0, such as 0.4")
+        if not (_is_number(self.outer_momentum) and 0.0 <= self.outer_momentum < 1.0):
+            raise ValueError(f"outer_momentum is {self.outer_momentum!r}; give a number from 0 up to, not with, 1")
+        if not isinstance(self.embeddings, tuple) or len(self.embeddings) > MOST_PATTERNS:
+            raise ValueError(f"embeddings must be a tuple of at most {MOST_PATTERNS} patterns, such as ('wte*',)")
+        for pattern in self.embeddings:
+            if not (isinstance(pattern, str) and 0 < len(pattern) <= 1000):
+                raise ValueError(f"embeddings holds {pattern!r}; give patterns of parameter names, such as 'wte*'")
+
+    def to_json(self) -> dict[str, object]:
+        """All fields as JSON knows them."""
+        return {**asdict(self), "embeddings": list(self.embeddings)}
+
+    @classmethod
+    def from_json(cls, raw: object) -> Numerics:
+        """What `to_json` made. Trusts nothing: a field that is missing or unknown is an error, not a default.
+
+        Two sides that fill in different defaults would compute different values from the same bytes.
+        """
+        if not isinstance(raw, Mapping):
+            raise ValueError("the numeric settings are not a JSON object; is the syncer of another version?")
+        known = [field.name for field in fields(cls)]
+        for name in known:
+            if name not in raw:
+                raise ValueError(f"the numeric settings lack {name!r}; run the same version of Atoll everywhere")
+        for name in raw:
+            if name not in known:
+                raise ValueError(f"the numeric settings have an unknown {name!r}; run the same version everywhere")
+        embeddings = raw["embeddings"]
+        if not isinstance(embeddings, list):
+            raise ValueError("embeddings of the numeric settings is not a list of patterns")
+        return cls(**{**raw, "embeddings": tuple(embeddings)})
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; give one of {', '.join(choices)}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,495 @@
+"""The background thread of a learner: its connections, its encoding and decoding, its tape.
+
+Nothing here is waited for by the training thread, except while it joins. Whatever goes wrong here is either a lost
+link, which is said and dialled again, or our bug, which `check` raises in the training thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import aiohttp
+from torch import Tensor
+
+from atoll.core.protocol import (
+    AdoptFragment,
+    Contribution,
+    Dial,
+    DialFailed,
+    Effect,
+    Envelope,
+    FragmentDamaged,
+    Hangup,
+    InnerState,
+    LinkClosed,
+    LinkOpened,
+    MessageArrived,
+    Published,
+    SaveSnapshot,
+    Say,
+    Send,
+    SnapshotSaveFailed,
+    TimerFired,
+)
+from atoll.core.tape import Actor, Entry
+from atoll.core.types import FragmentId, RunConfig
+from atoll.ml import inner_state
+from atoll.ml.codecs import codec
+from atoll.ml.model import ModelView
+from atoll.ml.plan import FragmentPlan
+from atoll.net.island_tensors import FragmentTensors
+from atoll.net.learner_errors import BackgroundFailed, LearnerRefused, SyncerUnreachable
+from atoll.net.learner_link import Fetched, LearnerLink, Refusal
+from atoll.net.run_settings import RunSettings
+from atoll.net.tape_keeper import TapeKeeper
+from atoll.net.wire import CODEC_NUMBERS, Kind, WireError
+from atoll.tape_files import new_header
+
+if TYPE_CHECKING:
+    from atoll.net.learner import Learner
+
+METRICS_EVERY_S = 1.0
+SAY_EVERY_S = 10.0
+RETRY_S = 0.5
+FETCH_TRIES = 3
+STATE_BYTES_PER_PARAMETER = 64
+
+T = TypeVar("T")
+
+
+class Background:
+    """Made by the training thread, which calls the methods of the first section; the others run in the loop."""
+
+    def __init__(self, address: str, token: str | None, log: logging.Logger) -> None:
+        self.log = log
+        self.last_loss: float | Tensor | None = None
+        self.is_founded = False
+        self._link = LearnerLink(
+            address, token, log, self._on_message, self._on_opened, self._on_closed, self._on_failed
+        )
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="atoll-background", daemon=True)
+        self._compute = ThreadPoolExecutor(1, thread_name_prefix="atoll-codec")
+        self._outbox: deque[tuple[Entry, list[Any]]] = deque()
+        self._drain_due = False
+        self._error: BaseException | None = None
+        self._learner: Learner | None = None
+        self._tape: TapeKeeper | None = None
+        self._fragments: list[FragmentTensors] = []
+        self._settings = RunSettings()
+        self._noticed: dict[FragmentId, Envelope] = {}  # newest notice of each fragment that is being fetched
+        self._fetching: set[FragmentId] = set()
+        self._uploads: dict[FragmentId, asyncio.Task[None]] = {}
+        self._states: dict[tuple[int, int], Future[inner_state.Taken]] = {}
+        self._inner_state: bytes | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._told_at = (0.0, 0)  # when metrics were sent last, and the tokens then
+        self._stopping = False
+
+    # ------------------------------------------------------------------------------------ called by the training thread
+
+    def start(self) -> None:
+        self._thread.start()
+        self._wait_for(self._link.start())
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    @property
+    def bytes_up(self) -> int:
+        return self._link.bytes_up
+
+    @property
+    def bytes_down(self) -> int:
+        return self._link.bytes_down
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise BackgroundFailed(f"the background of this learner has failed: {self._error}") from self._error
+
+    def fetch_settings(self, join_by: float | None) -> RunSettings:
+        """What the run is. A syncer that is not there yet is waited for, and that is said."""
+        told = self._wait_for(self._ask_patiently("GET", "/v1/run", join_by))
+        settings = RunSettings.from_json(told)
+        self._settings = settings
+        self.is_founded = bool(told.get("founded"))
+        return settings
+
+    def found(self, plan: FragmentPlan, view: ModelView) -> None:
+        """Bring this learner's model. If another one was faster, that one's is the run's."""
+
+        async def values() -> AsyncIterator[Tensor]:
+            for p in range(len(plan.fragments)):
+                buffer = view.buffer(p)
+                await self._loop.run_in_executor(self._compute, view.read, p, buffer)
+                yield buffer
+
+        text = json.dumps(plan.to_json(), separators=(",", ":")).encode()
+        try:
+            self._wait_for(self._link.found(text, values))
+        except Refusal as refusal:
+            raise LearnerRefused(str(refusal)) from None
+        except (aiohttp.ClientError, OSError, TimeoutError) as wrong:
+            raise SyncerUnreachable(f"the model could not be brought to {self._link.address}: {wrong}") from None
+
+    def ask_for_number(self, wanted: int | None) -> tuple[int, int]:
+        told = self._wait_for(self._ask_patiently("POST", "/v1/join", None, json={"learner": wanted}))
+        return int(told["learner"]), int(told["incarnation"])
+
+    async def _ask_patiently(self, method: str, path: str, until: float | None, **what: Any) -> Any:
+        said = 0.0
+        while True:
+            try:
+                return await self._link.ask(method, path, **what)
+            except Refusal as refusal:
+                raise LearnerRefused(f"the syncer at {self._link.address} refused: {refusal}") from None
+            except (aiohttp.ClientError, OSError, TimeoutError, WireError) as wrong:
+                now = time.monotonic()
+                if until is not None and now >= until:
+                    raise SyncerUnreachable(f"no syncer answers at {self._link.address}: {wrong}") from None
+                if now - said >= SAY_EVERY_S:
+                    said = now
+                    self.log.warning("no syncer answers at %s yet (%s); trying again", self._link.address, wrong)
+                await asyncio.sleep(RETRY_S)
+
+    def attach(
+        self, learner: Learner, actor: Actor, config: RunConfig, fragments: list[FragmentTensors], run: Path | None
+    ) -> None:
+        """One incarnation begins."""
+        if self._tape is not None:
+            self._tape.close()
+        self._learner = learner
+        self._fragments = fragments
+        self._tape = TapeKeeper(run, new_header(actor, config), self.log)
+        self._told_at = (time.monotonic(), 0)
+        self._wait_for(self._begin())
+
+    def post(self, entry: Entry, effects: list[Any]) -> None:
+        """With the learner's lock held, so that entries and messages keep the order of the core's ticks."""
+        self._outbox.append((entry, effects))
+
+    def kick(self) -> None:
+        if not self._drain_due and not self._stopping:
+            self._drain_due = True
+            self._loop.call_soon_threadsafe(self._drain)
+
+    def expect_state(self, envelope: Envelope) -> Future[inner_state.Taken]:
+        body = envelope.body
+        assert isinstance(body, InnerState)
+        return self._states.setdefault((body.to, body.to_incarnation), Future())
+
+    def take_inner_state(self) -> bytes | None:
+        state, self._inner_state = self._inner_state, None
+        return state
+
+    def stop(self, last_words_s: float | None) -> None:
+        """Close everything; with time for last words, what was posted is sent first."""
+        if not self._thread.is_alive():
+            return
+        self._wait_for(self._end(last_words_s))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._compute.shutdown(wait=True)
+        if self._tape is not None:
+            self._tape.close()
+
+    async def _end(self, last_words_s: float | None) -> None:
+        self._drain()
+        if last_words_s is not None:
+            await self._link.flushed(last_words_s)
+        self._stopping = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for upload in self._uploads.values():
+            upload.cancel()
+        await self._link.close()
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    # ---------------------------------------------------------------------------------------------------- the core
+
+    async def _begin(self) -> None:
+        self._spawn(self._tell_metrics())
+
+    def _tell(self, event: Any) -> None:
+        assert self._learner is not None
+        self._learner._tell(event)
+        self._drain()
+
+    def _drain(self) -> None:
+        """Entries to the tape, then their effects: what others see has its cause on the tape."""
+        self._drain_due = False
+        try:
+            while self._outbox:
+                entry, effects = self._outbox.popleft()
+                assert self._tape is not None
+                self._tape.write(entry)
+                for effect in effects:
+                    carry_out = _EFFECTS.get(type(effect))
+                    if carry_out is not None:
+                        carry_out(self, effect)
+            self._arm()
+        except Exception as wrong:  # our bug: the training thread raises it at its next step
+            self._failed(wrong)
+
+    def _arm(self) -> None:
+        core = self._learner._core if self._learner is not None else None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = core.next_deadline() if core is not None else None
+        if deadline is not None and self._learner is not None and not self._stopping:
+            wait = max(0.0, deadline - self._learner._clock.now())
+            self._timer = self._loop.call_later(wait, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        learner = self._learner
+        assert learner is not None and learner._core is not None
+        deadline = learner._core.next_deadline()
+        if deadline is not None and deadline <= learner._clock.now():
+            self._tell(TimerFired())
+        else:
+            self._arm()
+
+    def _failed(self, wrong: BaseException) -> None:
+        if self._error is None and not self._stopping:
+            self.log.error("the background of this learner has failed", exc_info=wrong)
+            self._error = wrong
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        async def guarded() -> None:
+            try:
+                await work
+            except asyncio.CancelledError:
+                raise
+            except Exception as wrong:
+                self._failed(wrong)
+
+        task = self._loop.create_task(guarded())
+        self._link.keep(task)
+        return task
+
+    async def _computed(self, job: Callable[..., T], *args: Any) -> T:
+        return await self._loop.run_in_executor(self._compute, job, *args)
+
+    # ---------------------------------------------------------------------------------------------------- effects
+
+    def _send(self, effect: Send) -> None:
+        envelope = effect.envelope
+        body = envelope.body
+        if type(body) is Contribution:
+            old = self._uploads.pop(body.round.fragment, None)
+            if old is not None:
+                old.cancel()  # a newer copy of the same fragment; nobody wants the older one
+            self._uploads[body.round.fragment] = self._spawn(self._contribute(envelope, body))
+        elif type(body) is InnerState:
+            self._spawn(self._give_state(envelope, body))
+        else:
+            self._link.post(envelope)
+
+    def _dial(self, effect: Dial) -> None:
+        if not self._stopping:
+            self._link.dial(effect.after_s)
+
+    def _hang_up(self, effect: Hangup) -> None:
+        self._link.hang_up(effect.session)
+
+    def _say(self, effect: Say) -> None:
+        self.log.info("%s", effect.reason)
+
+    def _settle(self, effect: AdoptFragment) -> None:
+        future = self._compute.submit(self._fragments[effect.fragment].settle, effect.merged_copy)
+        future.add_done_callback(self._settled)
+
+    def _settled(self, done: Future[None]) -> None:
+        wrong = done.exception()
+        if wrong is not None:
+            self._failed(wrong)
+
+    def _no_snapshot(self, effect: SaveSnapshot) -> None:
+        why = "this learner keeps no snapshots"
+        self._loop.call_soon(self._tell, SnapshotSaveFailed(effect.snapshot, why))
+
+    # ---------------------------------------------------------------------------------------------------- sending
+
+    async def _contribute(self, envelope: Envelope, body: Contribution) -> None:
+        learner = self._learner
+        assert learner is not None
+        fragment = self._fragments[body.round.fragment]
+        with learner._lock:
+            copied = fragment.hold_copy()
+        if copied is None:
+            return
+        try:
+            if copied.round != body.round:
+                return
+            data = await self._computed(fragment.encode, copied)
+        finally:
+            fragment.release(copied.buffer, copied.anchor)
+        number = CODEC_NUMBERS[self._settings.numerics.up]
+        try:
+            await self._link.put("/v1/contribution", Kind.CONTRIBUTION, number, envelope, data)
+        except Refusal as refusal:
+            self.log.info("the contribution to fragment %d was not taken: %s", fragment.p, refusal)
+        except (aiohttp.ClientError, OSError, TimeoutError) as wrong:
+            self.log.info("the contribution to fragment %d did not arrive: %s", fragment.p, wrong)  # it is asked again
+
+    async def _give_state(self, envelope: Envelope, body: InnerState) -> None:
+        taken = await asyncio.wrap_future(self._states.pop((body.to, body.to_incarnation)))
+        data = await self._computed(inner_state.pack_taken, taken)
+        try:
+            await self._link.put("/v1/state", Kind.INNER_STATE, 0, envelope, data)
+        except (Refusal, aiohttp.ClientError, OSError, TimeoutError) as wrong:
+            self.log.info("inner state for learner %d did not arrive: %s", body.to, wrong)
+
+    async def _tell_metrics(self) -> None:
+        learner = self._learner
+        assert learner is not None
+        while learner._core is not None:
+            await asyncio.sleep(METRICS_EVERY_S)
+            stats = learner.stats()
+            now, (then, before) = time.monotonic(), self._told_at
+            self._told_at = (now, stats.tokens)
+            loss = self.last_loss
+            told: dict[str, Any] = {
+                "tokens_per_s": round((stats.tokens - before) / (now - then), 3) if now > then else 0.0,
+                "boundary_s": round(stats.boundary_s, 6),
+                "bytes_up": stats.bytes_up,
+                "bytes_down": stats.bytes_down,
+            }
+            if loss is not None:
+                value = float(loss)
+                told["loss"] = value if value == value and abs(value) != float("inf") else None
+            self._link.post_metrics(json.dumps(told))
+
+    # ---------------------------------------------------------------------------------------------------- hearing
+
+    def _on_opened(self, session: int) -> None:
+        self._tell(LinkOpened(session))
+
+    def _on_closed(self, session: int, why: str) -> None:
+        if not self._stopping:
+            self._tell(LinkClosed(session, why))
+
+    def _on_failed(self, why: str) -> None:
+        self.log.debug("the syncer does not answer: %s", why)
+        self._tell(DialFailed(why))
+
+    def _on_message(self, envelope: Envelope) -> None:
+        body = envelope.body
+        if type(body) is Published:
+            self._noticed[body.fragment] = envelope
+            if body.fragment not in self._fetching:
+                self._fetching.add(body.fragment)
+                self._spawn(self._fetch(body.fragment))
+        elif type(body) is InnerState:
+            self._spawn(self._fetch_state(envelope))
+        else:
+            self._tell(MessageArrived(envelope))
+
+    async def _fetch(self, p: FragmentId) -> None:
+        """One fetch per fragment at a time; what is noticed meanwhile takes the place of what was noticed before."""
+        try:
+            while p in self._noticed:
+                await self._fetch_one(p, self._noticed.pop(p))
+        finally:
+            self._fetching.discard(p)
+
+    async def _fetch_one(self, p: FragmentId, envelope: Envelope) -> None:
+        body = envelope.body
+        assert isinstance(body, Published) and self._learner is not None
+        if not 0 <= p < len(self._fragments):
+            self.log.warning("the syncer tells of fragment %d, which this model does not have", p)
+            return
+        fragment = self._fragments[p]
+        with self._learner._lock:
+            known = body.version <= fragment.newest_version
+            base = fragment.hold_newest(body.base) if body.base is not None else None
+        try:
+            if known or (body.base is not None and base is None):
+                self._tell(MessageArrived(envelope))  # it acknowledges what it has, or asks for the whole value
+                return
+            fetched = await self._fetch_bytes(p, body)
+            if fetched is not None:
+                await self._take(fragment, envelope, fetched, base)
+        finally:
+            fragment.release(base)
+
+    async def _fetch_bytes(self, p: FragmentId, body: Published) -> Fetched | None:
+        numel = self._fragments[p].numel
+        down = codec(self._settings.numerics.down)
+        sizes = {CODEC_NUMBERS[down.name]: down.size(numel), -1: 4 * numel}
+        for attempt in range(FETCH_TRIES):
+            if p in self._noticed:
+                return None  # a newer one
+            try:
+                return await self._link.fragment(p, body.version, body.base, sizes)
+            except Refusal as refusal:
+                if refusal.status != 410:
+                    self.log.warning("fragment %d at version %d is refused: %s", p, body.version, refusal)
+                return None  # the notice of the newer one is on its way
+            except WireError as wrong:
+                self._tell(FragmentDamaged(p, body.version, str(wrong)))
+                return None
+            except (aiohttp.ClientError, OSError, TimeoutError) as wrong:
+                self.log.info("fragment %d at version %d did not arrive: %s", p, body.version, wrong)
+                await asyncio.sleep(RETRY_S * 2**attempt)
+        return None  # the syncer tells of it again
+
+    async def _take(self, fragment: FragmentTensors, envelope: Envelope, fetched: Fetched, base: Any) -> None:
+        body = envelope.body
+        assert isinstance(body, Published) and self._learner is not None and self._learner._core is not None
+        if fetched.header.base is None:
+            value = await self._computed(fragment.decode_whole, fetched.data)
+        else:
+            value = await self._computed(fragment.decode_update, base, fetched.data)
+        if await self._computed(fragment.digest, value) != fetched.header.value_digest:
+            fragment.release(value)
+            self._tell(FragmentDamaged(fragment.p, body.version, "the value is not the one that was published"))
+            return
+        learner = self._learner
+        with learner._news:
+            if learner._core is not None and learner._core.hears(envelope):
+                fragment.arrived(body.version, value)
+            else:
+                fragment.release(value)
+            learner._actions.extend(learner._handle(MessageArrived(envelope)))
+            learner._news.notify_all()
+        self._drain()
+
+    async def _fetch_state(self, envelope: Envelope) -> None:
+        most = STATE_BYTES_PER_PARAMETER * sum(fragment.numel for fragment in self._fragments) + 2**24
+        try:
+            state = await self._link.inner_state(envelope.learner, envelope.incarnation, most)
+        except (Refusal, WireError, aiohttp.ClientError, OSError, TimeoutError) as wrong:
+            self.log.warning("a peer's inner state could not be fetched: %s", wrong)  # another peer is asked
+            return
+        self._inner_state = state
+        self._tell(MessageArrived(envelope))
+
+
+_EFFECTS: dict[type[Effect], Callable[[Background, Any], None]] = {
+    Send: Background._send,
+    Dial: Background._dial,
+    Hangup: Background._hang_up,
+    Say: Background._say,
+    AdoptFragment: Background._settle,
+    SaveSnapshot: Background._no_snapshot,
+}

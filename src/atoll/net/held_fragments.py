@@ -1,0 +1,97 @@
+"""The syncer's tensors: running sums, outer optimizers, and the published values that learners fetch.
+
+Everything that computes runs in one merge thread, in the order in which the core asked for it. What is served is
+swapped in the thread of the event loop, at the moment a version is known to be durable.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from atoll.core.protocol import VersionRecord
+from atoll.core.types import NOTHING, Accepted, FragmentId, RoundId, Version
+from atoll.ml.codecs import codec
+from atoll.ml.merge import Accumulator
+from atoll.ml.outer import OuterStep, Published
+from atoll.ml.plan import FragmentPlan, digest_of
+from atoll.ml.settings import Numerics
+
+
+class Served(NamedTuple):
+    """One durable version of one fragment, as learners fetch it."""
+
+    version: Version
+    value: Tensor  # f32, exactly what every learner holds
+    value_digest: str
+    base: Version  # the update leads from here; NOTHING where there is none, as after a restart
+    update: Tensor | None
+
+
+class HeldFragment:
+    """Two buffers for the published value take turns: one is served, the next version is computed into the other."""
+
+    def __init__(self, plan: FragmentPlan, p: FragmentId, numerics: Numerics, version: Version, value: Tensor) -> None:
+        self.id = p
+        self._codec = codec(numerics.down)
+        self._plan = plan
+        self._how = numerics.merge
+        self.outer = OuterStep(plan, p, numerics, value.clone())
+        self.served = Served(version, value, digest_of(value), NOTHING, None)
+        self.next: Served | None = None  # merged, and not yet durable
+        self._spare: Tensor | None = None
+        self._sums: Accumulator | None = None
+        self._round: RoundId | None = None
+
+    # ------------------------------------------------------------------------------------------- in the merge thread
+
+    def accumulate(self, round_id: RoundId, accepted: Accepted, data: Tensor, up: str) -> None:
+        if self._sums is None:
+            self._sums = Accumulator(self._plan, self.id, self._how)
+        if self._round != round_id:
+            self._sums.reset()
+            self._round = round_id
+        self._sums.add_encoded(codec(up), data, accepted.weight)
+
+    def discard(self, round_id: RoundId) -> None:
+        if self._round == round_id and self._sums is not None:
+            self._sums.reset()
+            self._round = None
+
+    def merge(self, round_id: RoundId, contributions: int) -> None:
+        """The outer step, and the next published value. It is served once it is durable."""
+        assert self._round == round_id and self._sums is not None, f"nothing of {round_id} was accumulated"
+        assert self._sums.count == contributions, f"{self._sums.count} sums where {contributions} were sealed"
+        self.outer.step(self._sums.result())
+        self._sums.reset()
+        self._round = None
+        value = self._spare if self._spare is not None else torch.empty_like(self.served.value)
+        self._spare = None
+        value.copy_(self.served.value)
+        update = Published(self._codec, value).advance(self.outer.value)
+        self.next = Served(round_id.base + 1, value, digest_of(value), round_id.base, update)
+
+    # ------------------------------------------------------------------------------------------- in the disk thread
+
+    def to_keep(self, record: VersionRecord) -> dict[str, Tensor]:
+        """What must be durable with this version. Nothing of it changes before the core has heard that it is."""
+        assert self.next is not None and self.next.version == record.version, f"{record.key()} was not merged"
+        return {"published": self.next.value, "precise": self.outer.value} | {
+            f"outer.{name}": tensor for name, tensor in self.outer.state().items()
+        }
+
+    # ------------------------------------------------------------------------------------------- in the loop's thread
+
+    def now_durable(self) -> None:
+        assert self.next is not None, f"fragment {self.id}: durable before it was merged"
+        self._spare = self.served.value
+        self.served = self.next
+        self.next = None
+
+    def restore(self, kept: dict[str, Tensor]) -> None:
+        """The outer optimizer as it was when this version was made durable."""
+        if "precise" in kept:
+            self.outer.value.copy_(kept["precise"])
+            self.outer.load({name.removeprefix("outer."): t for name, t in kept.items() if name.startswith("outer.")})

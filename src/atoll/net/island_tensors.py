@@ -1,0 +1,192 @@
+"""A learner's tensors at the step boundary: anchors, copies and arrivals, one set per fragment.
+
+The training thread copies and adopts, in between two steps; one background thread encodes and decodes. Neither waits
+for the other: a buffer that is still in use is left alone, and another one taken.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from atoll.core.types import NOTHING, AdoptHow, FragmentId, RoundId, Version
+from atoll.ml.codecs import Codec, Feedback
+from atoll.ml.model import ModelView
+from atoll.ml.outer import Published
+from atoll.ml.plan import digest_of
+
+
+class Buffer:
+    """A flat fragment in host memory, and how many hold it."""
+
+    __slots__ = ("holders", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.holders = 0
+
+
+class Buffers:
+    """Buffers of one fragment, used again: a fresh one costs a page fault every 4 KiB, at a step boundary."""
+
+    def __init__(self, view: ModelView, p: FragmentId) -> None:
+        self._view = view
+        self._p = p
+        self._free: list[Buffer] = []
+        self._lock = threading.Lock()
+
+    def take(self) -> Buffer:
+        with self._lock:
+            buffer = self._free.pop() if self._free else None
+        if buffer is None:
+            buffer = Buffer(self._view.buffer(self._p))
+        buffer.holders = 1
+        return buffer
+
+    def hold(self, buffer: Buffer) -> Buffer:
+        with self._lock:
+            buffer.holders += 1
+        return buffer
+
+    def release(self, buffer: Buffer | None) -> None:
+        if buffer is None:
+            return
+        with self._lock:
+            buffer.holders -= 1
+            if buffer.holders == 0:
+                self._free.append(buffer)
+
+
+class Copied(NamedTuple):
+    """The fragment as it stood when it was pulled. The result of `taken` waits until it is all in host memory."""
+
+    round: RoundId
+    buffer: Buffer
+    anchor: Buffer
+    taken: Future[Callable[[], None]]
+
+
+class FragmentTensors:
+    """One fragment at one learner. `anchor`: the published value that was last adopted; `newest`: that arrived."""
+
+    def __init__(self, view: ModelView, p: FragmentId, up: Codec, down: Codec) -> None:
+        self.p = p
+        self.numel = view.numel(p)
+        self._view = view
+        self._up = up
+        self._down = down
+        self._buffers = Buffers(view, p)
+        self._exact = view.is_exact(p)
+        self._feedback = Feedback(up, view.numel(p))
+        self._encoded: tuple[RoundId, Tensor] | None = None
+        self.anchor: Buffer | None = None
+        self.newest: Buffer | None = None
+        self.newest_version: Version = NOTHING
+        self.copied: Copied | None = None
+
+    # ---------------------------------------------------------------------------------------- in the training thread
+
+    def copy(self, copied: Copied) -> None:
+        """At the step boundary. Its buffer was taken when the core asked, so that the background may wait for it."""
+        try:
+            copied.taken.set_result(self._view.begin_read(self.p, copied.buffer.tensor))
+        except BaseException as wrong:
+            copied.taken.set_exception(wrong)
+            raise
+
+    def adopt(self, how: AdoptHow, value: Buffer, reference: Buffer | None, alpha: float) -> None:
+        if how == "carry" and reference is not None and not self._exact:
+            held = self._buffers.take()
+            self._view.as_held(self.p, reference.tensor, held.tensor)
+            self._view.adopt(self.p, how, value.tensor, held.tensor, alpha)
+            self._buffers.release(held)
+        else:
+            self._view.adopt(self.p, how, value.tensor, reference.tensor if reference is not None else None, alpha)
+
+    # ------------------------------------------------------------------------------------- with the learner's lock held
+
+    def will_copy(self, round_id: RoundId) -> Copied:
+        assert self.anchor is not None, f"fragment {self.p} is pulled before it was ever adopted"
+        self._forget_copy()
+        anchor = self._buffers.hold(self.anchor)
+        self.copied = Copied(round_id, self._buffers.take(), anchor, Future())
+        return self.copied
+
+    def will_adopt(self, merged_copy: bool) -> tuple[Buffer, Buffer | None]:
+        """The new value, and what the steps since are measured against. Both are to be released afterwards."""
+        assert self.newest is not None, f"fragment {self.p} is adopted before it arrived"
+        value, old = self.newest, self.anchor
+        reference = self.copied.buffer if merged_copy and self.copied is not None else old
+        if reference is not None:
+            self._buffers.hold(reference)
+        self.anchor = self._buffers.hold(value)
+        self._buffers.release(old)
+        self._forget_copy()
+        return self._buffers.hold(value), reference
+
+    def _forget_copy(self) -> None:
+        if self.copied is not None:
+            self._buffers.release(self.copied.buffer)
+            self._buffers.release(self.copied.anchor)
+            self.copied = None
+
+    def arrived(self, version: Version, value: Buffer) -> None:
+        self._buffers.release(self.newest)
+        self.newest = value
+        self.newest_version = version
+
+    def release(self, *buffers: Buffer | None) -> None:
+        for buffer in buffers:
+            self._buffers.release(buffer)
+
+    def hold_copy(self) -> Copied | None:
+        """For the background, which gives both buffers back with `release`."""
+        if self.copied is not None:
+            self._buffers.hold(self.copied.buffer)
+            self._buffers.hold(self.copied.anchor)
+        return self.copied
+
+    def hold_newest(self, base: Version) -> Buffer | None:
+        """The value that an update to `base` is added to, if it is here."""
+        return self._buffers.hold(self.newest) if self.newest is not None and self.newest_version == base else None
+
+    # ---------------------------------------------------------------------------------------- in the background thread
+
+    def encode(self, copied: Copied) -> Tensor:
+        """The delta A_p - theta_p as bytes; the same bytes again for the same round."""
+        if self._encoded is not None and self._encoded[0] == copied.round:
+            return self._encoded[1]
+        copied.taken.result()()
+        delta = self._buffers.take()
+        if self._exact:
+            delta.tensor.copy_(copied.anchor.tensor)
+        else:
+            self._view.as_held(self.p, copied.anchor.tensor, delta.tensor)
+        delta.tensor.sub_(copied.buffer.tensor)
+        data = self._feedback.encode(delta.tensor)
+        self._buffers.release(delta)
+        self._encoded = (copied.round, data)
+        return data
+
+    def settle(self, merged: bool) -> None:
+        """What was sent is in the published value, or never will be."""
+        self._feedback.settle(merged)
+        self._encoded = None
+
+    def decode_update(self, base: Buffer, update: Tensor) -> Buffer:
+        value = self._buffers.take()
+        Published.apply(self._down, base.tensor, update, value.tensor)
+        return value
+
+    def decode_whole(self, data: Tensor) -> Buffer:
+        value = self._buffers.take()
+        value.tensor.copy_(data.view(torch.float32))
+        return value
+
+    def digest(self, value: Buffer) -> str:
+        return digest_of(value.tensor)

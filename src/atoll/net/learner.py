@@ -1,0 +1,372 @@
+"""`atoll.Learner`: the three lines in a training loop, and what happens behind them.
+
+Two threads share one `LearnerCore` under a lock that is held for microseconds. The training thread tells it of steps,
+copies and adopts; the background thread does everything that may take long: sockets, encoding, decoding, the tape.
+What the training thread has to do at a step boundary is a list of actions, so that an island of many ranks can agree on
+one list and all of its ranks carry it out at the same step.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from atoll.core.learner import LearnerCore
+from atoll.core.protocol import (
+    AdoptFragment,
+    CopyFragment,
+    Effect,
+    InnerState,
+    LearnerEvent,
+    LeaveWanted,
+    Send,
+    Started,
+    StartTraining,
+    StepTaken,
+    Stop,
+)
+from atoll.core.tape import Actor, Entry
+from atoll.core.types import MOST_TOKENS_PER_STEP
+from atoll.ml import inner_state
+from atoll.ml.codecs import codec
+from atoll.ml.model import ModelView
+from atoll.ml.plan import FragmentPlan, make_plan, tensors_of
+from atoll.net.background import Background
+from atoll.net.island_tensors import FragmentTensors
+from atoll.net.learner_errors import JoinTimeout, LearnerRefused, SyncerUnreachable
+from atoll.net.run_clock import RunClock
+from atoll.net.run_settings import RunSettings
+from atoll.net.step_boundary import Action, Adopt, Copy, End, Give, Solo, Start, StepBoundary
+
+MOST_REJOINS = 5
+LAST_WORDS_S = 3.0
+
+
+class LearnerStats(NamedTuple):
+    """What a learner has done so far. `boundary_s`: time spent between steps for Atoll, of `training_s` in all."""
+
+    steps: int
+    tokens: int
+    bytes_up: int
+    bytes_down: int
+    boundary_s: float
+    lock_wait_s: float
+    training_s: float
+    adopted: int
+    contributed: int
+    link: str
+
+
+class Learner:
+    """One island of a run, around a training loop that already works.
+
+        with atoll.Learner(model, optimizer, syncer="head:7400", token=token) as learner:
+            for batch in loader:
+                loss = train_step(batch)
+                learner.step(tokens=batch.numel(), loss=loss)
+                if learner.finished:
+                    break
+
+    Entering joins the run: the model takes the published values, the optimizer a peer's state where there is one. The
+    first learner of a run brings the model. `step` never waits for the network. When the run is over `finished` is True
+    and the model holds the final published values. Leaving the block early, by an exception or Ctrl-C, leaves the run;
+    everybody else goes on.
+
+    `learner` is the number of this island, from 1. With it a restart is told as the same island; without it the syncer
+    gives the next free one. `run_directory` gets this learner's tape.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        syncer: str,
+        token: str | None = None,
+        *,
+        learner: int | None = None,
+        run_directory: str | PathLike[str] | None = None,
+        join_timeout_s: float | None = None,
+        log: logging.Logger | None = None,
+    ) -> None:
+        if learner is not None and learner < 1:
+            raise ValueError(f"learners are numbered from 1, got {learner}")
+        self.log = log if log is not None else logging.getLogger("atoll.learner")
+        self._model = model
+        self._optimizer = optimizer
+        self._wanted = learner
+        self._run_directory = Path(run_directory) if run_directory is not None else None
+        self._join_by = time.monotonic() + join_timeout_s if join_timeout_s is not None else None
+        self._background = Background(address(syncer), token, self.log)
+        self._lock = threading.Lock()
+        self._news = threading.Condition(self._lock)  # actions for the training thread, while it joins
+        self._actions: deque[Action] = deque()  # of events that the background told of; done at the next boundary
+        self._core: LearnerCore | None = None
+        self._boundary: StepBoundary | None = None
+        self._island = Solo()
+        self._settings = RunSettings()
+        self._clock = RunClock(time.time())
+        self._stop: Stop | None = None
+        self._finished = False
+        self._warmup_steps = 0
+        self._last_end = 0.0  # of the previous boundary, on the monotonic clock
+        self._last_wait = 0.0  # for the lock, at that boundary
+        self._began = 0.0
+        self._boundary_s = 0.0
+        self._lock_wait_s = 0.0
+        self._adopted = 0
+        self._contributed = 0
+
+    # ---------------------------------------------------------------------------------------------------- joining
+
+    def __enter__(self) -> Learner:
+        self._background.start()
+        try:
+            self._join()
+        except BaseException:
+            self._background.stop(None)
+            raise
+        return self
+
+    def _join(self) -> None:
+        settings = self._background.fetch_settings(self._join_by)
+        wanted = settings.config.fragments
+        plan = make_plan(tensors_of(self._model, settings.numerics.embeddings), wanted, settings.numerics.plan)
+        view = ModelView(self._model, plan)
+        inner_state.take(self._optimizer, self._model)  # refuses now what could not travel later
+        if settings.plan is None and not self._background.is_founded:
+            self._background.found(plan, view)
+            settings = self._background.fetch_settings(self._join_by)
+        self._settings = settings
+        self._clock = RunClock(settings.founded_at)
+        for _ in range(MOST_REJOINS):
+            if self._start(plan, view):
+                return
+        raise LearnerRefused(f"refused {MOST_REJOINS} times: other processes say that they are the same learner")
+
+    def _start(self, plan: FragmentPlan, view: ModelView) -> bool:
+        """One incarnation, up to its first step. False: a newer incarnation is known, and this one must be another."""
+        learner, incarnation = self._background.ask_for_number(self._wanted)
+        self._wanted = learner
+        config = replace(self._settings.config, fragments=len(plan.fragments), fingerprint=plan.fingerprint())
+        core = LearnerCore(config, learner, incarnation)
+        up, down = codec(self._settings.numerics.up), codec(self._settings.numerics.down)
+        fragments = [FragmentTensors(view, p, up, down) for p in range(len(plan.fragments))]
+        self._core = core
+        self._boundary = StepBoundary(self._model, self._optimizer, fragments, config.blend_alpha)
+        self._forget()
+        actor = Actor(learner, incarnation)
+        self._background.attach(self, actor, config, fragments, self._run_directory)
+        self._tell(Started())
+        self._background.kick()
+        while True:
+            with self._news:
+                while not self._actions:
+                    if self._join_by is not None and time.monotonic() >= self._join_by:
+                        raise JoinTimeout(f"could not join within the time given: {core.reason}")
+                    self._background.check()
+                    self._news.wait(0.2)
+                actions = list(self._actions)
+                self._actions.clear()
+            if self._carry_out(actions):
+                break
+        if self._stop is not None:
+            return self._refused_at_the_door(core)
+        self._began = time.monotonic()
+        return True
+
+    def _forget(self) -> None:
+        """What an incarnation that was refused has left."""
+        self._stop = None
+        self._actions.clear()
+
+    def _refused_at_the_door(self, core: LearnerCore) -> bool:
+        if core.refused_for is not None:
+            return False
+        assert self._stop is not None
+        if "finished" in str(self._stop.reason) or self._stop.reason.code == "learner-finished":
+            self.log.info("%s", self._stop.reason)
+            self._finished = True
+            return True
+        raise LearnerRefused(str(self._stop.reason))
+
+    # ---------------------------------------------------------------------------------------------------- training
+
+    def step(self, tokens: int, loss: float | Tensor | None = None) -> None:
+        """One inner step has ended. Copies and adopts what is due at this boundary; never waits for the network."""
+        if self._core is None or self._boundary is None:
+            raise ValueError("step outside of `with atoll.Learner(...)`: enter it first")
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or not 0 < tokens <= MOST_TOKENS_PER_STEP:
+            raise ValueError(f"tokens must be a whole number from 1 to {MOST_TOKENS_PER_STEP}, got {tokens!r}")
+        self._background.check()
+        if self._finished:
+            return
+        begin = time.monotonic()
+        core = self._core
+        with self._lock:
+            locked = time.monotonic()
+            actions = list(self._actions)
+            self._actions.clear()
+            if core.training:
+                step_time = max(0.0, begin - self._last_end)
+                actions += self._handle(StepTaken(1, tokens, step_time), at=begin)
+        self._background.kick()
+        self._background.last_loss = loss.detach() if isinstance(loss, Tensor) else loss
+        self._carry_out(self._island.agree(actions))
+        end = time.monotonic()
+        self._lock_wait_s += locked - begin
+        self._boundary_s += end - begin
+        # Copying and adopting are this learner's own work; only what it waited for the lock is somebody else's.
+        self._last_end = begin + (locked - begin)
+
+    def _carry_out(self, actions: list[Action]) -> bool:
+        """What has to be done before the next step. True when it said that training starts or ends."""
+        assert self._boundary is not None
+        turned = False
+        for action in actions:
+            match action:
+                case Copy():
+                    self._boundary.copy(action)
+                    self._contributed += 1
+                case Adopt():
+                    self._boundary.adopt(action)
+                    self._adopted += 1
+                case Give():
+                    self._boundary.give(action)
+                case Start():
+                    self._warmup_steps = action.effect.warmup_steps
+                    if not self._boundary.start(self._background.take_inner_state(), self.log):
+                        self._warmup_steps = max(self._warmup_steps, self._settings.config.warmup_steps)
+                    self.log.info("training starts: %s", action.effect.moments)
+                    turned = True
+                case End():
+                    self._ended(action.effect)
+                    turned = True
+        return turned
+
+    def _ended(self, stop: Stop) -> None:
+        assert self._boundary is not None
+        self._stop = stop
+        self.log.info("%s", stop.reason)
+        if stop.reason.code == "learner-finished":
+            self._boundary.write_anchors()
+            self._finished = True
+        elif self._began:
+            raise LearnerRefused(str(stop.reason))
+
+    # ---------------------------------------------------------------------------------------------------- the core
+
+    def _tell(self, event: LearnerEvent) -> None:
+        """An event from the background thread. What it asks of the training thread waits for the next boundary."""
+        with self._news:
+            self._actions.extend(self._handle(event))
+            self._news.notify_all()
+
+    def _handle(self, event: LearnerEvent, at: float | None = None) -> list[Action]:
+        """With the lock held. Effects go to the background in the order of the events, whoever told of them."""
+        assert self._core is not None and self._boundary is not None
+        moment = at if at is not None else time.monotonic()
+        now = self._clock.at(moment)
+        effects = self._core.handle(now, event)
+        actor = Actor(self._core.id, self._core.incarnation)
+        entry = Entry(now, actor, self._core.tick, event, tuple(effects))
+        actions = [action for effect in effects if (action := self._action(effect)) is not None]
+        if any(type(action) is Start for action in actions):
+            self._last_end = moment  # the first step begins here
+        self._background.post(entry, effects)
+        return actions
+
+    def _action(self, effect: Effect) -> Action | None:
+        assert self._boundary is not None
+        match effect:
+            case CopyFragment():
+                return Copy(effect, self._boundary.fragments[effect.round.fragment].will_copy(effect.round))
+            case AdoptFragment():
+                value, reference = self._boundary.fragments[effect.fragment].will_adopt(effect.merged_copy)
+                return Adopt(effect, value, reference)
+            case StartTraining():
+                return Start(effect)
+            case Stop():
+                return End(effect)
+            case Send() if type(effect.envelope.body) is InnerState:
+                return Give(effect.envelope, self._background.expect_state(effect.envelope))
+        return None
+
+    # ---------------------------------------------------------------------------------------------------- showing
+
+    @property
+    def id(self) -> int:
+        assert self._core is not None, "the learner has not joined yet"
+        return self._core.id
+
+    @property
+    def incarnation(self) -> int:
+        assert self._core is not None, "the learner has not joined yet"
+        return self._core.incarnation
+
+    @property
+    def progress(self) -> float:
+        """Of the run's budget, 0..1, as last heard: the same for all islands, for learning-rate schedules."""
+        return self._core.progress if self._core is not None else 0.0
+
+    @property
+    def finished(self) -> bool:
+        return self._finished
+
+    @property
+    def lr_scale(self) -> float:
+        """Below 1 during the first steps of a learner that found no peer to take inner state from."""
+        if self._core is None or self._core.step >= self._warmup_steps:
+            return 1.0
+        return (self._core.step + 1) / (self._warmup_steps + 1)
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What the syncer was given for all learners."""
+        return dict(self._settings.extra)
+
+    def stats(self) -> LearnerStats:
+        core, link = self._core, self._background
+        return LearnerStats(
+            steps=core.step if core is not None else 0,
+            tokens=core.trained if core is not None else 0,
+            bytes_up=link.bytes_up,
+            bytes_down=link.bytes_down,
+            boundary_s=self._boundary_s,
+            lock_wait_s=self._lock_wait_s,
+            training_s=time.monotonic() - self._began if self._began else 0.0,
+            adopted=self._adopted,
+            contributed=self._contributed,
+            link=core.link.value if core is not None else "down",
+        )
+
+    # ---------------------------------------------------------------------------------------------------- leaving
+
+    def __exit__(
+        self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._finished and self._stop is None and self._core is not None:
+            why = "its loop ended" if kind is None else f"its loop ended with {kind.__name__}"
+            self._tell(LeaveWanted(why))
+            self._background.kick()
+        self._background.stop(LAST_WORDS_S)
+
+
+def address(syncer: str) -> str:
+    """`host:port`, checked. An IPv6 address is written in brackets."""
+    host, colon, port = syncer.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"syncer is {syncer!r}; give host:port, such as head:7400 or [::1]:7400")
+    return syncer
+
+
+__all__ = ["JoinTimeout", "Learner", "LearnerRefused", "LearnerStats", "SyncerUnreachable"]

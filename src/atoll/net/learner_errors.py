@@ -1,0 +1,30 @@
+"""What can go wrong for a learner, for its user to catch.
+
+AtollError
+  SyncerUnreachable    nobody answers at the address, or not in time
+    JoinTimeout        somebody answers, but the learner could not start in the time that it was given
+  LearnerRefused       the syncer said no: another model, another run, quarantine
+  BackgroundFailed     our bug: a background thread has ended; the cause is attached
+"""
+
+from __future__ import annotations
+
+
+class AtollError(Exception):
+    """Everything that a learner raises by itself, except for ValueError for wrong arguments."""
+
+
+class SyncerUnreachable(AtollError):  # noqa: N818 - named as the state of things that the user meets
+    pass
+
+
+class JoinTimeout(SyncerUnreachable):
+    pass
+
+
+class LearnerRefused(AtollError):  # noqa: N818
+    pass
+
+
+class BackgroundFailed(AtollError):  # noqa: N818
+    pass

@@ -1,0 +1,100 @@
+"""A syncer from its start to its end: bind, serve, write the final model, leave cleanly on a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from aiohttp import web
+
+from atoll.net.run_settings import RunSettings
+from atoll.net.syncer import LOOPBACK, SyncerProcess
+from atoll.net.syncer_http import build_app
+
+LINGER_S = 1.0
+"""After the end: for the last acknowledgements that are on their way."""
+
+
+def check_access(host: str, token: str | None) -> None:
+    if token is None and host not in LOOPBACK:
+        raise ValueError(
+            f"without a token the syncer listens on this machine only, not on {host}: give --token, or --host 127.0.0.1"
+        )
+    if token is not None and len(token) < 8:
+        raise ValueError("a token needs at least 8 letters: everybody who can reach the port may try")
+
+
+def serve_syncer(
+    directory: Path,
+    settings: RunSettings,
+    host: str = "127.0.0.1",
+    port: int = 7400,
+    token: str | None = None,
+    on_ready: Callable[[str], None] | None = None,
+    on_finished: Callable[[SyncerProcess], None] | None = None,
+) -> bool:
+    """Serve one run until it is over; True when it is. SIGINT and SIGTERM stop it so that it can go on later."""
+    check_access(host, token)
+    return asyncio.run(_serve(directory, settings, host, port, token, on_ready, on_finished))
+
+
+async def _serve(
+    directory: Path,
+    settings: RunSettings,
+    host: str,
+    port: int,
+    token: str | None,
+    on_ready: Callable[[str], None] | None,
+    on_finished: Callable[[SyncerProcess], None] | None,
+) -> bool:
+    log = logging.getLogger("atoll.syncer")
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(ValueError):  # not in the main thread: whoever runs us there ends us otherwise
+            loop.add_signal_handler(number, stopped.set)
+    syncer = SyncerProcess(directory, settings, token=token, log=log)
+    runner = web.AppRunner(build_app(syncer), access_log=None, shutdown_timeout=2.0)
+    try:
+        await syncer.start()
+        await runner.setup()
+        sock = _bound(host, port)
+        await web.SockSite(runner, sock).start()
+        bound = sock.getsockname()
+        address = f"[{bound[0]}]:{bound[1]}" if sock.family is socket.AF_INET6 else f"{bound[0]}:{bound[1]}"
+        log.info("listening on %s%s", address, "" if token else ", this machine only: no token was given")
+        if on_ready is not None:
+            on_ready(address)
+        await _first(stopped.wait(), syncer.over.wait())
+        if syncer.finished and not stopped.is_set():
+            await _first(stopped.wait(), asyncio.sleep(LINGER_S))
+        if syncer.finished and on_finished is not None:
+            await asyncio.to_thread(on_finished, syncer)
+        return syncer.finished
+    finally:
+        await syncer.stop()
+        await runner.cleanup()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    sock = socket.socket(family, kind)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(where)
+    except OSError as wrong:
+        sock.close()
+        raise ValueError(f"cannot listen on {host}:{port}: {wrong.strerror}; give another --port") from None
+    return sock
+
+
+async def _first(*waits: object) -> None:
+    tasks = [asyncio.ensure_future(wait) for wait in waits]  # type: ignore[call-overload]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()

@@ -1,0 +1,105 @@
+"""What a learner does between two steps, as a list of actions.
+
+The list is made by whoever speaks to the syncer. An island of one rank carries it out as it is; in an island of many
+ranks the leader's list goes to all of them, and each does its part at the same step.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+from typing import NamedTuple, Protocol, TypeAlias
+
+from torch import nn
+from torch.optim import Optimizer
+
+from atoll.core.protocol import AdoptFragment, CopyFragment, Envelope, StartTraining, Stop
+from atoll.ml import inner_state
+from atoll.net.island_tensors import Buffer, Copied, FragmentTensors
+
+
+class Copy(NamedTuple):
+    """Copy the fragment for a contribution."""
+
+    effect: CopyFragment
+    copied: Copied
+
+
+class Adopt(NamedTuple):
+    """Take over a published version."""
+
+    effect: AdoptFragment
+    value: Buffer
+    reference: Buffer | None
+
+
+class Give(NamedTuple):
+    """Take a copy of the inner optimizer's state for a learner that joins."""
+
+    envelope: Envelope
+    taken: Future[inner_state.Taken]
+
+
+class Start(NamedTuple):
+    effect: StartTraining
+
+
+class End(NamedTuple):
+    effect: Stop
+
+
+Action: TypeAlias = Copy | Adopt | Give | Start | End
+
+
+class Island(Protocol):
+    """Where the ranks of one island come to the same list."""
+
+    def agree(self, actions: list[Action]) -> list[Action]: ...
+
+
+class Solo:
+    """An island of one rank."""
+
+    def agree(self, actions: list[Action]) -> list[Action]:
+        return actions
+
+
+class StepBoundary:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, fragments: list[FragmentTensors], blend_alpha: float
+    ) -> None:
+        self.fragments = fragments
+        self._model = model
+        self._optimizer = optimizer
+        self._blend_alpha = blend_alpha
+
+    def copy(self, action: Copy) -> None:
+        self.fragments[action.effect.round.fragment].copy(action.copied)
+
+    def adopt(self, action: Adopt) -> None:
+        fragment = self.fragments[action.effect.fragment]
+        fragment.adopt(action.effect.how, action.value, action.reference, self._blend_alpha)
+        fragment.release(action.value, action.reference)
+
+    def give(self, action: Give) -> None:
+        try:
+            action.taken.set_result(inner_state.take(self._optimizer, self._model))
+        except BaseException as wrong:
+            action.taken.set_exception(wrong)
+
+    def start(self, state: bytes | None, log: logging.Logger) -> bool:
+        """The optimizer takes a peer's state. False: it did not fit, and training starts with fresh moments."""
+        if state is None:
+            return True
+        try:
+            inner_state.unpack(state, self._optimizer, self._model)
+        except ValueError as wrong:
+            log.warning("the peer's inner state is of no use here, moments are fresh: %s", wrong)
+            return False
+        return True
+
+    def write_anchors(self) -> None:
+        """The model as it was published, without the steps that came too late for the last merge."""
+        for fragment in self.fragments:
+            if fragment.anchor is not None:
+                fragment.adopt("overwrite", fragment.anchor, None, 0.0)

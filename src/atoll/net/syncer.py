@@ -1,0 +1,386 @@
+"""The syncer as a process: sockets, threads, files and tensors around `SyncerCore`.
+
+One event loop owns the core and everything that people see. One thread merges, in the order in which the core asked;
+another writes files. Whoever is slow (a disk, a learner's link) delays neither of the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atoll.core.protocol import (
+    Accumulate,
+    DiscardRound,
+    FinishRequested,
+    Halt,
+    Hangup,
+    LearnerDisconnected,
+    MergeDone,
+    MergeFailed,
+    MergeRound,
+    Persist,
+    Persisted,
+    PersistFailed,
+    Record,
+    RecordKey,
+    Say,
+    Send,
+    Started,
+    StoreFenced,
+    SyncerEvent,
+    TimerFired,
+    VersionRecord,
+)
+from atoll.core.syncer import SyncerCore
+from atoll.core.syncer_state import Restored
+from atoll.core.tables import Stage
+from atoll.core.tape import Actor, Entry
+from atoll.core.types import SYNCER, FragmentId, Incarnation, LearnerId
+from atoll.ml.plan import FragmentPlan
+from atoll.net.held_fragments import HeldFragment
+from atoll.net.memory_gate import MemoryGate
+from atoll.net.run_clock import RunClock
+from atoll.net.run_settings import RunSettings
+from atoll.net.store import Fenced, Store
+from atoll.net.syncer_link import SyncerLink
+from atoll.net.tape_keeper import TapeKeeper
+from atoll.tape_files import new_header
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+FENCE_EVERY_S = 2.0
+RECEIVING_BYTES = 256 * 2**20
+"""Of contributions that are being received at once, unless four of the largest fragments are more."""
+
+LinkKey = tuple[LearnerId, Incarnation, int]
+
+
+class SyncerProcess:
+    """Everything of one run at one syncer. Made and used within one event loop."""
+
+    def __init__(
+        self,
+        directory: Path,
+        settings: RunSettings,
+        *,
+        token: str | None = None,
+        log: logging.Logger | None = None,
+    ) -> None:
+        self.directory = directory
+        self.settings = settings
+        self.log = log if log is not None else logging.getLogger("atoll.syncer")
+        self.core: SyncerCore | None = None  # from the founding on
+        self.plan: FragmentPlan | None = None
+        self.fragments: dict[FragmentId, HeldFragment] = {}
+        self.links: dict[LinkKey, SyncerLink] = {}
+        self.metrics: dict[LearnerId, dict[str, Any]] = {}
+        self.handed: dict[LearnerId, Incarnation] = {}  # incarnations that were given out and have not yet said hello
+        self.bytes_up = 0  # of contributions that arrived whole
+        self.bytes_down = 0  # of fragments that were sent
+        self.refused: Counter[str] = Counter()  # bad messages and frames, by code
+        self.merged_contributions = 0  # by this process
+        self.merges_before = 0  # by its predecessors
+        self.over = asyncio.Event()  # the run has ended, or this syncer has been superseded
+        self.halted_because = ""
+        self.gate = MemoryGate(RECEIVING_BYTES)
+        self._token = token
+        self._loop = asyncio.get_running_loop()
+        self._merge_thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-merge")
+        self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-disk")
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+        self._background: set[asyncio.Task[None]] = set()
+        self._stopping = False
+        self.store = Store.open(directory / "store")
+        kept = self.store.settings()
+        if kept is not None:
+            self.settings = settings.resumed(RunSettings.from_json(kept))
+        self.clock = RunClock(self.settings.founded_at)
+        self._tape: TapeKeeper | None = None
+
+    # ---------------------------------------------------------------------------------------------------- starting
+
+    async def start(self) -> None:
+        """Take up the run that the directory holds; without one, wait for a learner that brings a model."""
+        if self.settings.plan is not None:
+            await self._restore(self.settings.plan)
+        self._spawn(self._watch_fence())
+
+    async def _restore(self, plan: FragmentPlan) -> None:
+        def load() -> tuple[Restored, dict[FragmentId, HeldFragment]]:
+            held = {}
+            for p in range(len(plan.fragments)):
+                version, _, kept = self.store.newest(p)
+                held[p] = HeldFragment(plan, p, self.settings.numerics, version, kept["published"])
+                held[p].restore(kept)
+            return self.store.restored(), held
+
+        restored, held = await self._loop.run_in_executor(self._disk_thread, load)
+        merges = sum(fragment.served.version for fragment in held.values())
+        self.log.info("the run goes on: %d merges are on disk, this is epoch %d", merges, self.store.epoch)
+        self._begin(plan, held, restored)
+
+    async def found(self, plan: FragmentPlan, values: list[Tensor]) -> None:
+        """A learner has brought the model. It is durable before anybody can join."""
+        numerics = self.settings.numerics
+        settings = replace(
+            self.settings,
+            config=replace(self.settings.config, fragments=len(plan.fragments), fingerprint=plan.fingerprint()),
+            plan=plan,
+            founded_at=time.time(),
+        )
+
+        def write() -> dict[FragmentId, HeldFragment]:
+            for p, value in enumerate(values):
+                self.store.write_initial(p, {"published": value})
+            self.store.write_settings(settings.to_json())
+            return {p: HeldFragment(plan, p, numerics, 0, value) for p, value in enumerate(values)}
+
+        held = await self._loop.run_in_executor(self._disk_thread, write)
+        self.settings = settings
+        self.clock = RunClock(settings.founded_at)
+        self.log.info("founded: %d parameters in %d fragments", plan.total_numel, len(plan.fragments))
+        self._begin(plan, held, None)
+
+    def _begin(self, plan: FragmentPlan, held: dict[FragmentId, HeldFragment], restored: Restored | None) -> None:
+        config = self.settings.config
+        actor = Actor(SYNCER, self.store.epoch)
+        self._tape = TapeKeeper(self.directory, new_header(actor, config, restored=restored), self.log)
+        self.plan = plan
+        self.fragments = held
+        largest = max(plan.numel(p) for p in held)
+        self.gate.most_bytes = max(RECEIVING_BYTES, 4 * 4 * largest)
+        self.core = SyncerCore(config, self.store.epoch, restored)
+        self.merges_before = self.core.merges
+        self.tell(Started())
+
+    # ---------------------------------------------------------------------------------------------------- the core
+
+    def tell(self, event: SyncerEvent, payload: Tensor | None = None) -> None:
+        """One event for the core. Its entry is on the tape before any of its effects is carried out."""
+        assert self.core is not None and self._tape is not None
+        if self._stopping:
+            return
+        now = self.clock.now()
+        effects = self.core.handle(now, event)
+        self._tape.write(Entry(now, Actor(SYNCER, self.store.epoch), self.core.tick, event, tuple(effects)))
+        for effect in effects:
+            if type(effect) is Accumulate:
+                assert payload is not None, "a contribution without its values"
+                self._accumulate(effect, payload)
+            else:
+                carry_out = _EFFECTS.get(type(effect))
+                if carry_out is not None:
+                    carry_out(self, effect)
+        self._arm()
+
+    def _arm(self) -> None:
+        assert self.core is not None
+        deadline = self.core.next_deadline()
+        if deadline is None or (self._timer is not None and self._timer_at <= deadline):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = deadline
+        self._timer = self._loop.call_later(max(0.0, deadline - self.clock.now()), self._on_timer)
+
+    def _on_timer(self) -> None:
+        assert self.core is not None
+        self._timer = None
+        deadline = self.core.next_deadline()
+        if deadline is not None and deadline <= self.clock.now():
+            self.tell(TimerFired())
+        else:
+            self._arm()
+
+    # ---------------------------------------------------------------------------------------------------- effects
+
+    def _send(self, effect: Send) -> None:
+        envelope = effect.envelope
+        link = self.links.get((envelope.learner, envelope.incarnation, envelope.session))
+        if link is not None:
+            link.post(envelope)
+
+    def _say(self, effect: Say) -> None:
+        kind, number = effect.subject
+        self.log.info("%s%s: %s", kind, f" {number}" if kind != "run" else "", effect.reason)
+
+    def _hang_up(self, effect: Hangup) -> None:
+        link = self.links.pop((effect.learner, effect.incarnation, effect.session), None)
+        if link is not None:
+            link.close(str(effect.reason))
+
+    def _accumulate(self, effect: Accumulate, payload: Tensor) -> None:
+        held, up = self.fragments[effect.round.fragment], self.settings.numerics.up
+        self._merge(partial(held.accumulate, effect.round, effect.accepted, payload, up), self._report_trouble)
+
+    def _report_trouble(self, wrong: BaseException | None) -> None:
+        """A sum that failed shows when the round is merged: the counts differ, and the merge fails."""
+        if wrong is not None:
+            self.log.error("a contribution could not be added: %s", wrong)
+
+    def _merge_round(self, effect: MergeRound) -> None:
+        held = self.fragments[effect.round.fragment]
+        self._merge(partial(held.merge, effect.round, len(effect.contributions)), partial(self._merge_ended, effect))
+
+    def _merge_ended(self, effect: MergeRound, wrong: BaseException | None) -> None:
+        if wrong is not None:
+            self.tell(MergeFailed(effect.round, f"{type(wrong).__name__}: {wrong}"))
+            return
+        self.merged_contributions += len(effect.contributions)
+        self.tell(MergeDone(effect.round))
+
+    def _discard(self, effect: DiscardRound) -> None:
+        self._merge(partial(self.fragments[effect.round.fragment].discard, effect.round), self._report_trouble)
+
+    def _merge(self, job: Callable[[], None], then: Callable[[BaseException | None], None]) -> None:
+        future = self._loop.run_in_executor(self._merge_thread, job)
+        future.add_done_callback(lambda done: None if done.cancelled() else then(done.exception()))
+
+    def _persist(self, effect: Persist) -> None:
+        future = self._loop.run_in_executor(self._disk_thread, self._write, effect.record)
+        future.add_done_callback(partial(self._written, effect.record.key()))
+
+    def _write(self, record: Record) -> None:
+        tensors = None
+        if isinstance(record, VersionRecord):
+            tensors = self.fragments[record.fragment].to_keep(record)
+        self.store.write(record, tensors)
+
+    def _written(self, key: RecordKey, done: asyncio.Future[None]) -> None:
+        if done.cancelled():
+            return
+        wrong = done.exception()
+        if isinstance(wrong, Fenced):
+            self.tell(StoreFenced(wrong.epoch))
+        elif isinstance(wrong, OSError):
+            self.tell(PersistFailed(key, wrong.strerror or str(wrong)))
+        elif wrong is not None:
+            self.log.error("a record could not be written", exc_info=wrong)
+            self.tell(PersistFailed(key, f"{type(wrong).__name__}: {wrong}"))
+        else:
+            if key.kind == "version":
+                self.fragments[key.number].now_durable()
+            self.tell(Persisted(key))
+
+    def _halt(self, effect: Halt) -> None:
+        self.halted_because = str(effect.reason)
+        self.log.info("%s", effect.reason)
+        self.over.set()
+
+    # ---------------------------------------------------------------------------------------------------- learners
+
+    def hand_out(self, wanted: LearnerId | None) -> tuple[LearnerId, Incarnation]:
+        """An id, and an incarnation that is newer than every one that is known."""
+        members = self.core.members if self.core is not None else {}
+        learner = wanted
+        if learner is None:
+            learner = 1
+            while learner in members or learner in self.handed:
+                learner += 1
+        known = members[learner].incarnation if learner in members else 0
+        self.handed[learner] = max(known, self.handed.get(learner, 0)) + 1
+        return learner, self.handed[learner]
+
+    def attach(self, link: SyncerLink) -> None:
+        old = self.links.pop(link.key, None)
+        if old is not None:
+            old.close("another connection says that it is the same link")
+        self.links[link.key] = link
+
+    def detach(self, link: SyncerLink, why: str) -> None:
+        if self.links.get(link.key) is link:
+            del self.links[link.key]
+            self.tell(LearnerDisconnected(*link.key, why))
+
+    def finish(self) -> None:
+        if self.core is not None:
+            self.tell(FinishRequested())
+
+    # ---------------------------------------------------------------------------------------------------- showing
+
+    def is_allowed(self, authorization: str) -> bool:
+        """Compared in constant time, whatever is sent."""
+        if self._token is None:
+            return True
+        expected = f"Bearer {self._token}".encode()
+        return hmac.compare_digest(authorization.encode("utf-8", "surrogateescape"), expected)
+
+    @property
+    def finished(self) -> bool:
+        return self.core is not None and self.core.stage is Stage.FINISHED
+
+    def published(self) -> dict[str, Tensor]:
+        """The published model by tensor name, in f32 and in the shapes of the plan; complex numbers are pairs."""
+        assert self.plan is not None
+        found: dict[str, list[tuple[int, Tensor]]] = {}
+        for p, held in self.fragments.items():
+            for piece, begin, end in self.plan.spans(p):
+                found.setdefault(piece.tensor, []).append((piece.start, held.served.value[begin:end]))
+        model = {}
+        for name, pieces in found.items():
+            flat = torch.cat([rows for _, rows in sorted(pieces, key=lambda piece: piece[0])])
+            info = self.plan.by_name[name]
+            pair = (2,) if info.dtype.startswith("complex") else ()
+            model[name] = flat.reshape(*info.shape, *pair)
+        return model
+
+    # ---------------------------------------------------------------------------------------------------- stopping
+
+    async def _watch_fence(self) -> None:
+        """Another syncer that takes over must be noticed also while nothing is written."""
+        while True:
+            await asyncio.sleep(FENCE_EVERY_S)
+            try:
+                await self._loop.run_in_executor(self._disk_thread, self.store.check_epoch)
+            except Fenced as fenced:
+                if self.core is not None:
+                    self.tell(StoreFenced(fenced.epoch))
+                return
+            except OSError as wrong:
+                self.log.warning("the store cannot be read: %s", wrong)
+
+    def _spawn(self, task: Any) -> None:
+        spawned = self._loop.create_task(task)
+        self._background.add(spawned)
+        spawned.add_done_callback(self._background.discard)
+
+    async def stop(self) -> None:
+        """Leave everything so that another syncer can take up the run here. Learners dial again when it does."""
+        self._stopping = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in list(self._background):
+            task.cancel()
+        for link in list(self.links.values()):
+            link.close("the syncer is being stopped")
+        await asyncio.gather(*(link.closed() for link in list(self.links.values())), return_exceptions=True)
+        self.links.clear()
+        for thread in (self._merge_thread, self._disk_thread):
+            await asyncio.to_thread(thread.shutdown, cancel_futures=True)
+        if self._tape is not None:
+            self._tape.close()
+        self.store.close()
+
+
+_EFFECTS: Mapping[type, Callable[[SyncerProcess, Any], None]] = {
+    Send: SyncerProcess._send,
+    Say: SyncerProcess._say,
+    Hangup: SyncerProcess._hang_up,
+    MergeRound: SyncerProcess._merge_round,
+    DiscardRound: SyncerProcess._discard,
+    Persist: SyncerProcess._persist,
+    Halt: SyncerProcess._halt,
+}

@@ -1,0 +1,176 @@
+"""Kills a syncer's store in the middle of writes and looks at what the next one finds. Run as a process of its own.
+
+    python -m tests.net.store_kills lines KIND STORE FOLDER
+    python -m tests.net.store_kills anywhere COUNT STORE FOLDER
+
+`lines`: one write is repeated in forked processes; the first is killed at its first line of the store's code, the
+second at its second, until one comes through. `anywhere`: processes write version after version and are killed from outside,
+wherever they are. One line of JSON per kill says what was found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+
+from atoll.net import durable, store
+from atoll.net.store import Store, StoreDamaged
+from tests.net.store_samples import FRAGMENTS, InPlace, founded, members, same, snapshot, tensors, version
+
+STORES: dict[str, type[Store]] = {"Store": Store, "InPlace": InPlace}
+NUMEL = 2**15  # a file is written in several pieces, whatever its size
+CODE = {durable.__file__, store.__file__, str(Path(__file__).with_name("store_samples.py"))}
+
+
+def write_version(kind: type[Store], folder: Path) -> None:
+    with kind.open(folder) as opened:
+        under_the_knife()
+        opened.write(version(1, 3), tensors(3, NUMEL))
+
+
+def write_members(kind: type[Store], folder: Path) -> None:
+    with kind.open(folder) as opened:
+        under_the_knife()
+        opened.write(members(2))
+
+
+def write_snapshot(kind: type[Store], folder: Path) -> None:
+    with kind.open(folder) as opened:
+        under_the_knife()
+        opened.write(snapshot(1, 2, 2))
+
+
+def open_it(kind: type[Store], folder: Path) -> None:
+    under_the_knife()
+    kind.open(folder).close()
+
+
+KINDS: dict[str, Callable[[type[Store], Path], None]] = {
+    "version": write_version,
+    "members": write_members,
+    "snapshot": write_snapshot,
+    "open": open_it,
+}
+
+left = 0  # lines until this process dies
+
+
+def under_the_knife() -> None:
+    sys.settrace(on_call)
+
+
+def on_call(frame: FrameType, event: str, arg: Any) -> Any:
+    return on_line if frame.f_code.co_filename in CODE else None
+
+
+def on_line(frame: FrameType, event: str, arg: Any) -> Any:
+    global left
+    if event == "line":
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return on_line
+
+
+def forked(action: Callable[[], None]) -> int:
+    """The process id of a copy of this process that does this and nothing else."""
+    child = os.fork()
+    if child == 0:
+        leave(action)
+    return child
+
+
+def leave(action: Callable[[], None]) -> NoReturn:
+    try:
+        action()
+        sys.settrace(None)
+    except BaseException as wrong:
+        print(f"the child failed: {wrong!r}", file=sys.stderr, flush=True)
+        os._exit(1)
+    os._exit(0)
+
+
+def found(folder: Path) -> dict[str, Any]:
+    """What the next syncer finds."""
+    try:
+        with Store.open(folder) as opened:
+            versions = {}
+            for fragment in range(FRAGMENTS):
+                number, record, values = opened.newest(fragment)
+                assert record == (version(fragment, number) if number else None)
+                versions[fragment] = number if same(values, number, NUMEL) else "other values"
+            restored = opened.restored()
+            assert restored.members is not None
+            return {
+                "versions": list(versions.values()),
+                "members": restored.members.serial,
+                "settings": opened.settings(),
+                "snapshots": [list(opened.snapshot(number).versions) for number in opened.snapshots()],  # type: ignore[union-attr]
+                "epoch": opened.epoch,
+                "left over": sorted(str(path.relative_to(folder)) for path in folder.rglob(".*")),
+            }
+    except StoreDamaged as wrong:
+        return {"damaged": str(wrong.path.relative_to(folder)), "why": str(wrong)}
+
+
+def kill_at_every_line(what: str, kind: type[Store], folder: Path) -> None:
+    global left
+    founded(folder / "before", 2, NUMEL).close()
+    here = folder / "run"
+    for line in range(1, 10_000):
+        left = line
+        shutil.rmtree(here, ignore_errors=True)
+        shutil.copytree(folder / "before", here)
+        _, status = os.waitpid(forked(lambda: KINDS[what](kind, here)), 0)
+        assert status in (0, signal.SIGKILL), status
+        print(json.dumps({"line": line, "killed": status == signal.SIGKILL} | found(here)), flush=True)
+        if status == 0:
+            return
+
+
+def kill_anywhere(count: int, kind: type[Store], folder: Path) -> None:
+    rng = random.Random(0)
+    for number in range(count):
+        here = folder / f"run{number}"
+        founded(here, 0, NUMEL).close()
+        told, tell = os.pipe()
+
+        def write_on(here: Path = here, tell: int = tell) -> None:
+            with kind.open(here) as opened:
+                for number in range(1, 1000):
+                    opened.write(version(0, number), tensors(number, NUMEL))
+                    os.write(tell, b".")
+
+        child = forked(write_on)
+        os.close(tell)
+        durable_versions = 0
+        for _ in range(rng.randrange(1, 6)):
+            durable_versions += len(os.read(told, 1))
+        for _ in range(rng.randrange(3000)):  # until the child is somewhere in its next write
+            os.stat(here)
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        durable_versions += len(os.read(told, 1000))
+        os.close(told)
+        row = {"killed": status == signal.SIGKILL, "told": durable_versions, "unfinished": len([*here.rglob(".*")])}
+        print(json.dumps(row | found(here)), flush=True)
+        shutil.rmtree(here)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # a forked process has none of the others
+    mode, argument, store_name, folder_name = sys.argv[1:]
+    if mode == "lines":
+        kill_at_every_line(argument, STORES[store_name], Path(folder_name))
+    else:
+        kill_anywhere(int(argument), STORES[store_name], Path(folder_name))
