@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -50,12 +51,12 @@ def built(seed: int = 0) -> Model:
     return Model()
 
 
-def groups(model: nn.Module, turned: bool = False):
+def groups(model: nn.Module, turned: bool = False) -> list[dict[str, Any]]:
     """Two groups; `turned` has them, and what is in them, in another order."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     large = [parameter for parameter in trained if parameter.dim() > 1]
     small = [parameter for parameter in trained if parameter.dim() <= 1]
-    made = [{"params": large, "weight_decay": 0.1}, {"params": small}]
+    made: list[dict[str, Any]] = [{"params": large, "weight_decay": 0.1}, {"params": small}]
     return [{**group, "params": group["params"][::-1]} for group in reversed(made)] if turned else made
 
 
@@ -143,7 +144,7 @@ def test_moments_keep_their_own_dtype():
 def test_any_plain_value_travels():
     model = nn.Linear(2, 1, bias=False)
     model.wave = nn.Parameter(torch.zeros(2, dtype=torch.complex128))
-    held = {
+    held: dict[str, Any] = {
         "none": None,
         "flag": True,
         "count": 3,

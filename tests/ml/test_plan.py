@@ -40,6 +40,10 @@ SHAPES = st.lists(st.lists(st.integers(1, 12), max_size=3).map(tuple), min_size=
 class Everything(nn.Module):
     """One of each: tied, frozen, buffers of all sorts, complex, scalar, empty."""
 
+    a_head: nn.Linear
+    wte: nn.Embedding
+    rotary: torch.Tensor
+
     def __init__(self, head_first: bool = False) -> None:
         super().__init__()
         embed = nn.Embedding(10, 4)
@@ -152,8 +156,9 @@ def test_any_dtype_is_part_of_the_fingerprint(dtype):
 
 def test_models_that_cannot_travel_are_refused():
     nothing = nn.Linear(2, 2).requires_grad_(False)
-    two = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    two[1].weight = nn.Parameter(two[0].weight.data)
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight = nn.Parameter(first.weight.data)
+    two = nn.Sequential(first, second)
     expanded = nn.Linear(2, 2)
     expanded.register_buffer("wide", torch.ones(1).expand(4))
     for model, sentence in (

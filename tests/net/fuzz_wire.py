@@ -14,7 +14,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-import atheris
+import atheris  # type: ignore[import-untyped]
 
 with atheris.instrument_imports(include=["atoll", "json"]):
     from atoll.core import codec, protocol  # noqa: F401 - instrumented here, used by what follows

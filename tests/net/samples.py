@@ -126,14 +126,14 @@ class Sent(NamedTuple):
 
 
 _VALUES = struct.pack("<5f", 0.0, 1.0, -2.5, 3.0e-3, -1.0e6)
-_PLAN: dict[str, Any] = {"how": "balanced", "tensors": [], "fragments": []}
+_PLAN = b'{"how":"balanced","tensors":[["head",[2,2],"float32","weight",""]],"fragments":[[[0,0,2]]]}'
 
 FRAMES: tuple[Sent, ...] = (
     Sent("a delta as bf16", Kind.CONTRIBUTION, 1, _message("learner: Contribution"), bytes.fromhex("803f00c0")),
     Sent("an update as bf16", Kind.FRAGMENT, 1, FragmentHeader(2, 12, 11, digest(_VALUES).hex()).encode(), b"\1\2" * 5),
     Sent("a whole value", Kind.FRAGMENT, 0, FragmentHeader(2, 12, None, digest(_VALUES).hex()).encode(), _VALUES),
     Sent("inner state", Kind.INNER_STATE, 0, _message("learner: InnerState"), b"safetensors would be here"),
-    Sent("a plan, without payload", Kind.MODEL, 0, encode_header({"plan": _PLAN, "learner": 4}), b""),
+    Sent("the plan of a new model", Kind.MODEL, 0, b"{}", _PLAN),
     Sent("values of a new model", Kind.MODEL, 0, encode_header({"fragment": 2}), _VALUES),
     Sent("no header and no payload", Kind.MODEL, 0, b"", b""),
 )

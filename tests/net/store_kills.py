@@ -4,8 +4,8 @@
     python -m tests.net.store_kills anywhere COUNT STORE FOLDER
 
 `lines`: one write is repeated in forked processes; the first is killed at its first line of the store's code, the
-second at its second, until one comes through. `anywhere`: processes write version after version and are killed from outside,
-wherever they are. One line of JSON per kill says what was found.
+second at its second, until one comes through. `anywhere`: processes write version after version and are killed from
+outside, wherever they are. One line of JSON per kill says what was found.
 """
 
 from __future__ import annotations

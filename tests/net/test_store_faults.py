@@ -155,9 +155,12 @@ def test_a_directory_that_vanishes_is_said(tmp_path):
 # Killed
 
 
-def kills(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "tests.net.store_kills", *arguments, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+def kills(*arguments: str) -> list[dict[str, Any]]:
+    # What a process has written survives its death on any disk, and hundreds of deaths are quicker in memory.
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        command = [sys.executable, "-m", "tests.net.store_kills", *arguments, folder]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -178,8 +181,8 @@ BEFORE_AND_AFTER = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", EITHER)
-def test_killed_at_any_line_the_old_or_the_new_is_found_and_nothing_else(tmp_path, kind):
-    rows = kills(tmp_path, "lines", kind, "Store")
+def test_killed_at_any_line_the_old_or_the_new_is_found_and_nothing_else(kind):
+    rows = kills("lines", kind, "Store")
     *killed, through = rows
     assert [row["killed"] for row in rows] == [True] * len(killed) + [False]
     assert len(killed) > 40
@@ -195,8 +198,8 @@ def test_killed_at_any_line_the_old_or_the_new_is_found_and_nothing_else(tmp_pat
 
 
 @pytest.mark.slow
-def test_killed_anywhere_the_last_version_that_was_told_is_found(tmp_path):
-    rows = kills(tmp_path, "anywhere", "20", "Store")
+def test_killed_anywhere_the_last_version_that_was_told_is_found():
+    rows = kills("anywhere", "20", "Store")
     assert len(rows) == 20
     for row in rows:
         assert row["killed"]
@@ -209,8 +212,8 @@ def test_killed_anywhere_the_last_version_that_was_told_is_found(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "file"), [("version", "fragments/001/000000003.safetensors"), ("members", "members.json")]
 )
-def test_a_store_that_writes_in_place_is_caught(tmp_path, kind, file):
-    rows = kills(tmp_path, "lines", kind, "InPlace")
+def test_a_store_that_writes_in_place_is_caught(kind, file):
+    rows = kills("lines", kind, "InPlace")
     assert {row["damaged"] for row in rows if "damaged" in row} == {file}
     assert rows[-1]["killed"] is False
     assert "damaged" not in rows[-1]
@@ -280,7 +283,7 @@ def test_a_file_is_durable_before_it_has_its_name_and_the_name_before_it_is_told
 # Another syncer takes over in the middle of a write
 
 
-@pytest.mark.parametrize("moment", ["write", "fsync", "link", "unlink"])
+@pytest.mark.parametrize("moment", ["write", "fsync", "link"])
 def test_who_is_overtaken_in_the_middle_of_a_write_does_not_call_it_durable(tmp_path, moment):
     with founded(tmp_path, 1) as store:
         with (
@@ -291,7 +294,7 @@ def test_who_is_overtaken_in_the_middle_of_a_write_does_not_call_it_durable(tmp_
         assert store.newest(0)[0] == 1
         assert unfinished(tmp_path) == []
         named = (tmp_path / "fragments/000/000000002.safetensors").exists()
-        assert named == (moment in ("link", "unlink"))  # whole, and never told to anybody
+        assert named == (moment == "link")  # whole, and never told to anybody
 
 
 @pytest.mark.parametrize("moment", ["fsync", "replace"])

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 
 from atoll.core.protocol import LearnerBody, SyncerBody
 from atoll.ml.codecs import CODECS
+from atoll.ml.plan import FragmentPlan
 from atoll.net.wire import (
     CODES,
     Frame,
@@ -170,12 +173,77 @@ def test_bad_frames_are_refused_with_their_code():
         assert caught.value.code == row["error"], row["name"]
 
 
+def test_the_plan_of_a_new_model_is_a_plan():
+    plans = [row["means"] for row in read("frames.json") if row["name"] == "the plan of a new model"]
+    raw = json.loads(bytes.fromhex(plans[0]["payload_hex"]))
+    assert FragmentPlan.from_json(raw).to_json() == raw
+
+
 def test_codecs_read_what_stands_there():
     for row, codec in zip(read("codecs.json"), CODECS, strict=True):
         data = torch.frombuffer(bytearray.fromhex(row["hex"]), dtype=torch.uint8)
         numel = len(row["f32_hex"]) // 8
         assert (row["name"], row["number"]) == (codec.name, codec.number)
         assert as_hex(codec.decode(data, numel)) == row["decoded_f32_hex"]
+
+
+# A second implementation, written from the tables in docs/wire.md alone.
+
+
+def bf16_decoded(data: bytes) -> Any:
+    return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
+
+
+def bf16_encoded(values: Any) -> bytes:
+    bits = values.astype("<f4").view("<u4").astype(np.uint64)
+    return bytes(((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2").view("u1"))
+
+
+def scaled(integers: Any, scales: Any, block: int) -> Any:
+    return integers.astype("<f4") * np.repeat(scales, block)[: integers.size]
+
+
+def decoded_by_the_page(name: str, data: bytes, n: int) -> Any:
+    if name == "f32":
+        return np.frombuffer(data, "<f4")
+    if name == "bf16":
+        return bf16_decoded(data)
+    if name == "int8":
+        first = 4 * math.ceil(n / 256)
+        return scaled(np.frombuffer(data, "i1", offset=first), np.frombuffer(data, "<f4", first // 4), 256)
+    first = 2 * math.ceil(n / 64)
+    pairs = np.frombuffer(data, "u1", offset=first)
+    halves = np.stack([pairs & 15, pairs >> 4], axis=1).reshape(-1)[:n]
+    return scaled(halves.astype("i1") - 8, bf16_decoded(data[:first]), 64)
+
+
+def encoded_by_the_page(name: str, values: Any) -> bytes:
+    if name == "f32":
+        return bytes(values.view("u1"))
+    if name == "bf16":
+        return bf16_encoded(values)
+    block, levels, m = {"int8": (256, 127, 2.0**-22), "int4": (64, 7, 2.0**-8)}[name]
+    padded = np.pad(values, (0, -values.size % block)).reshape(-1, block)
+    scales = np.maximum(np.abs(padded).max(axis=1) * np.float32((1 - m) / levels), np.float32(2.0**-126))
+    scale_bytes = bytes(scales.view("u1")) if name == "int8" else bf16_encoded(scales)
+    scales = scales if name == "int8" else bf16_decoded(scale_bytes)
+    q = np.rint(padded * (np.float32(1) / scales)[:, None]).astype("i1").reshape(-1)
+    if name == "int8":
+        return scale_bytes + bytes(q[: values.size].view("u1"))
+    halves = (q + 8).astype("u1").reshape(-1, 2)
+    return scale_bytes + bytes(halves[:, 0] | halves[:, 1] << 4)
+
+
+def test_codecs_are_as_the_page_tells_them():
+    for row in read("codecs.json"):
+        values = np.frombuffer(bytes.fromhex(row["f32_hex"]), "<f4")
+        data = bytes.fromhex(row["hex"])
+        sizes = {"f32": 4 * values.size, "bf16": 2 * values.size}
+        sizes |= {"int8": 4 * math.ceil(values.size / 256) + values.size, "int4": 34 * math.ceil(values.size / 64)}
+        assert len(data) == sizes[row["name"]]
+        decoded = decoded_by_the_page(row["name"], data, values.size)
+        assert decoded.astype("<f4").tobytes().hex() == row["decoded_f32_hex"], row["name"]
+        assert encoded_by_the_page(row["name"], values).hex() == row["hex"], row["name"]
 
 
 # --------------------------------------------------------------------------------------------------------------------

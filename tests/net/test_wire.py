@@ -32,6 +32,7 @@ from atoll.net.wire import (
     FrameHead,
     FrameParser,
     Kind,
+    Side,
     WireError,
     as_bytes,
     decode_header,
@@ -131,7 +132,7 @@ def test_a_message_is_written_as_on_the_tape():
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: m.name)
 def test_only_its_own_side_may_send_it(message):
-    other = "syncer" if message.sender == "learner" else "learner"
+    other: Side = "syncer" if message.sender == "learner" else "learner"
     data = encode_message(message.envelope)
     if type(message.envelope.body) in get_args(SIDES[other]):
         assert type(message.envelope.body).__name__ == "InnerState"  # the syncer passes it on
@@ -249,7 +250,7 @@ def test_json_that_others_can_read_is_read(text):
 
 
 def test_a_header_has_exactly_its_fields():
-    fields = {"fragment": int, "base": (int, type(None))}
+    fields: dict[str, type | tuple[type, ...]] = {"fragment": int, "base": (int, type(None))}
     assert decode_header(b'{"fragment":7,"base":null}', fields) == {"fragment": 7, "base": None}
     for text in ("[]", "{}", '{"fragment":7}', '{"fragment":7,"base":1,"more":1}', '{"fragment":true,"base":1}'):
         with refused("type"):

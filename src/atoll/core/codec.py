@@ -298,7 +298,7 @@ def _scalar_decoder(hint: Any) -> Turn:
     def decode(raw: Any) -> Any:
         if type(raw) in accepted:
             return raw
-        if type(raw) is dict and float in accepted and [*raw] == ["float"] and raw["float"] in _SPELLED:
+        if type(raw) is dict and float in accepted and raw.keys() == {"float"} and str(raw["float"]) in _SPELLED:
             return _SPELLED[raw["float"]]
         expected = "a number, a string, a truth value or None" if hint is object else hint.__name__
         raise MisfitError(f"expected {expected}, found {_shown(raw)}")

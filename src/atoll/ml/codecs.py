@@ -26,8 +26,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 17
-"""Values per chunk; a multiple of every block. Half a MiB of f32: it stays in the second cache with what it becomes."""
+CHUNK = 1 << 18
+"""Values per chunk; a multiple of every block. 1 MiB of f32: it stays in the cache and hides what calls cost."""
 
 _TINY = 2.0**-126  # the smallest normal f32
 _BF16_QUANTUM = 2.0**-8  # relative, of one rounding to 8 bits: half the distance of two neighbours, at most
@@ -311,7 +311,7 @@ class Int4(Blocks):
 
     def _store(self, q: Tensor, integers: Tensor, begin: int, scratch: Scratch) -> None:
         count = q.numel()
-        low_and_high = scratch.bytes[:count].copy_(q.add_(8.0)).view(torch.int16)
+        low_and_high = scratch.bytes[:count].view(torch.int8).copy_(q).add_(8).view(torch.int16)
         shifted = torch.bitwise_right_shift(low_and_high, 4, out=scratch.shorts[: count // 2])
         integers[begin // 2 : (begin + count) // 2].copy_(shifted.bitwise_or_(low_and_high))  # keeps the low byte
 
@@ -321,7 +321,7 @@ class Int4(Blocks):
         halves = scratch.bytes[:count]
         spread = torch.bitwise_left_shift(packed, 4, out=halves.view(torch.int16))
         spread.bitwise_or_(packed).bitwise_and_(0x0F0F)
-        out.copy_(halves).sub_(8.0)
+        out.copy_(halves.view(torch.int8).sub_(8))
 
 
 CODECS: tuple[Codec, ...] = (F32(), BF16(), Int8(), Int4())

@@ -102,7 +102,8 @@ class Accumulator:
         """Adds one contribution as it came in, without a decoded copy of it.
 
         A long radial run is decoded twice, chunk by chunk, once for its norm and once to be added. That touches no
-        memory but the bytes and the sums, and takes no longer than to write a decoded copy and read it twice.
+        memory but the bytes and the sums. Against writing a decoded copy and reading it twice it is a fifth faster for
+        bf16; int8 and int4, which cost more to decode, lose a tenth and a fifth, and save the memory.
         """
         if data.numel() != codec.size(self.numel):
             raise ValueError(

@@ -1,0 +1,97 @@
+"""Tiny models and data for runs of real processes: everything is a function of a name, a seed and a step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+BATCH = 16
+WORDS = 16
+
+
+class Plain(nn.Module):
+    """Two layers. `flip` registers them the other way round, under the same names."""
+
+    def __init__(self, flip: bool = False, width: int = 24) -> None:
+        super().__init__()
+        layers = [("first", lambda: nn.Linear(8, width)), ("last", lambda: nn.Linear(width, 4))]
+        for name, made in reversed(layers) if flip else layers:
+            setattr(self, name, made())
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.first(x)
+        out: Tensor = self.last(torch.tanh(hidden))
+        return out
+
+
+class Mixed(nn.Module):
+    """A bit of everything: a head that is tied to the embedding, a frozen layer, and BatchNorm, whose means and variances
+    travel while its counter stays."""
+
+    def __init__(self, flip: bool = False) -> None:
+        super().__init__()
+        parts = [
+            ("embedding", lambda: nn.Embedding(WORDS, 12)),
+            ("frozen", lambda: nn.Linear(12, 12)),
+            ("norm", lambda: nn.BatchNorm1d(12)),
+            ("head", lambda: nn.Linear(12, WORDS, bias=False)),
+        ]
+        for name, made in reversed(parts) if flip else parts:
+            setattr(self, name, made())
+        self.head.weight = self.embedding.weight
+        with torch.no_grad():
+            self.frozen.weight.copy_(torch.eye(12))
+            self.frozen.bias.fill_(0.125)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.frozen(self.embedding(x))
+        out: Tensor = self.head(self.norm(hidden))
+        return out
+
+
+class Work(NamedTuple):
+    """A model, its optimizer, and batches by step."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    seed: int
+
+    def step(self, number: int) -> Tensor:
+        drawn = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+        if isinstance(self.model, Mixed):
+            x = torch.randint(WORDS, (BATCH,), generator=drawn)
+            loss = functional.cross_entropy(self.model(x).float(), (x + 1) % WORDS)
+        else:
+            dtype = next(self.model.parameters()).dtype
+            x = torch.randn(BATCH, 8, generator=drawn).to(dtype)
+            loss = (self.model(x) - x[:, :4].sin()).float().square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        return loss.detach()
+
+
+def work(name: str = "plain", seed: int = 0, dtype: str = "float32", flip: bool = False) -> Work:
+    """`name` is plain, mixed, wide (2 MB in f32), other or taller: the last two are not the model of the others."""
+    torch.manual_seed(seed)
+    models = {
+        "plain": lambda: Plain(flip),
+        "mixed": lambda: Mixed(flip),
+        "wide": lambda: Plain(flip, width=38_000),
+        "other": lambda: nn.Sequential(nn.Linear(8, 4)),
+        "taller": lambda: Plain(flip, width=25),
+    }
+    model: nn.Module = models[name]().to(getattr(torch, dtype))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return Work(model, torch.optim.AdamW(trained, lr=1e-2), seed)
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    """What of a model must be the same everywhere: parameters and averaged buffers, tied ones under each name."""
+    found = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    found |= {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    return found
