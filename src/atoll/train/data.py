@@ -1,0 +1,204 @@
+"""Text as bytes: documents, a split by document, and batches by index.
+
+A batch is a function of (seed, learner, step) and nothing else, so that a learner that was started again, a baseline
+that joins all batches in one, and a replay read the very same tokens. Which documents are held out follows from their
+names alone: adding a file moves no other from one side to the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+PART_BYTES = 256 * 1024
+"""A longer document is cut into parts, each of which counts as a document: one large file has a held-out side too."""
+
+SKIPPED_FOLDERS = {"__pycache__", "node_modules"}
+STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+"""Installed packages are not the library; its tests are another kind of text, and two thirds of the bytes."""
+
+Tokens = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Text:
+    """A corpus in memory: one array of tokens to train on, one that is held out."""
+
+    name: str
+    train: Tokens  # documents one after the other, in the order of their names, a zero after each
+    held_out: Tokens
+    train_documents: int
+    held_out_documents: int
+    vocabulary: int
+    digest: str  # of both arrays
+
+    @staticmethod
+    def load(path: str | os.PathLike[str] | None = None, held_out_share: float = 0.05) -> Text:
+        """Python's own library (None), a folder of text, one text file, or a token file (`.bin` bytes, `.npy`)."""
+        if not 0 < held_out_share < 1:
+            raise ValueError(f"held_out_share must be between 0 and 1, got {held_out_share}")
+        if path is None:
+            root = Path(sysconfig.get_paths()["stdlib"])
+            name = f"the standard library of Python {sysconfig.get_python_version()}"
+            return Text.of(_folder(root, STDLIB_SKIPPED, (".py",)), name, held_out_share)
+        place = Path(path)
+        if place.is_dir():
+            return Text.of(_folder(place, set(), None), str(path), held_out_share)
+        if not place.is_file():
+            raise ValueError(f"{path} is neither a folder nor a file: give one, or nothing for Python's library")
+        return Text.of({place.name: _tokens(place)}, str(path), held_out_share)
+
+    @staticmethod
+    def of(documents: Mapping[str, Tokens], name: str = "text", held_out_share: float = 0.05) -> Text:
+        """A corpus of named documents."""
+        parts = {part: tokens for n in sorted(documents) for part, tokens in _parts(n, documents[n]) if len(tokens)}
+        if len(parts) < 2:
+            raise ValueError(f"{name} holds {len(parts)} documents: two are needed, one of them to be held out")
+        rank = {n: int.from_bytes(hashlib.blake2b(n.encode(), digest_size=8).digest(), "big") / 2**64 for n in parts}
+        held = {n for n in parts if rank[n] < held_out_share}
+        if not held or len(held) == len(parts):
+            held = {min(parts, key=lambda n: rank[n])}
+        train = _joined([t for n, t in parts.items() if n not in held])
+        held_out = _joined([t for n, t in parts.items() if n in held])
+        digest = hashlib.blake2b(digest_size=16)
+        for side in (train, held_out):
+            digest.update(side.dtype.str.encode() + np.ascontiguousarray(side).data)
+        small = train.dtype == held_out.dtype == np.uint8
+        vocabulary = 256 if small else 1 + int(max(train.max(), held_out.max()))
+        return Text(name, train, held_out, len(parts) - len(held), len(held), vocabulary, digest.hexdigest())
+
+    def held_out_batches(self, context: int, batch: int, windows: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """At most `windows` windows, evenly spread over everything that is held out, always the same."""
+        there = _window_count(self.held_out, context)
+        starts = np.unique(np.linspace(0, there - 1, min(windows, there)).round().astype(np.int64)) * context
+        for i in range(0, len(starts), batch):
+            yield _cut(self.held_out, starts[i : i + batch], context)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {len(self.train) / 1e6:.1f} million tokens in {self.train_documents} documents, "
+            f"{len(self.held_out) / 1e6:.2f} million in {self.held_out_documents} documents held out"
+        )
+
+
+class Sampler:
+    """The batches of one learner. Windows are dealt round robin from one permutation, so no two learners share any;
+    each learner goes through its own again and again, in a new order every time."""
+
+    def __init__(self, corpus: Text, seed: int, learner: int, learners: int, batch: int, context: int) -> None:
+        if not 1 <= learner <= learners:
+            raise ValueError(f"learner {learner} of {learners}: they are numbered from 1, and `learners` counts all")
+        if batch < 1 or context < 1:
+            raise ValueError(f"batch and context must be at least 1, got {batch} and {context}")
+        there = _window_count(corpus.train, context)
+        if there < learners:
+            raise ValueError(f"{corpus.name} has {there} windows of {context} tokens for {learners} learners: too few")
+        self.corpus = corpus
+        self.seed = seed
+        self.learner = learner
+        self.learners = learners
+        self.batch_size = batch
+        self.context = context
+        self.step = 0  # of the next batch
+        self._own = np.random.default_rng([seed, 0]).permutation(there)[learner - 1 :: learners]
+        self._order = (0, self._own)
+
+    @property
+    def tokens_per_batch(self) -> int:
+        return self.batch_size * self.context
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of a step, [batch, context] each."""
+        place = range(step * self.batch_size, (step + 1) * self.batch_size)
+        starts = np.array([self._window(k) for k in place], dtype=np.int64) * self.context
+        return _cut(self.corpus.train, starts, self.context)
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        found = self.batch(self.step)
+        self.step += 1
+        return found
+
+    def _window(self, k: int) -> int:
+        epoch, place = divmod(k, len(self._own))
+        if self._order[0] != epoch:
+            order = self._own
+            if epoch:
+                order = np.random.default_rng([self.seed, self.learner, epoch]).permutation(self._own)
+            self._order = (epoch, order)
+        return int(self._order[1][place])
+
+    def state(self) -> dict[str, Any]:
+        """Everything that `resume` needs besides the corpus; plain numbers and strings."""
+        names = ("seed", "learner", "learners", "context", "step")
+        return {n: getattr(self, n) for n in names} | {"batch": self.batch_size, "corpus": self.corpus.digest}
+
+    @staticmethod
+    def resume(corpus: Text, state: Mapping[str, Any]) -> Sampler:
+        """Goes on exactly where `state` was taken."""
+        if state["corpus"] != corpus.digest:
+            raise ValueError(f"this is not the corpus of the saved state: {corpus.name} has changed, or is another")
+        names = ("seed", "learner", "learners", "batch", "context")
+        sampler = Sampler(corpus, **{n: state[n] for n in names})
+        sampler.step = state["step"]
+        return sampler
+
+
+def _window_count(tokens: Tokens, context: int) -> int:
+    """Windows of `context` inputs, each with the target of its last token."""
+    count = (len(tokens) - 1) // context
+    if count < 1:
+        raise ValueError(f"{len(tokens)} tokens are too few for one window of {context}: give more text")
+    return count
+
+
+def _cut(tokens: Tokens, starts: npt.NDArray[np.int64], context: int) -> tuple[Tensor, Tensor]:
+    window = torch.from_numpy(tokens[starts[:, None] + np.arange(context + 1)].astype(np.int64))
+    return window[:, :-1], window[:, 1:]
+
+
+def _joined(parts: list[Tokens]) -> Tokens:
+    end = np.zeros(1, dtype=parts[0].dtype)
+    return np.concatenate([x for part in parts for x in (part, end)])
+
+
+def _parts(name: str, tokens: Tokens) -> Iterator[tuple[str, Tokens]]:
+    if len(tokens) <= PART_BYTES:
+        yield name, tokens
+        return
+    for i in range(0, len(tokens), PART_BYTES):
+        yield f"{name}#{i // PART_BYTES}", tokens[i : i + PART_BYTES]
+
+
+def _tokens(file: Path) -> Tokens:
+    if file.suffix == ".npy":
+        found = np.load(file, allow_pickle=False)
+        if found.ndim != 1 or found.dtype.kind not in "iu" or (found.size and found.min() < 0):
+            raise ValueError(f"{file} holds {found.dtype} {found.shape}: a token file is one row of whole numbers")
+        return np.asarray(found)
+    return np.frombuffer(file.read_bytes(), dtype=np.uint8)
+
+
+def _folder(root: Path, skipped: set[str], suffixes: tuple[str, ...] | None) -> dict[str, Tokens]:
+    """Every file that looks like text, by its path below the folder."""
+    found: dict[str, Tokens] = {}
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(f for f in folders if f not in SKIPPED_FOLDERS | skipped and not f.startswith("."))
+        for file in sorted(files):
+            if file.startswith(".") or (suffixes is not None and not file.endswith(suffixes)):
+                continue
+            with open(os.path.join(folder, file), "rb") as f:
+                data = f.read()
+            if b"\0" not in data[:4096]:
+                name = os.path.relpath(os.path.join(folder, file), root).replace(os.sep, "/")
+                found[name] = np.frombuffer(data, dtype=np.uint8)
+    return found

@@ -1,0 +1,472 @@
+"""Real tensors that follow a tape: every entry moves exactly the values that it moved, or would have moved, in a run.
+
+Entries must come in causal order (as a simulated world makes them, or as tapes are merged). One process, one thread:
+the same entries and the same training steps give the same bits, so a real run can be replayed from its tapes, and
+methods can be compared on one machine without a network.
+
+What happens when:
+
+    learner   StepTaken               inner steps
+              Published arrived       the published value is rebuilt from the update, as a learner does
+              CopyFragment            theta_p is kept
+              Send(Contribution)      A_p - theta_p is encoded, with error feedback
+              AdoptFragment           the new value is taken over; the residual of what was sent is settled
+              Send(InnerState)        the optimizer's state is taken, and given to its receiver at StartTraining
+    syncer    Accumulate              a contribution joins the running sums
+              MergeDone               outer step, update for the learners
+              Persisted               the version is published
+              DiscardRound            the sums are forgotten
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from atoll.core.protocol import (
+    Accumulate,
+    AdoptFragment,
+    Contribution,
+    CopyFragment,
+    Delivered,
+    DiscardRound,
+    Envelope,
+    InnerState,
+    LinkOpened,
+    MergeDone,
+    MessageArrived,
+    Persisted,
+    Published,
+    Send,
+    StartTraining,
+    StepTaken,
+    Stop,
+    Welcome,
+)
+from atoll.core.syncer_state import Restored
+from atoll.core.tape import Actor, Entry
+from atoll.core.types import NOTHING, SYNCER, FragmentId, LearnerId, RoundId, RunConfig, Version
+from atoll.ml import inner_state, merge, outer
+from atoll.ml.codecs import Codec, Feedback, codec
+from atoll.ml.model import ModelView
+from atoll.ml.plan import FragmentPlan
+from atoll.ml.settings import Numerics
+
+
+class StepInfo(NamedTuple):
+    """What an inner step may depend on, besides the learner's own model and data."""
+
+    step: int  # steps that this incarnation has taken before
+    progress: float  # tokens of all learners so far, as a share of the budget; what was heard, in a run without one
+    heard: float  # the progress that the syncer last told this learner
+    lr_scale: float  # below 1 while a learner with fresh moments warms up
+
+
+@dataclass
+class Trainee:
+    """A learner's model and how it takes one step. `take_step` returns the loss, or None where nobody wants it."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    take_step: Callable[[StepInfo], float | None]
+
+
+class Parcel(NamedTuple):
+    """A published version on its way. `base` None: the whole value as f32; else the update in the codec down."""
+
+    base: Version | None
+    data: Tensor
+
+
+@dataclass
+class LearnerTensors:
+    """One incarnation of one learner. Dictionaries are by fragment."""
+
+    actor: Actor
+    trainee: Trainee
+    view: ModelView
+    step: int = 0
+    tokens: int = 0
+    session: int = 0
+    heard: float = 0.0
+    warmup_steps: int = 0
+    stopped: bool = False
+    inner: bytes | None = None  # a peer's, while joining
+    received: dict[FragmentId, Version] = field(default_factory=dict)
+    values: dict[FragmentId, Tensor] = field(default_factory=dict)  # as received, adopted or not
+    anchors: dict[FragmentId, Tensor] = field(default_factory=dict)  # as adopted and as the parameters hold it
+    copies: dict[FragmentId, Tensor] = field(default_factory=dict)
+    sent: dict[FragmentId, tuple[RoundId, Tensor]] = field(default_factory=dict)
+    feedback: dict[FragmentId, Feedback] = field(default_factory=dict)
+
+
+@dataclass
+class FragmentState:
+    """What a syncer makes durable of one version."""
+
+    value: Tensor
+    momentum: dict[str, Tensor]
+    published: Tensor
+
+
+class SyncerTensors:
+    """One epoch of the syncer."""
+
+    def __init__(self, plan: FragmentPlan, numerics: Numerics, states: Sequence[FragmentState], down: Codec) -> None:
+        self.outer: list[outer.OuterStep] = []
+        self.published: list[Tensor] = []  # never changed in place: messages on their way hold them
+        self.versions: list[Version] = [0] * len(states)
+        self.updates: list[Tensor | None] = [None] * len(states)  # from the version before
+        self.rounds: dict[RoundId, merge.Accumulator] = {}
+        self.merged: dict[FragmentId, tuple[Tensor, Tensor]] = {}  # value and update, not durable yet
+        self._plan = plan
+        self._numerics = numerics
+        self._down = down
+        for p, state in enumerate(states):
+            step = outer.OuterStep(plan, p, numerics, state.value.clone())
+            if state.momentum:
+                step.load(state.momentum)
+            self.outer.append(step)
+            self.published.append(state.published)
+
+    def accumulate(self, round_id: RoundId, up: Codec, data: Tensor, weight: float) -> None:
+        sums = self.rounds.get(round_id)
+        if sums is None:
+            sums = self.rounds[round_id] = merge.Accumulator(self._plan, round_id.fragment, self._numerics.merge)
+        sums.add_encoded(up, data, weight)
+
+    def step(self, round_id: RoundId) -> None:
+        p = round_id.fragment
+        self.outer[p].step(self.rounds.pop(round_id).result())
+        moving = outer.Published(self._down, self.published[p].clone())
+        update = moving.advance(self.outer[p].value)
+        self.merged[p] = (moving.value, update)
+
+    def publish(self, p: FragmentId, version: Version) -> None:
+        self.published[p], self.updates[p] = self.merged.pop(p)
+        self.versions[p] = version
+
+
+class Execution:
+    """All tensors of a run, moved by its entries: `Driver(plan, on_entry=execution.apply, on_start=execution.started)`.
+
+    `make` gives each incarnation of a learner its model, whose initial values do not matter: they come from the syncer.
+    `history` is how many states of each fragment are kept for a syncer that is started again; 0 where none ever is.
+    With `check_digests` each learner compares every version that it receives with the syncer's.
+    """
+
+    syncer_type: type[SyncerTensors] = SyncerTensors
+
+    def __init__(
+        self,
+        config: RunConfig,
+        numerics: Numerics,
+        plan: FragmentPlan,
+        initial: Sequence[Tensor],
+        make: Callable[[Actor], Trainee],
+        history: int = 0,
+        check_digests: bool = False,
+    ) -> None:
+        if len(initial) != len(plan.fragments) or config.fragments != len(plan.fragments):
+            raise ValueError(
+                f"the plan has {len(plan.fragments)} fragments, the run {config.fragments} and there are "
+                f"{len(initial)} initial values: make all three from one plan"
+            )
+        self.config = config
+        self.numerics = numerics
+        self.plan = plan
+        self.up = codec(numerics.up)
+        self.down = codec(numerics.down)
+        self.tokens = 0  # of all learners, ever
+        self.bytes_up = 0
+        self.bytes_down = 0
+        self.contributions = 0  # that were accumulated
+        self.learners: dict[Actor, LearnerTensors] = {}
+        self.syncers: dict[Actor, SyncerTensors] = {}
+        self.digests: dict[tuple[FragmentId, Version], str] = {}
+        self.compared = 0  # digests that were found equal
+        self.on_step: Callable[[LearnerTensors, float | None], None] | None = None
+        self._make = make
+        self._history = history
+        self._check_digests = check_digests
+        self._initial = [FragmentState(v.clone(), {}, v.clone()) for v in initial]
+        self._durable: list[dict[RoundId, FragmentState]] = [{} for _ in initial]  # the newest `history` of each
+        self._contributions: dict[tuple[Actor, FragmentId], tuple[RoundId, Tensor]] = {}  # sent, not accumulated
+        self._parcels: dict[tuple[Actor, FragmentId], dict[Version, Parcel]] = {}  # sent, not adopted
+        self._given: dict[InnerState, bytes] = {}
+
+    # ---------------------------------------------------------------------------------------------------- processes
+
+    def started(self, actor: Actor, restored: Restored | None = None) -> None:
+        """A process has begun. A syncer that is started again goes on from what its predecessor had made durable."""
+        if actor.learner != SYNCER:
+            self._learner(actor)
+        elif actor not in self.syncers:
+            records = restored.versions if restored is not None else {}
+            states = list(self._initial)
+            for p, record in records.items():
+                assert record.round in self._durable[p], (
+                    f"{actor} starts from {record.round}, of which no state is kept: {list(self._durable[p])}"
+                )
+                states[p] = self._durable[p][record.round]
+            made = self.syncer_type(self.plan, self.numerics, states, self.down)
+            for p, record in records.items():
+                made.versions[p] = record.version
+            self.syncers[actor] = made
+            self._note_digests(made, range(len(states)))
+
+    def _learner(self, actor: Actor) -> LearnerTensors:
+        found = self.learners.get(actor)
+        if found is None:
+            trainee = self._make(actor)
+            found = self.learners[actor] = LearnerTensors(actor, trainee, ModelView(trainee.model, self.plan))
+        return found
+
+    @property
+    def syncer(self) -> SyncerTensors:
+        """The newest."""
+        return self.syncers[max(self.syncers, key=lambda actor: actor.start)]
+
+    def published(self) -> list[Tensor]:
+        """The published value of every fragment, flat; not to be changed."""
+        return list(self.syncer.published)
+
+    # ---------------------------------------------------------------------------------------------------- entries
+
+    @torch.no_grad()
+    def apply(self, entry: Entry) -> None:
+        """First what happened, then what was done about it, in that order."""
+        if entry.actor not in self.syncers and entry.actor not in self.learners:
+            self.started(entry.actor)
+        if entry.actor.learner == SYNCER:
+            self._apply_at_syncer(self.syncers[entry.actor], entry)
+        else:
+            self._apply_at_learner(self.learners[entry.actor], entry)
+
+    def _apply_at_syncer(self, syncer: SyncerTensors, entry: Entry) -> None:
+        event = entry.event
+        if type(event) is MergeDone:
+            syncer.step(event.round)
+            self._keep(syncer, event.round)
+        elif type(event) is Persisted and event.key.kind == "version":
+            syncer.publish(event.key.number, event.key.version)
+            self._note_digests(syncer, (event.key.number,))
+        for effect in entry.effects:
+            if type(effect) is Send and type(effect.envelope.body) is Published:
+                self._post(syncer, effect.envelope, effect.envelope.body)
+            elif type(effect) is Accumulate:
+                actor = Actor(effect.accepted.learner, effect.accepted.incarnation)
+                round_id, data = self._contributions.pop((actor, effect.round.fragment))
+                assert round_id == effect.round, f"{actor} sent {round_id}, the syncer adds {effect.round}"
+                syncer.accumulate(effect.round, self.up, data, effect.accepted.weight)
+                self.contributions += 1
+            elif type(effect) is DiscardRound:
+                syncer.rounds.pop(effect.round, None)
+
+    def _keep(self, syncer: SyncerTensors, round_id: RoundId) -> None:
+        """Before it is durable: the process may die between the write and the answer, and its successor finds it."""
+        if not self._history:
+            return
+        p = round_id.fragment
+        momentum = {name: tensor.clone() for name, tensor in syncer.outer[p].state().items()}
+        self._durable[p][round_id] = FragmentState(syncer.outer[p].value.clone(), momentum, syncer.merged[p][0])
+        while len(self._durable[p]) > self._history:
+            del self._durable[p][next(iter(self._durable[p]))]
+
+    def _note_digests(self, syncer: SyncerTensors, fragments: Iterable[FragmentId]) -> None:
+        if not self._check_digests:
+            return
+        for p in fragments:
+            found = digest(syncer.published[p])
+            known = self.digests.setdefault((p, syncer.versions[p]), found)
+            assert known == found, f"fragment {p} has two values of version {syncer.versions[p]}"
+
+    def _post(self, syncer: SyncerTensors, envelope: Envelope, body: Published) -> None:
+        p = body.fragment
+        assert body.version == syncer.versions[p], f"version {body.version} is sent, {syncer.versions[p]} is published"
+        update = syncer.updates[p]
+        parcel = Parcel(None, syncer.published[p])
+        if body.base is not None and update is not None:
+            parcel = Parcel(body.base, update)
+        self.bytes_down += parcel.data.numel() * parcel.data.element_size()
+        to = Actor(envelope.learner, envelope.incarnation)
+        self._parcels.setdefault((to, p), {})[body.version] = parcel
+
+    # ---------------------------------------------------------------------------------------------------- learners
+
+    def _apply_at_learner(self, learner: LearnerTensors, entry: Entry) -> None:
+        event = entry.event
+        if type(event) is StepTaken:
+            for _ in range(event.steps):
+                self._train(learner, event.tokens // event.steps)
+        elif type(event) is MessageArrived:
+            self._arrived(learner, event.envelope, entry)
+        elif type(event) is LinkOpened:
+            learner.session = event.session
+        for effect in entry.effects:
+            handler = _LEARNER_EFFECTS.get(type(effect))
+            if handler is not None:
+                handler(self, learner, effect)
+
+    def _train(self, learner: LearnerTensors, tokens: int) -> None:
+        budget = self.config.budget_tokens
+        progress = min(1.0, self.tokens / budget) if budget else learner.heard
+        scale = min(1.0, (learner.step + 1) / learner.warmup_steps) if learner.warmup_steps else 1.0
+        with torch.enable_grad():
+            loss = learner.trainee.take_step(StepInfo(learner.step, progress, learner.heard, scale))
+        learner.step += 1
+        learner.tokens += tokens
+        self.tokens += tokens
+        if self.on_step is not None:
+            self.on_step(learner, loss)
+
+    def _arrived(self, learner: LearnerTensors, envelope: Envelope, entry: Entry) -> None:
+        body = envelope.body
+        if envelope.session != learner.session:
+            return  # of an older link; the core drops it
+        if type(body) is Published:
+            # The core acknowledges what it has taken, and takes nothing while it does not.
+            acknowledged = Delivered(body.fragment, body.version)
+            taken = any(type(e) is Send and e.envelope.body == acknowledged for e in entry.effects)
+            if taken and body.version > learner.received.get(body.fragment, NOTHING):
+                self._receive(learner, body)
+        elif type(body) is Welcome:
+            learner.heard = max(learner.heard, body.progress)
+        elif type(body) is InnerState and learner.inner is None:
+            learner.inner = self._given.get(body)
+
+    def _receive(self, learner: LearnerTensors, body: Published) -> None:
+        p = body.fragment
+        parcel = self._parcels[learner.actor, p][body.version]
+        if parcel.base is None:
+            value = parcel.data
+        else:
+            held = learner.values[p]
+            assert learner.received[p] == parcel.base, f"an update to {parcel.base}, {learner.received[p]} is held"
+            value = self.rebuild(learner, held, parcel.data)
+        learner.values[p] = value
+        learner.received[p] = body.version
+        learner.heard = max(learner.heard, body.progress)
+        expected = self.digests.get((p, body.version))
+        if expected is not None:
+            found = digest(value)
+            assert found == expected, f"{learner.actor} holds {found} as version {body.version} of {p}, not {expected}"
+            self.compared += 1
+
+    def rebuild(self, learner: LearnerTensors, held: Tensor, update: Tensor) -> Tensor:
+        """The next published value from the one that is held, as every learner does it."""
+        return outer.Published.apply(self.down, held, update, torch.empty_like(held))
+
+    def _copy(self, learner: LearnerTensors, effect: CopyFragment) -> None:
+        p = effect.round.fragment
+        kept = learner.copies.get(p)
+        if kept is None:
+            kept = learner.copies[p] = torch.empty(self.plan.numel(p))
+        learner.view.read(p, kept)
+        learner.sent.pop(p, None)
+
+    def _send(self, learner: LearnerTensors, effect: Send) -> None:
+        body = effect.envelope.body
+        if type(body) is Contribution:
+            self._contribute(learner, body.round)
+        elif type(body) is InnerState and learner.trainee.optimizer is not None:
+            self._given[body] = inner_state.pack(learner.trainee.optimizer, learner.trainee.model)
+
+    def _contribute(self, learner: LearnerTensors, round_id: RoundId) -> None:
+        """An answer that was lost is sent again as it was: the same bytes."""
+        p = round_id.fragment
+        sent = learner.sent.get(p)
+        if sent is None or sent[0] != round_id:
+            feedback = learner.feedback.get(p)
+            if feedback is None:
+                feedback = learner.feedback[p] = Feedback(self.up, self.plan.numel(p))
+            feedback.settle(False)  # an older answer with the same anchor was in no version
+            sent = learner.sent[p] = (round_id, feedback.encode(learner.anchors[p] - learner.copies[p]))
+        self.bytes_up += sent[1].numel()
+        self._contributions[learner.actor, p] = sent
+
+    def _adopt(self, learner: LearnerTensors, effect: AdoptFragment) -> None:
+        p = effect.fragment
+        assert learner.received[p] == effect.version, f"{learner.received[p]} is held, {effect.version} is adopted"
+        value = learner.values[p]
+        reference = learner.copies[p] if effect.merged_copy else learner.anchors.get(p)
+        self.take_over(learner, p, effect.how, value, reference)
+        anchor = value
+        if not learner.view.is_exact(p):
+            anchor = torch.empty_like(value)
+            learner.view.as_held(p, value, anchor)
+        learner.anchors[p] = anchor
+        if p in learner.sent:
+            learner.feedback[p].settle(effect.merged_copy)
+            del learner.sent[p]
+        parcels = self._parcels.get((learner.actor, p), {})
+        for version in [v for v in parcels if v <= effect.version]:
+            del parcels[version]
+
+    def take_over(
+        self, learner: LearnerTensors, p: FragmentId, how: str, value: Tensor, reference: Tensor | None
+    ) -> None:
+        learner.view.adopt(p, how, value, reference, self.config.blend_alpha)
+
+    def _start(self, learner: LearnerTensors, effect: StartTraining) -> None:
+        learner.warmup_steps = effect.warmup_steps
+        if effect.moments.code == "moments-peer" and learner.trainee.optimizer is not None:
+            assert learner.inner is not None, f"{learner.actor} starts from a peer's state that never arrived"
+            inner_state.unpack(learner.inner, learner.trainee.optimizer, learner.trainee.model)
+        learner.inner = None
+        for given in [g for g in self._given if Actor(g.to, g.to_incarnation) == learner.actor]:
+            del self._given[given]
+
+    def _stop(self, learner: LearnerTensors, effect: Stop) -> None:
+        """The model stays, everything else is given back."""
+        learner.stopped = True
+        for held in (learner.values, learner.anchors, learner.copies, learner.sent, learner.feedback):
+            held.clear()
+
+
+_LEARNER_EFFECTS: dict[type, Callable[[Execution, LearnerTensors, Any], None]] = {
+    CopyFragment: Execution._copy,
+    Send: Execution._send,
+    AdoptFragment: Execution._adopt,
+    StartTraining: Execution._start,
+    Stop: Execution._stop,
+}
+
+
+def digest(value: Tensor) -> str:
+    return xxhash.xxh3_128_hexdigest(value.numpy().data)
+
+
+def initial_values(model: nn.Module, plan: FragmentPlan) -> list[Tensor]:
+    """The fragments of a model as it stands."""
+    view = ModelView(model, plan)
+    values = [torch.empty(plan.numel(p)) for p in range(len(plan.fragments))]
+    for p, value in enumerate(values):
+        view.read(p, value)
+    return values
+
+
+@torch.no_grad()
+def load_values(model: nn.Module, plan: FragmentPlan, values: Sequence[Tensor]) -> None:
+    view = ModelView(model, plan)
+    for p, value in enumerate(values):
+        view.write(p, value)
+
+
+def mean_of_learners(execution: Execution) -> list[Tensor]:
+    """The mean of the models of all learners, each in its newest incarnation, as they stand."""
+    newest: dict[LearnerId, LearnerTensors] = {}
+    for actor, learner in sorted(execution.learners.items()):
+        newest[actor.learner] = learner
+    found: list[Tensor] = []
+    for p in range(len(execution.plan.fragments)):
+        values = [torch.empty(execution.plan.numel(p)) for _ in newest]
+        for value, learner in zip(values, newest.values(), strict=True):
+            learner.view.read(p, value)
+        found.append(torch.stack(values).mean(0))
+    return found

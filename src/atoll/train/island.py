@@ -1,0 +1,96 @@
+"""What one learner process does: build the model, join, and train until the run is over.
+
+This is the loop that the README shows to users, with a schedule, a pace and metrics; nothing in it is hidden from them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from atoll.net.learner import Learner, address
+from atoll.net.run_settings import RunSettings
+from atoll.train.job_settings import JobSettings
+from atoll.train.loop import InnerLoop, Metrics, Step
+
+ASK_EVERY_S = 1.0
+
+
+def train_island(
+    settings: JobSettings,
+    learner: int | None,
+    syncer: str,
+    token: str | None,
+    run: Path,
+    on_step: Callable[[Learner, Step], None] | None = None,
+) -> None:
+    """Train as this learner, or as whichever the syncer says, until the run is over."""
+    loop = InnerLoop(settings)
+    share = settings.learners * loop.tokens_per_step / settings.tokens  # of the run, that all train in one step each
+    try:
+        with Learner(loop.model, loop.optimizer, syncer, token, learner=learner, run_directory=run) as link:
+            loop.take_data(link.id, run)
+
+            def of_the_link() -> dict[str, Any]:
+                stats = link.stats()
+                return {"bytes_up": stats.bytes_up, "bytes_down": stats.bytes_down, "boundary_s": stats.boundary_s}
+
+            with Metrics(run, link.id, link.incarnation, of_the_link) as metrics:
+                while not link.finished:
+                    # The schedule is asked for the end of the step: at its beginning a new run stands at 0.
+                    step = loop.step(min(1.0, link.progress + share), link.lr_scale)
+                    link.step(tokens=step.tokens, loss=step.loss)
+                    metrics.step(step)
+                    if on_step is not None:
+                        on_step(link, step)
+    finally:
+        loop.close()
+
+
+class Job(NamedTuple):
+    run_id: str
+    settings: JobSettings
+
+
+def ask_for_job(syncer: str, token: str | None, on_wait: Callable[[], None] | None = None, wait_s: float = 60.0) -> Job:
+    """What a syncer has for its learners to do. Waits for a syncer that is not there yet, and says so once."""
+    address(syncer)  # refuses what is none
+    request = urllib.request.Request(f"http://{syncer}/v1/run")
+    if token is not None:
+        request.add_header("Authorization", f"Bearer {token}")
+    until = time.monotonic() + wait_s
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=10.0) as answer:
+                told = json.load(answer)
+            break
+        except urllib.error.HTTPError as refused:
+            raise ValueError(f"the syncer at {syncer} refused: {_sentence(refused)}") from None
+        except (OSError, ValueError) as wrong:
+            if time.monotonic() >= until:
+                why = getattr(wrong, "reason", wrong)
+                raise ValueError(f"no syncer answers at {syncer} ({why}); start one with: atoll syncer") from None
+            if on_wait is not None:
+                on_wait()
+                on_wait = None
+            time.sleep(ASK_EVERY_S)
+    run = RunSettings.from_json(told)
+    if "format" not in run.extra:
+        raise ValueError(
+            f"the syncer at {syncer} has no job for atoll learner: start it with atoll syncer, or train with your own"
+            " script and atoll.Learner"
+        )
+    return Job(run.config.run_id, JobSettings.from_json(run.extra))
+
+
+def _sentence(refused: urllib.error.HTTPError) -> str:
+    try:
+        told = json.loads(refused.read(65536))
+        return str(told["error"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"HTTP {refused.code}"

@@ -1,0 +1,216 @@
+"""One island's own training: model, optimizer, data, schedule, pace and metrics. Nothing about who else there is.
+
+Every method trains through this loop, so that methods differ in how islands exchange and in nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from atoll.train.data import Sampler, Text
+from atoll.train.job_settings import JobSettings
+from atoll.train.models import GPT, SIZES, GPTConfig, build, clip_, inner_optimizer, schedule, set_lr
+
+METRICS = "metrics"
+POSITIONS = "positions"
+
+_LINE_S = 1.0
+_LINE_STEPS = 50
+
+
+def model_config(settings: JobSettings) -> GPTConfig:
+    """The shape of the job's model."""
+    found = SIZES.get(settings.model)
+    if found is None:
+        raise ValueError(f"there is no model {settings.model!r}; give one of {', '.join(SIZES)}")
+    found = replace(found, vocabulary=settings.vocabulary)
+    if settings.experts:
+        found = replace(found, experts=settings.experts, experts_per_token=min(2, settings.experts))
+    return found if settings.context is None else replace(found, context=settings.context)
+
+
+class DataPosition:
+    """How many batches of its data an island has trained on, in a file that outlives its process.
+
+    Eight bytes are written in place after every step, without fsync: they must survive the death of the process, which
+    the system's cache does, and not that of the machine, after which the island would see some batches twice.
+    """
+
+    def __init__(self, run: Path, learner: int) -> None:
+        folder = run / POSITIONS
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(folder / f"learner-{learner}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self.batches = int.from_bytes(os.pread(self._file, 8, 0), "little")
+
+    def advance(self) -> None:
+        self.batches += 1
+        os.pwrite(self._file, self.batches.to_bytes(8, "little"), 0)
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class Step(NamedTuple):
+    """One inner step as it went."""
+
+    loss: float
+    tokens: int
+    gradient_s: float  # forward and backward
+    work_s: float  # and the optimizer
+    step_s: float  # and the wait for its pace, where steps are paced
+
+
+class InnerLoop:
+    """Model, optimizer and data of one island. `module` is what runs forward: the model, or a wrapper of it.
+
+    The learner's number is told by `take_data`, because whoever asks the syncer for one needs its model for that.
+    """
+
+    def __init__(self, settings: JobSettings, corpus: Text | None = None) -> None:
+        torch.set_num_threads(settings.threads)
+        self.settings = settings
+        self.config = model_config(settings)
+        self.model: GPT = build(self.config, settings.seed)
+        self.module: nn.Module = self.model
+        self.optimizer = inner_optimizer(self.model, settings.inner, lr=settings.lr, weight_decay=settings.weight_decay)
+        self.corpus = Text.load(settings.data) if corpus is None else corpus
+        self.tokens_per_step = settings.tokens_per_step(self.config.context)
+        self._sampler: Sampler | None = None
+        self._position: DataPosition | None = None
+        self._least_s = 0.0
+
+    def take_data(self, learner: int, run: Path) -> None:
+        """This learner's part of the data, from where an earlier process of it stopped."""
+        settings = self.settings
+        learners = max(settings.learners, learner)
+        self._sampler = Sampler(self.corpus, settings.seed, learner, learners, settings.batch, self.config.context)
+        self._position = DataPosition(run, learner)
+        self._least_s = settings.least_step_s(learner)
+
+    def gradient(self) -> float:
+        """Forward and backward on the next batch, without an update: the loss."""
+        assert self._sampler is not None and self._position is not None, "take_data() comes before the first step"
+        x, y = self._sampler.batch(self._position.batches)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss: torch.Tensor = self.module(x, y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach())
+
+    def step(self, progress: float, lr_scale: float = 1.0) -> Step:
+        """One inner step. The batch counts as seen once the step is done: a step that is killed is taken again."""
+        settings = self.settings
+        began = time.monotonic()
+        set_lr(self.optimizer, settings.lr * schedule(progress, settings.warmup) * lr_scale)
+        loss = self.gradient()
+        gradient_s = time.monotonic() - began
+        if settings.clip:
+            clip_(self.model.parameters(), settings.clip)
+        self.optimizer.step()
+        assert self._position is not None
+        self._position.advance()
+        work_s = time.monotonic() - began
+        if work_s < self._least_s:
+            time.sleep(self._least_s - work_s)
+        return Step(loss, self.tokens_per_step, gradient_s, work_s, time.monotonic() - began)
+
+    def close(self) -> None:
+        if self._position is not None:
+            self._position.close()
+
+
+class Metrics:
+    """`metrics/learner-3.jsonl`: a line about every second, each of the steps since the line before.
+
+    A line is written at once and whole, so that a reader of the growing file, or of one whose writer was killed, finds
+    at most the last line incomplete.
+    """
+
+    def __init__(self, run: Path, learner: int, start: int, extra: Callable[[], dict[str, Any]] | None = None) -> None:
+        path = metrics_path(run, learner)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+        self._extra = extra
+        self._fixed = {"learner": learner, "start": start}
+        self.steps = 0
+        self.tokens = 0
+        self._line_at = time.monotonic()
+        self._of_line: list[Step] = []
+
+    def step(self, step: Step) -> None:
+        self.steps += 1
+        self.tokens += step.tokens
+        self._of_line.append(step)
+        if len(self._of_line) >= _LINE_STEPS or time.monotonic() - self._line_at >= _LINE_S:
+            self.flush()
+
+    def flush(self) -> None:
+        steps = self._of_line
+        if not steps:
+            return
+        now = time.monotonic()
+        self.write(
+            {
+                "step": self.steps,
+                "tokens": self.tokens,
+                "loss": sum(s.loss for s in steps) / len(steps),
+                "step_s": sum(s.step_s for s in steps) / len(steps),
+                "work_s": sum(s.work_s for s in steps) / len(steps),
+                "tokens_per_s": sum(s.tokens for s in steps) / max(now - self._line_at, 1e-9),
+            }
+        )
+        self._line_at = now
+        self._of_line = []
+
+    def write(self, told: dict[str, Any]) -> None:
+        line = {"at": time.time(), **self._fixed, **told, **(self._extra() if self._extra is not None else {})}
+        self._file.write(json.dumps(line).encode() + b"\n")
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self.flush()
+            self._file.close()
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def metrics_path(run: Path, learner: int) -> Path:
+    return run / METRICS / f"learner-{learner}.jsonl"
+
+
+def read_metrics(run: Path, learner: int) -> list[dict[str, Any]]:
+    """All complete lines; none where the learner never wrote one."""
+    try:
+        data = metrics_path(run, learner).read_bytes()
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in data.split(b"\n")[:-1]]
+
+
+def newest_metrics(run: Path, learner: int, tail_bytes: int = 4096) -> dict[str, Any] | None:
+    """The last complete line, without reading the file."""
+    try:
+        with open(metrics_path(run, learner), "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - tail_bytes))
+            lines = file.read().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return None
+    found: dict[str, Any] | None = json.loads(lines[-1]) if lines else None
+    return found

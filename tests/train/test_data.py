@@ -1,0 +1,147 @@
+"""Text: the split goes by document, batches by index, and no two learners read the same window."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from atoll.train.data import PART_BYTES, Sampler, Text
+
+CONTEXT = 4
+
+
+def document(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), dtype=np.uint8)
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Text:
+    return Text.of({f"{i:03}.txt": document(f"document {i} says {'abc' * (i % 7)}.") for i in range(200)})
+
+
+@pytest.fixture(scope="module")
+def stdlib() -> Text:
+    return Text.load()
+
+
+def test_the_library_of_python_is_enough_text_for_everybody(stdlib):
+    assert len(stdlib.train) > 5e6
+    assert 0.01 < len(stdlib.held_out) / len(stdlib.train) < 0.1
+    assert stdlib.vocabulary == 256
+    assert "documents held out" in str(stdlib)
+
+
+def test_the_split_goes_by_name_so_that_a_new_document_moves_no_other(corpus):
+    held = {i for i in range(200) if f"document {i} says".encode() in corpus.held_out.tobytes()}
+    assert len(held) == corpus.held_out_documents
+    assert 0 < len(held) < 40
+    more = {f"{i:03}.txt": document(f"document {i} says {'abc' * (i % 7)}.") for i in range(200)}
+    larger = Text.of({**more, "new.txt": document("something new")})
+    assert {i for i in range(200) if f"document {i} says".encode() in larger.held_out.tobytes()} == held
+    assert larger.digest != corpus.digest
+
+
+def test_a_batch_is_a_function_of_seed_learner_and_step(corpus):
+    def batch(seed: int, learner: int, step: int) -> torch.Tensor:
+        return Sampler(corpus, seed, learner, 2, 3, CONTEXT).batch(step)[0]
+
+    assert torch.equal(batch(1, 1, 5), batch(1, 1, 5))
+    others = [batch(2, 1, 5), batch(1, 2, 5), batch(1, 1, 6)]
+    assert not any(torch.equal(batch(1, 1, 5), other) for other in others)
+
+
+def test_targets_are_the_inputs_one_token_later(corpus):
+    x, y = Sampler(corpus, 0, 1, 1, 8, CONTEXT).batch(0)
+    assert x.shape == y.shape == (8, CONTEXT)
+    assert x.dtype == torch.int64
+    assert torch.equal(x[:, 1:], y[:, :-1])
+
+
+def test_no_two_learners_ever_read_the_same_window():
+    """Also in later rounds through the text, which learners of different speeds reach at different times."""
+    corpus = Text.of({"a": np.arange(1, 61, dtype=np.uint16), "b": np.arange(500, 560, dtype=np.uint16)})
+    samplers = [Sampler(corpus, 5, i, 3, 2, 2) for i in (1, 2, 3)]
+    seen = [{tuple(row.tolist()) for step in range(40) for row in s.batch(step)[0]} for s in samplers]
+    assert all(len(s) == 10 for s in seen)
+    assert len(set().union(*seen)) == 30
+
+
+def test_every_window_comes_once_before_any_comes_again():
+    tokens = np.arange(0, 1001, dtype=np.uint16)
+    corpus = Text.of({"a": tokens, "b": tokens[:50] + 2000, "c": tokens[:50] + 3000})
+    sampler = Sampler(corpus, 0, 1, 1, 1, 10)
+    there = (len(corpus.train) - 1) // 10
+    first = [tuple(sampler.batch(i)[0][0].tolist()) for i in range(there)]
+    second = [tuple(sampler.batch(there + i)[0][0].tolist()) for i in range(there)]
+    assert len(set(first)) == there
+    assert sorted(first) == sorted(second)
+    assert first != second
+
+
+def test_a_sampler_resumes_exactly(corpus):
+    sampler = Sampler(corpus, 3, 2, 4, 2, CONTEXT)
+    for _ in range(7):
+        sampler.next()
+    state = json.loads(json.dumps(sampler.state()))
+    again = Sampler.resume(corpus, state)
+    for _ in range(20):
+        assert torch.equal(sampler.next()[0], again.next()[0])
+
+
+def test_a_state_does_not_fit_another_text(corpus, stdlib):
+    with pytest.raises(ValueError, match="not the corpus of the saved state"):
+        Sampler.resume(stdlib, Sampler(corpus, 3, 2, 4, 2, CONTEXT).state())
+
+
+def test_what_is_held_out_is_read_evenly_and_always_the_same(corpus):
+    once = list(corpus.held_out_batches(CONTEXT, 4, 10))
+    again = list(corpus.held_out_batches(CONTEXT, 4, 10))
+    assert sum(len(x) for x, _ in once) == 10
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(once, again, strict=True))
+    everything = list(corpus.held_out_batches(CONTEXT, 64, 10**6))
+    assert sum(len(x) for x, _ in everything) == (len(corpus.held_out) - 1) // CONTEXT
+
+
+def test_a_folder_is_read_in_the_order_of_names_without_what_is_no_text(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / "b.txt").write_text("bbb" * 10)
+    (tmp_path / "sub" / "a.md").write_text("aaa" * 10)
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\0\0\0")
+    (tmp_path / ".hidden" / "c.txt").write_text("ccc")
+    text = Text.load(tmp_path)
+    assert text.train_documents + text.held_out_documents == 2
+    assert sorted([text.train.tobytes(), text.held_out.tobytes()]) == [b"aaa" * 10 + b"\0", b"bbb" * 10 + b"\0"]
+
+
+def test_one_large_file_has_a_held_out_side_too(tmp_path):
+    file = tmp_path / "tokens.bin"
+    file.write_bytes(bytes(range(256)) * (4 * PART_BYTES // 256))
+    text = Text.load(file)
+    assert text.train_documents == 3
+    assert text.held_out_documents == 1
+
+
+def test_a_token_file_may_have_a_larger_vocabulary(tmp_path):
+    file = tmp_path / "tokens.npy"
+    np.save(file, np.arange(2 * PART_BYTES, dtype=np.int32) % 50_000)
+    text = Text.load(file)
+    assert text.vocabulary == 50_000
+    assert Sampler(text, 0, 1, 1, 2, 8).batch(0)[0].max() > 255
+
+
+def test_nonsense_is_refused_with_a_sentence(tmp_path, corpus):
+    with pytest.raises(ValueError, match="neither a folder nor a file"):
+        Text.load(tmp_path / "nothing")
+    np.save(tmp_path / "floats.npy", np.zeros(10))
+    with pytest.raises(ValueError, match="a token file is one row of whole numbers"):
+        Text.load(tmp_path / "floats.npy")
+    with pytest.raises(ValueError, match="two are needed"):
+        Text.of({"a": document("only one")})
+    with pytest.raises(ValueError, match="learner 5 of 4"):
+        Sampler(corpus, 0, 5, 4, 2, CONTEXT)
+    with pytest.raises(ValueError, match="too few"):
+        Sampler(corpus, 0, 1, 4, 2, 100_000)

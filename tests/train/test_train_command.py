@@ -1,0 +1,355 @@
+"""`atoll train` and its neighbours, with real processes on loopback: a second of training each, faults included."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from atoll.cli import COMMANDS, main
+from atoll.commands import generate, learner, syncer, train
+from atoll.commands.check import judge
+from atoll.sim.checkers import all_checkers
+from atoll.tape_files import RunTapes
+from atoll.train.children import JobFailed
+from atoll.train.job import AlreadyFinished, resume_job, start_job
+from atoll.train.live_view import LiveView
+from atoll.train.loop import read_metrics
+from atoll.train.model_file import load_model, model_digest
+from tests.train.small_jobs import corpus_of, processes_of, silent_view, small_settings, small_text
+
+ALL = {**COMMANDS, "train": train, "generate": generate, "syncer": syncer, "learner": learner}
+STEP = 2 * 16  # tokens of one step of one learner
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return small_text(tmp_path_factory.mktemp("data") / "text")
+
+
+def small(text, *words):
+    """The options of a job that takes a second."""
+    return [
+        *("--data", str(text), "--model", "100k", "--context", "16", "--batch", "2", "--eval-tokens", "256"),
+        *("--every", "8", "--fragments", "8", "--step-time", "5ms"),
+        *words,
+    ]
+
+
+def assert_tapes_are_sound(run):
+    """Every invariant but one: on a machine that others use, a step may be late through no fault of ours."""
+    tapes = RunTapes(run)
+    verdict = judge(tapes, [each for each in all_checkers(tapes.config) if each.name != "independence"])
+    assert verdict.violation is None, verdict.violation.sentence
+    return verdict
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The whole job
+
+
+@pytest.fixture(scope="module")
+def finished(text, tmp_path_factory):
+    """A run of three learners; the second was killed on the way and started again."""
+    run = tmp_path_factory.mktemp("finished") / "run"
+    out, err = io.StringIO(), io.StringIO()
+    words = small(text, "--learners", "3", "--tokens", str(3 * 400 * STEP), "--kill", "2@0.2+0.1", "--json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", out)
+        patch.setattr(sys, "stderr", err)
+        assert main(["train", "--out", str(run), *words], ALL) == 0, err.getvalue()
+    return run, json.loads(out.getvalue()), err.getvalue()
+
+
+def test_the_learner_was_killed_and_came_back(finished):
+    _, report, lines = finished
+    (fault,) = report["faults"]
+    assert (fault["who"], fault["what"], fault["planned"]) == ("learner 2", "SIGKILL", True)
+    assert fault["away_s"] > 0.1
+    assert [island["starts"] for island in report["islands"]] == [1, 2, 1]
+    assert "learner 2 was killed on purpose" in lines
+    assert "learner 2 is started again" in lines
+
+
+def test_the_report_is_the_file_and_tells_of_the_whole_budget(finished):
+    run, report, _ = finished
+    assert json.loads((run / "report.json").read_text(encoding="utf-8")) == report
+    tokens = report["tokens"]
+    assert tokens["trained"] >= 3 * 400 * STEP
+    assert tokens["trained"] == tokens["merged"] + tokens["pending"] + tokens["dropped"]
+    assert report["steps"] * STEP == sum(island["tokens"] for island in report["islands"])
+    assert report["rounds"] > 100
+    assert 0.5 < report["goodput"] <= 1.0
+    assert report["eval_loss"] < report["eval_loss_before"]
+    assert report["paced"] == {"step_time_s": 0.005, "speeds": []}
+    assert report["bytes"]["up"] > 0 < report["bytes"]["down"]
+
+
+def test_the_run_leaves_a_model_tapes_logs_metrics_and_its_settings(finished):
+    run, report, _ = finished
+    settings, model = load_model(run)
+    assert settings.learners == 3
+    assert model_digest(model) == report["final_digest"]
+    verdict = assert_tapes_are_sound(run)
+    assert verdict.finished
+    assert verdict.incomplete == []
+    assert sorted(path.name for path in (run / "logs").iterdir()) == [
+        *(f"learner-{n}.log" for n in (1, 2, 3)),
+        "syncer.log",
+    ]
+    assert {line["start"] for line in read_metrics(run, 2)} == {1, 2}
+    assert processes_of(run) == []
+
+
+def test_a_learner_goes_on_in_its_data_where_its_predecessor_was_killed(finished):
+    run, report, _ = finished
+    for island in report["islands"]:
+        batches = int.from_bytes((run / "positions" / f"learner-{island['learner']}").read_bytes(), "little")
+        # A step that was killed between its end and its tape is the only one that may be missing there.
+        assert island["steps"] <= batches <= island["steps"] + island["starts"]
+
+
+def test_a_run_replays_to_the_same_effects(finished, capsys):
+    assert main(["replay", str(finished[0])], ALL) == 0
+    assert "every effect came out as recorded" in capsys.readouterr().out
+
+
+def test_a_finished_run_says_so(finished, capsys):
+    run, report, _ = finished
+    assert main(["train", "--out", str(run), "--resume"], ALL) == 0
+    assert capsys.readouterr().out.startswith(f"The run in {run} is finished")
+    assert main(["train", "--out", str(run), "--resume", "--json"], ALL) == 0
+    assert json.loads(capsys.readouterr().out) == report
+    assert main(["train", "--out", str(run)], ALL) == 2
+    assert "is there already: choose another --out, go on with --resume" in capsys.readouterr().err
+
+
+def test_the_summary_is_for_a_newcomer(finished):
+    from atoll.commands.train_summary import summary
+    from atoll.train.report import Bytes, Fault, IslandReport, Paced, Report, Tokens
+
+    run, told, _ = finished
+    report = Report(
+        **{
+            **told,
+            "tokens": Tokens(**told["tokens"]),
+            "bytes": Bytes(**told["bytes"]),
+            "paced": Paced(0.005, ()),
+            "faults": tuple(Fault(**each) for each in told["faults"]),
+            "islands": tuple(IslandReport(**each) for each in told["islands"]),
+        }
+    )
+    sentences = " ".join(" ".join(summary(report, load_model(run)[0], run)).split())
+    for part in (
+        "Learner 2 was killed on purpose",
+        "data from where it had stopped",
+        "The others noticed nothing",
+        "are merged into the model",
+        "times as much",
+        f"atoll check {run}",
+        "atoll story",
+        "atoll generate",
+    ):
+        assert part in sentences, sentences
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Interruptions and deaths
+
+
+class At(LiveView):
+    """A view that does something once, when the run has come so far."""
+
+    def __init__(self, progress, action):
+        super().__init__(io.StringIO())
+        self.progress = progress
+        self.action = action
+        self.fired = False
+
+    def show(self, status, watched, now=None):
+        if status.get("progress", 0.0) >= self.progress and not self.fired:
+            self.fired = True
+            self.action()
+
+
+def ctrl_c():
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_ends_cleanly_and_goes_on(text, tmp_path, capsys):
+    run = tmp_path / "run"
+    settings = small_settings(text, tokens=2 * 300 * STEP, step_time_s=0.005)
+    view = At(0.2, ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        start_job(settings, run, view, corpus_of(settings))
+    assert view.fired
+    assert processes_of(run) == []
+    assert not (run / "report.json").exists()
+    assert main(["generate", str(run), "a"], ALL) == 2
+    assert "finish the run with atoll train" in capsys.readouterr().err
+
+    report = resume_job(run, silent_view()[0])
+    assert report.tokens.trained >= settings.tokens
+    assert [island.starts for island in report.islands] == [2, 2]
+    assert (run / "tapes/syncer-e2.tape").exists()
+    assert assert_tapes_are_sound(run).finished
+    with pytest.raises(AlreadyFinished):
+        resume_job(run, silent_view()[0])
+
+
+def test_a_syncer_that_dies_is_started_again_and_the_run_ends(text, tmp_path):
+    run = tmp_path / "run"
+    settings = small_settings(text, tokens=2 * 400 * STEP, step_time_s=0.005)
+
+    def kill_the_syncer():
+        (pid,) = (p for p in processes_of(run) if os.readlink(f"/proc/{p}/fd/2").endswith("syncer.log"))
+        os.kill(pid, signal.SIGKILL)
+
+    view = At(0.2, kill_the_syncer)
+    report = start_job(settings, run, view, corpus_of(settings))
+    assert view.fired
+    assert [(fault.who, fault.what, fault.planned) for fault in report.faults] == [("syncer", "SIGKILL", False)]
+    assert [island.starts for island in report.islands] == [1, 1]  # the learners trained on
+    assert report.tokens.trained >= settings.tokens
+    assert assert_tapes_are_sound(run).finished
+
+
+def test_learners_that_cannot_start_end_the_job_with_their_last_words(text, tmp_path):
+    run = tmp_path / "run"
+    settings = small_settings(text, inner="nonsense")
+    with pytest.raises(JobFailed, match=r"learner \d cannot take part: .*inner optimizer 'nonsense' is not known"):
+        start_job(settings, run, silent_view()[0], corpus_of(settings))
+    assert processes_of(run) == []
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Several hosts
+
+
+def test_a_syncer_and_learners_that_dial_in(text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("ATOLL_TOKEN", "a long secret")
+    run = tmp_path / "run"
+    words = small(text, "--learners", "2", "--tokens", str(2 * 100 * STEP), "--seed", "3")
+    script = "import sys; from tests.train.test_train_command import ALL, main; sys.exit(main(sys.argv[1:], ALL))"
+    served = subprocess.Popen(
+        [sys.executable, "-c", script, "syncer", "--out", str(run), "--port", "0", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=Path(__file__).resolve().parents[2],
+    )
+    try:
+        assert served.stdout is not None
+        address = served.stdout.readline().split()[-1].rstrip(".")
+        assert main(["learner", "--syncer", address, "--token", "a wrong secret"], ALL) == 2
+        assert "refused" in capsys.readouterr().err
+        code = main(["learner", "--syncer", address, "--out", str(tmp_path / "island"), "--json"], ALL)
+        told = json.loads(capsys.readouterr().out)
+        assert (code, told["learner"]) == (0, 1)
+        assert told["tokens"] >= 2 * 100 * STEP
+        assert "is finished; its model is" in served.communicate(timeout=60)[0]
+    finally:
+        served.kill()
+        served.wait()
+    assert served.returncode == 0
+    assert load_model(run)[0].seed == 3
+    assert (tmp_path / "island/tapes/learner-1-i1.tape").exists()
+
+
+def test_nobody_at_the_address(capsys):
+    assert main(["learner", "--syncer", "nowhere"], ALL) == 2
+    assert "give host:port" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What is refused at once
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--method", "sail"], "there is no method 'sail'"),
+        (["--model", "7b"], "there is no model '7b'; give one of 100k, 1m"),
+        (["--tokens", "many"], "--tokens 'many' is not a count"),
+        (["--step-time", "soon"], "--step-time 'soon' is not a time"),
+        (["--speeds", "1,x", "--step-time", "1ms"], "--speeds '1,x' is not understood"),
+        (["--speeds", "1,1"], "2 speeds for 4 learners"),
+        (["--kill", "9@0.4"], "learner 9 of 4"),
+        (["--kill", "soon"], "--kill 'soon' is not understood"),
+        (["--method", "ddp", "--kill", "1@0.4"], "means nothing to ddp"),
+        (["--data", "no/such/place"], "neither a folder nor a file"),
+        (["--up", "int2"], "up is 'int2'; give one of f32"),
+        (["--resume", "--lr", "1"], "--lr means nothing with --resume"),
+        (["--resume", "--context", "8"], "--context means nothing with --resume"),
+        (["--resume"], "holds no run of atoll train"),
+    ],
+)
+def test_a_wrong_wish_is_one_line(words, sentence, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["train", "--out", str(out), *words], ALL) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert sentence in shown.err
+    assert shown.err.count("\n") == 1
+    assert not out.exists()
+
+
+def test_resume_needs_a_run(capsys):
+    assert main(["train", "--resume"], ALL) == 2
+    assert "say which run to go on with" in capsys.readouterr().err
+
+
+def test_without_a_name_the_next_free_one_is_taken(tmp_path):
+    assert train.next_run(tmp_path, "ddp") == tmp_path / "ddp-1"
+    (tmp_path / "ddp-1").mkdir()
+    assert train.next_run(tmp_path, "ddp") == tmp_path / "ddp-2"
+
+
+@pytest.mark.parametrize("name", ["train", "generate", "syncer", "learner"])
+def test_help_teaches(name, capsys):
+    assert main([name, "--help"], ALL) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.endswith(f"Example: {ALL[name].EXAMPLE}")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# generate
+
+
+def test_generate_is_deterministic_and_seeds_differ(finished, capsys):
+    run = str(finished[0])
+
+    def made(*words):
+        assert main(["generate", run, "island ", "--tokens", "40", *words], ALL) == 0
+        return capsys.readouterr().out
+
+    assert made() == made()
+    assert made("--seed", "1") != made("--seed", "2")
+    assert made("--temperature", "0", "--seed", "1") == made("--temperature", "0", "--seed", "2")
+    assert made().startswith("island ")
+    told = json.loads(made("--json"))
+    assert made() == f"island {told['added']}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [(["", "--tokens", "5"], "at least one letter"), (["a", "--temperature", "-1"], "temperature is -1")],
+)
+def test_generate_refuses(finished, words, sentence, capsys):
+    assert main(["generate", str(finished[0]), *words], ALL) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert sentence in shown.err
+
+
+def test_generate_needs_a_run(tmp_path, capsys):
+    assert main(["generate", str(tmp_path / "gone"), "a"], ALL) == 2
+    assert "no such run directory" in capsys.readouterr().err
+    assert main(["generate", str(tmp_path), "a"], ALL) == 2
+    assert "it has no config.json" in capsys.readouterr().err
