@@ -40,16 +40,11 @@ docs: $(READY) ## write the generated parts of docs/protocol.md anew
 test: check ## set-up, all checks, all tests
 	$(BIN)/pytest -n 2
 
-train: $(READY) ## the main job; today on a virtual clock
+train: $(READY) ## the main job: four islands train a small GPT; one is killed and comes back
 	@rm -rf $(FIRST_RUN)
-	$(BIN)/atoll simulate --learners 4 --chips 400000 --days 0.02 --tape $(FIRST_RUN) --seed 0
+	$(BIN)/atoll train --out $(FIRST_RUN)
 	@echo
 	$(BIN)/atoll check $(FIRST_RUN)
-	@echo
-	$(BIN)/atoll story $(FIRST_RUN) --run --last 5
-	@echo
-	@echo "This was the protocol on a virtual clock: four learners, one syncer, chips that fail, no tensors."
-	@echo "Ask on: $(BIN)/atoll story $(FIRST_RUN) --learner 1. Training of tensors arrives with a later release."
 
 swarm: $(READY) ## hostile worlds by seed; SEEDS=5000 of them
 	$(BIN)/atoll swarm --seeds $(SEEDS)

@@ -14,7 +14,19 @@ from typing import Annotated, Protocol
 import typer
 
 from atoll import __version__
-from atoll.commands import check, replay, simulate, story, swarm, version
+from atoll.commands import (
+    check,
+    fragments,
+    generate,
+    learner,
+    replay,
+    simulate,
+    story,
+    swarm,
+    syncer,
+    train,
+    version,
+)
 from atoll.commands.output import ExitCode, complain, flush_stdout, give_up_stdout, interruptible, open_streams
 
 
@@ -36,6 +48,11 @@ class Session:
 
 COMMANDS: dict[str, CommandModule] = {
     # in the order in which --help lists them
+    "train": train,
+    "syncer": syncer,
+    "learner": learner,
+    "generate": generate,
+    "fragments": fragments,
     "simulate": simulate,
     "swarm": swarm,
     "check": check,

@@ -1,13 +1,152 @@
-"""Bugs and faults that are planted in a child process, by name. Each is a small change of the real code."""
+"""Faults and bugs that are planted in a child process, by name. Each is a small change of the real code.
+
+A fault leaves a file in the directory of the run when it strikes, so that a test can tell that it did.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
+from atoll.core.protocol import Persist, Persisted, Record, VersionRecord
+from atoll.core.types import RoundId
+from atoll.net import syncer
+from atoll.net.held_fragments import HeldFragment
+from atoll.net.island_tensors import Buffer, FragmentTensors
+from atoll.net.store import Store
+from atoll.net.syncer import SyncerProcess
 
-def plant(name: str, directory: Path) -> None:
-    if name:
+
+def plant(names: str, directory: Path) -> None:
+    for name in names.split():
         PLANTS[name](directory)
 
 
-PLANTS: dict = {}
+def struck(directory: Path, what: str) -> Path:
+    """The file that a fault leaves."""
+    return directory / f"struck-{what}"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Faults, which the real code has to stand
+
+
+def wrong_update(directory: Path) -> None:
+    """Every third update of a fragment leads to another value than the one that was published, on sound frames."""
+
+    class Wrong(HeldFragment):
+        def merge(self, round_id: RoundId, contributions: int) -> None:
+            super().merge(round_id, contributions)
+            assert self.next is not None
+            assert self.next.update is not None
+            if self.next.version % 3 == 0:
+                update = self.next.update.clone()
+                update[0] ^= 0x41
+                self.next = self.next._replace(update=update)
+                struck(directory, "update").touch()
+
+    syncer.HeldFragment = Wrong  # type: ignore[misc]
+
+
+def held_disk(directory: Path) -> None:
+    """While the pipe `hold` is there, a version that is being written waits until somebody writes into it."""
+    write = Store.write
+
+    def slowly(self: Store, record: Record, tensors: object = None) -> None:
+        hold = directory / "hold"
+        if isinstance(record, VersionRecord) and hold.exists():
+            struck(directory, "write").touch()
+            hold.read_bytes()
+        write(self, record, tensors)  # type: ignore[arg-type]
+
+    Store.write = slowly  # type: ignore[method-assign, assignment]
+
+
+def failing_core(directory: Path) -> None:
+    """The syncer's core fails when the file `fail` appears."""
+    handle = SyncerProcess._handle
+
+    def failing(self: SyncerProcess, event: object, payload: object) -> None:
+        if (directory / "fail").exists():
+            raise AssertionError("a planted bug in the core")
+        handle(self, event, payload)  # type: ignore[arg-type]
+
+    SyncerProcess._handle = failing  # type: ignore[method-assign, assignment]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Bugs, which the tests have to find
+
+
+class _Anything(str):
+    """Equal to everything."""
+
+    __slots__ = ()
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
+def no_digest_check(directory: Path) -> None:
+    """A learner that believes whatever arrives."""
+
+    def digest(self: FragmentTensors, value: Buffer) -> str:
+        return _Anything()
+
+    FragmentTensors.digest = digest  # type: ignore[method-assign]
+
+
+def published_first(directory: Path) -> None:
+    """A syncer that says durable before it is."""
+
+    def persist(self: SyncerProcess, effect: Persist) -> None:
+        key = effect.record.key()
+
+        def write() -> None:
+            self._loop.run_in_executor(self._disk_thread, self._write, effect.record).add_done_callback(_look_away)
+
+        if isinstance(effect.record, VersionRecord):
+            held = self.fragments[effect.record.fragment]
+            tensors = {name: tensor.clone() for name, tensor in held.to_keep(effect.record).items()}
+            work = self._loop.run_in_executor(self._disk_thread, self.store.write, effect.record, tensors)
+            work.add_done_callback(_look_away)
+            held.now_durable()
+        else:
+            write()
+        self._loop.call_soon(self.tell, Persisted(key))
+
+    SyncerProcess._persist = persist  # type: ignore[method-assign]
+    syncer._EFFECTS = {**syncer._EFFECTS, Persist: persist}
+
+
+def _look_away(done: asyncio.Future[None]) -> None:
+    if not done.cancelled():
+        done.exception()
+
+
+def shared_buffers(directory: Path) -> None:
+    """A copy that does not hold its buffer until it is made."""
+    will_copy = FragmentTensors.will_copy
+
+    def carelessly(self: FragmentTensors, round_id: RoundId) -> object:
+        copied = will_copy(self, round_id)
+        self.release(copied.buffer, copied.anchor)
+        return copied
+
+    FragmentTensors.will_copy = carelessly  # type: ignore[method-assign, assignment]
+
+
+PLANTS: dict[str, Callable[[Path], None]] = {
+    "wrong-update": wrong_update,
+    "held-disk": held_disk,
+    "failing-core": failing_core,
+    "no-digest-check": no_digest_check,
+    "published-first": published_first,
+    "shared-buffers": shared_buffers,
+}

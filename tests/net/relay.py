@@ -78,7 +78,7 @@ class Relay:
 
     async def _start(self) -> None:
         self._server = await asyncio.start_server(self._taken, "127.0.0.1", 0)
-        self.address = "127.0.0.1:%d" % self._server.sockets[0].getsockname()[1]
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def _stop(self) -> None:
         assert self._server is not None
@@ -104,9 +104,11 @@ class Relay:
             await self._passing.wait()
             back, onward = await asyncio.open_connection(*self._target)
             self._writers.add(onward)
-            await asyncio.gather(self._lead(reader, onward, True), self._lead(back, writer, False))
-        except OSError:
-            pass  # one end is gone: so is the other
+            async with asyncio.TaskGroup() as group:
+                self._lead(group, reader, onward, True)
+                self._lead(group, back, writer, False)
+        except* (OSError, asyncio.CancelledError):
+            pass  # one end is gone, so is the other; or all of it is over
         finally:
             for end in (writer, onward):
                 if end is not None:
@@ -114,17 +116,18 @@ class Relay:
                     self._writers.discard(end)
             self._tasks.discard(task)
 
-    async def _lead(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, up: bool) -> None:
+    def _lead(
+        self, group: asyncio.TaskGroup, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, up: bool
+    ) -> None:
         """Read, wait until the link has had time for it, and let it arrive after the delay. In order."""
         queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(64)
-        arriving = self._loop.create_task(self._arrive(queue, writer, up))
-        try:
-            while data := await reader.read(PIECE_BYTES):
-                await queue.put((await self._sent_at(len(data), up) + self.delay_s, data))
-            await queue.put((0.0, b""))
-            await arriving
-        finally:
-            arriving.cancel()
+        group.create_task(self._depart(queue, reader, up))
+        group.create_task(self._arrive(queue, writer, up))
+
+    async def _depart(self, queue: asyncio.Queue[tuple[float, bytes]], reader: asyncio.StreamReader, up: bool) -> None:
+        while data := await reader.read(PIECE_BYTES):
+            await queue.put((await self._sent_at(len(data), up) + self.delay_s, data))
+        await queue.put((0.0, b""))
 
     async def _sent_at(self, size: int, up: bool) -> float:
         now = self._loop.time()

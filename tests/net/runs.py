@@ -29,6 +29,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
+import torch._dynamo  # the first optimizer of a process loads it, in seconds; here it is loaded once, for all of them
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -148,8 +149,8 @@ def learner_child(directory: Path, address: str, spec: LearnerSpec, log: Path, p
             _train(learner, job, spec, pipe)
         save_file(_contiguous(values(job.model)), model_file(directory, learner.id))
         threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-        told = {"finished": learner.finished, "stats": learner.stats()._asdict(), "threads": threads}
-        pipe.send(("ended", told))
+        last: dict[str, Any] = {"finished": learner.finished, "stats": learner.stats()._asdict(), "threads": threads}
+        pipe.send(("ended", last))
     except BaseException as wrong:
         traceback.print_exc()
         threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("atoll")]

@@ -5,26 +5,27 @@ from __future__ import annotations
 import io
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
-from pathlib import Path
+from dataclasses import fields
 
 import pytest
 
-from atoll.cli import COMMANDS, main
-from atoll.commands import generate, learner, syncer, train
+from atoll.cli import main
+from atoll.commands import job_options, train
 from atoll.commands.check import judge
 from atoll.sim.checkers import all_checkers
 from atoll.tape_files import RunTapes
 from atoll.train.children import JobFailed
 from atoll.train.job import AlreadyFinished, resume_job, start_job
+from atoll.train.job_settings import JobSettings, Kill
 from atoll.train.live_view import LiveView
 from atoll.train.loop import read_metrics
 from atoll.train.model_file import load_model, model_digest
 from tests.train.small_jobs import corpus_of, processes_of, silent_view, small_settings, small_text
 
-ALL = {**COMMANDS, "train": train, "generate": generate, "syncer": syncer, "learner": learner}
 STEP = 2 * 16  # tokens of one step of one learner
 
 
@@ -63,7 +64,7 @@ def finished(text, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", out)
         patch.setattr(sys, "stderr", err)
-        assert main(["train", "--out", str(run), *words], ALL) == 0, err.getvalue()
+        assert main(["train", "--out", str(run), *words]) == 0, err.getvalue()
     return run, json.loads(out.getvalue()), err.getvalue()
 
 
@@ -116,17 +117,17 @@ def test_a_learner_goes_on_in_its_data_where_its_predecessor_was_killed(finished
 
 
 def test_a_run_replays_to_the_same_effects(finished, capsys):
-    assert main(["replay", str(finished[0])], ALL) == 0
+    assert main(["replay", str(finished[0])]) == 0
     assert "every effect came out as recorded" in capsys.readouterr().out
 
 
 def test_a_finished_run_says_so(finished, capsys):
     run, report, _ = finished
-    assert main(["train", "--out", str(run), "--resume"], ALL) == 0
+    assert main(["train", "--out", str(run), "--resume"]) == 0
     assert capsys.readouterr().out.startswith(f"The run in {run} is finished")
-    assert main(["train", "--out", str(run), "--resume", "--json"], ALL) == 0
+    assert main(["train", "--out", str(run), "--resume", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == report
-    assert main(["train", "--out", str(run)], ALL) == 2
+    assert main(["train", "--out", str(run)]) == 2
     assert "is there already: choose another --out, go on with --resume" in capsys.readouterr().err
 
 
@@ -149,7 +150,7 @@ def test_the_summary_is_for_a_newcomer(finished):
     for part in (
         "Learner 2 was killed on purpose",
         "data from where it had stopped",
-        "The others noticed nothing",
+        "The others ",
         "are merged into the model",
         "times as much",
         f"atoll check {run}",
@@ -184,19 +185,20 @@ def ctrl_c():
 
 def test_an_interrupted_run_ends_cleanly_and_goes_on(text, tmp_path, capsys):
     run = tmp_path / "run"
-    settings = small_settings(text, tokens=2 * 300 * STEP, step_time_s=0.005)
-    view = At(0.2, ctrl_c)
+    settings = small_settings(text, tokens=2 * 400 * STEP, step_time_s=0.005, kills=(Kill(1, 0.05, 0.0),))
+    view = At(0.3, ctrl_c)
     with pytest.raises(KeyboardInterrupt):
         start_job(settings, run, view, corpus_of(settings))
     assert view.fired
     assert processes_of(run) == []
     assert not (run / "report.json").exists()
-    assert main(["generate", str(run), "a"], ALL) == 2
+    assert main(["generate", str(run), "a"]) == 2
     assert "finish the run with atoll train" in capsys.readouterr().err
 
     report = resume_job(run, silent_view()[0])
     assert report.tokens.trained >= settings.tokens
-    assert [island.starts for island in report.islands] == [2, 2]
+    assert [island.starts for island in report.islands] == [3, 2]
+    assert [fault.planned for fault in report.faults] == [True]  # a learner is killed once, not once more
     assert (run / "tapes/syncer-e2.tape").exists()
     assert assert_tapes_are_sound(run).finished
     with pytest.raises(AlreadyFinished):
@@ -220,6 +222,24 @@ def test_a_syncer_that_dies_is_started_again_and_the_run_ends(text, tmp_path):
     assert assert_tapes_are_sound(run).finished
 
 
+def test_a_job_that_is_killed_takes_its_processes_along(text, tmp_path):
+    run = tmp_path / "run"
+    words = small(text, "--learners", "2", "--tokens", "1G", "--out", str(run))
+    with subprocess.Popen(
+        [sys.executable, "-m", "atoll", "train", *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as job:
+        assert job.stderr is not None
+        while "1: step" not in job.stderr.readline():
+            assert job.poll() is None
+        children = [os.pidfd_open(pid) for pid in processes_of(run)]
+        job.kill()
+    assert len(children) == 3
+    for child in children:
+        ended, _, _ = select.select([child], [], [], 60)
+        os.close(child)
+        assert ended, "a process of the job is still there"
+
+
 def test_learners_that_cannot_start_end_the_job_with_their_last_words(text, tmp_path):
     run = tmp_path / "run"
     settings = small_settings(text, inner="nonsense")
@@ -236,20 +256,18 @@ def test_a_syncer_and_learners_that_dial_in(text, tmp_path, capsys, monkeypatch)
     monkeypatch.setenv("ATOLL_TOKEN", "a long secret")
     run = tmp_path / "run"
     words = small(text, "--learners", "2", "--tokens", str(2 * 100 * STEP), "--seed", "3")
-    script = "import sys; from tests.train.test_train_command import ALL, main; sys.exit(main(sys.argv[1:], ALL))"
     served = subprocess.Popen(
-        [sys.executable, "-c", script, "syncer", "--out", str(run), "--port", "0", *words],
+        [sys.executable, "-m", "atoll", "syncer", "--out", str(run), "--port", "0", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        cwd=Path(__file__).resolve().parents[2],
     )
     try:
         assert served.stdout is not None
         address = served.stdout.readline().split()[-1].rstrip(".")
-        assert main(["learner", "--syncer", address, "--token", "a wrong secret"], ALL) == 2
+        assert main(["learner", "--syncer", address, "--token", "a wrong secret"]) == 2
         assert "refused" in capsys.readouterr().err
-        code = main(["learner", "--syncer", address, "--out", str(tmp_path / "island"), "--json"], ALL)
+        code = main(["learner", "--syncer", address, "--out", str(tmp_path / "island"), "--json"])
         told = json.loads(capsys.readouterr().out)
         assert (code, told["learner"]) == (0, 1)
         assert told["tokens"] >= 2 * 100 * STEP
@@ -263,7 +281,7 @@ def test_a_syncer_and_learners_that_dial_in(text, tmp_path, capsys, monkeypatch)
 
 
 def test_nobody_at_the_address(capsys):
-    assert main(["learner", "--syncer", "nowhere"], ALL) == 2
+    assert main(["learner", "--syncer", "nowhere"]) == 2
     assert "give host:port" in capsys.readouterr().err
 
 
@@ -292,7 +310,7 @@ def test_nobody_at_the_address(capsys):
 )
 def test_a_wrong_wish_is_one_line(words, sentence, tmp_path, capsys):
     out = tmp_path / "run"
-    assert main(["train", "--out", str(out), *words], ALL) == 2
+    assert main(["train", "--out", str(out), *words]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     assert sentence in shown.err
@@ -301,7 +319,7 @@ def test_a_wrong_wish_is_one_line(words, sentence, tmp_path, capsys):
 
 
 def test_resume_needs_a_run(capsys):
-    assert main(["train", "--resume"], ALL) == 2
+    assert main(["train", "--resume"]) == 2
     assert "say which run to go on with" in capsys.readouterr().err
 
 
@@ -311,11 +329,33 @@ def test_without_a_name_the_next_free_one_is_taken(tmp_path):
     assert train.next_run(tmp_path, "ddp") == tmp_path / "ddp-2"
 
 
-@pytest.mark.parametrize("name", ["train", "generate", "syncer", "learner"])
-def test_help_teaches(name, capsys):
-    assert main([name, "--help"], ALL) == 0
+def test_help_tells_the_defaults_that_a_job_has(capsys):
+    """They stand in the help as text, because some of them depend on the method."""
+    assert main(["train", "--help"]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert told.endswith(f"Example: {ALL[name].EXAMPLE}")
+    settings = JobSettings()
+    renamed = {name: option for option, name in job_options.RENAMED.items()}
+    shown = {"tokens": f"{settings.tokens // 1_000_000}M"}
+    values = {each.name: getattr(settings, each.name) for each in fields(settings)}
+    values |= {each.name: getattr(settings.numerics, each.name) for each in fields(settings.numerics)}
+    missing = []
+    for name, value in values.items():
+        option = renamed.get(name, name)
+        if option not in job_options.SHARED or option in ("context_tokens", "data", "speeds", "step_time"):
+            continue
+        flag = "--" + option.replace("_", "-")
+        part = told.partition(f" {flag} ")[2].partition(" --")[0]
+        if f"[default: {shown.get(name, value)}" not in part:
+            missing.append((flag, value, part))
+    assert missing == []
+
+
+def test_a_method_has_defaults_of_its_own():
+    assert job_options.make_settings({"method": "diloco"}).numerics.outer_lr == 0.7
+    assert job_options.make_settings({"method": "streaming"}).adopt == "blend"
+    assert job_options.make_settings({"method": "streaming", "adopt": "carry"}).adopt == "carry"
+    assert job_options.make_settings({"method": "single"}).learners == 1
+    assert job_options.make_settings({}) == JobSettings()
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -326,7 +366,7 @@ def test_generate_is_deterministic_and_seeds_differ(finished, capsys):
     run = str(finished[0])
 
     def made(*words):
-        assert main(["generate", run, "island ", "--tokens", "40", *words], ALL) == 0
+        assert main(["generate", run, "island ", "--tokens", "40", *words]) == 0
         return capsys.readouterr().out
 
     assert made() == made()
@@ -342,14 +382,14 @@ def test_generate_is_deterministic_and_seeds_differ(finished, capsys):
     [(["", "--tokens", "5"], "at least one letter"), (["a", "--temperature", "-1"], "temperature is -1")],
 )
 def test_generate_refuses(finished, words, sentence, capsys):
-    assert main(["generate", str(finished[0]), *words], ALL) == 2
+    assert main(["generate", str(finished[0]), *words]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     assert sentence in shown.err
 
 
 def test_generate_needs_a_run(tmp_path, capsys):
-    assert main(["generate", str(tmp_path / "gone"), "a"], ALL) == 2
+    assert main(["generate", str(tmp_path / "gone"), "a"]) == 2
     assert "no such run directory" in capsys.readouterr().err
-    assert main(["generate", str(tmp_path), "a"], ALL) == 2
+    assert main(["generate", str(tmp_path), "a"]) == 2
     assert "it has no config.json" in capsys.readouterr().err

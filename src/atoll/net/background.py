@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,6 +30,7 @@ from atoll.core.protocol import (
     FragmentDamaged,
     Hangup,
     InnerState,
+    LearnerEvent,
     LinkClosed,
     LinkOpened,
     MessageArrived,
@@ -48,7 +49,7 @@ from atoll.ml.model import ModelView
 from atoll.ml.plan import FragmentPlan
 from atoll.net.island_tensors import FragmentTensors
 from atoll.net.learner_errors import BackgroundFailed, LearnerRefused, SyncerUnreachable
-from atoll.net.learner_link import Fetched, LearnerLink, Refusal
+from atoll.net.learner_link import Fetched, LearnerLink, Refusal, why
 from atoll.net.run_settings import RunSettings
 from atoll.net.tape_keeper import TapeKeeper
 from atoll.net.wire import CODEC_NUMBERS, Kind, WireError
@@ -61,6 +62,12 @@ METRICS_EVERY_S = 1.0
 SAY_EVERY_S = 10.0
 RETRY_S = 0.5
 FETCH_TRIES = 3
+FETCHES = 4
+"""At once: more would only share the link, and all of them would come late."""
+
+MAY_CHANGE = (408, 503, 507)
+"""Answers that are another one later: too slow, not ready, no room."""
+
 STATE_BYTES_PER_PARAMETER = 64
 
 T = TypeVar("T")
@@ -69,6 +76,8 @@ T = TypeVar("T")
 class Background:
     """Made by the training thread, which calls the methods of the first section; the others run in the loop."""
 
+    _loop: asyncio.AbstractEventLoop  # from `start` to `stop`
+
     def __init__(self, address: str, token: str | None, log: logging.Logger) -> None:
         self.log = log
         self.last_loss: float | Tensor | None = None
@@ -76,7 +85,6 @@ class Background:
         self._link = LearnerLink(
             address, token, log, self._on_message, self._on_opened, self._on_closed, self._on_failed
         )
-        self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="atoll-background", daemon=True)
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="atoll-codec")
         self._outbox: deque[tuple[Entry, list[Any]]] = deque()
@@ -88,25 +96,39 @@ class Background:
         self._settings = RunSettings()
         self._noticed: dict[FragmentId, Envelope] = {}  # newest notice of each fragment that is being fetched
         self._fetching: set[FragmentId] = set()
+        self._fetches = asyncio.Semaphore(FETCHES)
         self._uploads: dict[FragmentId, asyncio.Task[None]] = {}
-        self._states: dict[tuple[int, int], Future[inner_state.Taken]] = {}
+        self._states: dict[int, Future[inner_state.Taken]] = {}  # by the tick of the message that says it
         self._inner_state: bytes | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._told_at = (0.0, 0)  # when metrics were sent last, and the tokens then
+        self._complained_at, self._complained_of = 0.0, ""  # that nobody answers, and why
+        self._tasks: set[asyncio.Task[None]] = set()  # a task that nobody holds may vanish
         self._stopping = False
 
     # ------------------------------------------------------------------------------------ called by the training thread
 
     def start(self) -> None:
+        if self._stopping or self._thread.is_alive():
+            raise ValueError("a Learner is entered once; make another one to join again")
+        self._loop = asyncio.new_event_loop()
         self._thread.start()
         self._wait_for(self._link.start())
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+        try:
+            self._loop.run_forever()
+        except BaseException as wrong:
+            self._failed(wrong)
 
     def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        while not wait([future], timeout=1.0).done:
+            if not self._thread.is_alive():
+                work.close()
+                raise BackgroundFailed("the background of this learner has ended") from self._error
+        return future.result()
 
     @property
     def bytes_up(self) -> int:
@@ -128,8 +150,8 @@ class Background:
         self.is_founded = bool(told.get("founded"))
         return settings
 
-    def found(self, plan: FragmentPlan, view: ModelView) -> None:
-        """Bring this learner's model. If another one was faster, that one's is the run's."""
+    def found(self, plan: FragmentPlan, view: ModelView, join_by: float | None) -> None:
+        """Bring this learner's model. If another one was faster, that one's is the run's: ask for the settings."""
 
         async def values() -> AsyncIterator[Tensor]:
             for p in range(len(plan.fragments)):
@@ -138,44 +160,74 @@ class Background:
                 yield buffer
 
         text = json.dumps(plan.to_json(), separators=(",", ":")).encode()
-        try:
-            self._wait_for(self._link.found(text, values))
-        except Refusal as refusal:
-            raise LearnerRefused(str(refusal)) from None
-        except (aiohttp.ClientError, OSError, TimeoutError) as wrong:
-            raise SyncerUnreachable(f"the model could not be brought to {self._link.address}: {wrong}") from None
+        self._wait_for(self._patiently(lambda: self._bring(text, values), join_by))
 
-    def ask_for_number(self, wanted: int | None) -> tuple[int, int]:
-        told = self._wait_for(self._ask_patiently("POST", "/v1/join", None, json={"learner": wanted}))
+    async def _bring(self, plan: bytes, values: Callable[[], AsyncIterator[Tensor]]) -> None:
+        try:
+            await self._link.found(plan, values)
+        except (aiohttp.ClientError, OSError):
+            # A syncer that has a model by now does not read another one to its end, and the connection may break before
+            # its answer is read.
+            if not (await self._link.ask("GET", "/v1/run")).get("founded"):
+                raise
+
+    def ask_for_number(self, wanted: int | None, join_by: float | None) -> tuple[int, int]:
+        told = self._wait_for(self._ask_patiently("POST", "/v1/join", join_by, json={"learner": wanted}))
         return int(told["learner"]), int(told["incarnation"])
 
-    async def _ask_patiently(self, method: str, path: str, until: float | None, **what: Any) -> Any:
+    async def _ask_patiently(self, method: str, path: str, join_by: float | None, **what: Any) -> Any:
+        return await self._patiently(lambda: self._link.ask(method, path, **what), join_by)
+
+    async def _patiently(self, ask: Callable[[], Coroutine[Any, Any, T]], join_by: float | None) -> T:
+        """A syncer that does not answer is asked again and again, until the time is over. A no is a no."""
         said = 0.0
+        address = self._link.address
         while True:
             try:
-                return await self._link.ask(method, path, **what)
+                async with asyncio.timeout_at(join_by):  # the loop's clock is the monotonic one
+                    return await ask()
             except Refusal as refusal:
-                raise LearnerRefused(f"the syncer at {self._link.address} refused: {refusal}") from None
+                if refusal.status not in MAY_CHANGE:
+                    raise LearnerRefused(f"the syncer at {address} refused: {refusal}") from None
+                problem = str(refusal)
             except (aiohttp.ClientError, OSError, TimeoutError, WireError) as wrong:
-                now = time.monotonic()
-                if until is not None and now >= until:
-                    raise SyncerUnreachable(f"no syncer answers at {self._link.address}: {wrong}") from None
-                if now - said >= SAY_EVERY_S:
-                    said = now
-                    self.log.warning("no syncer answers at %s yet (%s); trying again", self._link.address, wrong)
-                await asyncio.sleep(RETRY_S)
+                problem = why(wrong)
+            now = time.monotonic()
+            if join_by is not None and now + RETRY_S >= join_by:
+                raise SyncerUnreachable(f"no syncer answers at {address}: {problem}")
+            if now - said >= SAY_EVERY_S:
+                said = now
+                self.log.warning("no syncer answers at %s yet (%s); trying again", address, problem)
+            await asyncio.sleep(RETRY_S)
+
+    def fetch_final(self, fragments: list[FragmentTensors], join_by: float | None) -> None:
+        """The published values of a run that is over, for a learner that came too late to take part."""
+        self._fragments = fragments
+        self._wait_for(self._patiently(self._fetch_final, join_by))
+
+    async def _fetch_final(self) -> None:
+        told = await self._link.ask("GET", "/v1/status")
+        if told["stage"] != "finished":
+            raise TimeoutError("the last merges are under way")  # asked again
+        for fragment, shown in zip(self._fragments, told["fragments"], strict=True):
+            version = int(shown["version"])
+            fetched = await self._link.fragment(fragment.p, version, None, self._sizes(fragment))
+            value = fragment.decode_whole(fetched.data)
+            if fragment.digest(value) != fetched.header.value_digest:
+                raise WireError(f"fragment {fragment.p} is not the one that was published", "digest")
+            fragment.arrived(version, value)
+            fragment.release(*fragment.will_adopt(False))
 
     def attach(
         self, learner: Learner, actor: Actor, config: RunConfig, fragments: list[FragmentTensors], run: Path | None
     ) -> None:
         """One incarnation begins."""
-        if self._tape is not None:
-            self._tape.close()
-        self._learner = learner
-        self._fragments = fragments
-        self._tape = TapeKeeper(run, new_header(actor, config), self.log)
-        self._told_at = (time.monotonic(), 0)
-        self._wait_for(self._begin())
+        tape = TapeKeeper(run, new_header(actor, config), self.log)
+        self._wait_for(self._begin(learner, fragments, tape))
+
+    def detach(self) -> None:
+        """One incarnation ends without having trained. Nothing of it may be heard by the next."""
+        self._wait_for(self._leave_off(None))
 
     def post(self, entry: Entry, effects: list[Any]) -> None:
         """With the learner's lock held, so that entries and messages keep the order of the core's ticks."""
@@ -187,9 +239,7 @@ class Background:
             self._loop.call_soon_threadsafe(self._drain)
 
     def expect_state(self, envelope: Envelope) -> Future[inner_state.Taken]:
-        body = envelope.body
-        assert isinstance(body, InnerState)
-        return self._states.setdefault((body.to, body.to_incarnation), Future())
+        return self._states.setdefault(envelope.tick, Future())
 
     def take_inner_state(self) -> bytes | None:
         state, self._inner_state = self._inner_state, None
@@ -197,39 +247,70 @@ class Background:
 
     def stop(self, last_words_s: float | None) -> None:
         """Close everything; with time for last words, what was posted is sent first."""
-        if not self._thread.is_alive():
+        if self._stopping or self._thread.ident is None:
             return
-        self._wait_for(self._end(last_words_s))
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-        self._compute.shutdown(wait=True)
-        if self._tape is not None:
-            self._tape.close()
+        for fragment in self._fragments:
+            fragment.abandon()
+        try:
+            if self._thread.is_alive():
+                self._wait_for(self._end(last_words_s))
+        finally:
+            self._stopping = True
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+            self._compute.shutdown()
+            if self._tape is not None:
+                self._tape.close()
 
     async def _end(self, last_words_s: float | None) -> None:
-        self._drain()
-        if last_words_s is not None:
-            await self._link.flushed(last_words_s)
-        self._stopping = True
-        if self._timer is not None:
-            self._timer.cancel()
-        for upload in self._uploads.values():
-            upload.cancel()
+        await self._leave_off(last_words_s)
         await self._link.close()
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.to_thread(self._compute.shutdown)
+        await self._loop.shutdown_default_executor()
 
     # ---------------------------------------------------------------------------------------------------- the core
 
-    async def _begin(self) -> None:
+    async def _begin(self, learner: Learner, fragments: list[FragmentTensors], tape: TapeKeeper) -> None:
+        self._learner = learner
+        self._fragments = fragments
+        self._tape = tape
+        self._told_at = (time.monotonic(), 0)
         self._spawn(self._tell_metrics())
 
-    def _tell(self, event: Any) -> None:
-        assert self._learner is not None
-        self._learner._tell(event)
+    async def _leave_off(self, last_words_s: float | None) -> None:
+        """What was posted is said and written down; whatever comes after is nobody's."""
+        self._drain()
+        if last_words_s is not None:
+            await self._link.say_goodbye(last_words_s)
+        self._learner = None
+        self._outbox.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._noticed.clear()
+        self._uploads.clear()
+        self._states.clear()
+        if self._tape is not None:
+            self._tape.close()
+            self._tape = None
+
+    def _tell(self, event: LearnerEvent) -> None:
+        if self._learner is None:
+            return
+        try:
+            self._learner._tell(event)
+        except Exception as wrong:  # our bug: the training thread raises it at its next step
+            self._failed(wrong)
+            return
         self._drain()
 
     def _drain(self) -> None:
@@ -249,21 +330,17 @@ class Background:
             self._failed(wrong)
 
     def _arm(self) -> None:
-        core = self._learner._core if self._learner is not None else None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        deadline = core.next_deadline() if core is not None else None
-        if deadline is not None and self._learner is not None and not self._stopping:
-            wait = max(0.0, deadline - self._learner._clock.now())
-            self._timer = self._loop.call_later(wait, self._on_timer)
+        due_s = self._learner._due_in() if self._learner is not None else None
+        if due_s is not None:
+            self._timer = self._loop.call_later(max(0.0, due_s), self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None
-        learner = self._learner
-        assert learner is not None and learner._core is not None
-        deadline = learner._core.next_deadline()
-        if deadline is not None and deadline <= learner._clock.now():
+        due_s = self._learner._due_in() if self._learner is not None else None
+        if due_s is not None and due_s <= 0:
             self._tell(TimerFired())
         else:
             self._arm()
@@ -283,7 +360,9 @@ class Background:
                 self._failed(wrong)
 
         task = self._loop.create_task(guarded())
-        self._link.keep(task)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: work.close())  # it may have been cancelled before it began
         return task
 
     async def _computed(self, job: Callable[..., T], *args: Any) -> T:
@@ -305,8 +384,7 @@ class Background:
             self._link.post(envelope)
 
     def _dial(self, effect: Dial) -> None:
-        if not self._stopping:
-            self._link.dial(effect.after_s)
+        self._spawn(self._link.dial(effect.after_s))
 
     def _hang_up(self, effect: Hangup) -> None:
         self._link.hang_up(effect.session)
@@ -324,8 +402,7 @@ class Background:
             self._failed(wrong)
 
     def _no_snapshot(self, effect: SaveSnapshot) -> None:
-        why = "this learner keeps no snapshots"
-        self._loop.call_soon(self._tell, SnapshotSaveFailed(effect.snapshot, why))
+        self._loop.call_soon(self._tell, SnapshotSaveFailed(effect.snapshot, "this learner keeps no snapshots"))
 
     # ---------------------------------------------------------------------------------------------------- sending
 
@@ -349,21 +426,23 @@ class Background:
         except Refusal as refusal:
             self.log.info("the contribution to fragment %d was not taken: %s", fragment.p, refusal)
         except (aiohttp.ClientError, OSError, TimeoutError) as wrong:
-            self.log.info("the contribution to fragment %d did not arrive: %s", fragment.p, wrong)  # it is asked again
+            # It is asked for again.
+            self.log.info("the contribution to fragment %d did not arrive: %s", fragment.p, why(wrong))
 
     async def _give_state(self, envelope: Envelope, body: InnerState) -> None:
-        taken = await asyncio.wrap_future(self._states.pop((body.to, body.to_incarnation)))
-        data = await self._computed(inner_state.pack_taken, taken)
         try:
+            taken = await asyncio.wrap_future(self._states.pop(envelope.tick))
+            data = await self._computed(inner_state.pack_taken, taken)
             await self._link.put("/v1/state", Kind.INNER_STATE, 0, envelope, data)
-        except (Refusal, aiohttp.ClientError, OSError, TimeoutError) as wrong:
-            self.log.info("inner state for learner %d did not arrive: %s", body.to, wrong)
+        except (Refusal, aiohttp.ClientError, OSError, TimeoutError, ValueError) as wrong:
+            self.log.warning("inner state for learner %d did not arrive: %s", body.to, why(wrong))
 
     async def _tell_metrics(self) -> None:
-        learner = self._learner
-        assert learner is not None
-        while learner._core is not None:
+        while True:
             await asyncio.sleep(METRICS_EVERY_S)
+            learner = self._learner
+            if learner is None:
+                return
             stats = learner.stats()
             now, (then, before) = time.monotonic(), self._told_at
             self._told_at = (now, stats.tokens)
@@ -384,13 +463,15 @@ class Background:
     def _on_opened(self, session: int) -> None:
         self._tell(LinkOpened(session))
 
-    def _on_closed(self, session: int, why: str) -> None:
-        if not self._stopping:
-            self._tell(LinkClosed(session, why))
+    def _on_closed(self, session: int, reason: str) -> None:
+        self._tell(LinkClosed(session, reason))
 
-    def _on_failed(self, why: str) -> None:
-        self.log.debug("the syncer does not answer: %s", why)
-        self._tell(DialFailed(why))
+    def _on_failed(self, reason: str) -> None:
+        now = time.monotonic()
+        if now - self._complained_at >= SAY_EVERY_S or reason != self._complained_of:
+            self._complained_at, self._complained_of = now, reason
+            self.log.warning("no syncer answers at %s (%s); dialling again and again", self._link.address, reason)
+        self._tell(DialFailed(reason))
 
     def _on_message(self, envelope: Envelope) -> None:
         body = envelope.body
@@ -429,18 +510,18 @@ class Background:
             fetched = await self._fetch_bytes(p, body)
             if fetched is not None:
                 await self._take(fragment, envelope, fetched, base)
+                self._link.give_back(fetched)
         finally:
             fragment.release(base)
 
     async def _fetch_bytes(self, p: FragmentId, body: Published) -> Fetched | None:
-        numel = self._fragments[p].numel
-        down = codec(self._settings.numerics.down)
-        sizes = {CODEC_NUMBERS[down.name]: down.size(numel), -1: 4 * numel}
+        sizes = self._sizes(self._fragments[p])
         for attempt in range(FETCH_TRIES):
-            if p in self._noticed:
-                return None  # a newer one
             try:
-                return await self._link.fragment(p, body.version, body.base, sizes)
+                async with self._fetches:
+                    if p in self._noticed:
+                        return None  # a newer one
+                    return await self._link.fragment(p, body.version, body.base, sizes)
             except Refusal as refusal:
                 if refusal.status != 410:
                     self.log.warning("fragment %d at version %d is refused: %s", p, body.version, refusal)
@@ -449,9 +530,14 @@ class Background:
                 self._tell(FragmentDamaged(p, body.version, str(wrong)))
                 return None
             except (aiohttp.ClientError, OSError, TimeoutError) as wrong:
-                self.log.info("fragment %d at version %d did not arrive: %s", p, body.version, wrong)
+                self.log.info("fragment %d at version %d did not arrive: %s", p, body.version, why(wrong))
                 await asyncio.sleep(RETRY_S * 2**attempt)
         return None  # the syncer tells of it again
+
+    def _sizes(self, fragment: FragmentTensors) -> dict[int, int]:
+        """What an update may have, by the number of its codec; under -1 what a whole value has."""
+        down = codec(self._settings.numerics.down)
+        return {CODEC_NUMBERS[down.name]: down.size(fragment.numel), -1: 4 * fragment.numel}
 
     async def _take(self, fragment: FragmentTensors, envelope: Envelope, fetched: Fetched, base: Any) -> None:
         body = envelope.body
@@ -479,9 +565,10 @@ class Background:
         try:
             state = await self._link.inner_state(envelope.learner, envelope.incarnation, most)
         except (Refusal, WireError, aiohttp.ClientError, OSError, TimeoutError) as wrong:
-            self.log.warning("a peer's inner state could not be fetched: %s", wrong)  # another peer is asked
+            self.log.warning("a peer's inner state could not be fetched: %s", why(wrong))  # another peer is asked
             return
-        self._inner_state = state
+        if self._learner is not None and self._learner._is_joining():
+            self._inner_state = state
         self._tell(MessageArrived(envelope))
 
 

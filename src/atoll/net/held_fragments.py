@@ -6,6 +6,9 @@ swapped in the thread of the event loop, at the moment a version is known to be 
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -31,7 +34,11 @@ class Served(NamedTuple):
 
 
 class HeldFragment:
-    """Two buffers for the published value take turns: one is served, the next version is computed into the other."""
+    """Two buffers for the published value take turns: one is served, the next version is computed into the other.
+
+    A version that a learner is fetching stays as it is until the last byte is sent: on a thin link that may take longer
+    than the next version, and whoever is cut off each time would never get any. Then another buffer is taken.
+    """
 
     def __init__(self, plan: FragmentPlan, p: FragmentId, numerics: Numerics, version: Version, value: Tensor) -> None:
         self.id = p
@@ -41,7 +48,9 @@ class HeldFragment:
         self.outer = OuterStep(plan, p, numerics, value.clone())
         self.served = Served(version, value, digest_of(value), NOTHING, None)
         self.next: Served | None = None  # merged, and not yet durable
+        self.starts: dict[tuple[Version, Version | None], bytes] = {}  # of the frames served, by version and base
         self._spare: Tensor | None = None
+        self._fetching: Counter[Version] = Counter()  # who is on their way to a learner
         self._sums: Accumulator | None = None
         self._round: RoundId | None = None
 
@@ -86,9 +95,22 @@ class HeldFragment:
 
     def now_durable(self) -> None:
         assert self.next is not None, f"fragment {self.id}: durable before it was merged"
-        self._spare = self.served.value
+        self._spare = None if self._fetching[self.served.version] else self.served.value
         self.served = self.next
         self.next = None
+        self.starts.clear()
+
+    @contextmanager
+    def fetched(self) -> Iterator[Served]:
+        """What is served now, for as long as somebody reads it."""
+        served = self.served
+        self._fetching[served.version] += 1
+        try:
+            yield served
+        finally:
+            self._fetching[served.version] -= 1
+            if not self._fetching[served.version]:
+                del self._fetching[served.version]
 
     def restore(self, kept: dict[str, Tensor]) -> None:
         """The outer optimizer as it was when this version was made durable."""

@@ -84,6 +84,7 @@ class FragmentTensors:
         self._exact = view.is_exact(p)
         self._feedback = Feedback(up, view.numel(p))
         self._encoded: tuple[RoundId, Tensor] | None = None
+        self._asked: Future[Callable[[], None]] | None = None  # of the newest copy, made or not
         self.anchor: Buffer | None = None
         self.newest: Buffer | None = None
         self.newest_version: Version = NOTHING
@@ -98,6 +99,8 @@ class FragmentTensors:
         except BaseException as wrong:
             copied.taken.set_exception(wrong)
             raise
+        finally:
+            self.release(copied.buffer, copied.anchor)
 
     def adopt(self, how: AdoptHow, value: Buffer, reference: Buffer | None, alpha: float) -> None:
         if how == "carry" and reference is not None and not self._exact:
@@ -111,10 +114,15 @@ class FragmentTensors:
     # ------------------------------------------------------------------------------------- with the learner's lock held
 
     def will_copy(self, round_id: RoundId) -> Copied:
+        """What `copy` is to fill. It holds its buffers until then: a version that is adopted at the same boundary makes
+        the copy forgotten before it was made, and its buffer must not become somebody else's meanwhile."""
         assert self.anchor is not None, f"fragment {self.p} is pulled before it was ever adopted"
         self._forget_copy()
         anchor = self._buffers.hold(self.anchor)
         self.copied = Copied(round_id, self._buffers.take(), anchor, Future())
+        self._asked = self.copied.taken
+        self._buffers.hold(self.copied.buffer)
+        self._buffers.hold(anchor)
         return self.copied
 
     def will_adopt(self, merged_copy: bool) -> tuple[Buffer, Buffer | None]:
@@ -150,6 +158,11 @@ class FragmentTensors:
             self._buffers.hold(self.copied.buffer)
             self._buffers.hold(self.copied.anchor)
         return self.copied
+
+    def abandon(self) -> None:
+        """The training thread is gone: whoever waits for a copy that it has not made waits in vain."""
+        if self._asked is not None:
+            self._asked.cancel()
 
     def hold_newest(self, base: Version) -> Buffer | None:
         """The value that an update to `base` is added to, if it is here."""

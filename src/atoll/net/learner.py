@@ -35,6 +35,7 @@ from atoll.core.protocol import (
     StepTaken,
     Stop,
 )
+from atoll.core.tables import Mode
 from atoll.core.tape import Actor, Entry
 from atoll.core.types import MOST_TOKENS_PER_STEP
 from atoll.ml import inner_state
@@ -116,6 +117,7 @@ class Learner:
         self._settings = RunSettings()
         self._clock = RunClock(time.time())
         self._stop: Stop | None = None
+        self._is_whole = True  # the newest event is on its way to the tape
         self._finished = False
         self._warmup_steps = 0
         self._last_end = 0.0  # of the previous boundary, on the monotonic clock
@@ -132,19 +134,18 @@ class Learner:
         self._background.start()
         try:
             self._join()
-        except BaseException:
-            self._background.stop(None)
+        except BaseException as wrong:
+            self._close(type(wrong))
             raise
         return self
 
     def _join(self) -> None:
         settings = self._background.fetch_settings(self._join_by)
-        wanted = settings.config.fragments
-        plan = make_plan(tensors_of(self._model, settings.numerics.embeddings), wanted, settings.numerics.plan)
+        plan = _plan_of(self._model, settings)
         view = ModelView(self._model, plan)
         inner_state.take(self._optimizer, self._model)  # refuses now what could not travel later
-        if settings.plan is None and not self._background.is_founded:
-            self._background.found(plan, view)
+        while not self._background.is_founded:
+            self._background.found(plan, view, self._join_by)
             settings = self._background.fetch_settings(self._join_by)
         self._settings = settings
         self._clock = RunClock(settings.founded_at)
@@ -155,7 +156,7 @@ class Learner:
 
     def _start(self, plan: FragmentPlan, view: ModelView) -> bool:
         """One incarnation, up to its first step. False: a newer incarnation is known, and this one must be another."""
-        learner, incarnation = self._background.ask_for_number(self._wanted)
+        learner, incarnation = self._background.ask_for_number(self._wanted, self._join_by)
         self._wanted = learner
         config = replace(self._settings.config, fragments=len(plan.fragments), fingerprint=plan.fingerprint())
         core = LearnerCore(config, learner, incarnation)
@@ -163,7 +164,6 @@ class Learner:
         fragments = [FragmentTensors(view, p, up, down) for p in range(len(plan.fragments))]
         self._core = core
         self._boundary = StepBoundary(self._model, self._optimizer, fragments, config.blend_alpha)
-        self._forget()
         actor = Actor(learner, incarnation)
         self._background.attach(self, actor, config, fragments, self._run_directory)
         self._tell(Started())
@@ -180,24 +180,26 @@ class Learner:
             if self._carry_out(actions):
                 break
         if self._stop is not None:
-            return self._refused_at_the_door(core)
+            return self._stopped_at_the_door(core, self._stop)
         self._began = time.monotonic()
         return True
 
-    def _forget(self) -> None:
-        """What an incarnation that was refused has left."""
+    def _stopped_at_the_door(self, core: LearnerCore, stop: Stop) -> bool:
+        if self._finished:
+            return True  # while it joined: it has fetched the final versions, and that is all there was to do
+        self._background.detach()
         self._stop = None
         self._actions.clear()
-
-    def _refused_at_the_door(self, core: LearnerCore) -> bool:
         if core.refused_for is not None:
             return False
-        assert self._stop is not None
-        if "finished" in str(self._stop.reason) or self._stop.reason.code == "learner-finished":
-            self.log.info("%s", self._stop.reason)
-            self._finished = True
-            return True
-        raise LearnerRefused(str(self._stop.reason))
+        if "refused-finished" not in core.said:
+            raise LearnerRefused(str(stop.reason))
+        self.log.info("the run is over: taking the final model")
+        assert self._boundary is not None
+        self._background.fetch_final(self._boundary.fragments, self._join_by)
+        self._boundary.write_anchors()
+        self._finished = True
+        return True
 
     # ---------------------------------------------------------------------------------------------------- training
 
@@ -207,6 +209,12 @@ class Learner:
             raise ValueError("step outside of `with atoll.Learner(...)`: enter it first")
         if not isinstance(tokens, int) or isinstance(tokens, bool) or not 0 < tokens <= MOST_TOKENS_PER_STEP:
             raise ValueError(f"tokens must be a whole number from 1 to {MOST_TOKENS_PER_STEP}, got {tokens!r}")
+        if isinstance(loss, Tensor):
+            if loss.numel() != 1:
+                raise ValueError(f"loss is one number, got a tensor of shape {tuple(loss.shape)}: give its mean")
+            loss = loss.detach()
+        elif loss is not None:
+            loss = float(loss)
         self._background.check()
         if self._finished:
             return
@@ -219,9 +227,11 @@ class Learner:
             if core.training:
                 step_time = max(0.0, begin - self._last_end)
                 actions += self._handle(StepTaken(1, tokens, step_time), at=begin)
-        self._background.kick()
-        self._background.last_loss = loss.detach() if isinstance(loss, Tensor) else loss
-        self._carry_out(self._island.agree(actions))
+        self._background.last_loss = loss
+        try:
+            self._carry_out(self._island.agree(actions))
+        finally:
+            self._background.kick()  # not before: it would take the interpreter away in between the copies
         end = time.monotonic()
         self._lock_wait_s += locked - begin
         self._boundary_s += end - begin
@@ -276,6 +286,7 @@ class Learner:
         assert self._core is not None and self._boundary is not None
         moment = at if at is not None else time.monotonic()
         now = self._clock.at(moment)
+        self._is_whole = False  # an interrupt in between leaves the core ahead of its tape
         effects = self._core.handle(now, event)
         actor = Actor(self._core.id, self._core.incarnation)
         entry = Entry(now, actor, self._core.tick, event, tuple(effects))
@@ -283,7 +294,18 @@ class Learner:
         if any(type(action) is Start for action in actions):
             self._last_end = moment  # the first step begins here
         self._background.post(entry, effects)
+        self._is_whole = True
         return actions
+
+    def _due_in(self) -> float | None:
+        """Seconds until the core wants to be told of the time."""
+        with self._lock:
+            deadline = self._core.next_deadline() if self._core is not None else None
+        return deadline - self._clock.now() if deadline is not None else None
+
+    def _is_joining(self) -> bool:
+        with self._lock:
+            return self._core is not None and self._core.mode is Mode.JOINING
 
     def _action(self, effect: Effect) -> Action | None:
         assert self._boundary is not None
@@ -354,11 +376,26 @@ class Learner:
     def __exit__(
         self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._finished and self._stop is None and self._core is not None:
-            why = "its loop ended" if kind is None else f"its loop ended with {kind.__name__}"
-            self._tell(LeaveWanted(why))
-            self._background.kick()
-        self._background.stop(LAST_WORDS_S)
+        self._close(kind)
+
+    def _close(self, kind: type[BaseException] | None) -> None:
+        """Leave the run, unless it is over; no thread is left behind, whatever went wrong."""
+        try:
+            if not self._finished and self._stop is None and self._core is not None and self._is_whole:
+                why = "its loop ended" if kind is None else f"its loop ended with {kind.__name__}"
+                self._tell(LeaveWanted(why))
+        finally:
+            self._background.stop(LAST_WORDS_S)
+
+
+def _plan_of(model: nn.Module, settings: RunSettings) -> FragmentPlan:
+    """The plan for at most so many fragments. Where it has fewer, it is the plan for that many: whoever comes later is
+    told of that number only, and has to come to the same cuts."""
+    tensors = tensors_of(model, settings.numerics.embeddings)
+    plan = make_plan(tensors, settings.config.fragments, settings.numerics.plan)
+    while plan != (again := make_plan(tensors, len(plan.fragments), plan.how)):
+        plan = again
+    return again
 
 
 def address(syncer: str) -> str:

@@ -7,16 +7,17 @@ beside it goes by HTTP, everything else by the WebSocket, so a report never wait
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
 
 import aiohttp
-import torch
-from aiohttp import WSMsgType
+from aiohttp import WSCloseCode, WSMsgType
 from torch import Tensor
 
 from atoll.core.protocol import Envelope
+from atoll.net.byte_buffers import CHUNK_BYTES, READ_BYTES, ByteBuffers
 from atoll.net.wire import (
     CODEC_NUMBERS,
     MOST_MESSAGE_BYTES,
@@ -32,10 +33,14 @@ from atoll.net.wire import (
     parse_json,
 )
 
-CHUNK_BYTES = 2**20
 CONNECT_S = 15.0
+CLOSING_S = 2.0
+MOST_WAITING = 16_384
+"""Messages that wait for the syncer. It has stopped reading long before."""
+
 SILENT_S = 60.0
 MOST_ERROR_BYTES = 64 * 1024
+MOST_ANSWER_BYTES = 64 * 2**20
 
 
 class Refusal(Exception):  # noqa: N818 - an answer, not an accident
@@ -75,81 +80,94 @@ class LearnerLink:
         self._on_opened = on_opened
         self._on_closed = on_closed
         self._on_failed = on_failed
+        self._buffers = ByteBuffers()
         self._session: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._outgoing: asyncio.Queue[bytes | str | None] = asyncio.Queue()
+        self._writing: asyncio.Future[None] | None = None  # of the newest link
+        self._closed = asyncio.Event()  # of the newest link
         self._number = 0  # of the newest link
-        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
         timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_read=SILENT_S)
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0)
         self._session = aiohttp.ClientSession(
-            self.url(""), connector=connector, timeout=timeout, headers=self._headers, auto_decompress=False
+            self.url(""),
+            connector=connector,
+            timeout=timeout,
+            headers=self._headers,
+            auto_decompress=False,
+            read_bufsize=READ_BYTES,
         )
 
     def url(self, path: str) -> str:
         return f"http://{self.address}{path}"
 
     async def close(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        if self._socket is not None:
-            await self._socket.close()
         if self._session is not None:
             await self._session.close()
 
-    def keep(self, task: asyncio.Task[Any]) -> None:
-        """Until it is done; a task that nobody holds may vanish."""
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     # ---------------------------------------------------------------------------------------------------- control
 
-    def dial(self, after_s: float) -> None:
-        self.keep(asyncio.ensure_future(self._dial(after_s)))
-
-    async def _dial(self, after_s: float) -> None:
+    async def dial(self, after_s: float) -> None:
+        """One link, from the first try to its end. Only here it is closed; others ask for it."""
         await asyncio.sleep(after_s)
-        assert self._session is not None
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                socket = await self._session.ws_connect(
-                    "/v1/link", max_msg_size=MOST_MESSAGE_BYTES, compress=0, autoping=True
-                )
-        except aiohttp.WSServerHandshakeError as wrong:
-            self._on_failed(f"the syncer at {self.address} answered {wrong.status}")
-            return
-        except (aiohttp.ClientError, OSError, TimeoutError) as wrong:
-            self._on_failed(_why(wrong))
+        socket = await self._connect()
+        if socket is None:
             return
         self._number += 1
         number = self._number
-        self._socket = socket
-        self._outgoing = asyncio.Queue()
-        writer = asyncio.ensure_future(self._write(socket, self._outgoing))
-        self._on_opened(number)
-        why = "the syncer closed the connection"
+        outgoing: asyncio.Queue[bytes | str | None] = asyncio.Queue()
+        self._socket, self._outgoing, self._closed = socket, outgoing, asyncio.Event()
+        closed = self._closed
+        reading = asyncio.ensure_future(self._read(socket))
+        writing = self._writing = asyncio.ensure_future(self._write(socket, outgoing))
         try:
-            async for message in socket:
+            self._on_opened(number)
+            await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            writing.cancel()
+            if self._socket is socket:
+                self._socket = None
+            await _close(socket)
+            await asyncio.wait((reading,), timeout=CLOSING_S)
+            closed.set()
+            reading.cancel()
+        self._on_closed(number, reading.result() if reading.done() else "it was given up")
+
+    async def _connect(self) -> aiohttp.ClientWebSocketResponse | None:
+        assert self._session is not None
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                return await self._session.ws_connect(
+                    "/v1/link", max_msg_size=MOST_MESSAGE_BYTES, compress=0, autoping=True
+                )
+        except aiohttp.WSServerHandshakeError as wrong:
+            self._on_failed(f"the syncer answered {wrong.status}")
+        except (aiohttp.ClientError, OSError, TimeoutError) as wrong:
+            self._on_failed(why(wrong))
+        return None
+
+    async def _read(self, socket: aiohttp.ClientWebSocketResponse) -> str:
+        """Until the link ends; why it did."""
+        try:
+            while True:
+                message = await socket.receive()
                 if message.type is WSMsgType.BINARY:
                     self._on_message(decode_message(message.data, "syncer"))
                 elif message.type is WSMsgType.ERROR:
-                    why = f"the connection broke: {_why(socket.exception())}"
+                    return f"the connection broke: {why(socket.exception())}"
+                elif message.type is WSMsgType.CLOSE:
+                    return f"the syncer closed it ({message.data}){': ' if message.extra else ''}{message.extra or ''}"
+                elif message.type in (WSMsgType.CLOSING, WSMsgType.CLOSED):
+                    return "the connection was lost" if socket.close_code != WSCloseCode.OK else "it was closed"
         except WireError as wrong:
-            why = f"what the syncer sent cannot be read: {wrong}"
-        finally:
-            writer.cancel()
-            if self._socket is socket:
-                self._socket = None
-            await socket.close()
-        if socket.close_code is not None and socket.close_code >= 1000 and why.startswith("the syncer closed"):
-            why = f"{why} ({socket.close_code})"
-        self._on_closed(number, why)
+            return f"what the syncer sent cannot be read: {wrong}"
 
     async def _write(
         self, socket: aiohttp.ClientWebSocketResponse, outgoing: asyncio.Queue[bytes | str | None]
     ) -> None:
+        """Until somebody wants to hang up, or cannot send any more."""
         try:
             while (data := await outgoing.get()) is not None:
                 if isinstance(data, str):
@@ -157,29 +175,36 @@ class LearnerLink:
                 else:
                     await socket.send_bytes(data)
         except (ConnectionError, RuntimeError, aiohttp.ClientError):
-            return  # the reading side notices the same
-        await socket.close()
+            return
 
     def post(self, envelope: Envelope) -> None:
-        if self._socket is not None and envelope.session == self._number:
-            self._outgoing.put_nowait(encode_message(envelope))
+        if self._socket is None or self._writing is None or envelope.session != self._number:
+            return
+        self._outgoing.put_nowait(encode_message(envelope))
+        if self._outgoing.qsize() > MOST_WAITING:
+            self._writing.cancel()  # nobody reads it; the link ends, and another is dialled
 
     def post_metrics(self, text: str) -> None:
         if self._socket is not None and self._outgoing.qsize() < 100:
             self._outgoing.put_nowait(text)
 
-    def hang_up(self, number: int) -> None:
-        """What was posted before is still sent."""
-        if self._socket is not None and number == self._number:
-            self._outgoing.put_nowait(None)
-            self._socket = None
+    def hang_up(self, number: int) -> asyncio.Event | None:
+        """What was posted before is still sent, if the system takes it in time. The event is set at the end of it."""
+        if self._socket is None or self._writing is None or number != self._number:
+            return None
+        self._socket = None
+        self._outgoing.put_nowait(None)
+        asyncio.get_running_loop().call_later(CLOSING_S, self._writing.cancel)  # nobody takes what it has to say
+        return self._closed
 
-    async def flushed(self, within_s: float) -> None:
-        """Until everything that was posted is with the system, or the time is over."""
+    async def say_goodbye(self, within_s: float) -> None:
+        """Hang up, and wait until what was posted is with the syncer, or the time is over."""
+        closed = self.hang_up(self._number)
+        if closed is None:
+            return
         try:
             async with asyncio.timeout(within_s):
-                while self._socket is not None and not self._outgoing.empty():
-                    await asyncio.sleep(0.01)
+                await closed.wait()
         except TimeoutError:
             self._log.warning("the last words did not reach the syncer within %g s", within_s)
 
@@ -189,7 +214,7 @@ class LearnerLink:
         assert self._session is not None
         async with self._session.request(method, path, **what) as answer:
             await _check(answer)
-            return parse_json(await answer.read()) if answer.status != 204 else None
+            return parse_json(await _whole(answer), MOST_ANSWER_BYTES) if answer.status != 204 else None
 
     async def found(self, plan: bytes, values: Callable[[], AsyncIterator[Tensor]]) -> None:
         """Bring the model: the plan, then the values of one fragment after the other."""
@@ -235,7 +260,7 @@ class LearnerLink:
             whole = said.base is None and head.codec == CODEC_NUMBERS["f32"]
             if head.payload_bytes != sizes.get(-1 if whole else head.codec) or whole != (said.base is None):
                 raise WireError(f"fragment {fragment} in {head.payload_bytes} bytes of codec {head.codec}", "size")
-            found.append(torch.empty(head.payload_bytes, dtype=torch.uint8))
+            found.append(self._buffers.take(head.payload_bytes))
             return as_bytes(found[0])
 
         path = f"/v1/fragment/{fragment}/{version}"
@@ -247,6 +272,10 @@ class LearnerLink:
                 self.bytes_down += len(chunk)
         frame = parser.finish()
         return Fetched(FragmentHeader.decode(frame.header), found[0])
+
+    def give_back(self, fetched: Fetched) -> None:
+        """Its bytes were decoded; their memory is used again."""
+        self._buffers.give(fetched.data)
 
     async def inner_state(self, learner: int, incarnation: int, most_bytes: int) -> bytes:
         assert self._session is not None
@@ -273,6 +302,15 @@ async def _chunks(view: memoryview) -> AsyncIterator[memoryview]:
         yield view[begin : begin + CHUNK_BYTES]
 
 
+async def _whole(answer: aiohttp.ClientResponse) -> bytearray:
+    gathered = bytearray()
+    async for chunk in answer.content.iter_any():
+        gathered += chunk
+        if len(gathered) > MOST_ANSWER_BYTES:
+            raise WireError(f"an answer of more than {MOST_ANSWER_BYTES} bytes", "size")
+    return gathered
+
+
 async def _check(answer: aiohttp.ClientResponse) -> None:
     if answer.status < 400:
         return
@@ -284,5 +322,12 @@ async def _check(answer: aiohttp.ClientResponse) -> None:
     raise Refusal(answer.status, sentence)
 
 
-def _why(wrong: BaseException | None) -> str:
+def why(wrong: BaseException | None) -> str:
     return str(wrong) or type(wrong).__name__
+
+
+async def _close(socket: aiohttp.ClientWebSocketResponse) -> None:
+    """Politely, but not for long."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(CLOSING_S):
+            await socket.close()

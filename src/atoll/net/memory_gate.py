@@ -27,6 +27,7 @@ class MemoryGate:
                 self.give(size)  # its turn came at the moment it was cancelled
             elif (size, turn) in self._waiting:
                 self._waiting.remove((size, turn))
+                self.give(0)  # whoever stood behind it may fit
             raise
 
     def give(self, size: int) -> None:

@@ -9,9 +9,11 @@ import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
+from atoll.net.byte_buffers import READ_BYTES
 from atoll.net.run_settings import RunSettings
 from atoll.net.syncer import LOOPBACK, SyncerProcess
 from atoll.net.syncer_http import build_app
@@ -54,12 +56,9 @@ async def _serve(
 ) -> bool:
     log = logging.getLogger("atoll.syncer")
     stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(ValueError):  # not in the main thread: whoever runs us there ends us otherwise
-            loop.add_signal_handler(number, stopped.set)
     syncer = SyncerProcess(directory, settings, token=token, log=log)
-    runner = web.AppRunner(build_app(syncer), access_log=None, shutdown_timeout=2.0)
+    runner = web.AppRunner(build_app(syncer), access_log=None, shutdown_timeout=2.0, read_bufsize=READ_BYTES)
+    signals = _stop_on_signals(stopped)
     try:
         await syncer.start()
         await runner.setup()
@@ -71,6 +70,8 @@ async def _serve(
         if on_ready is not None:
             on_ready(address)
         await _first(stopped.wait(), syncer.over.wait())
+        if syncer.failed is not None:
+            raise RuntimeError(f"the syncer has failed: {syncer.failed}") from syncer.failed
         if syncer.finished and not stopped.is_set():
             await _first(stopped.wait(), asyncio.sleep(LINGER_S))
         if syncer.finished and on_finished is not None:
@@ -79,10 +80,27 @@ async def _serve(
     finally:
         await syncer.stop()
         await runner.cleanup()
+        for number, handler in signals.items():
+            signal.signal(number, handler)
+
+
+def _stop_on_signals(stopped: asyncio.Event) -> dict[signal.Signals, Any]:
+    """The handlers that were there before. Not `loop.add_signal_handler`: the loop hears of a signal through a pipe,
+    which is full when threads have much to tell a busy loop, and then the signal is lost."""
+    loop = asyncio.get_running_loop()
+    before = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(ValueError):  # not in the main thread: whoever runs us there ends us otherwise
+            before[number] = signal.signal(number, lambda *_: loop.call_soon_threadsafe(stopped.set))
+    return before
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as wrong:
+        raise ValueError(f"cannot listen on {host}: {wrong.strerror}; give another --host") from None
+    family, kind, _, _, where = found[0]
     sock = socket.socket(family, kind)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

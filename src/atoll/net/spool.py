@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 from pathlib import Path
@@ -22,7 +23,8 @@ class SpoolFile:
         self._spool = spool
         self._key = key
         self._header = header
-        self.path = spool.folder / f"learner-{key[0]}-i{key[1]}.part"
+        # Two peers may give to the same learner at once. One file for both would be cut under the memory of the first.
+        self.path = spool.folder / f"learner-{key[0]}-i{key[1]}-{next(spool.serial)}.part"
         size = HEAD_BYTES + len(header) + payload_bytes
         self._file = open(self.path, "w+b", buffering=0)  # noqa: SIM115 - closed by close()
         try:
@@ -33,10 +35,12 @@ class SpoolFile:
         self._memory = mmap.mmap(self._file.fileno(), size)
         self.payload = memoryview(self._memory)[HEAD_BYTES + len(header) :]
 
-    def keep(self) -> None:
-        """All of it has arrived."""
+    def fill_in(self) -> None:
+        """All of it has arrived: write what stands before it. Reads all of it once more, so not for the loop."""
         head = frame_head(Kind.INNER_STATE, 0, self._header, self.payload)
         self._memory[: HEAD_BYTES + len(self._header)] = head + self._header
+
+    def keep(self) -> None:
         final = self.path.with_suffix(".state")
         self.path.rename(final)
         self._spool.kept(self._key, final)
@@ -52,13 +56,16 @@ class Spool:
         folder.mkdir(parents=True, exist_ok=True)
         for leftover in folder.iterdir():
             leftover.unlink()  # of a syncer that is gone: nobody comes for it
+        self.serial = itertools.count(1)
         self._files: dict[Key, Path] = {}
 
     def file(self, key: Key, header: bytes, payload_bytes: int) -> SpoolFile:
         return SpoolFile(self, key, header, payload_bytes)
 
     def kept(self, key: Key, path: Path) -> None:
-        self._files.pop(key, None)
+        old = self._files.pop(key, None)
+        if old is not None:
+            old.unlink(missing_ok=True)
         self._files[key] = path
         while len(self._files) > MOST_FILES:
             oldest = next(iter(self._files))
@@ -66,3 +73,8 @@ class Spool:
 
     def path(self, key: Key) -> Path | None:
         return self._files.get(key)
+
+    def clear(self) -> None:
+        for path in self._files.values():
+            path.unlink(missing_ok=True)
+        self._files.clear()

@@ -82,9 +82,10 @@ class StepBoundary:
         fragment.release(action.value, action.reference)
 
     def give(self, action: Give) -> None:
+        """A state that cannot travel is no reason to stop training: whoever sends it says so."""
         try:
             action.taken.set_result(inner_state.take(self._optimizer, self._model))
-        except BaseException as wrong:
+        except ValueError as wrong:
             action.taken.set_exception(wrong)
 
     def start(self, state: bytes | None, log: logging.Logger) -> bool:

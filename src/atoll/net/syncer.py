@@ -36,6 +36,7 @@ from atoll.core.protocol import (
     PersistFailed,
     Record,
     RecordKey,
+    Refuse,
     Say,
     Send,
     Started,
@@ -43,6 +44,7 @@ from atoll.core.protocol import (
     SyncerEvent,
     TimerFired,
     VersionRecord,
+    Welcome,
 )
 from atoll.core.syncer import SyncerCore
 from atoll.core.syncer_state import Restored
@@ -50,6 +52,7 @@ from atoll.core.tables import Stage
 from atoll.core.tape import Actor, Entry
 from atoll.core.types import SYNCER, FragmentId, Incarnation, LearnerId
 from atoll.ml.plan import FragmentPlan
+from atoll.net.durable import StoreDamaged
 from atoll.net.held_fragments import HeldFragment
 from atoll.net.memory_gate import MemoryGate
 from atoll.net.run_clock import RunClock
@@ -65,6 +68,15 @@ RECEIVING_BYTES = 256 * 2**20
 """Of contributions that are being received at once, unless four of the largest fragments are more."""
 
 LinkKey = tuple[LearnerId, Incarnation, int]
+
+
+class Payload:
+    """The values of a contribution. Their memory counts as held until they are added to the sums, or not wanted."""
+
+    def __init__(self, data: Tensor, give_back: Callable[[], None]) -> None:
+        self.data = data
+        self.give_back = give_back
+        self.is_taken = False  # whoever takes it gives the memory back
 
 
 class SyncerProcess:
@@ -94,6 +106,7 @@ class SyncerProcess:
         self.merges_before = 0  # by its predecessors
         self.over = asyncio.Event()  # the run has ended, or this syncer has been superseded
         self.halted_because = ""
+        self.failed: BaseException | None = None  # our bug; what is durable is right, and another process goes on
         self.gate = MemoryGate(RECEIVING_BYTES)
         self._token = token
         self._loop = asyncio.get_running_loop()
@@ -168,11 +181,20 @@ class SyncerProcess:
 
     # ---------------------------------------------------------------------------------------------------- the core
 
-    def tell(self, event: SyncerEvent, payload: Tensor | None = None) -> None:
-        """One event for the core. Its entry is on the tape before any of its effects is carried out."""
-        assert self.core is not None and self._tape is not None
-        if self._stopping:
+    def tell(self, event: SyncerEvent, payload: Payload | None = None) -> None:
+        """One event for the core. A core that fails is not asked again: nobody knows what it would do."""
+        if self._stopping or self.failed is not None:
             return
+        try:
+            self._handle(event, payload)
+        except Exception as wrong:
+            self.log.critical("the syncer has failed and stops; start it again on its directory", exc_info=wrong)
+            self.failed = wrong
+            self.over.set()
+
+    def _handle(self, event: SyncerEvent, payload: Payload | None) -> None:
+        """Its entry is on the tape before any of its effects is carried out."""
+        assert self.core is not None and self._tape is not None
         now = self.clock.now()
         effects = self.core.handle(now, event)
         self._tape.write(Entry(now, Actor(SYNCER, self.store.epoch), self.core.tick, event, tuple(effects)))
@@ -209,9 +231,22 @@ class SyncerProcess:
 
     def _send(self, effect: Send) -> None:
         envelope = effect.envelope
+        body = envelope.body
         link = self.links.get((envelope.learner, envelope.incarnation, envelope.session))
         if link is not None:
             link.post(envelope)
+        if type(body) is Refuse:
+            self.refused[body.reason.code] += 1
+            if link is not None and body.final:
+                link.close(str(body.reason))
+        elif type(body) is Welcome:
+            self._close_older(envelope.learner, envelope.incarnation)
+
+    def _close_older(self, learner: LearnerId, incarnation: Incarnation) -> None:
+        """A process that has a successor is told so when it dials again; on its old link nobody listens to it."""
+        for key, link in self.links.items():
+            if key[0] == learner and key[1] < incarnation:
+                link.close(f"incarnation {key[1]} is replaced by {incarnation}")
 
     def _say(self, effect: Say) -> None:
         kind, number = effect.subject
@@ -222,9 +257,15 @@ class SyncerProcess:
         if link is not None:
             link.close(str(effect.reason))
 
-    def _accumulate(self, effect: Accumulate, payload: Tensor) -> None:
+    def _accumulate(self, effect: Accumulate, payload: Payload) -> None:
         held, up = self.fragments[effect.round.fragment], self.settings.numerics.up
-        self._merge(partial(held.accumulate, effect.round, effect.accepted, payload, up), self._report_trouble)
+        payload.is_taken = True
+
+        def added(wrong: BaseException | None) -> None:
+            payload.give_back()
+            self._report_trouble(wrong)
+
+        self._merge(partial(held.accumulate, effect.round, effect.accepted, payload.data, up), added)
 
     def _report_trouble(self, wrong: BaseException | None) -> None:
         """A sum that failed shows when the round is merged: the counts differ, and the merge fails."""
@@ -349,7 +390,7 @@ class SyncerProcess:
                 if self.core is not None:
                     self.tell(StoreFenced(fenced.epoch))
                 return
-            except OSError as wrong:
+            except (OSError, StoreDamaged) as wrong:
                 self.log.warning("the store cannot be read: %s", wrong)
 
     def _spawn(self, task: Any) -> None:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NamedTuple
 
 import torch
-from aiohttp import WSMsgType, web
+from aiohttp import WebSocketError, WSCloseCode, WSMsgType, web
 from torch import Tensor
 
 from atoll.core.protocol import Contribution, Envelope, Hello, InnerState, MessageArrived
 from atoll.core.types import MOST_TOKENS, FragmentId
 from atoll.ml.codecs import codec
 from atoll.ml.plan import FragmentPlan
+from atoll.net.byte_buffers import CHUNK_BYTES, ByteBuffers
 from atoll.net.memory_gate import MemoryGate
 from atoll.net.spool import Spool, SpoolFile
-from atoll.net.syncer import SyncerProcess
-from atoll.net.syncer_link import SyncerLink
-from atoll.net.syncer_status import status
+from atoll.net.stand_still import StandStill
+from atoll.net.syncer import Payload, SyncerProcess
+from atoll.net.syncer_link import CLOSING_S, SyncerLink, as_last_words
+from atoll.net.syncer_status import TOLD, status
 from atoll.net.wire import (
     CODEC_NUMBERS,
     MOST_MESSAGE_BYTES,
@@ -36,14 +39,15 @@ from atoll.net.wire import (
     parse_json,
 )
 
-CHUNK_BYTES = 2**20
 SILENT_S = 60.0
-"""An upload from which nothing comes for so long is given up: it holds memory that others wait for."""
+"""An upload from which nothing comes for so long is given up, and a reader that does not take a chunk: both hold memory
+that others wait for."""
 
 MOST_METRICS_BYTES = 4096
 MOST_PLAN_BYTES = 256 * 2**20
 MOST_MODEL_BYTES = 2**40
 STATE_BYTES_PER_PARAMETER = 64
+NUMBER = "[0-9]{1,18}"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -51,6 +55,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Refused(NamedTuple):
     status: int
     sentence: str
+
+
+class LinkGone(Exception):  # noqa: N818 - nobody's fault: the link broke while it was on its way
+    """What belongs to a link that is closed is of no use to anybody."""
 
 
 def build_app(syncer: SyncerProcess) -> web.Application:
@@ -62,11 +70,12 @@ def build_app(syncer: SyncerProcess) -> web.Application:
     app.router.add_post("/v1/join", paths.join)
     app.router.add_get("/v1/link", paths.link)
     app.router.add_put("/v1/contribution", paths.contribution)
-    app.router.add_get("/v1/fragment/{fragment:\\d+}/{version:\\d+}", paths.fragment)
+    app.router.add_get(f"/v1/fragment/{{fragment:{NUMBER}}}/{{version:{NUMBER}}}", paths.fragment)
     app.router.add_put("/v1/state", paths.put_state)
-    app.router.add_get("/v1/state/{learner:\\d+}/{incarnation:\\d+}", paths.get_state)
+    app.router.add_get(f"/v1/state/{{learner:{NUMBER}}}/{{incarnation:{NUMBER}}}", paths.get_state)
     app.router.add_get("/v1/status", paths.status)
     app.router.add_post("/v1/finish", paths.finish)
+    app.on_cleanup.append(paths.clean_up)
     return app
 
 
@@ -75,6 +84,7 @@ class Paths:
         self.syncer = syncer
         self.spool = Spool(syncer.directory / "spool")
         self._founding = asyncio.Lock()
+        self._buffers = ByteBuffers()
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -90,6 +100,8 @@ class Paths:
             syncer.refused[wrong.code] += 1
             syncer.log.warning("%s %s from %s was refused: %s", request.method, request.path, request.remote, wrong)
             return _error(400, str(wrong), wrong.code)
+        except LinkGone:
+            return _error(409, "the link that this belongs to is closed")
         except TimeoutError:
             syncer.refused["silent"] += 1
             return _error(408, f"nothing came for {SILENT_S:g} s")
@@ -147,7 +159,10 @@ class Paths:
         return None
 
     async def _read_value(self, frames: _Frames, plan: FragmentPlan, p: FragmentId) -> Tensor:
-        value = torch.empty(plan.numel(p))
+        try:
+            value = torch.empty(plan.numel(p))
+        except RuntimeError:
+            raise WireError(f"no memory for the {plan.numel(p)} values of fragment {p}", "size") from None
 
         def accept(head: FrameHead, header: bytes) -> Any:
             said = decode_header(header, {"fragment": int})["fragment"]
@@ -165,23 +180,30 @@ class Paths:
     async def link(self, request: web.Request) -> web.StreamResponse:
         if self.syncer.core is None:
             return _error(409, "the run has no model yet: bring one first")
-        socket = web.WebSocketResponse(max_msg_size=MOST_MESSAGE_BYTES, compress=False, autoping=True)
+        socket = web.WebSocketResponse(
+            max_msg_size=MOST_MESSAGE_BYTES, compress=False, autoping=True, timeout=CLOSING_S
+        )
         await socket.prepare(request)
         link: SyncerLink | None = None
         why = "the connection was closed"
+        refusal: WireError | None = None
         try:
             async for message in socket:
                 if message.type is WSMsgType.BINARY:
                     envelope = decode_message(message.data, "learner")
-                    link = self._identify(link, envelope, socket)
+                    link = self._identify(link, envelope, socket, request)
                     if type(envelope.body) in (Contribution, InnerState):
                         raise WireError(f"{type(envelope.body).__name__} travels beside its values", "type")
                     self.syncer.tell(MessageArrived(envelope))
                 elif message.type is WSMsgType.TEXT and link is not None:
                     self._take_metrics(link, message.data)
+                elif isinstance(message.data, WebSocketError):  # aiohttp has closed it, with this code
+                    too_big = message.data.code == WSCloseCode.MESSAGE_TOO_BIG
+                    raise WireError(str(message.data), "size" if too_big else "type")
                 elif message.type is WSMsgType.ERROR:
                     why = f"the connection broke: {socket.exception()}"
         except WireError as wrong:
+            refusal = wrong
             why = f"what it sent was refused: {wrong}"
             self.syncer.refused[wrong.code] += 1
             self.syncer.log.warning("a link from %s is closed, %s", request.remote, why)
@@ -189,15 +211,19 @@ class Paths:
             if link is not None:
                 self.syncer.detach(link, why)
                 link.abandon()
+        if refusal is not None:
+            await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=as_last_words(str(refusal)))
         return socket
 
-    def _identify(self, link: SyncerLink | None, envelope: Envelope, socket: web.WebSocketResponse) -> SyncerLink:
+    def _identify(
+        self, link: SyncerLink | None, envelope: Envelope, socket: web.WebSocketResponse, request: web.Request
+    ) -> SyncerLink:
         """A link belongs to the one who said hello on it."""
         key = (envelope.learner, envelope.incarnation, envelope.session)
         if link is None:
             if type(envelope.body) is not Hello:
                 raise WireError(f"the first message on a link is Hello, found {type(envelope.body).__name__}", "type")
-            link = SyncerLink(key, socket)
+            link = SyncerLink(key, socket, request.transport)
             self.syncer.attach(link)
         if link.key != key:
             raise WireError(f"this link belongs to learner {link.key[0]}, the message says {key[0]}", "type")
@@ -209,19 +235,27 @@ class Paths:
         raw = parse_json(text.encode(), 4 * MOST_METRICS_BYTES)
         if type(raw) is not dict:
             raise WireError("metrics are a JSON object", "type")
-        self.syncer.metrics[link.key[0]] = raw
+        core, learner = self.syncer.core, link.key[0]
+        if core is not None and learner in core.members:
+            self.syncer.metrics[learner] = {name: raw[name] for name in TOLD if _is_figure(raw.get(name, ""))}
 
     # ---------------------------------------------------------------------------------------------------- bulk
 
     async def contribution(self, request: web.Request) -> web.StreamResponse:
         """Values are checked before the core hears of them: a bad one must be refused with its reason."""
         syncer = self.syncer
+        payload: Payload | None = None
         found: list[tuple[Envelope, int, Tensor]] = []
 
         def accept(head: FrameHead, header: bytes) -> Any:
             envelope, numel = self._check_contribution(head, header)
-            found.append((envelope, numel, torch.empty(head.payload_bytes, dtype=torch.uint8)))
+            found.append((envelope, numel, self._buffers.take(head.payload_bytes)))
             return as_bytes(found[0][2])
+
+        def give_back() -> None:
+            frames.give_back()
+            while found:
+                self._buffers.give(found.pop()[2])
 
         frames = _Frames(request, syncer.gate)
         try:
@@ -233,10 +267,12 @@ class Paths:
             syncer.bytes_up += data.numel()
             assert isinstance(envelope.body, Contribution)
             envelope = envelope._replace(body=envelope.body._replace(problem=problem))
-            syncer.tell(MessageArrived(envelope), data)
+            payload = Payload(data, give_back)
+            syncer.tell(MessageArrived(envelope), payload)
             return web.Response(status=204)
         finally:
-            frames.give_back()
+            if payload is None or not payload.is_taken:
+                give_back()
 
     def _check_contribution(self, head: FrameHead, header: bytes) -> tuple[Envelope, int]:
         syncer = self.syncer
@@ -244,8 +280,7 @@ class Paths:
         body = envelope.body
         if type(body) is not Contribution:
             raise WireError(f"a contribution was due, found {type(body).__name__}", "type")
-        if (envelope.learner, envelope.incarnation, envelope.session) not in syncer.links:
-            raise WireError("the link that this contribution belongs to is closed", "type")
+        self._check_link(envelope)
         if syncer.plan is None or not 0 <= body.round.fragment < len(syncer.plan.fragments):
             raise WireError(f"there is no fragment {body.round.fragment}", "type")
         up = codec(syncer.settings.numerics.up)
@@ -258,28 +293,33 @@ class Paths:
             raise WireError("a learner does not say this of its own contribution", "type")
         return envelope, numel
 
+    def _check_link(self, envelope: Envelope) -> None:
+        if (envelope.learner, envelope.incarnation, envelope.session) not in self.syncer.links:
+            raise LinkGone
+
     async def fragment(self, request: web.Request) -> web.StreamResponse:
         syncer = self.syncer
         held = syncer.fragments.get(int(request.match_info["fragment"]))
         version, wanted = int(request.match_info["version"]), request.query.get("base", "whole")
         if held is None:
             return _error(404, "there is no such fragment")
-        served = held.served
-        if served.version != version:
-            return _error(410, f"version {version} is not the newest, which is {served.version}")
-        if served.update is not None and wanted == str(served.base):
-            payload, base, number = served.update, served.base, CODEC_NUMBERS[syncer.settings.numerics.down]
-        else:
-            payload, base, number = served.value, None, CODEC_NUMBERS["f32"]
-        header = FragmentHeader(held.id, served.version, base, served.value_digest).encode()
-        head = frame_head(Kind.FRAGMENT, number, header, payload)
-
-        def still_newest() -> bool:
-            return held.served is served
-
-        sent = await _stream(request, head + header, as_bytes(payload), still_newest)
-        syncer.bytes_down += payload.numel() * payload.element_size()
-        return sent
+        with held.fetched() as served:
+            if served.version != version:
+                return _error(410, f"version {version} is not the newest, which is {served.version}")
+            if served.update is not None and wanted == str(served.base):
+                payload, base, number = served.update, served.base, CODEC_NUMBERS[syncer.settings.numerics.down]
+            else:
+                payload, base, number = served.value, None, CODEC_NUMBERS["f32"]
+            view = as_bytes(payload)
+            start = held.starts.get((served.version, base))
+            if start is None:  # all learners fetch the same bytes: the digest is computed once
+                header = FragmentHeader(held.id, served.version, base, served.value_digest).encode()
+                loop = asyncio.get_running_loop()
+                head = await loop.run_in_executor(None, frame_head, Kind.FRAGMENT, number, header, view)
+                start = held.starts[served.version, base] = head + header
+            sent = await _stream(request, start, view)
+            syncer.bytes_down += view.nbytes
+            return sent
 
     # ---------------------------------------------------------------------------------------------------- inner state
 
@@ -298,6 +338,7 @@ class Paths:
             frames = _Frames(request)
             await frames.next(Kind.INNER_STATE, accept)
             await frames.end()
+            await asyncio.get_running_loop().run_in_executor(None, found[0][1].fill_in)
             found[0][1].keep()
         except OSError as wrong:
             self.syncer.log.warning("inner state cannot be kept: %s", wrong)
@@ -312,8 +353,7 @@ class Paths:
         envelope = decode_message(header, "learner")
         if type(envelope.body) is not InnerState:
             raise WireError(f"inner state was due, found {type(envelope.body).__name__}", "type")
-        if (envelope.learner, envelope.incarnation, envelope.session) not in self.syncer.links:
-            raise WireError("the link that this inner state belongs to is closed", "type")
+        self._check_link(envelope)
         assert self.syncer.plan is not None
         most = STATE_BYTES_PER_PARAMETER * self.syncer.plan.total_numel + 2**24
         if head.payload_bytes > most:
@@ -336,6 +376,9 @@ class Paths:
         self.syncer.finish()
         return web.Response(status=204)
 
+    async def clean_up(self, app: web.Application) -> None:
+        self.spool.clear()
+
 
 class _Frames:
     """The frames of one request's body. A body that stands still for too long is given up.
@@ -353,8 +396,7 @@ class _Frames:
         if self._rest:
             rest, self._rest = self._rest, b""
             return rest
-        async with asyncio.timeout(SILENT_S):
-            return await anext(self._chunks, None)
+        return await anext(self._chunks, None)
 
     async def next(self, kind: Kind, accept: Callable[[FrameHead, bytes], Any]) -> Frame:
         wanted = 0
@@ -366,14 +408,18 @@ class _Frames:
             return memory
 
         parser = FrameParser(kind, noting, several=True)
-        while not parser.done:
-            chunk = await self._more()
-            if chunk is None:
-                break
-            parser.feed(chunk)
-            if wanted and self._gate is not None and not self._taken:
-                await self._gate.take(wanted)
-                self._taken = wanted
+        async with StandStill(SILENT_S) as still:
+            while not parser.done:
+                chunk = await self._more()
+                if chunk is None:
+                    break
+                parser.feed(chunk)
+                still.moved += 1
+                if wanted and self._gate is not None and not self._taken:
+                    still.pause()
+                    await self._gate.take(wanted)
+                    still.go_on()
+                    self._taken = wanted
         frame = parser.finish()
         self._rest = parser.rest
         return frame
@@ -384,8 +430,9 @@ class _Frames:
             self._taken = 0
 
     async def end(self) -> None:
-        if await self._more() is not None:
-            raise WireError("more bytes than frames", "trailing")
+        async with asyncio.timeout(SILENT_S):
+            if await self._more() is not None:
+                raise WireError("more bytes than frames", "trailing")
 
 
 def _accept_plan(head: FrameHead, header: bytes) -> Any:
@@ -395,22 +442,26 @@ def _accept_plan(head: FrameHead, header: bytes) -> Any:
     return bytearray(head.payload_bytes)
 
 
-async def _stream(
-    request: web.Request, start: bytes, payload: memoryview, still_wanted: Callable[[], bool]
-) -> web.StreamResponse:
-    """In pieces, so that a slow reader costs nothing but its own time; cut off when nobody wants it any more."""
+async def _stream(request: web.Request, start: bytes, payload: memoryview) -> web.StreamResponse:
+    """In pieces, so that a slow reader costs nothing but its own time; one that does not read at all is cut off."""
     response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
     response.content_length = len(start) + payload.nbytes
     await response.prepare(request)
-    await response.write(start)
-    for begin in range(0, payload.nbytes, CHUNK_BYTES):
-        if not still_wanted():
-            if request.transport is not None:
-                request.transport.abort()
-            return response
-        await response.write(payload[begin : begin + CHUNK_BYTES])
-    await response.write_eof()
+    try:
+        async with StandStill(SILENT_S) as still:
+            await response.write(start)
+            for begin in range(0, payload.nbytes, CHUNK_BYTES):
+                await response.write(payload[begin : begin + CHUNK_BYTES])
+                still.moved += 1
+            await response.write_eof()
+    except (TimeoutError, ConnectionError):
+        if request.transport is not None:
+            request.transport.abort()
     return response
+
+
+def _is_figure(value: object) -> bool:
+    return value is None or (type(value) in (int, float) and math.isfinite(value))  # type: ignore[arg-type]
 
 
 def _error(status: int, sentence: str, code: str = "") -> web.Response:

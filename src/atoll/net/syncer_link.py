@@ -21,9 +21,15 @@ CLOSING_S = 2.0
 class SyncerLink:
     """What waits for a learner is bounded: a newer version of a fragment takes the place of an older notice."""
 
-    def __init__(self, key: tuple[LearnerId, Incarnation, int], socket: web.WebSocketResponse) -> None:
+    def __init__(
+        self,
+        key: tuple[LearnerId, Incarnation, int],
+        socket: web.WebSocketResponse,
+        transport: asyncio.Transport | None = None,
+    ) -> None:
         self.key = key
         self._socket = socket
+        self._transport = transport
         self._waiting: OrderedDict[object, Envelope] = OrderedDict()
         self._serial = 0
         self._wake = asyncio.Event()
@@ -55,21 +61,31 @@ class SyncerLink:
                     await self._socket.send_bytes(encode_message(envelope))
                 if self._why is not None:
                     break
-        except (ConnectionError, RuntimeError):  # the reading side notices the same, and says so
-            return
-        why = self._why.encode()[:120].decode(errors="ignore")
-        async with asyncio.timeout(CLOSING_S):
-            await self._socket.close(code=WSCloseCode.GOING_AWAY, message=why.encode())
+            await self._socket.close(code=WSCloseCode.GOING_AWAY, message=as_last_words(self._why))
+        except (ConnectionError, RuntimeError):
+            return  # the reading side notices the same, and says so
 
     def close(self, why: str) -> None:
         """What waits is still sent, if the learner reads it."""
         if self._why is None:
             self._why = why
             self._wake.set()
-            asyncio.get_running_loop().call_later(CLOSING_S, self._task.cancel)
+            asyncio.get_running_loop().call_later(CLOSING_S, self._cut)
+
+    def _cut(self) -> None:
+        """It has not read for all that time. Without this nobody would ever notice: nothing comes, nothing goes."""
+        if not self._task.done():
+            self._task.cancel()
+            if self._transport is not None:
+                self._transport.abort()
 
     async def closed(self) -> None:
         await asyncio.wait([self._task], timeout=2 * CLOSING_S)
 
     def abandon(self) -> None:
         self._task.cancel()
+
+
+def as_last_words(why: str) -> bytes:
+    """What fits into the frame that closes a WebSocket."""
+    return why.encode()[:120].decode(errors="ignore").encode()

@@ -32,7 +32,7 @@ def status(syncer: SyncerProcess) -> dict[str, Any]:
             "reason": member.reason,
             "link": "up" if any(key[0] == member.learner for key in syncer.links) else "down",
         }
-        | {name: value for name, value in syncer.metrics.get(member.learner, {}).items() if name in TOLD}
+        | syncer.metrics.get(member.learner, {})
         for member in view.members
     ]
     here = syncer.merged_contributions, max(1, view.merges - syncer.merges_before)

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.context import ForkServerContext
@@ -22,7 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-PRELOADED = ("atoll.train.supervisor", "atoll.train.baselines")
+PRELOADED = ("atoll.train.supervisor", "atoll.train.baselines", "numpy.random", "torch._dynamo")
+"""The last two are loaded by the first batch and the first optimizer: two seconds in every child, where not here."""
 
 LOGS = "logs"
 
@@ -186,6 +188,7 @@ def _child(name: str, log: str, target: Callable[..., None], args: Sequence[Any]
         code = REFUSED
     except BaseException:
         traceback.print_exc()
+    logging.getLogger("atoll").info("ends with code %d after %.1f s on the processor", code, time.process_time())
     sys.stdout.flush()
     sys.stderr.flush()
     # Without the destructors: that of gloo joins threads which may want the lock of the interpreter that it holds.

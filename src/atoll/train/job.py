@@ -81,6 +81,7 @@ def _carry_out(settings: JobSettings, run: Path, view: LiveView, corpus: Text) -
             from atoll.train.supervisor import Supervisor
 
             Supervisor(settings, run, view, title_of(settings, corpus)).train()
+    view.say("The run is over; its model is judged on held-out text.")
     return _finish(settings, run, corpus)
 
 

@@ -78,7 +78,7 @@ class JobSettings:
     method: Method = "decoupled"
     learners: int = 4  # M; `single` has one
     seed: int = 0  # of the initial model and of the order of the data
-    tokens: int = 1_600_000  # of all learners together
+    tokens: int = 2_000_000  # of all learners together
     # the model and its data
     model: str = "1m"  # a name of `models.SIZES`
     experts: int = 0  # above 0: a mixture of so many experts
@@ -89,7 +89,7 @@ class JobSettings:
     eval_tokens: int = 65_536  # held-out tokens on which the final model is judged
     # inner steps
     inner: str = "adamw"
-    lr: float = 4e-3
+    lr: float = 3e-3
     warmup: float = 0.05  # share of the run in which the learning rate rises
     weight_decay: float = 0.1
     clip: float = 1.0  # largest norm of a gradient; 0: not clipped

@@ -21,6 +21,8 @@ from rich.text import Text
 
 PLAIN_EVERY_S = 5.0
 DRAWN_PER_S = 4.0
+MOST_LISTED = 8
+"""Islands that a plain line names one by one."""
 
 _STANDINGS = {
     "live": ("training", "green"),
@@ -103,15 +105,18 @@ class LiveView:
             self._live.update(picture(status, watched), refresh=True)
             return
         now = time.monotonic() if now is None else now
+        if self._printed_at == float("-inf"):
+            self.say(watched.title)
         for sentence in watched.news[self._told :]:
-            self._print(sentence)
+            self.say(sentence)
         self._told = len(watched.news)
         if now - self._printed_at >= self._every_s:
             self._printed_at = now
-            self._print(plain_line(status, watched))
+            self.say(plain_line(status, watched))
 
-    def _print(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)
+    def say(self, sentence: str) -> None:
+        """One line, that stays."""
+        print(sentence, file=self._stream, flush=True)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -121,8 +126,12 @@ class LiveView:
 def plain_line(status: Mapping[str, Any], watched: Watched) -> str:
     """One line for logs and pipes."""
     parts = [f"{clock(watched.elapsed_s)}  {100.0 * status.get('progress', 0.0):3.0f} %"]
-    for learner in range(1, _count(status, watched) + 1):
-        parts.append(f"{learner}: {_brief(_of(status, learner), watched.down.get(learner))}")
+    count = _count(status, watched)
+    if count > MOST_LISTED:
+        parts.append(_summed(status, watched, count))
+    else:
+        for learner in range(1, count + 1):
+            parts.append(f"{learner}: {_brief(_of(status, learner), watched.down.get(learner))}")
     if status.get("merges"):
         parts.append(f"{status['merges']:,} merges")
     if watched.goodput is not None:
@@ -130,13 +139,34 @@ def plain_line(status: Mapping[str, Any], watched: Watched) -> str:
     return " | ".join(parts)
 
 
-def _brief(told: Mapping[str, Any] | None, down: str | None) -> str:
+def _summed(status: Mapping[str, Any], watched: Watched, count: int) -> str:
+    words: dict[str, int] = {}
+    losses, steps = [], []
+    for learner in range(1, count + 1):
+        told = _of(status, learner)
+        word = _word(told, watched.down.get(learner))
+        words[word] = words.get(word, 0) + 1
+        if told is not None and word == "training":
+            steps.append(told.get("step", 0))
+            if told.get("loss") is not None:
+                losses.append(told["loss"])
+    parts = [f"{many} {word}" for word, many in words.items()]
+    if losses:
+        parts.append(f"loss {sum(losses) / len(losses):.2f}")
+    if steps:
+        parts.append(f"step {min(steps):,} to {max(steps):,}")
+    return ", ".join(parts)
+
+
+def _word(told: Mapping[str, Any] | None, down: str | None) -> str:
     if down is not None:
         return "down"
-    if told is None:
-        return "starting"
-    word = _STANDINGS.get(told.get("standing", ""), ("starting", ""))[0]
-    if word not in ("training", "done"):
+    return _STANDINGS.get(told.get("standing", "") if told is not None else "", ("starting", ""))[0]
+
+
+def _brief(told: Mapping[str, Any] | None, down: str | None) -> str:
+    word = _word(told, down)
+    if told is None or word not in ("training", "done"):
         return word
     loss = told.get("loss")
     return f"step {told.get('step', 0):,}" + (f" loss {loss:.2f}" if loss is not None else "")
@@ -172,10 +202,10 @@ def picture(status: Mapping[str, Any], watched: Watched) -> RenderableType:
     table.add_column("island", justify="right")
     table.add_column("alive", min_width=8)
     table.add_column("step", justify="right")
-    table.add_column("tokens/s", justify="right")
-    table.add_column("loss", justify="right")
+    table.add_column("tokens/s", justify="right", no_wrap=True)
+    table.add_column("loss", justify="right", no_wrap=True)
     table.add_column("link")
-    table.add_column("", overflow="ellipsis", no_wrap=True)
+    table.add_column("", overflow="ellipsis", no_wrap=True, ratio=1)
     for learner in range(1, _count(status, watched) + 1):
         table.add_row(*_row(learner, _of(status, learner), watched.down.get(learner)))
     parts: list[RenderableType] = [Text(watched.title, style="bold", no_wrap=True, overflow="ellipsis"), table]

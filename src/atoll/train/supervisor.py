@@ -20,10 +20,10 @@ import torch
 from atoll.net.run_settings import RunSettings
 from atoll.net.serving import serve_syncer
 from atoll.train.children import FINE, REFUSED, Child, JobFailed, end_all, processes, signal_name, wait_for_any
-from atoll.train.island import train_island
+from atoll.train.island import DIRECT, train_island
 from atoll.train.job_settings import JobSettings, Kill
 from atoll.train.live_view import GoodputMeter, LiveView, Watched, training_count
-from atoll.train.report import note_fault
+from atoll.train.report import note_fault, read_faults
 
 LOOK_S = 0.25
 STATUS_WAIT_S = 1.0
@@ -57,7 +57,7 @@ class Supervisor:
         self._view = view
         self._token = secrets.token_urlsafe(24)  # on a shared machine loopback alone keeps nobody out
         self._port = _free_port()
-        self._kills: list[Kill] = sorted(settings.kills, key=lambda kill: kill.progress)
+        self._kills = _kills_left(settings, run)
         self._status: dict[str, Any] = {}
         self._watched = Watched(title, settings.learners)
         self._meter = GoodputMeter(settings.learners)
@@ -178,10 +178,10 @@ class Supervisor:
             if training_count(status):
                 self._syncer.trained_since_start = True
         self._watched.elapsed_s = time.monotonic() - self._began
-        present = sum(1 for member in self._learners.values() if member.child.pid is not None)
-        self._watched.goodput = self._meter.look(
-            self._watched.elapsed_s, min(present, training_count(self._status)) if not self._syncer.done else 0
-        )
+        if self._status.get("stage") == "running":
+            present = sum(1 for member in self._learners.values() if member.child.pid is not None)
+            training = min(present, training_count(self._status))
+            self._watched.goodput = self._meter.look(self._watched.elapsed_s, training)
         self._view.show(self._status, self._watched)
 
     def _ask(self) -> dict[str, Any] | None:
@@ -192,7 +192,7 @@ class Supervisor:
             f"http://{self.address}/v1/status", headers={"Authorization": f"Bearer {self._token}"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=STATUS_WAIT_S) as answer:
+            with DIRECT.open(request, timeout=STATUS_WAIT_S) as answer:
                 status: dict[str, Any] = json.load(answer)
                 return status
         except (OSError, ValueError):
@@ -230,6 +230,16 @@ def serve_job(settings: JobSettings, run_id: str, run: Path, port: int, token: s
     torch.set_num_threads(1)  # the cores belong to the learners
     if not serve_syncer(run, run_of(settings, run_id), port=port, token=token):
         raise KeyboardInterrupt  # it was told to stop
+
+
+def _kills_left(settings: JobSettings, run: Path) -> list[Kill]:
+    """In the order of the run, without those that happened before it was interrupted."""
+    left = sorted(settings.kills, key=lambda kill: kill.progress)
+    for fault in read_faults(run):
+        done = next((kill for kill in left if fault["planned"] and fault["who"] == f"learner {kill.learner}"), None)
+        if done is not None:
+            left.remove(done)
+    return left
 
 
 def run_of(settings: JobSettings, run_id: str) -> RunSettings:

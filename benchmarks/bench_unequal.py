@@ -1,0 +1,222 @@
+"""Fast learners beside slow ones: is their step as short as alone? Figures are kept in benchmarks/README.md.
+
+    python benchmarks/bench_unequal.py [--json] [--speeds 1,1,0.5,0.5] [--step 0.2] [--pairs 5]
+
+Four learners with `atoll.Learner` and a syncer, each a process of its own. Steps are real steps of a small GPT, paced: at
+speed 1 a step takes at least `--step` seconds, at speed 0.5 twice as long, so that two cores suffice for all of them.
+
+Blocks take turns: one fast learner alone, with the bare loop (same steps, same pace, no Atoll, nobody else computes);
+then all of them together with Atoll. A ratio is the mean step of one block by that of its neighbour, of the same
+process. The time of a step includes what Atoll does at its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts its threads
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from atoll.core.types import Limits, RunConfig
+from atoll.net.learner import Learner
+from atoll.net.run_settings import RunSettings
+from atoll.train.models import SIZES, build
+from benchmarks.bench_overhead import batches, stepper
+from benchmarks.measuring import Spread, Syncer, describe, ends_with, machine, spread, start_python, syncer
+
+FRAGMENTS = EVERY_STEPS = 24
+BATCH = 8
+UNCOUNTED = 2  # steps at the start of a block
+TARGET = 1.02
+
+PATIENT = Limits(first_wait_s=300.0, least_wait_s=300.0)
+"""Learners that report nothing while another one is alone are not lost."""
+
+# --------------------------------------------------------------------------------------------------------------------
+# One learner
+
+
+def paced(step: Callable[[], object], least_s: float) -> tuple[float, float]:
+    """Seconds of one step, and of its work."""
+    began = time.perf_counter()
+    step()
+    work_s = time.perf_counter() - began
+    if work_s < least_s:
+        time.sleep(least_s - work_s)
+    return time.perf_counter() - began, work_s
+
+
+def be_a_learner(address: str, number: int, size: str, least_s: float) -> None:
+    """In the child: a line on standard input is a block, `alone SECONDS` or `together SECONDS`; the answer is a line."""
+    config = SIZES[size]
+    model = build(config, seed=0)
+    optimizer, step = stepper(model, batches(config.vocabulary, BATCH, config.context))
+    with Learner(model, optimizer, address, learner=number) as learner:
+        print("ready", flush=True)
+        for line in sys.stdin:
+            how, seconds = line.split()
+            taken = []
+            until = time.monotonic() + float(seconds)
+            while time.monotonic() < until:
+                step_s, work_s = paced(step, least_s)
+                ended = time.perf_counter()
+                if how == "together":
+                    learner.step(tokens=BATCH * config.context)
+                taken.append((step_s + time.perf_counter() - ended, work_s))
+            stats = learner.stats()
+            told = {"steps": taken, "contributed": stats.contributed, "boundary_s": stats.boundary_s}
+            print(json.dumps(told), flush=True)
+
+
+class Island:
+    """One learner's process, seen from here."""
+
+    def __init__(self, served: Syncer, number: int, speed: float, size: str, step_s: float) -> None:
+        self.speed = speed
+        self.number = number
+        self.process: subprocess.Popen[str] = start_python(
+            __file__, "--child", served.address, str(number), size, str(step_s / speed)
+        )
+
+    def read(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().strip()
+        if not line:
+            raise RuntimeError(f"learner {self.number} has ended; its words are above")
+        return line
+
+    def begin(self, how: str, seconds: float) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{how} {seconds}\n")
+        self.process.stdin.flush()
+
+    def result(self) -> dict[str, Any]:
+        told: dict[str, Any] = json.loads(self.read())
+        told["steps"] = told["steps"][UNCOUNTED:]
+        return told
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The measurement
+
+
+def mean_s(told: dict[str, Any]) -> float:
+    return sum(step_s for step_s, _ in told["steps"]) / len(told["steps"])
+
+
+def measure(speeds: list[float], size: str, step_s: float, pairs: int, block_s: float) -> dict[str, Any]:
+    settings = RunSettings(RunConfig("unequal", FRAGMENTS, EVERY_STEPS, limits=PATIENT))
+    with syncer(settings) as served:
+        islands = [Island(served, n + 1, speed, size, step_s) for n, speed in enumerate(speeds)]
+        try:
+            for island in islands:
+                assert island.read() == "ready"
+            return in_turns(served, islands, pairs, block_s)
+        finally:
+            for island in islands:
+                ends_with(island.process)
+
+
+def in_turns(served: Syncer, islands: list[Island], pairs: int, block_s: float) -> dict[str, Any]:
+    fast = [island for island in islands if island.speed == max(each.speed for each in islands)]
+    together(islands, block_s)  # until rounds are under way
+    ratios, alone_s = [], []
+    all_s: dict[int, list[float]] = {island.number: [] for island in islands}
+    work_s: dict[int, list[float]] = {island.number: [] for island in islands}
+    merges = served.status()["merges"]
+    for pair in range(pairs):
+        one = fast[pair % len(fast)]
+        one.begin("alone", block_s)
+        alone = one.result()
+        told = together(islands, block_s)
+        alone_s += [s for s, _ in alone["steps"]]
+        ratios.append(mean_s(told[one.number]) / mean_s(alone))
+        for number, each in told.items():
+            all_s[number] += [s for s, _ in each["steps"]]
+            work_s[number] += [w for _, w in each["steps"]]
+    status = served.status()
+    return {
+        "pairs": pairs,
+        "block_s": block_s,
+        "alone_step_s": spread(alone_s),
+        "ratio": spread(ratios),
+        "learners": [
+            {
+                "learner": island.number,
+                "speed": island.speed,
+                "step_s": spread(all_s[island.number]),
+                "mean_step_s": sum(all_s[island.number]) / len(all_s[island.number]),
+                "work_s": spread(work_s[island.number]),
+            }
+            for island in islands
+        ],
+        "mean_alone_s": sum(alone_s) / len(alone_s),
+        "rounds_per_s": (status["merges"] - merges) / (pairs * block_s),
+        "contributions_per_merge": status["contributions_per_merge"],
+    }
+
+
+def together(islands: list[Island], seconds: float) -> dict[int, dict[str, Any]]:
+    for island in islands:
+        island.begin("together", seconds)
+    return {island.number: island.result() for island in islands}
+
+
+def show(found: dict[str, Any], size: str) -> None:
+    alone, ratio = Spread(*found["alone_step_s"]), Spread(*found["ratio"])
+    print(f"learners of unequal speed, GPT {size}, paced steps, P = H = {FRAGMENTS}; ", end="")
+    print(f"{found['pairs']} pairs of blocks of {found['block_s']:g} s; median (quartiles)\n")
+    print(f"  {'':22}{'step, ms':>28}{'mean':>10}{'of it work, ms':>26}")
+    print(f"  {'fast, alone, bare':22}{in_ms(alone):>28}{1e3 * found['mean_alone_s']:>10.2f}")
+    for row in found["learners"]:
+        name = f"learner {row['learner']}, speed {row['speed']:g}"
+        step, work = in_ms(Spread(*row["step_s"])), in_ms(Spread(*row["work_s"]))
+        print(f"  {name:22}{step:>28}{1e3 * row['mean_step_s']:>10.2f}{work:>26}")
+    print(f"\n  a fast learner beside all others by alone: {ratio.median:.4f} ({ratio.low:.4f} to {ratio.high:.4f}), ", end="")
+    print(f"wanted: at most {TARGET}")
+    print(f"  {found['rounds_per_s']:.2f} rounds per second, ", end="")
+    print(f"{found['contributions_per_merge']:.2f} contributions per merge")
+
+
+def in_ms(value: Spread) -> str:
+    return f"{1e3 * value.median:.2f} ({1e3 * value.low:.2f} to {1e3 * value.high:.2f})"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--speeds", default="1,1,0.5,0.5", help="one per learner")
+    parser.add_argument("--step", type=float, default=0.2, help="least seconds of a step at speed 1")
+    parser.add_argument("--size", default="1m", choices=sorted(SIZES), help="of the model")
+    parser.add_argument("--pairs", type=int, default=6, help="blocks of either kind")
+    parser.add_argument("--block", type=float, default=6.0, help="seconds of a block")
+    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.child:
+        address, number, size, least_s = options.child
+        be_a_learner(address, int(number), size, float(least_s))
+        return 0
+    where = machine()
+    speeds = [float(speed) for speed in options.speeds.split(",")]
+    found = measure(speeds, options.size, options.step, options.pairs, options.block)
+    if options.json:
+        print(json.dumps({"machine": where, "target": TARGET, "size": options.size} | found, indent=2))
+        return 0
+    print(describe(where))
+    show(found, options.size)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

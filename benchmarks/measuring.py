@@ -1,0 +1,200 @@
+"""What the benchmarks of the network share: the machine, a real syncer as a process of its own, figures of processes.
+
+A syncer that was started here ends with the benchmark, also when that is killed: it listens on its standard input.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import contextlib
+import json
+import logging
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from atoll.net.run_settings import RunSettings
+from atoll.net.serving import serve_syncer
+
+START_S = 60.0
+END_S = 10.0
+MIB = 2**20
+
+
+class Spread(NamedTuple):
+    """Middle and quartiles of repeated measurements."""
+
+    low: float
+    median: float
+    high: float
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.median:.4g} ({self.low:.4g} to {self.high:.4g})"
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """
+    >>> spread([3.0, 1.0, 2.0])
+    Spread(low=1.5, median=2.0, high=2.5, count=3)
+    """
+    if len(values) == 1:
+        return Spread(values[0], values[0], values[0], 1)
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(low, median, high, len(values))
+
+
+def machine() -> dict[str, Any]:
+    """Where and when. `load`: of the last minute, as the measurement begins; above 0.5 somebody else is at work."""
+    name = platform.processor()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "cpu": name,
+        "cores": os.cpu_count(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
+def describe(told: dict[str, Any]) -> str:
+    return (
+        f"{told['date']}, {told['cores']} cores ({told['cpu']}), Python {told['python']}, torch {told['torch']}, "
+        f"load {told['load']} at the start"
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Processes
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time of a process so far, of all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def resident_mib(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/statm").read_text().split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") / MIB
+
+
+def ends_with(process: subprocess.Popen[str]) -> None:
+    """Ask it to end, then make it."""
+    if process.stdin is not None:
+        process.stdin.close()
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def start_python(script: str, *arguments: str, core: int | None = None) -> subprocess.Popen[str]:
+    """A script of ours as a process with one thread for arithmetic, on one core only where `core` says so."""
+    process = subprocess.Popen(
+        [sys.executable, script, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    if core is not None:
+        os.sched_setaffinity(process.pid, {core})
+    return process
+
+
+def end_with_the_parent() -> None:
+    """In a child of `start_python`: the pipe closes when the parent ends, however it does."""
+
+    def watch() -> None:
+        sys.stdin.read()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+class Syncer(NamedTuple):
+    """A syncer that serves a run in a process of its own."""
+
+    address: str
+    pid: int
+    directory: Path
+
+    def status(self) -> dict[str, Any]:
+        with urllib.request.urlopen(f"http://{self.address}/v1/status", timeout=30) as answer:
+            told: dict[str, Any] = json.load(answer)
+        return told
+
+
+@contextlib.contextmanager
+def syncer(settings: RunSettings, core: int | None = None, profile: str | None = None) -> Iterator[Syncer]:
+    """A real syncer on a free port of this machine, with a directory of its own that goes away with it.
+
+    `profile`: a file for the profile of its event loop. A syncer that is profiled is slower.
+    """
+    with tempfile.TemporaryDirectory(prefix="atoll-bench-") as name:
+        process = start_python(__file__, "syncer", name, json.dumps(settings.to_json()), profile or "", core=core)
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().strip()
+            if not address:
+                raise RuntimeError("the syncer did not start; its words are above")
+            yield Syncer(address, process.pid, Path(name))
+        finally:
+            ends_with(process)
+
+
+def serve(directory: str, settings: str, profile: str) -> None:
+    """In the child."""
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.ERROR, format="syncer: %(message)s")
+    end_with_the_parent()
+    profiler = cProfile.Profile() if profile else None
+    if profiler is not None:
+        profiler.enable()
+    serve_syncer(
+        Path(directory),
+        RunSettings.from_json(json.loads(settings)),
+        port=0,
+        on_ready=lambda address: print(address, flush=True),
+    )
+    if profiler is not None:
+        profiler.disable()
+        profiler.dump_stats(profile)
+
+
+def rest(moving: Callable[[], object], still_s: float = 0.3, most_s: float = 10.0) -> None:
+    """Until a figure has stood still for so long: what was under way has arrived."""
+    until, seen, since = time.monotonic() + most_s, moving(), time.monotonic()
+    while time.monotonic() < until and time.monotonic() - since < still_s:
+        time.sleep(still_s / 6)
+        now = moving()
+        if now != seen:
+            seen, since = now, time.monotonic()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["syncer"]:
+        serve(*sys.argv[2:])

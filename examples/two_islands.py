@@ -1,0 +1,49 @@
+"""A syncer and two islands on this machine, each a process of its own: what the tutorial does in three terminals."""
+
+import argparse
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--run", type=Path, default=Path("runs/tutorial"), help="directory of the run")
+parser.add_argument("--tokens", default="1M", help="budget of the run, both islands together")
+parser.add_argument("--port", default="7400")
+parser.add_argument("script", nargs=argparse.REMAINDER, help="a script and its arguments; without: with_atoll.py")
+options = parser.parse_args()
+script = options.script or [Path(__file__).with_name("with_atoll.py")]
+
+children: dict[str, subprocess.Popen[str]] = {}
+shown: list[threading.Thread] = []
+
+
+def start(name: str, *command: object) -> None:
+    """Start a process whose lines are shown with its name before them."""
+    child = subprocess.Popen(
+        [sys.executable, *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+    def show() -> None:
+        assert child.stdout is not None
+        for line in child.stdout:
+            print(f"{name:8} | {line}", end="", flush=True)
+
+    children[name] = child
+    shown.append(threading.Thread(target=show))
+    shown[-1].start()
+
+
+averaging = ["--merge", "average", "--outer", "sgd", "--outer-lr", "1", "--outer-momentum", "0"]
+run = ["--out", options.run, "--port", options.port, "--tokens", options.tokens, "--learners", "2"]
+start("syncer", "-m", "atoll", "syncer", *run, *averaging)
+for number in (1, 2):
+    place = ["--syncer", f"127.0.0.1:{options.port}", "--learner", number, "--out", options.run / f"model-{number}.pt"]
+    start(f"island {number}", *script, *place)
+
+if children["syncer"].wait() != 0:  # islands would wait for it to come back
+    for child in children.values():
+        child.terminate()
+for thread in shown:
+    thread.join()
+sys.exit(max(abs(child.wait()) for child in children.values()))

@@ -1,0 +1,116 @@
+"""`atoll learner`: one island of a run whose syncer is somewhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from atoll.commands.output import ExitCode, JsonOption, complain, print_json
+from atoll.commands.syncer import Token
+
+if TYPE_CHECKING:
+    from atoll.net.learner import Learner
+    from atoll.train.loop import Step
+
+EXAMPLE = "atoll learner --syncer head:7400"
+
+SAY_EVERY_S = 5.0
+
+
+def run(
+    syncer: Annotated[str, typer.Option("--syncer", metavar="HOST:PORT", help="Where atoll syncer listens.")],
+    token: Token = None,
+    number: Annotated[
+        int | None,
+        typer.Option(
+            "--learner",
+            metavar="N",
+            min=1,
+            help="Number of this island, from 1: it decides the part of the data. Give it again to come back as the "
+            "same one. [default: the next free one]",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="DIR",
+            help="Directory for this island's tape, metrics and place in the data. [default: runs/ and the run's name]",
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option("--data", metavar="PATH", help="Where the run's data is on this machine.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", metavar="N", min=1, help="Threads of torch. [default: 1]")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train as one island of a run: the syncer says what, and gives the model.
+
+    The island dials out, so it may be behind a router. It never waits for others: while the syncer cannot be reached it
+    trains on, and what it trained is merged later. Ctrl-C leaves the run, the others go on; come back with the same
+    --learner and --out.
+    """
+    from dataclasses import replace
+
+    from atoll.net.learner_errors import AtollError
+    from atoll.train.children import terminated_like_interrupted
+    from atoll.train.island import ask_for_job, train_island
+
+    token = token or None  # an empty variable is no token
+    job = ask_for_job(syncer, token, lambda: complain(f"waiting for a syncer at {syncer}"))
+    settings = job.settings
+    if data is not None:
+        settings = replace(settings, data=str(data.absolute()))
+    if threads is not None:
+        settings = replace(settings, threads=threads)
+    directory = out if out is not None else Path("runs") / job.run_id
+    directory.mkdir(parents=True, exist_ok=True)
+    watch = _Watch(shown=not as_json)
+    try:
+        with terminated_like_interrupted():
+            train_island(settings, number, syncer, token, directory, watch)
+    except AtollError as wrong:
+        complain(str(wrong))
+        raise typer.Exit(ExitCode.FAILED) from None
+    except KeyboardInterrupt:
+        if watch.learner:
+            complain(f"left the run; come back with: --learner {watch.learner} --out {directory}")
+        raise
+    if as_json:
+        told = {"learner": watch.learner, "steps": watch.steps, "tokens": watch.tokens}
+        print_json({**told, "directory": str(directory)})
+    else:
+        print(f"The run is over. Learner {watch.learner} took {watch.steps:,} steps here, {watch.tokens:,} tokens.")
+
+
+class _Watch:
+    """Says on stderr how the island is getting on, now and then."""
+
+    def __init__(self, shown: bool) -> None:
+        self.learner = 0
+        self.steps = 0
+        self.tokens = 0
+        self._shown = shown
+        self._said_at = float("-inf")
+
+    def __call__(self, link: Learner, step: Step) -> None:
+        import sys
+        import time
+
+        self.learner = link.id
+        self.steps += 1
+        self.tokens += step.tokens
+        now = time.monotonic()
+        if not self._shown or now - self._said_at < SAY_EVERY_S:
+            return
+        self._said_at = now
+        print(
+            f"learner {link.id}: {100.0 * link.progress:3.0f} % of the run | step {self.steps:,} | loss {step.loss:.3f}"
+            f" | {step.tokens / max(step.step_s, 1e-9):,.0f} tokens/s | link {link.stats().link}",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -1,0 +1,553 @@
+"""Real faults in real processes. Each test asserts that its fault happened, and that nobody else was hurt by it."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from atoll.core.protocol import FragmentDamaged, Published, Report, Resync
+from atoll.core.tape import Entry
+from atoll.core.types import Limits
+from atoll.ml.settings import Numerics
+from atoll.tape_files import RunTapes
+from tests.net.planted import struck
+from tests.net.relay import Relay
+from tests.net.runs import QUICK, Child, LearnerSpec, Run, config, endless, versions_by_epoch
+
+NEVER_TOO_LONG_S = 0.05
+"""Of Atoll's own time between two steps, for a model of this size. Waiting for anybody would take far longer."""
+
+
+def entries(run: Run, learner: int, incarnation: int = 1) -> Iterator[Entry]:
+    for actor, reader in RunTapes(run.directory).readers.items():
+        if (actor.learner, actor.start) == (learner, incarnation):
+            yield from reader
+
+
+def events(run: Run, learner: int, kind: type) -> list[Any]:
+    return [entry.event for entry in entries(run, learner) if type(entry.event) is kind]
+
+
+def sent(run: Run, learner: int, kind: type) -> list[tuple[float, Any]]:
+    """What a learner has sent, and when."""
+    return [
+        (entry.at, effect.envelope.body)  # type: ignore[union-attr]
+        for entry in entries(run, learner)
+        for effect in entry.effects
+        if type(getattr(getattr(effect, "envelope", None), "body", None)) is kind
+    ]
+
+
+def shows(run: Run, learner: int, **wanted: Any) -> Callable[[dict[str, Any]], dict[str, Any] | None]:
+    """For `until`: the learner, once everything is shown of it that is wanted."""
+
+    def look(status: dict[str, Any]) -> dict[str, Any] | None:
+        found = run.learner(learner)(status)
+        return found if found is not None and wanted.items() <= found.items() else None
+
+    return look
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Learners
+
+
+def test_a_killed_learner_comes_back_as_a_new_incarnation_with_inner_state_from_a_peer(tmp_path):
+    with Run(tmp_path, endless()) as run:
+        one, two = run.joined(1, 2)
+        run.go(one, two)
+        run.until(run.merges(6), "the run is under way")
+        one.kill()
+        run.until(shows(run, 1, standing="away", incarnation=1), "the loss is noticed")
+        merges = run.status()["merges"]
+        run.until(run.merges(merges + 3), "the other goes on")
+        again = run.start(1)
+        told = again.hear("joined")
+        assert (told["learner"], told["incarnation"]) == (1, 2)
+        assert told["moments"] > 0, "AdamW has counted no steps: its state is fresh"
+        assert told["lr_scale"] == 1.0
+        assert run.log_lines(again, "training starts: inner state from learner 2")
+        for line in run.status()["ledger"]:
+            dropped = line["dropped"]["replaced by a new incarnation"]
+            assert dropped >= 0
+            assert line["trained"] == line["merged"] + line["pending"] + sum(line["dropped"].values())
+        assert any(line["dropped"]["replaced by a new incarnation"] > 0 for line in run.status()["ledger"])
+        again.order("go")
+        merges = run.status()["merges"]
+        run.until(run.merges(merges + 3), "both go on")
+        run.end()
+        run.assert_same(run.finish(again, two), 1, 2)
+        assert run.verdict().finished
+
+
+def test_an_old_process_that_comes_back_after_its_successor_is_told_and_ends(tmp_path):
+    """A learner that was taken for dead is started again while its first process only stood still."""
+    with Run(tmp_path, endless()) as run:
+        one, two = run.joined(1, 2)
+        run.go(one, two)
+        run.until(run.merges(3), "the run is under way")
+        one.send(signal.SIGSTOP)
+        again = run.start(1)
+        assert again.hear("joined")["incarnation"] == 2
+        again.order("go")
+        one.send(signal.SIGCONT)
+        one.expected_to_end = True
+        kind, sentence, threads = one.hear("failed")
+        assert (kind, threads) == ("LearnerRefused", [])
+        assert "incarnation 1 is older than 2" in sentence
+        run.end()
+        run.assert_same(run.finish(again, two), 1, 2)
+
+
+def test_a_learner_that_stands_still_is_suspected_and_goes_on_as_the_same_incarnation(tmp_path):
+    with Run(tmp_path, endless()) as run:
+        one, two = run.joined(1, 2)
+        run.go(one, two)
+        run.until(run.merges(6), "the run is under way")
+        one.send(signal.SIGSTOP)
+        run.until(
+            lambda status: shows(run, 1, standing="suspect")(status) or shows(run, 1, standing="away")(status),
+            "its silence is noticed",
+        )
+        merges = run.status()["merges"]
+        run.until(run.merges(merges + 6), "the other goes on")
+        one.send(signal.SIGCONT)
+        back = run.until(shows(run, 1, standing="live"), "it is back")
+        assert back["incarnation"] == 1
+        merges = run.status()["merges"]
+        run.until(run.merges(merges + 6), "both go on")
+        run.end()
+        run.assert_same(run.finish(one, two), 1, 2)
+        run.assert_clean()
+
+
+@pytest.mark.parametrize(("how", "named"), [("signal", "KeyboardInterrupt"), ("order", "ArithmeticError")])
+def test_ctrl_c_and_exceptions_end_a_learner_cleanly_and_the_others_go_on(tmp_path, how, named):
+    with Run(tmp_path, endless()) as run:
+        one, two = run.joined(1, 2)
+        run.go(one, two)
+        run.until(run.merges(4), "the run is under way")
+        one.expected_to_end = True
+        if how == "signal":
+            one.send(signal.SIGINT)
+        else:
+            one.order("raise")
+        kind, _, threads = one.hear("failed")
+        assert (kind, threads) == (named, [])
+        assert one.ended() == 0
+        left = run.until(shows(run, 1, standing="left"), "it has left")
+        assert left["reason"] == f"left: its loop ended with {named}"
+        merges = run.status()["merges"]
+        run.until(run.merges(merges + 4), "the other goes on")
+        run.end()
+        run.finish(two)
+        run.assert_clean()
+
+
+def test_not_a_number_is_refused_with_a_reason_and_quarantined_when_it_repeats(tmp_path):
+    with Run(tmp_path, endless()) as run:
+        one, two = run.joined(1, 2)
+        run.go(one, two)
+        run.until(run.merges(3), "the run is under way")
+        one.expected_to_end = True
+        one.order("poison")
+        kind, sentence, _ = one.hear("failed")
+        assert (kind, sentence) == (
+            "LearnerRefused",
+            "the syncer refused: this incarnation is quarantined: restart the learner to come back",
+        )
+        shown = run.until(shows(run, 1, standing="quarantined"), "it is quarantined")
+        assert shown["strikes"] == 3
+        assert "bad values" in shown["reason"]
+        again = run.start(1)  # restarted, it is welcome
+        assert again.hear("joined")["incarnation"] == 2
+        again.order("go")
+        merges = run.status()["merges"]
+        run.until(run.merges(merges + 3), "both go on")
+        run.end()
+        published = run.finish(again, two)
+        assert all(bool(torch.isfinite(value).all()) for value in published.values())
+        run.assert_same(published, 1, 2)
+        run.assert_clean()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The syncer
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_syncer_that_is_killed_at_any_moment_goes_on_from_its_directory(tmp_path, seed):
+    rng = random.Random(seed)
+    numerics = Numerics(up="int8", down="int4") if seed % 2 else Numerics()
+    with Run(tmp_path, endless(quorum=1 + seed % 2), numerics) as run:
+        one, two = run.joined(1, 2)
+        run.go(one, two)
+        before: dict[int, int] = {}
+        for _ in range(2):
+            merges = run.status()["merges"]
+            run.until(run.merges(merges + rng.randrange(1, 7)), "the run is under way")
+            for _ in range(rng.randrange(2000)):  # to be somewhere else in the next round
+                os.stat(tmp_path)
+            shown = run.status()
+            run.syncer.kill()
+            run.start_syncer()
+            for fragment in shown["fragments"]:
+                before[fragment["fragment"]] = fragment["version"]
+            after = {each["fragment"]: each["version"] for each in run.status()["fragments"]}
+            assert all(after[p] >= version for p, version in before.items()), (before, after)
+            for learner in (1, 2):
+                back = run.until(shows(run, learner, standing="live", link="up"), f"learner {learner} is back")
+                assert back["incarnation"] == 1
+        merges = run.status()["merges"]
+        run.until(run.merges(merges + 4), "merges go on")
+        run.end()
+        run.assert_same(run.finish(one, two), 1, 2)
+        assert run.verdict().finished
+    epochs = dict(versions_by_epoch(tmp_path))
+    assert sorted(epochs) == [1, 2, 3]
+    assert all(epochs[3].get(p, 0) >= version for p, version in epochs[2].items())
+
+
+def test_a_syncer_that_is_told_to_stop_says_so_and_can_be_started_again(tmp_path):
+    with Run(tmp_path, endless()) as run:
+        (one,) = run.joined(1)
+        run.go(one)
+        run.until(run.merges(3), "the run is under way")
+        merges = run.status()["merges"]
+        run.syncer.expected_to_end = True
+        run.syncer.send(signal.SIGTERM)
+        assert run.syncer.hear("ended") is False
+        assert run.syncer.ended() == 0
+        run.start_syncer()
+        assert run.status()["merges"] >= merges
+        run.until(run.merges(merges + 3), "merges go on")
+        run.end()
+        run.assert_same(run.finish(one), 1)
+        assert run.log_lines(one, "the syncer is being stopped")
+        run.assert_clean()
+
+
+def test_without_a_syncer_steps_go_on_and_no_step_waits(tmp_path):
+    with Run(tmp_path, endless()) as run:
+        one, two = run.joined(1, 2)
+        run.go(one, two)
+        run.until(run.merges(4), "the run is under way")
+        for learner in (one, two):
+            learner.order("hold")
+            learner.hear("held")
+        run.syncer.kill()
+        learners: list[Child] = [one, two]
+        for learner in learners:
+            learner.order("train", 300)
+        for learner in learners:
+            told = learner.hear("trained")
+            assert told["link"] in ("dialing", "down")
+            # One step in a hundred may meet a scheduler that has something else to do; waiting would be all of them.
+            slow = [taken for taken in told["boundaries_s"] if taken > NEVER_TOO_LONG_S]
+            assert len(slow) <= 3, slow
+            assert run.log_lines(learner, "WARNING no syncer answers at 127.0.0.1")
+            learner.order("break")
+            learner.hear("ended")
+
+
+def test_a_bug_in_the_syncers_core_ends_it_and_another_one_goes_on(tmp_path):
+    with Run(tmp_path, endless(), planted="failing-core") as run:
+        (one,) = run.joined(1)
+        run.go(one)
+        run.until(run.merges(3), "the run is under way")
+        run.syncer.expected_to_end = True
+        (tmp_path / "fail").touch()
+        kind, sentence = run.syncer.hear("failed")
+        assert (kind, sentence) == ("RuntimeError", "the syncer has failed: a planted bug in the core")
+        (tmp_path / "fail").unlink()
+        run.syncer.ended()
+        run.start_syncer()
+        run.until(shows(run, 1, standing="live"), "it is back")
+        run.end()
+        run.assert_same(run.finish(one), 1)
+        run.verdict()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The disk
+
+
+@contextmanager
+def held_writes(directory: Path) -> Iterator[None]:
+    """Versions are not written until the block ends."""
+    hold = directory / "hold"
+    os.mkfifo(hold)
+    try:
+        yield
+    finally:
+        held = struck(directory, "write").exists()
+        writer = os.open(hold, os.O_RDWR)
+        hold.unlink()
+        if held:
+            os.write(writer, b".")
+        os.close(writer)
+
+
+def durable_before_published(directory: Path, planted: str) -> None:
+    """While the disk holds a version back, nobody gets it; afterwards everybody does."""
+    with Run(directory, endless(), planted=planted) as run:
+        (one,) = run.joined(1)
+        run.go(one)
+        run.until(run.merges(3), "the run is under way")
+        with held_writes(directory):
+            run.until(lambda _: struck(directory, "write").exists(), "a version is being written")
+            one.order("hold")
+            one.hear("held")
+            one.order("train", 200)
+            one.hear("trained")
+            status = run.status()
+            on_disk = {int(path.parent.name): 0 for path in (directory / "store").rglob("*.safetensors")}
+            for path in (directory / "store" / "fragments").rglob("*.safetensors"):
+                p = int(path.parent.name)
+                on_disk[p] = max(on_disk[p], int(path.stem))
+            shown = {each["fragment"]: each["version"] for each in status["fragments"]}
+            assert all(shown[p] <= on_disk[p] for p in shown), f"{shown} is published, {on_disk} is on disk"
+            arrived: dict[int, int] = {}
+            for entry in entries(run, 1):
+                body = getattr(getattr(entry.event, "envelope", None), "body", None)
+                if type(body) is Published:
+                    arrived[body.fragment] = max(arrived.get(body.fragment, 0), body.version)
+            assert all(arrived[p] <= on_disk[p] for p in arrived), f"{arrived} has arrived, {on_disk} is on disk"
+        one.order("go")
+        merges = run.status()["merges"]
+        run.until(run.merges(merges + 3), "merges go on")
+        run.end()
+        run.assert_same(run.finish(one), 1)
+
+
+def test_a_version_is_durable_before_anybody_gets_it(tmp_path):
+    durable_before_published(tmp_path, "held-disk")
+
+
+def test_the_test_above_finds_a_syncer_that_publishes_first(tmp_path):
+    with pytest.raises(AssertionError, match="on disk"):
+        durable_before_published(tmp_path, "published-first held-disk")
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[Callable[[], Callable[[], None]] | None]:
+    """A disk of 8 MiB that can be filled; None where nobody may mount one."""
+    folder.mkdir()
+    mount = shutil.which("mount")
+    command = [str(mount), "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
+    if mount is None or subprocess.run(command, capture_output=True, timeout=30, check=False).returncode:
+        yield None
+        return
+
+    def fill() -> Callable[[], None]:
+        filling = folder / "filling"
+        with open(filling, "wb", buffering=0) as file:
+            try:
+                while file.write(bytes(65536)):
+                    pass
+            except OSError:
+                pass
+        return filling.unlink
+
+    try:
+        yield fill
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], timeout=30, check=True)
+
+
+def limited(pid: int) -> Callable[[], None]:
+    """No file of this process may grow beyond 16 KiB: writes fail as on a full disk. Undone by what is returned."""
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (16 * 1024, hard))
+    return lambda: resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard)) and None
+
+
+@pytest.mark.parametrize("way", ["a full disk", "a limit on files"])
+def test_a_full_disk_is_said_and_the_run_goes_on_when_there_is_space(tmp_path, way):
+    """The model is large enough that no version fits into what is left."""
+    with small_disk(tmp_path / "disk") as fill:
+        if way == "a full disk" and fill is None:
+            pytest.skip("only root may mount a small disk; the limit on the size of files stands for it")
+        directory = tmp_path / "disk" if way == "a full disk" else tmp_path / "run"
+        directory.mkdir(exist_ok=True)
+        with Run(directory, endless(fragments=2, every_steps=4)) as run:
+            one, two = run.joined(LearnerSpec(1, "tall"), LearnerSpec(2, "tall"))
+            run.go(one, two)
+            run.until(run.merges(2), "the run is under way")
+            free = fill() if way == "a full disk" and fill is not None else limited(run.syncer.pid)
+            run.until(lambda _: run.log_lines(run.syncer, "could not be made durable"), "the syncer says it")
+            merges = run.status()["merges"]
+            steps = run.until(shows(run, 1), "learner 1 is shown")["step"]
+            run.until(
+                lambda status: status["learners"][0]["step"] > steps + 20 or status["merges"] > merges,
+                "learners train on",
+            )
+            assert run.status()["merges"] == merges, "something was published that is not on disk"
+            free()
+            run.until(run.merges(merges + 3), "merges go on when there is space")
+            run.end()
+            run.assert_same(run.finish(one, two), 1, 2)
+            run.verdict()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The network
+
+
+def test_a_thin_link_carries_reports_while_fragments_are_on_their_way(tmp_path):
+    """2 MB of model at 200 KB/s: joining alone takes ten seconds, a fragment longer than many steps."""
+    numerics = Numerics(plan="rows")
+    settings = endless(fragments=4, every_steps=8)
+    with Run(tmp_path, settings, numerics) as run, Relay(run.address) as relay:
+        near = run.start(LearnerSpec(1, "wide", pace_s=0.01))
+        near.hear("joined")
+        near.order("go")
+        far = run.start(LearnerSpec(2, "wide", pace_s=0.05), relay.address)
+        far.hear("joined")
+        relay.bytes_per_s = 200_000.0
+        relay.delay_s = 0.03
+        far.order("go")
+        merges = run.status()["merges"]
+        up, down = relay.counts().up_bytes, relay.counts().down_bytes
+        run.until(
+            lambda status: relay.counts().down_bytes - down > 1_500_000 and relay.counts().up_bytes - up > 300_000,
+            "fragments have travelled both ways",
+        )
+        shown = run.until(shows(run, 2), "learner 2 is shown")
+        assert (shown["standing"], shown["incarnation"]) == ("live", 1)
+        assert run.status()["merges"] > merges + 8, "the near one does not wait for the far one"
+        relay.bytes_per_s = None
+        run.end()
+        run.assert_same(run.finish(near, far), 1, 2)
+        reports = [at for at, _ in sent(run, 2, Report)]
+        assert len(reports) > 40
+        assert len({body.version for _, body in sent(run, 2, Published)}) == 0
+        heard = [
+            (entry.at, entry.event.envelope.body.step)  # type: ignore[union-attr]
+            for entry in entries(run, 0)
+            if type(getattr(getattr(entry.event, "envelope", None), "body", None)) is Report
+            and entry.event.envelope.learner == 2  # type: ignore[union-attr]
+        ]
+        assert len(heard) > 40
+        assert not run.log_lines(run.syncer, "taken for lost")
+        assert events(run, 2, FragmentDamaged) == []
+        run.assert_clean()
+
+
+def test_a_reset_in_the_middle_of_everything_is_dialled_again(tmp_path):
+    with Run(tmp_path, endless()) as run, Relay(run.address) as relay:
+        one, two = run.start(1, relay.address), run.start(2)
+        for learner in (one, two):
+            learner.hear("joined")
+        run.go(one, two)
+        for _ in range(3):
+            merges = run.status()["merges"]
+            run.until(run.merges(merges + 2), "merges go on")
+            relay.reset()
+            run.until(shows(run, 1, standing="live", link="up"), "it is back")
+        assert run.until(shows(run, 1), "learner 1 is shown")["incarnation"] == 1
+        assert len(run.log_lines(one, "the link closed")) >= 2
+        run.end()
+        run.assert_same(run.finish(one, two), 1, 2)
+        run.assert_clean()
+
+
+def test_a_black_hole_is_noticed_by_both_sides_and_healed(tmp_path):
+    impatient = Limits(first_wait_s=0.5, backoff_first_s=0.05, backoff_most_s=0.5)
+    with Run(tmp_path, endless(limits=impatient)) as run, Relay(run.address) as relay:
+        one, two = run.start(1, relay.address), run.start(2)
+        for learner in (one, two):
+            learner.hear("joined")
+        run.go(one, two)
+        run.until(run.merges(4), "the run is under way")
+        relay.black_hole()
+        run.until(shows(run, 1, standing="away"), "the syncer gives the link up")
+        run.until(lambda _: run.log_lines(one, "did not answer 3 pings"), "the learner gives the link up")
+        merges = run.status()["merges"]
+        run.until(run.merges(merges + 3), "the other goes on")
+        relay.black_hole(False)
+        back = run.until(shows(run, 1, standing="live", link="up"), "it is back")
+        assert back["incarnation"] == 1
+        run.end()
+        run.assert_same(run.finish(one, two), 1, 2)
+        run.assert_clean()
+
+
+class Flip:
+    """Changes the last byte of pieces that hold the payload of a fragment, `count` times."""
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+        self.fired = 0
+
+    def __call__(self, data: bytes) -> bytes:
+        head = data.find(b"ATLF\x01\x02")
+        if head < 0 or self.left == 0 or len(data) < head + 300:
+            return data
+        self.left -= 1
+        self.fired += 1
+        return data[:-1] + bytes([data[-1] ^ 1])
+
+
+def test_a_byte_that_changes_on_the_way_is_noticed_and_the_whole_value_is_fetched(tmp_path):
+    with Run(tmp_path, endless()) as run, Relay(run.address) as relay:
+        flip = Flip(4)
+        one, two = run.start(1, relay.address), run.start(2)
+        for learner in (one, two):
+            learner.hear("joined")
+        relay.alter_down = flip
+        run.go(one, two)
+        run.until(lambda _: flip.left == 0, "bytes were changed")
+        merges = run.status()["merges"]
+        run.until(run.merges(merges + 6), "merges go on")
+        run.end()
+        run.assert_same(run.finish(one, two), 1, 2)
+        assert flip.fired == 4
+        damaged = events(run, 1, FragmentDamaged)
+        assert len(damaged) == 4
+        assert all("digest" in event.why for event in damaged)
+        assert len(sent(run, 1, Resync)) >= 1
+        run.assert_clean()
+
+
+def wrong_updates(directory: Path, planted: str) -> list[Any]:
+    """A syncer whose updates lead elsewhere, on frames whose digests are right."""
+    with Run(directory, config(), planted="wrong-update") as run:
+        learners = run.joined(LearnerSpec(1, planted=planted), LearnerSpec(2, planted=planted))
+        run.go(*learners)
+        published = run.finish(*learners)
+        assert struck(directory, "update").exists()
+        run.assert_same(published, 1, 2)
+        run.assert_clean()
+        return events(run, 1, FragmentDamaged)
+
+
+def test_an_update_that_leads_to_another_value_is_never_adopted(tmp_path):
+    damaged = wrong_updates(tmp_path, "")
+    assert damaged
+    assert {event.why for event in damaged} == {"the value is not the one that was published"}
+
+
+def test_the_test_above_finds_a_learner_that_does_not_check(tmp_path):
+    with pytest.raises(AssertionError, match="is not the published one"):
+        wrong_updates(tmp_path, "no-digest-check")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Limits of these runs
+
+
+def test_the_quick_limits_differ_from_the_real_ones_only_where_a_test_would_wait():
+    changed = {name for name in Limits.__dataclass_fields__ if getattr(QUICK, name) != getattr(Limits(), name)}
+    assert changed == {"first_wait_s", "backoff_first_s", "backoff_most_s"}

@@ -1,0 +1,207 @@
+"""The examples run as a reader of the tutorial runs them: as processes, on this machine, with a tiny budget."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+TUTORIAL = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
+
+MOST_ADDED, MOST_REMOVED = 10, 4
+"""Lines that a training script may differ in for Atoll, indentation and empty lines apart."""
+
+LIMIT_S = 120.0
+"""Of every process. Here one takes a few seconds; a machine with other things to do needs longer."""
+
+
+class Processes:
+    """Starts processes, and leaves none behind: one that takes too long is killed, and its output ends there."""
+
+    def __init__(self) -> None:
+        self._started: list[tuple[subprocess.Popen[str], threading.Timer]] = []
+
+    def start(self, *command: object, cwd: Path) -> subprocess.Popen[str]:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("ATOLL_")}
+        child = subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            cwd=cwd,
+            env=environment | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        watchdog = threading.Timer(LIMIT_S, child.kill)
+        watchdog.start()
+        self._started.append((child, watchdog))
+        return child
+
+    def end(self) -> None:
+        for child, watchdog in self._started:
+            watchdog.cancel()
+            child.kill()
+            child.wait()
+            if child.stdout is not None:
+                child.stdout.close()
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    started = Processes()
+    yield started
+    started.end()
+
+
+def finished(child: subprocess.Popen[str]) -> list[str]:
+    """The lines of a process that is expected to end well."""
+    output, _ = child.communicate()
+    assert child.returncode == 0, output
+    return output.splitlines()
+
+
+def saved(path: Path) -> dict[str, Tensor]:
+    model: dict[str, Tensor] = torch.load(path, weights_only=True)
+    return model
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    assert list(one) == list(other)
+    return [name for name in one if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The pages
+
+
+def difference(before: str, after: str, context: int = 1) -> list[str]:
+    """As `diff -w` shows it: a line that was only moved in is no change."""
+    old, new = before.splitlines(), after.splitlines()
+    matcher = difflib.SequenceMatcher(None, [line.strip() for line in old], [line.strip() for line in new], False)
+    shown: list[str] = []
+    for place, group in enumerate(matcher.get_grouped_opcodes(context)):
+        shown += ["..."] if place else []
+        for what, i, k, m, n in group:
+            if what == "equal":
+                shown += [f" {line}".rstrip() for line in new[m:n]]
+            else:
+                shown += [f"-{line}" for line in old[i:k]] + [f"+{line}".rstrip() for line in new[m:n]]
+    return shown
+
+
+def test_the_script_with_atoll_differs_in_a_few_lines():
+    lines = difference((EXAMPLES / "plain.py").read_text(), (EXAMPLES / "with_atoll.py").read_text())
+    print("\n".join(lines))
+    assert len([line for line in lines if line.startswith("+") and line != "+"]) <= MOST_ADDED
+    assert len([line for line in lines if line.startswith("-") and line != "-"]) <= MOST_REMOVED
+
+
+def test_a_line_that_is_only_moved_in_is_no_difference():
+    assert difference("a\nb\nc\n", "a\nwith x:\n    b\nc\n") == [" a", "+with x:", "     b"]
+
+
+def test_the_tutorial_shows_the_scripts_as_they_are():
+    plain, with_atoll = (EXAMPLES / "plain.py").read_text(), (EXAMPLES / "with_atoll.py").read_text()
+    shown = dict(re.findall(r"^```(python|diff)\n(.*?)^```$", TUTORIAL, re.DOTALL | re.MULTILINE))
+    assert shown["python"] in plain
+    assert shown["diff"].splitlines() == difference(plain, with_atoll)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The scripts
+
+
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[str]]]:
+    """What plain.py has saved and said."""
+    directory = tmp_path_factory.mktemp("plain")
+    started = Processes()
+    said = finished(started.start(EXAMPLES / "plain.py", "--steps", 100, cwd=directory))
+    yield directory / "model.pt", said
+    started.end()
+
+
+def test_the_plain_script_trains_and_saves_its_model(plain_run):
+    path, said = plain_run
+    first, last = (float(line.rpartition(" ")[2]) for line in said)
+    assert said[0].startswith("step 100: loss ")
+    assert said[1].startswith("held-out loss ")
+    assert max(first, last) < 3.5, "guessing has 5.5"
+    assert saved(path)["embed.weight"].shape == (256, 64)
+
+
+# A run that nobody can end alone: a merge needs both islands, and the budget is one of merges.
+SYNCER = """
+import sys
+from pathlib import Path
+
+from atoll.core.types import RunConfig
+from atoll.net.run_settings import RunSettings
+from atoll.net.serving import serve_syncer
+
+settings = RunSettings(RunConfig(run_id="example", quorum=2, budget_merges=70))
+sys.exit(not serve_syncer(Path(sys.argv[1]), settings, port=0, on_ready=lambda where: print(where, flush=True)))
+"""
+
+
+def test_an_island_is_killed_and_comes_back_and_both_end_with_the_same_model(processes, tmp_path):
+    syncer = processes.start("-c", SYNCER, tmp_path / "run", cwd=tmp_path)
+    assert syncer.stdout is not None
+    address = syncer.stdout.readline().strip()
+
+    def island(number: int) -> subprocess.Popen[str]:
+        place = ("--syncer", address, "--learner", number, "--out", f"model-{number}.pt")
+        child: subprocess.Popen[str] = processes.start(EXAMPLES / "with_atoll.py", *place, cwd=tmp_path)
+        return child
+
+    first, second = island(1), island(2)
+    assert second.stdout is not None
+    assert second.stdout.readline().startswith("step 100: loss ")
+    second.kill()
+    output, _ = second.communicate()
+    assert second.returncode == -signal.SIGKILL, output
+    again = island(2)
+    said = [finished(first), finished(again)]
+    assert said[0][-1] == said[1][-1]
+    assert said[0][-1].startswith("held-out loss ")
+    assert not (tmp_path / "model.pt").exists()
+    assert differing(saved(tmp_path / "model-1.pt"), saved(tmp_path / "model-2.pt")) == []
+    finished(syncer)
+
+
+def test_two_islands_fine_tune_one_model_from_one_command(processes, plain_run, tmp_path):
+    """A frozen backbone, a head in bf16 and a norm with buffers, started by two_islands.py with a syncer of its own."""
+    backbone, _ = plain_run
+    run = ("--run", "run", "--tokens", "400k", "--port", free_port())
+    script = (EXAMPLES / "finetune.py", "--backbone", backbone)
+    said = finished(processes.start(EXAMPLES / "two_islands.py", *run, *script, cwd=tmp_path))
+    shares = re.findall(r"([\d.]+) % is right", "\n".join(said))
+    assert len(shares) == 2, said
+    assert shares[0] == shares[1]
+    assert float(shares[0]) > 50, "the most frequent kind has 32 %"
+    one, other = saved(tmp_path / "run/model-1.pt"), saved(tmp_path / "run/model-2.pt")
+    assert set(differing(one, other)) <= {"norm.num_batches_tracked"}
+    assert one["head.0.weight"].dtype is torch.bfloat16
+    assert torch.equal(one["embed.weight"], saved(backbone)["embed.weight"])
+    assert not torch.equal(one["norm.running_mean"], torch.zeros(64))
+
+
+def free_port() -> int:
+    """Not one of those that the system gives to outgoing connections: an island that dials could get it."""
+    for port in range(21_000 + os.getpid() % 5_000, 32_000):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
+    raise AssertionError("no port is free")
