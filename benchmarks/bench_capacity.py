@@ -1,12 +1,12 @@
 """How many learners one syncer serves: rounds and messages per second, its processor and its memory.
 
-    python benchmarks/bench_capacity.py [--json] [--learners 2,8,16,32,64] [--pace 0.1,0.01] [--seconds 8]
+    python benchmarks/bench_capacity.py [--json] [--learners 2,8,16,32,64] [--pace 0.2,0.05] [--seconds 5]
 
 The syncer is the real one, in a process of its own. The learners are light: real cores, real connections, real messages
 and fragments, no training; all of them share one other process. They take steps at the given pace; P = H = 24, so at
-the pace s a syncer that keeps up has 1 / s rounds per second. At a pace that nobody keeps, the rounds per second are
-what the syncer and the process of the learners can do together, each on one core; whose processor is full says who
-limits.
+the pace s a syncer that keeps up has 1 / s rounds per second, with contributions of nearly all. One that does not keep
+up seals its rounds with the first contribution (K = 1, and no slack is left to wait for more). Whose processor is full
+says who limits: either process has one event loop.
 
 A message is a control message, a contribution or a fragment, in either direction.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 import time
@@ -31,7 +30,7 @@ from atoll.core.types import RunConfig
 from atoll.ml.codecs import codec
 from atoll.net.run_settings import RunSettings
 from benchmarks.light_learner import LightLearner, even_plan
-from benchmarks.measuring import Syncer, cpu_s, describe, machine, resident_mib, syncer
+from benchmarks.measuring import Syncer, as_json, cpu_s, describe, machine, resident_mib, syncer
 
 FRAGMENTS = EVERY_STEPS = 24
 
@@ -41,6 +40,7 @@ class Counts(NamedTuple):
 
     at_s: float
     merges: int
+    merged: float  # contributions
     control: int  # messages over the links
     bulk: int  # contributions and fragments
     bulk_bytes: int
@@ -49,10 +49,12 @@ class Counts(NamedTuple):
     learners_cpu_s: float
 
 
-def counts(served: Syncer, learners: list[LightLearner], merges: int) -> Counts:
+async def counts(served: Syncer, learners: list[LightLearner]) -> Counts:
+    status = await learners[0].link.ask("GET", "/v1/status")
     return Counts(
         time.monotonic(),
-        merges,
+        status["merges"],
+        status["merges"] * status["contributions_per_merge"],
         sum(each.sent + each.heard for each in learners),
         sum(each.put + each.got for each in learners),
         sum(each.link.bytes_up + each.link.bytes_down for each in learners),
@@ -62,7 +64,9 @@ def counts(served: Syncer, learners: list[LightLearner], merges: int) -> Counts:
     )
 
 
-async def measure(served: Syncer, settings: RunSettings, count: int, kib: int, pace_s: float, seconds: float) -> dict[str, Any]:
+async def measure(
+    served: Syncer, settings: RunSettings, count: int, kib: int, pace_s: float, seconds: float
+) -> dict[str, Any]:
     numel = kib * 1024 // 4
     plan = even_plan(FRAGMENTS, numel)
     payload = codec(settings.numerics.up).encode(1e-3 * torch.randn(numel, generator=torch.Generator().manual_seed(0)))
@@ -77,10 +81,9 @@ async def measure(served: Syncer, settings: RunSettings, count: int, kib: int, p
         await asyncio.gather(*(each.training.wait() for each in learners))
         tasks += [asyncio.ensure_future(each.train(pace_s)) for each in learners]
         await asyncio.sleep(max(3.0, EVERY_STEPS * pace_s))
-        before = counts(served, learners, (await asked(learners))["merges"])
+        before = await counts(served, learners)
         await asyncio.sleep(seconds)
-        status = await asked(learners)
-        after = counts(served, learners, status["merges"])
+        after = await counts(served, learners)
         memory_mib = resident_mib(served.pid)
     finally:
         for task in tasks:
@@ -94,7 +97,7 @@ async def measure(served: Syncer, settings: RunSettings, count: int, kib: int, p
         "seconds": spent,
         "steps_per_s": (after.steps - before.steps) / spent / count,  # of one learner
         "rounds_per_s": (after.merges - before.merges) / spent,
-        "contributions_per_merge": status["contributions_per_merge"],
+        "contributions_per_merge": (after.merged - before.merged) / max(1, after.merges - before.merges),
         "control_per_s": (after.control - before.control) / spent,
         "bulk_per_s": (after.bulk - before.bulk) / spent,
         "bulk_mb_per_s": (after.bulk_bytes - before.bulk_bytes) / spent / 1e6,
@@ -103,13 +106,7 @@ async def measure(served: Syncer, settings: RunSettings, count: int, kib: int, p
         "syncer_mib": memory_mib,
         "syncer_empty_mib": empty_mib,
         "failed_transfers": sum(each.failed for each in learners),
-        "sync_s": status["sync_s"],
     }
-
-
-async def asked(learners: list[LightLearner]) -> dict[str, Any]:
-    status: dict[str, Any] = await learners[0].link.ask("GET", "/v1/status")
-    return status
 
 
 def show(rows: list[dict[str, Any]], kib: int) -> None:
@@ -120,8 +117,8 @@ def show(rows: list[dict[str, Any]], kib: int) -> None:
     )
     for row in rows:
         print(
-            f"  {1e3 * row['pace_s']:>5.4g} ms{row['learners']:>5}{row['steps_per_s']:>9.1f}{row['rounds_per_s']:>10.1f}"
-            f"{row['contributions_per_merge']:>11.1f}{row['control_per_s']:>11.0f}{row['bulk_per_s']:>8.0f}"
+            f"  {1e3 * row['pace_s']:>5.4g} ms{row['learners']:>5}{row['steps_per_s']:>9.1f}"
+            f"{row['rounds_per_s']:>10.1f}{row['contributions_per_merge']:>11.1f}{row['control_per_s']:>11.0f}{row['bulk_per_s']:>8.0f}"
             f"{row['bulk_mb_per_s']:>8.1f}{100 * row['syncer_cpu']:>7.0f} %{100 * row['learners_cpu']:>8.0f} %"
             f"{row['syncer_mib']:>7.0f} MiB{row['failed_transfers']:>8}"
         )
@@ -132,8 +129,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--learners", default="2,8,16,32,64", help="how many, separated by commas")
-    parser.add_argument("--pace", default="0.2,0.01", help="seconds of a step, separated by commas")
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement")
+    parser.add_argument("--pace", default="0.2,0.05", help="seconds of a step, separated by commas")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
     parser.add_argument("--kib", type=int, default=64, help="size of a fragment in f32")
     parser.add_argument("--profile", help="write a profile of the syncer's event loop to this file (last row)")
     options = parser.parse_args()
@@ -145,7 +142,7 @@ def main() -> int:
             with syncer(settings, profile=options.profile) as served:
                 rows.append(asyncio.run(measure(served, settings, count, options.kib, pace_s, options.seconds)))
     if options.json:
-        print(json.dumps({"machine": where, "kib": options.kib, "rows": rows}, indent=2))
+        print(as_json({"machine": where, "kib": options.kib, "rows": rows}))
         return 0
     print(describe(where))
     show(rows, options.kib)

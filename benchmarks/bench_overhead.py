@@ -15,7 +15,6 @@ first steps of a block are not counted, because nothing arrives in them.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -33,7 +32,7 @@ from atoll.core.types import Limits, RunConfig
 from atoll.net.learner import Learner
 from atoll.net.run_settings import RunSettings
 from atoll.train.models import SIZES, build, clip_, inner_optimizer, parameter_count
-from benchmarks.measuring import Spread, cpu_s, describe, machine, rest, spread, syncer
+from benchmarks.measuring import as_json, cpu_s, describe, machine, rest, spread, syncer
 
 FRAGMENTS = EVERY_STEPS = 24
 UNCOUNTED = 3  # steps at the start of a block: the first answer arrives within tau = 2
@@ -52,7 +51,9 @@ def batches(vocabulary: int, batch: int, context: int) -> Iterator[tuple[Tensor,
             yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def stepper(model: nn.Module, data: Iterator[tuple[Tensor, Tensor]]) -> tuple[torch.optim.Optimizer, Callable[[], Tensor]]:
+def stepper(
+    model: nn.Module, data: Iterator[tuple[Tensor, Tensor]]
+) -> tuple[torch.optim.Optimizer, Callable[[], Tensor]]:
     """The loop of `atoll train` without Atoll: forward, backward, clip, update."""
     optimizer = inner_optimizer(model)
 
@@ -60,7 +61,7 @@ def stepper(model: nn.Module, data: Iterator[tuple[Tensor, Tensor]]) -> tuple[to
         x, y = next(data)
         optimizer.zero_grad(set_to_none=True)
         loss: Tensor = model(x, y)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         clip_(model.parameters(), 1.0)
         optimizer.step()
         return loss
@@ -111,7 +112,12 @@ def measure(size: str, batch: int, pairs: int, block: int, pin: bool) -> dict[st
 
 
 def in_turns(
-    learner: Learner, bare: Callable[[], object], with_atoll: Callable[[], None], pairs: int, block: int, syncer_pid: int
+    learner: Learner,
+    bare: Callable[[], object],
+    with_atoll: Callable[[], None],
+    pairs: int,
+    block: int,
+    syncer_pid: int,
 ) -> dict[str, Any]:
     """Blocks in the order a b, b a, a b ...: neither side always comes first."""
     blocks: dict[bool, list[list[Taken]]] = {False: [], True: []}
@@ -152,15 +158,15 @@ def in_turns(
 
 
 def show(rows: list[dict[str, Any]], pinned: bool) -> None:
-    where = "the learner has one core, the syncer the other" if pinned else (
-        "the learner's background threads and the syncer share the second core"
+    where = (
+        "the learner has one core, the syncer the other"
+        if pinned
+        else ("the learner's background threads and the syncer share the second core")
     )
     print(f"time per step with Atoll against the bare loop, unpaced, one thread, P = H = {FRAGMENTS}; {where}")
     print(f"median (quartiles) of blocks in turns; wanted: a ratio of at most {TARGET}\n")
     for row in rows:
-        bare, atoll, ratio, cpu = (
-            Spread(*row[name]) for name in ("bare_step_s", "atoll_step_s", "ratio", "ratio_cpu")
-        )
+        bare, atoll, ratio, cpu = (row[name] for name in ("bare_step_s", "atoll_step_s", "ratio", "ratio_cpu"))
         print(f"  {row['parameters']:,} parameters, {row['tokens_per_step']} tokens per step, ", end="")
         print(f"{row['pairs']} pairs of blocks of {row['block']} steps")
         print(f"    bare step           {1e3 * bare.median:9.2f} ms ({1e3 * bare.low:.2f} to {1e3 * bare.high:.2f})")
@@ -168,8 +174,8 @@ def show(rows: list[dict[str, Any]], pinned: bool) -> None:
         print(f"    ratio by blocks     {ratio.median:9.4f}    ({ratio.low:.4f} to {ratio.high:.4f})")
         print(f"    ratio of medians    {row['ratio_of_medians']:9.4f}")
         print(f"    processor time      {cpu.median:9.4f}    ({cpu.low:.4f} to {cpu.high:.4f}), of the training thread")
-        share = row["boundary_s"] / bare.median
-        print(f"    at step boundaries  {1e3 * row['boundary_s']:9.2f} ms ({100 * share:.2f} % of a bare step), ", end="")
+        share = f"{100 * row['boundary_s'] / bare.median:.2f} %"
+        print(f"    at step boundaries  {1e3 * row['boundary_s']:9.2f} ms ({share} of a bare step), ", end="")
         print(f"of it {1e6 * row['lock_wait_s']:.0f} us for the lock")
         print(f"    background threads  {1e3 * row['background_cpu_s']:9.2f} ms of processor time per step")
         print(f"    syncer              {1e3 * row['syncer_cpu_s']:9.2f} ms of processor time per step")
@@ -193,7 +199,7 @@ def main() -> int:
         for batch in options.batch.split(",")
     ]
     if options.json:
-        print(json.dumps({"machine": where, "pinned": options.pin, "target": TARGET, "rows": rows}, indent=2))
+        print(as_json({"machine": where, "pinned": options.pin, "target": TARGET, "rows": rows}))
         return 0
     print(describe(where))
     show(rows, options.pin)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import socket
 import subprocess
@@ -45,8 +44,8 @@ from atoll.net.wire import as_bytes, digest
 from benchmarks.light_learner import LightLearner, even_plan
 from benchmarks.measuring import (
     MIB,
-    Spread,
     Syncer,
+    as_json,
     cpu_s,
     describe,
     end_with_the_parent,
@@ -184,8 +183,8 @@ def figures(
 
 
 def show(found: dict[str, Any]) -> None:
-    rates = {way: Spread(*found["mb_per_s"][way]) for way in WAYS}
-    print(f"{found['bytes'] / MIB:g} MiB on loopback, median (quartiles) of {rates['raw in'].count}; ", end="")
+    rates = {way: found["mb_per_s"][way] for way in WAYS}
+    print(f"{found['bytes'] / MIB:g} MiB on loopback, median (quartiles) of {rates['raw in'].repeats}; ", end="")
     print(f"wanted: {100 * TARGET:g} % of the raw socket\n")
     print(f"  {'':14}{'MB/s':>22}{'of raw':>22}{'processor time here, there':>30}")
     for way, rate in rates.items():
@@ -195,7 +194,7 @@ def show(found: dict[str, Any]) -> None:
             f"{f'{shares[1]} % ({shares[0]} to {shares[2]})' if shares else '':>22}"
             f"{1e3 * found['cpu_here_s'][way]:>19.1f} ms,{1e3 * found['cpu_there_s'][way]:>5.0f} ms"
         )
-    seconds = {way: Spread(*found["seconds"][way]).median for way in WAYS}
+    seconds = {way: found["seconds"][way].median for way in WAYS}
     without = seconds["raw out"] / (seconds["contribution"] - found["check_s"])
     print(f"\n  the syncer's look for values that are not finite takes {1e3 * found['check_s']:.1f} ms; ", end="")
     print(f"without it a contribution has {100 * without:.0f} %")
@@ -222,7 +221,7 @@ def main() -> int:
         with syncer(settings, core=core, profile=options.profile) as served:
             found[placement] = asyncio.run(measure(served, settings, options.mib, options.repeats, core))
     if options.json:
-        print(json.dumps({"machine": where, "target": TARGET} | found, indent=2))
+        print(as_json({"machine": where, "target": TARGET} | found))
         return 0
     print(describe(where))
     for placement, title in (("apart", "each end on a core of its own"), ("free", "where the system puts them")):

@@ -1,9 +1,9 @@
 """Fast learners beside slow ones: is their step as short as alone? Figures are kept in benchmarks/README.md.
 
-    python benchmarks/bench_unequal.py [--json] [--speeds 1,1,0.5,0.5] [--step 0.2] [--pairs 5]
+    python benchmarks/bench_unequal.py [--json] [--speeds 1,1,0.5,0.5] [--step 0.2] [--pairs 6]
 
-Four learners with `atoll.Learner` and a syncer, each a process of its own. Steps are real steps of a small GPT, paced: at
-speed 1 a step takes at least `--step` seconds, at speed 0.5 twice as long, so that two cores suffice for all of them.
+Four learners with `atoll.Learner` and a syncer, each a process of its own. Steps are real steps of a small GPT, paced:
+at speed 1 a step takes at least `--step` seconds, at speed 0.5 twice as long, so that two cores suffice for all.
 
 Blocks take turns: one fast learner alone, with the bare loop (same steps, same pace, no Atoll, nobody else computes);
 then all of them together with Atoll. A ratio is the mean step of one block by that of its neighbour, of the same
@@ -32,7 +32,7 @@ from atoll.net.learner import Learner
 from atoll.net.run_settings import RunSettings
 from atoll.train.models import SIZES, build
 from benchmarks.bench_overhead import batches, stepper
-from benchmarks.measuring import Spread, Syncer, describe, ends_with, machine, spread, start_python, syncer
+from benchmarks.measuring import Spread, Syncer, as_json, describe, ends_with, machine, spread, start_python, syncer
 
 FRAGMENTS = EVERY_STEPS = 24
 BATCH = 8
@@ -57,7 +57,7 @@ def paced(step: Callable[[], object], least_s: float) -> tuple[float, float]:
 
 
 def be_a_learner(address: str, number: int, size: str, least_s: float) -> None:
-    """In the child: a line on standard input is a block, `alone SECONDS` or `together SECONDS`; the answer is a line."""
+    """In the child: a line comes for each block, `alone SECONDS` or `together SECONDS`; the answer is a line."""
     config = SIZES[size]
     model = build(config, seed=0)
     optimizer, step = stepper(model, batches(config.vocabulary, BATCH, config.context))
@@ -111,7 +111,8 @@ class Island:
 
 
 def mean_s(told: dict[str, Any]) -> float:
-    return sum(step_s for step_s, _ in told["steps"]) / len(told["steps"])
+    taken: list[float] = [step_s for step_s, _ in told["steps"]]
+    return sum(taken) / len(taken)
 
 
 def measure(speeds: list[float], size: str, step_s: float, pairs: int, block_s: float) -> dict[str, Any]:
@@ -173,17 +174,17 @@ def together(islands: list[Island], seconds: float) -> dict[int, dict[str, Any]]
 
 
 def show(found: dict[str, Any], size: str) -> None:
-    alone, ratio = Spread(*found["alone_step_s"]), Spread(*found["ratio"])
+    alone, ratio = found["alone_step_s"], found["ratio"]
     print(f"learners of unequal speed, GPT {size}, paced steps, P = H = {FRAGMENTS}; ", end="")
     print(f"{found['pairs']} pairs of blocks of {found['block_s']:g} s; median (quartiles)\n")
     print(f"  {'':22}{'step, ms':>28}{'mean':>10}{'of it work, ms':>26}")
     print(f"  {'fast, alone, bare':22}{in_ms(alone):>28}{1e3 * found['mean_alone_s']:>10.2f}")
     for row in found["learners"]:
         name = f"learner {row['learner']}, speed {row['speed']:g}"
-        step, work = in_ms(Spread(*row["step_s"])), in_ms(Spread(*row["work_s"]))
+        step, work = in_ms(row["step_s"]), in_ms(row["work_s"])
         print(f"  {name:22}{step:>28}{1e3 * row['mean_step_s']:>10.2f}{work:>26}")
-    print(f"\n  a fast learner beside all others by alone: {ratio.median:.4f} ({ratio.low:.4f} to {ratio.high:.4f}), ", end="")
-    print(f"wanted: at most {TARGET}")
+    print(f"\n  a fast learner beside all others by alone: {ratio.median:.4f} ", end="")
+    print(f"({ratio.low:.4f} to {ratio.high:.4f}), wanted: at most {TARGET}")
     print(f"  {found['rounds_per_s']:.2f} rounds per second, ", end="")
     print(f"{found['contributions_per_merge']:.2f} contributions per merge")
 
@@ -211,7 +212,7 @@ def main() -> int:
     speeds = [float(speed) for speed in options.speeds.split(",")]
     found = measure(speeds, options.size, options.step, options.pairs, options.block)
     if options.json:
-        print(json.dumps({"machine": where, "target": TARGET, "size": options.size} | found, indent=2))
+        print(as_json({"machine": where, "target": TARGET, "size": options.size} | found))
         return 0
     print(describe(where))
     show(found, options.size)

@@ -63,9 +63,7 @@ class LightLearner:
 
     def __init__(self, address: str, number: int, settings: RunSettings, plan: FragmentPlan, payload: Tensor) -> None:
         self.number = number
-        self.link = LearnerLink(
-            address, None, LOG, self._on_message, self._on_opened, self._on_closed, self._on_failed
-        )
+        self.link = LearnerLink(address, None, LOG, self._on_message, self._on_opened, self._on_closed, self._on_failed)
         self.sent = 0  # control messages
         self.heard = 0
         self.put = 0  # contributions that were taken

@@ -5,8 +5,8 @@ A syncer that was started here ends with the benchmark, also when that is killed
 
 from __future__ import annotations
 
-import cProfile
 import contextlib
+import cProfile
 import json
 import logging
 import os
@@ -40,21 +40,31 @@ class Spread(NamedTuple):
     low: float
     median: float
     high: float
-    count: int
-
-    def __str__(self) -> str:
-        return f"{self.median:.4g} ({self.low:.4g} to {self.high:.4g})"
+    repeats: int
 
 
 def spread(values: Sequence[float]) -> Spread:
     """
     >>> spread([3.0, 1.0, 2.0])
-    Spread(low=1.5, median=2.0, high=2.5, count=3)
+    Spread(low=1.5, median=2.0, high=2.5, repeats=3)
     """
     if len(values) == 1:
         return Spread(values[0], values[0], values[0], 1)
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
     return Spread(low, median, high, len(values))
+
+
+def as_json(found: dict[str, Any]) -> str:
+    """Figures for programs."""
+    return json.dumps(_plain(found), indent=2)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Spread):
+        return value._asdict()
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, list) else value
 
 
 def machine() -> dict[str, Any]:

@@ -34,9 +34,8 @@ def start(name: str, *command: object) -> None:
     shown[-1].start()
 
 
-averaging = ["--merge", "average", "--outer", "sgd", "--outer-lr", "1", "--outer-momentum", "0"]
-run = ["--out", options.run, "--port", options.port, "--tokens", options.tokens, "--learners", "2"]
-start("syncer", "-m", "atoll", "syncer", *run, *averaging)
+run = ["--out", options.run, "--port", options.port, "--tokens", options.tokens]
+start("syncer", "-m", "atoll", "syncer", *run, "--outer-lr", 1, "--outer-momentum", 0)
 for number in (1, 2):
     place = ["--syncer", f"127.0.0.1:{options.port}", "--learner", number, "--out", options.run / f"model-{number}.pt"]
     start(f"island {number}", *script, *place)

@@ -46,7 +46,7 @@ def wrong_update(directory: Path) -> None:
                 self.next = self.next._replace(update=update)
                 struck(directory, "update").touch()
 
-    syncer.HeldFragment = Wrong  # type: ignore[misc]
+    syncer.HeldFragment = Wrong  # type: ignore[attr-defined]
 
 
 def held_disk(directory: Path) -> None:
@@ -60,7 +60,7 @@ def held_disk(directory: Path) -> None:
             hold.read_bytes()
         write(self, record, tensors)  # type: ignore[arg-type]
 
-    Store.write = slowly  # type: ignore[method-assign, assignment]
+    Store.write = slowly  # type: ignore[method-assign]
 
 
 def failing_core(directory: Path) -> None:
@@ -72,7 +72,7 @@ def failing_core(directory: Path) -> None:
             raise AssertionError("a planted bug in the core")
         handle(self, event, payload)  # type: ignore[arg-type]
 
-    SyncerProcess._handle = failing  # type: ignore[method-assign, assignment]
+    SyncerProcess._handle = failing  # type: ignore[method-assign]
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -361,7 +361,7 @@ class Run:
         found: dict[str, Any] = json.loads(body)
         return found
 
-    def until(self, condition: Callable[[dict[str, Any]], T], what: str, limit_s: float = LIMIT_S) -> T:
+    def until(self, condition: Callable[[dict[str, Any]], T | None], what: str, limit_s: float = LIMIT_S) -> T:
         """What the condition finds in the status of the run, as soon as it finds something."""
         end = time.monotonic() + limit_s
         while True:
@@ -383,9 +383,14 @@ class Run:
                 raise AssertionError(f"{child.name} ended, its last words: {last}\n{child.logged()}")
             child.expected_to_end = True
 
-    def learner(self, number: int) -> Callable[[dict[str, Any]], dict[str, Any] | None]:
-        """For `until`: what the syncer shows of a learner, once it shows it."""
-        return lambda status: next((each for each in status["learners"] if each["learner"] == number), None)
+    def learner(self, number: int, **wanted: Any) -> Callable[[dict[str, Any]], dict[str, Any] | None]:
+        """For `until`: what the syncer shows of a learner, once all that is wanted is shown of it."""
+
+        def look(status: dict[str, Any]) -> dict[str, Any] | None:
+            found = [each for each in status["learners"] if each["learner"] == number]
+            return next((each for each in found if wanted.items() <= each.items()), None)
+
+        return look
 
     def merges(self, count: int) -> Callable[[dict[str, Any]], bool]:
         return lambda status: bool(status["merges"] >= count)

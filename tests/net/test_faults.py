@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import resource
@@ -39,24 +40,26 @@ def events(run: Run, learner: int, kind: type) -> list[Any]:
     return [entry.event for entry in entries(run, learner) if type(entry.event) is kind]
 
 
-def sent(run: Run, learner: int, kind: type) -> list[tuple[float, Any]]:
-    """What a learner has sent, and when."""
+def heard(run: Run, actor: int, kind: type, until: float, learner: int | None = None) -> list[Any]:
+    """What has arrived at somebody, up to a moment of the run's clock. `learner`: from this one only."""
+    found = []
+    for entry in entries(run, actor):
+        envelope = getattr(entry.event, "envelope", None)
+        if entry.at <= until and type(getattr(envelope, "body", None)) is kind:
+            assert envelope is not None
+            if learner in (None, envelope.learner):
+                found.append(envelope.body)
+    return found
+
+
+def sent(run: Run, learner: int, kind: type) -> list[Any]:
+    """What a learner has sent."""
     return [
-        (entry.at, effect.envelope.body)  # type: ignore[union-attr]
+        effect.envelope.body  # type: ignore[union-attr]
         for entry in entries(run, learner)
         for effect in entry.effects
         if type(getattr(getattr(effect, "envelope", None), "body", None)) is kind
     ]
-
-
-def shows(run: Run, learner: int, **wanted: Any) -> Callable[[dict[str, Any]], dict[str, Any] | None]:
-    """For `until`: the learner, once everything is shown of it that is wanted."""
-
-    def look(status: dict[str, Any]) -> dict[str, Any] | None:
-        found = run.learner(learner)(status)
-        return found if found is not None and wanted.items() <= found.items() else None
-
-    return look
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -69,7 +72,7 @@ def test_a_killed_learner_comes_back_as_a_new_incarnation_with_inner_state_from_
         run.go(one, two)
         run.until(run.merges(6), "the run is under way")
         one.kill()
-        run.until(shows(run, 1, standing="away", incarnation=1), "the loss is noticed")
+        run.until(run.learner(1, standing="away", incarnation=1), "the loss is noticed")
         merges = run.status()["merges"]
         run.until(run.merges(merges + 3), "the other goes on")
         again = run.start(1)
@@ -78,11 +81,10 @@ def test_a_killed_learner_comes_back_as_a_new_incarnation_with_inner_state_from_
         assert told["moments"] > 0, "AdamW has counted no steps: its state is fresh"
         assert told["lr_scale"] == 1.0
         assert run.log_lines(again, "training starts: inner state from learner 2")
-        for line in run.status()["ledger"]:
-            dropped = line["dropped"]["replaced by a new incarnation"]
-            assert dropped >= 0
+        ledger = run.status()["ledger"]
+        for line in ledger:
             assert line["trained"] == line["merged"] + line["pending"] + sum(line["dropped"].values())
-        assert any(line["dropped"]["replaced by a new incarnation"] > 0 for line in run.status()["ledger"])
+        assert any(line["dropped"].get("replaced by a new incarnation", 0) > 0 for line in ledger), ledger
         again.order("go")
         merges = run.status()["merges"]
         run.until(run.merges(merges + 3), "both go on")
@@ -116,14 +118,12 @@ def test_a_learner_that_stands_still_is_suspected_and_goes_on_as_the_same_incarn
         run.go(one, two)
         run.until(run.merges(6), "the run is under way")
         one.send(signal.SIGSTOP)
-        run.until(
-            lambda status: shows(run, 1, standing="suspect")(status) or shows(run, 1, standing="away")(status),
-            "its silence is noticed",
-        )
+        suspect, away = run.learner(1, standing="suspect"), run.learner(1, standing="away")
+        run.until(lambda status: suspect(status) or away(status), "its silence is noticed")
         merges = run.status()["merges"]
         run.until(run.merges(merges + 6), "the other goes on")
         one.send(signal.SIGCONT)
-        back = run.until(shows(run, 1, standing="live"), "it is back")
+        back = run.until(run.learner(1, standing="live"), "it is back")
         assert back["incarnation"] == 1
         merges = run.status()["merges"]
         run.until(run.merges(merges + 6), "both go on")
@@ -146,7 +146,7 @@ def test_ctrl_c_and_exceptions_end_a_learner_cleanly_and_the_others_go_on(tmp_pa
         kind, _, threads = one.hear("failed")
         assert (kind, threads) == (named, [])
         assert one.ended() == 0
-        left = run.until(shows(run, 1, standing="left"), "it has left")
+        left = run.until(run.learner(1, standing="left"), "it has left")
         assert left["reason"] == f"left: its loop ended with {named}"
         merges = run.status()["merges"]
         run.until(run.merges(merges + 4), "the other goes on")
@@ -167,7 +167,7 @@ def test_not_a_number_is_refused_with_a_reason_and_quarantined_when_it_repeats(t
             "LearnerRefused",
             "the syncer refused: this incarnation is quarantined: restart the learner to come back",
         )
-        shown = run.until(shows(run, 1, standing="quarantined"), "it is quarantined")
+        shown = run.until(run.learner(1, standing="quarantined"), "it is quarantined")
         assert shown["strikes"] == 3
         assert "bad values" in shown["reason"]
         again = run.start(1)  # restarted, it is welcome
@@ -207,7 +207,7 @@ def test_a_syncer_that_is_killed_at_any_moment_goes_on_from_its_directory(tmp_pa
             after = {each["fragment"]: each["version"] for each in run.status()["fragments"]}
             assert all(after[p] >= version for p, version in before.items()), (before, after)
             for learner in (1, 2):
-                back = run.until(shows(run, learner, standing="live", link="up"), f"learner {learner} is back")
+                back = run.until(run.learner(learner, standing="live", link="up"), f"learner {learner} is back")
                 assert back["incarnation"] == 1
         merges = run.status()["merges"]
         run.until(run.merges(merges + 4), "merges go on")
@@ -253,9 +253,10 @@ def test_without_a_syncer_steps_go_on_and_no_step_waits(tmp_path):
         for learner in learners:
             told = learner.hear("trained")
             assert told["link"] in ("dialing", "down")
-            # One step in a hundred may meet a scheduler that has something else to do; waiting would be all of them.
+            # A few may meet a machine that has something else to do. Waiting for anybody would be in all of them.
             slow = [taken for taken in told["boundaries_s"] if taken > NEVER_TOO_LONG_S]
-            assert len(slow) <= 3, slow
+            assert len(slow) <= len(told["boundaries_s"]) // 20, slow
+            assert sorted(told["boundaries_s"])[150] < NEVER_TOO_LONG_S / 10
             assert run.log_lines(learner, "WARNING no syncer answers at 127.0.0.1")
             learner.order("break")
             learner.hear("ended")
@@ -273,7 +274,7 @@ def test_a_bug_in_the_syncers_core_ends_it_and_another_one_goes_on(tmp_path):
         (tmp_path / "fail").unlink()
         run.syncer.ended()
         run.start_syncer()
-        run.until(shows(run, 1, standing="live"), "it is back")
+        run.until(run.learner(1, standing="live"), "it is back")
         run.end()
         run.assert_same(run.finish(one), 1)
         run.verdict()
@@ -319,10 +320,8 @@ def durable_before_published(directory: Path, planted: str) -> None:
             shown = {each["fragment"]: each["version"] for each in status["fragments"]}
             assert all(shown[p] <= on_disk[p] for p in shown), f"{shown} is published, {on_disk} is on disk"
             arrived: dict[int, int] = {}
-            for entry in entries(run, 1):
-                body = getattr(getattr(entry.event, "envelope", None), "body", None)
-                if type(body) is Published:
-                    arrived[body.fragment] = max(arrived.get(body.fragment, 0), body.version)
+            for body in heard(run, 1, Published, until=status["wall_s"]):
+                arrived[body.fragment] = max(arrived.get(body.fragment, 0), body.version)
             assert all(arrived[p] <= on_disk[p] for p in arrived), f"{arrived} has arrived, {on_disk} is on disk"
         one.order("go")
         merges = run.status()["merges"]
@@ -388,7 +387,7 @@ def test_a_full_disk_is_said_and_the_run_goes_on_when_there_is_space(tmp_path, w
             free = fill() if way == "a full disk" and fill is not None else limited(run.syncer.pid)
             run.until(lambda _: run.log_lines(run.syncer, "could not be made durable"), "the syncer says it")
             merges = run.status()["merges"]
-            steps = run.until(shows(run, 1), "learner 1 is shown")["step"]
+            steps = run.until(run.learner(1), "learner 1 is shown")["step"]
             run.until(
                 lambda status: status["learners"][0]["step"] > steps + 20 or status["merges"] > merges,
                 "learners train on",
@@ -398,7 +397,9 @@ def test_a_full_disk_is_said_and_the_run_goes_on_when_there_is_space(tmp_path, w
             run.until(run.merges(merges + 3), "merges go on when there is space")
             run.end()
             run.assert_same(run.finish(one, two), 1, 2)
-            run.verdict()
+            run.assert_clean()  # what a full disk held back of the tapes was written later
+            if way == "a limit on files":
+                assert run.log_lines(run.syncer, "the tape is written again: nothing of it was lost")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -406,41 +407,41 @@ def test_a_full_disk_is_said_and_the_run_goes_on_when_there_is_space(tmp_path, w
 
 
 def test_a_thin_link_carries_reports_while_fragments_are_on_their_way(tmp_path):
-    """2 MB of model at 200 KB/s: joining alone takes ten seconds, a fragment longer than many steps."""
-    numerics = Numerics(plan="rows")
-    settings = endless(fragments=4, every_steps=8)
-    with Run(tmp_path, settings, numerics) as run, Relay(run.address) as relay:
-        near = run.start(LearnerSpec(1, "wide", pace_s=0.01))
-        near.hear("joined")
-        near.order("go")
-        far = run.start(LearnerSpec(2, "wide", pace_s=0.05), relay.address)
-        far.hear("joined")
-        relay.bytes_per_s = 200_000.0
-        relay.delay_s = 0.03
-        far.order("go")
+    """2 MB of model at 1 MB/s: a fragment takes longer than many steps, and newer versions come meanwhile."""
+    with Run(tmp_path, endless(fragments=4, every_steps=8), Numerics(plan="rows")) as run, Relay(run.address) as relay:
+        near, far = run.start(LearnerSpec(1, "wide", pace_s=0.01)), run.start(LearnerSpec(2, "wide"), relay.address)
+        for learner in (near, far):
+            learner.hear("joined")
+        relay.bytes_per_s, relay.delay_s = 1e6, 0.03
+        before = relay.counts()
         merges = run.status()["merges"]
-        up, down = relay.counts().up_bytes, relay.counts().down_bytes
+        run.go(near, far)
         run.until(
-            lambda status: relay.counts().down_bytes - down > 1_500_000 and relay.counts().up_bytes - up > 300_000,
+            lambda _: (
+                relay.counts().down_bytes - before.down_bytes > 5_000_000
+                and relay.counts().up_bytes - before.up_bytes > 300_000
+            ),
             "fragments have travelled both ways",
         )
-        shown = run.until(shows(run, 2), "learner 2 is shown")
+        thin = run.status()
+        shown = run.learner(2)(thin)
+        assert shown is not None
         assert (shown["standing"], shown["incarnation"]) == ("live", 1)
-        assert run.status()["merges"] > merges + 8, "the near one does not wait for the far one"
+        assert thin["merges"] > merges + 8, "the near one does not wait for the far one"
         relay.bytes_per_s = None
         run.end()
         run.assert_same(run.finish(near, far), 1, 2)
-        reports = [at for at, _ in sent(run, 2, Report)]
+        assert not run.log_lines(run.syncer, "learner 2: silent"), "reports were starved"
+        assert not run.log_lines(far, "the link closed")
+        arrived: dict[int, list[int]] = {}
+        for body in heard(run, 2, Published, until=thin["wall_s"]):
+            arrived.setdefault(body.fragment, []).append(body.version)
+        assert len(arrived) == 4
+        assert all(versions == sorted(versions) for versions in arrived.values())
+        assert all(versions[-1] > 0 for versions in arrived.values()), "a fragment was starved by its newer versions"
+        assert any(b - a > 1 for each in arrived.values() for a, b in itertools.pairwise(each)), "nothing was replaced"
+        reports = heard(run, 0, Report, until=thin["wall_s"], learner=2)
         assert len(reports) > 40
-        assert len({body.version for _, body in sent(run, 2, Published)}) == 0
-        heard = [
-            (entry.at, entry.event.envelope.body.step)  # type: ignore[union-attr]
-            for entry in entries(run, 0)
-            if type(getattr(getattr(entry.event, "envelope", None), "body", None)) is Report
-            and entry.event.envelope.learner == 2  # type: ignore[union-attr]
-        ]
-        assert len(heard) > 40
-        assert not run.log_lines(run.syncer, "taken for lost")
         assert events(run, 2, FragmentDamaged) == []
         run.assert_clean()
 
@@ -455,8 +456,8 @@ def test_a_reset_in_the_middle_of_everything_is_dialled_again(tmp_path):
             merges = run.status()["merges"]
             run.until(run.merges(merges + 2), "merges go on")
             relay.reset()
-            run.until(shows(run, 1, standing="live", link="up"), "it is back")
-        assert run.until(shows(run, 1), "learner 1 is shown")["incarnation"] == 1
+            run.until(run.learner(1, standing="live", link="up"), "it is back")
+        assert run.until(run.learner(1), "learner 1 is shown")["incarnation"] == 1
         assert len(run.log_lines(one, "the link closed")) >= 2
         run.end()
         run.assert_same(run.finish(one, two), 1, 2)
@@ -472,12 +473,12 @@ def test_a_black_hole_is_noticed_by_both_sides_and_healed(tmp_path):
         run.go(one, two)
         run.until(run.merges(4), "the run is under way")
         relay.black_hole()
-        run.until(shows(run, 1, standing="away"), "the syncer gives the link up")
+        run.until(run.learner(1, standing="away"), "the syncer gives the link up")
         run.until(lambda _: run.log_lines(one, "did not answer 3 pings"), "the learner gives the link up")
         merges = run.status()["merges"]
         run.until(run.merges(merges + 3), "the other goes on")
         relay.black_hole(False)
-        back = run.until(shows(run, 1, standing="live", link="up"), "it is back")
+        back = run.until(run.learner(1, standing="live", link="up"), "it is back")
         assert back["incarnation"] == 1
         run.end()
         run.assert_same(run.finish(one, two), 1, 2)

@@ -335,7 +335,7 @@ def test_figures_that_are_none_close_the_link(run, text):
 
 
 def test_figures_are_numbers_and_nothing_else_is_shown(run):
-    async def test(stranger: Stranger) -> dict[str, Any]:
+    async def test(stranger: Stranger) -> Any:
         await stranger.join()
         figures = {"loss": 1.5, "tokens_per_s": {"a": 1}, "step_s": "fast", "goodput": None, "standing": "king"}
         await stranger.socket.send_str(json.dumps(figures)[:-1] + ', "boundary_s": 1e999}')

@@ -178,7 +178,7 @@ def test_wrong_arguments_are_refused_with_a_sentence(tmp_path):
     with Run(tmp_path) as run, learner_of(run, job, 1) as learner:
         for tokens in (0, -1, 1.5, True, 2**40):
             with pytest.raises(ValueError, match="whole number"):
-                learner.step(tokens=tokens)
+                learner.step(tokens=tokens)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"loss is one number.*\(2,\)"):
             learner.step(tokens=1, loss=torch.zeros(2))
         with pytest.raises(ValueError, match="could not convert"):
@@ -226,7 +226,7 @@ def test_another_model_that_would_found_the_run_second_is_refused_too(tmp_path):
             run.joined(1)
             found(*args)
 
-        late._background.found = found_late  # type: ignore[method-assign]
+        late._background.found = found_late  # type: ignore[method-assign, assignment]
         with pytest.raises(LearnerRefused, match=r"first\.bias 25"), late:
             pass
 
@@ -265,7 +265,7 @@ def test_the_link_falls_silent_while_a_learner_joins(tmp_path):
             relay.black_hole()
             return number
 
-        learner._background.ask_for_number = and_then_silence  # type: ignore[method-assign]
+        learner._background.ask_for_number = and_then_silence  # type: ignore[method-assign, assignment]
         with pytest.raises(JoinTimeout, match="could not join within the time given"), learner:
             pass
         assert relay.counts().connections > 0
@@ -275,16 +275,15 @@ def test_a_learner_waits_for_a_syncer_that_is_not_there_yet(tmp_path, caplog):
     job = work()
     with Run(tmp_path) as run:
         run.syncer.kill()
-        learner = learner_of(run, job, 1)
         found = threading.Event()
-        learner.log = logging.getLogger("test.waits")
 
         class Tell(logging.Handler):
             def emit(self, record: logging.LogRecord) -> None:
                 found.set()
 
-        learner._background.log = learner.log
-        learner.log.addHandler(Tell(logging.WARNING))
+        log = logging.getLogger("test.waits")
+        log.addHandler(Tell(logging.WARNING))
+        learner = learner_of(run, job, 1, log=log)
 
         def island() -> bool:
             with learner:
@@ -426,9 +425,7 @@ def test_ctrl_c_inside_of_the_core_ends_the_learner_without_a_hang(tmp_path):
 
         with pytest.raises(KeyboardInterrupt):
             island()
-        away = run.until(
-            lambda status: (told := run.learner(1)(status)) and told["standing"] == "away" and told, "away"
-        )
+        away = run.until(run.learner(1, standing="away"), "the syncer sees the link close")
         assert "the link closed" in away["reason"]
         run.verdict()
 
@@ -462,7 +459,7 @@ def test_a_failure_in_the_background_is_raised_in_the_next_step(tmp_path, caplog
         def island() -> None:
             with learner_of(run, job, 1) as learner:
                 for fragment in learner._background._fragments:
-                    fragment.decode_update = decode  # type: ignore[method-assign]
+                    fragment.decode_update = decode  # type: ignore[method-assign, assignment]
                 train(learner, job)
 
         with pytest.raises(BackgroundFailed, match="no memory for it") as caught:

@@ -128,9 +128,9 @@ def test_streaming_exchanges_fragment_by_fragment_and_adopts_later(text, tmp_pat
     assert first.bytes.up < 0.2 * trained(replace(settings, method="ddp"), tmp_path / "ddp")[0].bytes.up
 
 
-def test_a_streaming_overlap_as_long_as_h_is_refused(text, tmp_path):
-    settings = small_settings(text, method="streaming", every_steps=2, overlap_steps=2)
-    with pytest.raises(JobFailed, match="give a --tau below --every"):
+def test_what_a_process_could_not_do_is_told(text, tmp_path):
+    settings = small_settings(text, method="ddp", inner="nonsense")
+    with pytest.raises(JobFailed, match=r"ends with: learner \d: inner optimizer 'nonsense' is not known"):
         trained(settings, tmp_path / "run")
 
 

@@ -62,6 +62,7 @@ def test_a_damaged_file_is_named(tmp_path):
         ({"learners": 1000}, "give at most 256"),
         ({"tokens": 0}, "tokens must be"),
         ({"method": "single"}, "single trains on one learner, not on 4"),
+        ({"method": "streaming", "every_steps": 2, "overlap_steps": 2}, "give a --tau below --every"),
         ({"quorum": 5}, "quorum 5 with 4 learners never merges"),
         ({"speeds": (1.0,), "step_time_s": 0.1}, "1 speeds for 4 learners"),
         ({"speeds": (1.0, 1.0, 1.0, 0.0), "step_time_s": 0.1}, "never ends a step"),

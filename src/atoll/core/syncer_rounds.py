@@ -143,6 +143,8 @@ class Rounds(SyncerState, ABC):
         for m in waiting:
             self._send(m, Pull(f.round))
         self._arm_pull(now, f)
+        if f.round_is_final:
+            self._check_round(now, f)  # asked for the last time: from here on a quorum is enough
 
     def _abandon(self, now: float, f: Fragment, reason: Reason) -> None:
         """Nothing is merged, every learner keeps its progress, the fragment becomes ripe again.
@@ -245,6 +247,10 @@ class Rounds(SyncerState, ABC):
                 self._seal(now, f, Reason("sealed-grace-over", (len(f.contributions), len(f.asked))))
 
     def _has_quorum(self, f: Fragment) -> bool:
+        """A last round wants everybody who was asked, as long as asking goes on: no later one takes up what it leaves,
+        and nobody waits for it."""
+        if f.round_is_final and f.pull_tries < self.limits.pull_tries and self._waiting(f):
+            return False
         return len(f.contributions) >= self.config.quorum
 
     def _enter_grace(self, now: float, f: Fragment) -> None:

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -44,11 +44,11 @@ from atoll.core.protocol import (
 from atoll.core.tape import Actor, Entry
 from atoll.core.types import FragmentId, RunConfig
 from atoll.ml import inner_state
-from atoll.ml.codecs import codec
 from atoll.ml.model import ModelView
 from atoll.ml.plan import FragmentPlan
+from atoll.net.door import RETRY_S, SAY_EVERY_S, Door, fragment_sizes
 from atoll.net.island_tensors import FragmentTensors
-from atoll.net.learner_errors import BackgroundFailed, LearnerRefused, SyncerUnreachable
+from atoll.net.learner_errors import BackgroundFailed
 from atoll.net.learner_link import Fetched, LearnerLink, Refusal, why
 from atoll.net.run_settings import RunSettings
 from atoll.net.tape_keeper import TapeKeeper
@@ -59,14 +59,9 @@ if TYPE_CHECKING:
     from atoll.net.learner import Learner
 
 METRICS_EVERY_S = 1.0
-SAY_EVERY_S = 10.0
-RETRY_S = 0.5
 FETCH_TRIES = 3
 FETCHES = 4
 """At once: more would only share the link, and all of them would come late."""
-
-MAY_CHANGE = (408, 503, 507)
-"""Answers that are another one later: too slow, not ready, no room."""
 
 STATE_BYTES_PER_PARAMETER = 64
 
@@ -85,6 +80,7 @@ class Background:
         self._link = LearnerLink(
             address, token, log, self._on_message, self._on_opened, self._on_closed, self._on_failed
         )
+        self._door = Door(self._link, log)
         self._thread = threading.Thread(target=self._run, name="atoll-background", daemon=True)
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="atoll-codec")
         self._outbox: deque[tuple[Entry, list[Any]]] = deque()
@@ -144,79 +140,19 @@ class Background:
 
     def fetch_settings(self, join_by: float | None) -> RunSettings:
         """What the run is. A syncer that is not there yet is waited for, and that is said."""
-        told = self._wait_for(self._ask_patiently("GET", "/v1/run", join_by))
-        settings = RunSettings.from_json(told)
-        self._settings = settings
-        self.is_founded = bool(told.get("founded"))
-        return settings
+        self._settings, self.is_founded = self._wait_for(self._door.settings(join_by))
+        return self._settings
 
     def found(self, plan: FragmentPlan, view: ModelView, join_by: float | None) -> None:
         """Bring this learner's model. If another one was faster, that one's is the run's: ask for the settings."""
-
-        async def values() -> AsyncIterator[Tensor]:
-            for p in range(len(plan.fragments)):
-                buffer = view.buffer(p)
-                await self._loop.run_in_executor(self._compute, view.read, p, buffer)
-                yield buffer
-
-        text = json.dumps(plan.to_json(), separators=(",", ":")).encode()
-        self._wait_for(self._patiently(lambda: self._bring(text, values), join_by))
-
-    async def _bring(self, plan: bytes, values: Callable[[], AsyncIterator[Tensor]]) -> None:
-        try:
-            await self._link.found(plan, values)
-        except (aiohttp.ClientError, OSError):
-            # A syncer that has a model by now does not read another one to its end, and the connection may break before
-            # its answer is read.
-            if not (await self._link.ask("GET", "/v1/run")).get("founded"):
-                raise
+        self._wait_for(self._door.found(plan, view, self._compute, join_by))
 
     def ask_for_number(self, wanted: int | None, join_by: float | None) -> tuple[int, int]:
-        told = self._wait_for(self._ask_patiently("POST", "/v1/join", join_by, json={"learner": wanted}))
-        return int(told["learner"]), int(told["incarnation"])
-
-    async def _ask_patiently(self, method: str, path: str, join_by: float | None, **what: Any) -> Any:
-        return await self._patiently(lambda: self._link.ask(method, path, **what), join_by)
-
-    async def _patiently(self, ask: Callable[[], Coroutine[Any, Any, T]], join_by: float | None) -> T:
-        """A syncer that does not answer is asked again and again, until the time is over. A no is a no."""
-        said = 0.0
-        address = self._link.address
-        while True:
-            try:
-                async with asyncio.timeout_at(join_by):  # the loop's clock is the monotonic one
-                    return await ask()
-            except Refusal as refusal:
-                if refusal.status not in MAY_CHANGE:
-                    raise LearnerRefused(f"the syncer at {address} refused: {refusal}") from None
-                problem = str(refusal)
-            except (aiohttp.ClientError, OSError, TimeoutError, WireError) as wrong:
-                problem = why(wrong)
-            now = time.monotonic()
-            if join_by is not None and now + RETRY_S >= join_by:
-                raise SyncerUnreachable(f"no syncer answers at {address}: {problem}")
-            if now - said >= SAY_EVERY_S:
-                said = now
-                self.log.warning("no syncer answers at %s yet (%s); trying again", address, problem)
-            await asyncio.sleep(RETRY_S)
+        return self._wait_for(self._door.number(wanted, join_by))
 
     def fetch_final(self, fragments: list[FragmentTensors], join_by: float | None) -> None:
         """The published values of a run that is over, for a learner that came too late to take part."""
-        self._fragments = fragments
-        self._wait_for(self._patiently(self._fetch_final, join_by))
-
-    async def _fetch_final(self) -> None:
-        told = await self._link.ask("GET", "/v1/status")
-        if told["stage"] != "finished":
-            raise TimeoutError("the last merges are under way")  # asked again
-        for fragment, shown in zip(self._fragments, told["fragments"], strict=True):
-            version = int(shown["version"])
-            fetched = await self._link.fragment(fragment.p, version, None, self._sizes(fragment))
-            value = fragment.decode_whole(fetched.data)
-            if fragment.digest(value) != fetched.header.value_digest:
-                raise WireError(f"fragment {fragment.p} is not the one that was published", "digest")
-            fragment.arrived(version, value)
-            fragment.release(*fragment.will_adopt(False))
+        self._wait_for(self._door.final(fragments, self._settings.numerics.down, join_by))
 
     def attach(
         self, learner: Learner, actor: Actor, config: RunConfig, fragments: list[FragmentTensors], run: Path | None
@@ -251,9 +187,11 @@ class Background:
             return
         for fragment in self._fragments:
             fragment.abandon()
+        if not self._thread.is_alive():  # it has failed; what it left is cleared away all the same
+            self._thread = threading.Thread(target=self._run, name="atoll-background", daemon=True)
+            self._thread.start()
         try:
-            if self._thread.is_alive():
-                self._wait_for(self._end(last_words_s))
+            self._wait_for(self._end(last_words_s))
         finally:
             self._stopping = True
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -285,9 +223,9 @@ class Background:
     async def _leave_off(self, last_words_s: float | None) -> None:
         """What was posted is said and written down; whatever comes after is nobody's."""
         self._drain()
+        self._learner = None
         if last_words_s is not None:
             await self._link.say_goodbye(last_words_s)
-        self._learner = None
         self._outbox.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -407,9 +345,9 @@ class Background:
     # ---------------------------------------------------------------------------------------------------- sending
 
     async def _contribute(self, envelope: Envelope, body: Contribution) -> None:
-        learner = self._learner
-        assert learner is not None
-        fragment = self._fragments[body.round.fragment]
+        learner, fragment = self._learner, self._fragments[body.round.fragment]
+        if learner is None:
+            return
         with learner._lock:
             copied = fragment.hold_copy()
         if copied is None:
@@ -475,6 +413,8 @@ class Background:
 
     def _on_message(self, envelope: Envelope) -> None:
         body = envelope.body
+        if self._learner is None:
+            return  # it says goodbye
         if type(body) is Published:
             self._noticed[body.fragment] = envelope
             if body.fragment not in self._fetching:
@@ -495,7 +435,9 @@ class Background:
 
     async def _fetch_one(self, p: FragmentId, envelope: Envelope) -> None:
         body = envelope.body
-        assert isinstance(body, Published) and self._learner is not None
+        assert isinstance(body, Published)
+        if self._learner is None:
+            return
         if not 0 <= p < len(self._fragments):
             self.log.warning("the syncer tells of fragment %d, which this model does not have", p)
             return
@@ -515,7 +457,7 @@ class Background:
             fragment.release(base)
 
     async def _fetch_bytes(self, p: FragmentId, body: Published) -> Fetched | None:
-        sizes = self._sizes(self._fragments[p])
+        sizes = fragment_sizes(self._fragments[p].numel, self._settings.numerics.down)
         for attempt in range(FETCH_TRIES):
             try:
                 async with self._fetches:
@@ -534,14 +476,9 @@ class Background:
                 await asyncio.sleep(RETRY_S * 2**attempt)
         return None  # the syncer tells of it again
 
-    def _sizes(self, fragment: FragmentTensors) -> dict[int, int]:
-        """What an update may have, by the number of its codec; under -1 what a whole value has."""
-        down = codec(self._settings.numerics.down)
-        return {CODEC_NUMBERS[down.name]: down.size(fragment.numel), -1: 4 * fragment.numel}
-
     async def _take(self, fragment: FragmentTensors, envelope: Envelope, fetched: Fetched, base: Any) -> None:
         body = envelope.body
-        assert isinstance(body, Published) and self._learner is not None and self._learner._core is not None
+        assert isinstance(body, Published)
         if fetched.header.base is None:
             value = await self._computed(fragment.decode_whole, fetched.data)
         else:
@@ -551,6 +488,8 @@ class Background:
             self._tell(FragmentDamaged(fragment.p, body.version, "the value is not the one that was published"))
             return
         learner = self._learner
+        if learner is None:
+            return
         with learner._news:
             if learner._core is not None and learner._core.hears(envelope):
                 fragment.arrived(body.version, value)

@@ -15,6 +15,9 @@ CHUNK_BYTES = 2**18
 READ_BYTES = 2**18
 """That a connection reads ahead; it stops at twice as many. With less it would stop after every piece."""
 
+SMALL_BYTES = 2**15
+"""Up to here a pass over the bytes is cheaper than handing them to another thread, and a copy than two sends."""
+
 
 class ByteBuffers:
     """Flat bytes by size. Used in one thread.
@@ -23,8 +26,9 @@ class ByteBuffers:
     A buffer that is never given back costs nothing but its place here.
     """
 
-    def __init__(self, most_bytes: int = 64 * 2**20) -> None:
+    def __init__(self, most_bytes: int = 64 * 2**20, least_bytes: int = 2**20) -> None:
         self.most_bytes = most_bytes
+        self.least_bytes = least_bytes  # smaller ones are left to the allocator
         self.kept_bytes = 0
         self._kept: list[Tensor] = []
 
@@ -38,6 +42,8 @@ class ByteBuffers:
 
     def give(self, buffer: Tensor) -> None:
         """Nobody reads or writes it any more."""
+        if buffer.numel() < self.least_bytes:
+            return
         assert not any(buffer is kept for kept in self._kept), "a buffer was given back twice"
         self._kept.append(buffer)
         self.kept_bytes += buffer.numel()

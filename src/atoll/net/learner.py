@@ -51,6 +51,9 @@ from atoll.net.step_boundary import Action, Adopt, Copy, End, Give, Solo, Start,
 
 MOST_REJOINS = 5
 LAST_WORDS_S = 3.0
+MOST_UNTOLD = 256
+"""Boundaries in a row at which the core may be busy with a message: on a crowded machine the background may stand still
+in the middle of one. Steps are told together at the next boundary, and only then copied and adopted."""
 
 
 class LearnerStats(NamedTuple):
@@ -66,6 +69,13 @@ class LearnerStats(NamedTuple):
     adopted: int
     contributed: int
     link: str
+
+
+class Untold(NamedTuple):
+    """Steps that the core has not been told of yet."""
+
+    steps: int
+    tokens: int
 
 
 class Learner:
@@ -117,6 +127,7 @@ class Learner:
         self._settings = RunSettings()
         self._clock = RunClock(time.time())
         self._stop: Stop | None = None
+        self._untold = Untold(0, 0)
         self._is_whole = True  # the newest event is on its way to the tape
         self._finished = False
         self._warmup_steps = 0
@@ -219,15 +230,20 @@ class Learner:
         if self._finished:
             return
         begin = time.monotonic()
-        core = self._core
-        with self._lock:
+        self._background.last_loss = loss
+        self._untold = untold = Untold(self._untold.steps + 1, self._untold.tokens + tokens)
+        if not self._lock.acquire(blocking=untold.steps > MOST_UNTOLD):
+            return  # the background has it: it waits for its turn on this machine, perhaps; this thread does not
+        try:
             locked = time.monotonic()
             actions = list(self._actions)
             self._actions.clear()
-            if core.training:
-                step_time = max(0.0, begin - self._last_end)
-                actions += self._handle(StepTaken(1, tokens, step_time), at=begin)
-        self._background.last_loss = loss
+            if self._core.training:
+                step_time_s = max(0.0, begin - self._last_end) / untold.steps
+                actions += self._handle(StepTaken(untold.steps, untold.tokens, step_time_s), at=begin)
+            self._untold = Untold(0, 0)
+        finally:
+            self._lock.release()
         try:
             self._carry_out(self._island.agree(actions))
         finally:
@@ -236,7 +252,7 @@ class Learner:
         self._lock_wait_s += locked - begin
         self._boundary_s += end - begin
         # Copying and adopting are this learner's own work; only what it waited for the lock is somebody else's.
-        self._last_end = begin + (locked - begin)
+        self._last_end = locked
 
     def _carry_out(self, actions: list[Action]) -> bool:
         """What has to be done before the next step. True when it said that training starts or ends."""
@@ -347,9 +363,10 @@ class Learner:
     @property
     def lr_scale(self) -> float:
         """Below 1 during the first steps of a learner that found no peer to take inner state from."""
-        if self._core is None or self._core.step >= self._warmup_steps:
+        step = self._core.step + self._untold.steps if self._core is not None else 0
+        if self._core is None or step >= self._warmup_steps:
             return 1.0
-        return (self._core.step + 1) / (self._warmup_steps + 1)
+        return (step + 1) / (self._warmup_steps + 1)
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -359,8 +376,8 @@ class Learner:
     def stats(self) -> LearnerStats:
         core, link = self._core, self._background
         return LearnerStats(
-            steps=core.step if core is not None else 0,
-            tokens=core.trained if core is not None else 0,
+            steps=core.step + self._untold.steps if core is not None else 0,
+            tokens=core.trained + self._untold.tokens if core is not None else 0,
             bytes_up=link.bytes_up,
             bytes_down=link.bytes_down,
             boundary_s=self._boundary_s,

@@ -13,11 +13,11 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
 
 import aiohttp
-from aiohttp import WSCloseCode, WSMsgType
+from aiohttp import WSMsgType
 from torch import Tensor
 
 from atoll.core.protocol import Envelope
-from atoll.net.byte_buffers import CHUNK_BYTES, READ_BYTES, ByteBuffers
+from atoll.net.byte_buffers import CHUNK_BYTES, READ_BYTES, SMALL_BYTES, ByteBuffers
 from atoll.net.wire import (
     CODEC_NUMBERS,
     MOST_MESSAGE_BYTES,
@@ -159,8 +159,10 @@ class LearnerLink:
                     return f"the connection broke: {why(socket.exception())}"
                 elif message.type is WSMsgType.CLOSE:
                     return f"the syncer closed it ({message.data}){': ' if message.extra else ''}{message.extra or ''}"
-                elif message.type in (WSMsgType.CLOSING, WSMsgType.CLOSED):
-                    return "the connection was lost" if socket.close_code != WSCloseCode.OK else "it was closed"
+                elif message.type is WSMsgType.CLOSING:
+                    return "this side hung up"
+                elif message.type is WSMsgType.CLOSED:
+                    return "the connection was lost"
         except WireError as wrong:
             return f"what the syncer sent cannot be read: {wrong}"
 
@@ -237,6 +239,11 @@ class LearnerLink:
     async def put(self, path: str, kind: Kind, codec: int, envelope: Envelope, payload: Any) -> None:
         header = encode_message(envelope)
         view = as_bytes(payload)
+        if view.nbytes <= SMALL_BYTES:
+            whole = frame_head(kind, codec, header, view) + header + bytes(view)
+            await self.ask("PUT", path, data=whole)
+            self.bytes_up += len(whole)
+            return
         head = await asyncio.get_running_loop().run_in_executor(None, frame_head, kind, codec, header, view)
 
         async def body() -> AsyncIterator[bytes | memoryview]:

@@ -57,7 +57,11 @@ async def _serve(
     log = logging.getLogger("atoll.syncer")
     stopped = asyncio.Event()
     syncer = SyncerProcess(directory, settings, token=token, log=log)
-    runner = web.AppRunner(build_app(syncer), access_log=None, shutdown_timeout=2.0, read_bufsize=READ_BYTES)
+    unheard = logging.getLogger("atoll.syncer.http")
+    unheard.setLevel(logging.CRITICAL)  # of aiohttp: whoever sends what is no HTTP would fill the log with tracebacks
+    runner = web.AppRunner(
+        build_app(syncer), access_log=None, logger=unheard, shutdown_timeout=2.0, read_bufsize=READ_BYTES
+    )
     signals = _stop_on_signals(stopped)
     try:
         await syncer.start()

@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from aiohttp import WebSocketError, WSCloseCode, WSMsgType, web
@@ -16,7 +16,7 @@ from atoll.core.protocol import Contribution, Envelope, Hello, InnerState, Messa
 from atoll.core.types import MOST_TOKENS, FragmentId
 from atoll.ml.codecs import codec
 from atoll.ml.plan import FragmentPlan
-from atoll.net.byte_buffers import CHUNK_BYTES, ByteBuffers
+from atoll.net.byte_buffers import CHUNK_BYTES, SMALL_BYTES, ByteBuffers
 from atoll.net.memory_gate import MemoryGate
 from atoll.net.spool import Spool, SpoolFile
 from atoll.net.stand_still import StandStill
@@ -50,6 +50,7 @@ STATE_BYTES_PER_PARAMETER = 64
 NUMBER = "[0-9]{1,18}"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+T = TypeVar("T")
 
 
 class Refused(NamedTuple):
@@ -102,9 +103,17 @@ class Paths:
             return _error(400, str(wrong), wrong.code)
         except LinkGone:
             return _error(409, "the link that this belongs to is closed")
+        except ConnectionError as wrong:
+            syncer.log.info("%s %s from %s broke off: %s", request.method, request.path, request.remote, wrong)
+            return _error(400, "it broke off")  # nobody reads it
+        except web.HTTPException:
+            raise
         except TimeoutError:
             syncer.refused["silent"] += 1
             return _error(408, f"nothing came for {SILENT_S:g} s")
+        except Exception:
+            syncer.log.exception("%s %s has failed", request.method, request.path)
+            return _error(500, "the syncer has failed on this request; its log says how")
 
     # ---------------------------------------------------------------------------------------------------- joining
 
@@ -263,7 +272,7 @@ class Paths:
             await frames.end()
             envelope, numel, data = found[0]
             up = codec(syncer.settings.numerics.up)
-            problem = await asyncio.get_running_loop().run_in_executor(None, up.problem, data, numel)
+            problem = await _computed(data.numel(), up.problem, data, numel)
             syncer.bytes_up += data.numel()
             assert isinstance(envelope.body, Contribution)
             envelope = envelope._replace(body=envelope.body._replace(problem=problem))
@@ -314,8 +323,7 @@ class Paths:
             start = held.starts.get((served.version, base))
             if start is None:  # all learners fetch the same bytes: the digest is computed once
                 header = FragmentHeader(held.id, served.version, base, served.value_digest).encode()
-                loop = asyncio.get_running_loop()
-                head = await loop.run_in_executor(None, frame_head, Kind.FRAGMENT, number, header, view)
+                head = await _computed(view.nbytes, frame_head, Kind.FRAGMENT, number, header, view)
                 start = held.starts[served.version, base] = head + header
             sent = await _stream(request, start, view)
             syncer.bytes_down += view.nbytes
@@ -340,6 +348,8 @@ class Paths:
             await frames.end()
             await asyncio.get_running_loop().run_in_executor(None, found[0][1].fill_in)
             found[0][1].keep()
+        except ConnectionError:
+            raise
         except OSError as wrong:
             self.syncer.log.warning("inner state cannot be kept: %s", wrong)
             return _error(507, f"the syncer cannot keep it: {wrong.strerror}")
@@ -442,13 +452,22 @@ def _accept_plan(head: FrameHead, header: bytes) -> Any:
     return bytearray(head.payload_bytes)
 
 
+async def _computed(size: int, pass_over: Callable[..., T], *args: Any) -> T:
+    """In another thread, unless there are few bytes to pass over."""
+    if size <= SMALL_BYTES:
+        return pass_over(*args)
+    return await asyncio.get_running_loop().run_in_executor(None, pass_over, *args)
+
+
 async def _stream(request: web.Request, start: bytes, payload: memoryview) -> web.StreamResponse:
     """In pieces, so that a slow reader costs nothing but its own time; one that does not read at all is cut off."""
+    if payload.nbytes <= SMALL_BYTES:
+        return web.Response(body=start + bytes(payload), content_type="application/octet-stream")
     response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
     response.content_length = len(start) + payload.nbytes
-    await response.prepare(request)
     try:
         async with StandStill(SILENT_S) as still:
+            await response.prepare(request)
             await response.write(start)
             for begin in range(0, payload.nbytes, CHUNK_BYTES):
                 await response.write(payload[begin : begin + CHUNK_BYTES])

@@ -266,7 +266,7 @@ def digest(*buffers: Buffer) -> bytes:
 def as_bytes(buffer: Buffer) -> memoryview:
     """The memory behind a buffer, as single bytes. Nothing is copied."""
     if hasattr(buffer, "numpy"):  # a tensor has no buffer protocol, but shares its memory with an array
-        buffer = buffer.detach().numpy()
+        buffer = (buffer.detach() if buffer.requires_grad else buffer).numpy()
     view = memoryview(buffer)
     if view.nbytes == 0:
         return memoryview(b"")  # a view with a zero in its shape cannot be cast

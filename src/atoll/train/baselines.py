@@ -128,11 +128,6 @@ class Deltas:
         self._tau = settings.overlap_steps if streaming else 0
         self._how = settings.adopt if streaming else "overwrite"
         self._alpha = settings.blend_alpha
-        if self._tau >= self._every:
-            raise ValueError(
-                f"streaming adopts a fragment {self._tau} steps after its round began and begins the next after"
-                f" {self._every}; give a --tau below --every"
-            )
         plan = make_plan(tensors_of(loop.model), settings.fragments if streaming else 1, settings.numerics.plan)
         self.fragments = len(plan.fragments)
         self._view = ModelView(loop.model, plan)

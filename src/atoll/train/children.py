@@ -188,7 +188,8 @@ def _child(name: str, log: str, target: Callable[..., None], args: Sequence[Any]
         code = REFUSED
     except BaseException:
         traceback.print_exc()
-    logging.getLogger("atoll").info("ends with code %d after %.1f s on the processor", code, time.process_time())
+    if code in (FINE, STOPPED):  # otherwise the log ends with what went wrong
+        logging.getLogger("atoll").info("ends after %.1f s on the processor", time.process_time())
     sys.stdout.flush()
     sys.stderr.flush()
     # Without the destructors: that of gloo joins threads which may want the lock of the interpreter that it holds.

@@ -133,6 +133,11 @@ class JobSettings:
     def _check_learners(self) -> None:
         if self.method == "single" and self.learners != 1:
             raise ValueError(f"single trains on one learner, not on {self.learners}; leave --learners out")
+        if self.method == "streaming" and self.overlap_steps >= self.every_steps:
+            raise ValueError(
+                f"streaming adopts a fragment {self.overlap_steps} steps after its round began, and begins the next"
+                f" after {self.every_steps}; give a --tau below --every"
+            )
         if self.method == "decoupled" and self.quorum > self.learners:
             raise ValueError(
                 f"quorum {self.quorum} with {self.learners} learners never merges; give a smaller --quorum"

@@ -1,0 +1,112 @@
+"""The door of a run: what a learner asks before it has a link. Here, and only here, somebody waits for an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Executor
+from typing import Any, TypeVar
+
+import aiohttp
+from torch import Tensor
+
+from atoll.ml.codecs import codec
+from atoll.ml.model import ModelView
+from atoll.ml.plan import FragmentPlan
+from atoll.net.island_tensors import FragmentTensors
+from atoll.net.learner_errors import LearnerRefused, SyncerUnreachable
+from atoll.net.learner_link import LearnerLink, Refusal, why
+from atoll.net.run_settings import RunSettings
+from atoll.net.wire import CODEC_NUMBERS, WireError
+
+RETRY_S = 0.5
+SAY_EVERY_S = 10.0
+
+MAY_CHANGE = (408, 503, 507)
+"""Answers that are another one later: too slow, not ready, no room."""
+
+T = TypeVar("T")
+
+
+class Door:
+    """`join_by` is a moment of the monotonic clock; None waits for as long as it takes, and says so."""
+
+    def __init__(self, link: LearnerLink, log: logging.Logger) -> None:
+        self._link = link
+        self._log = log
+
+    async def settings(self, join_by: float | None) -> tuple[RunSettings, bool]:
+        """What the run is, and whether it has a model."""
+        told = await self._patiently(lambda: self._link.ask("GET", "/v1/run"), join_by)
+        return RunSettings.from_json(told), bool(told["founded"])
+
+    async def number(self, wanted: int | None, join_by: float | None) -> tuple[int, int]:
+        """The number of this learner, and of its incarnation."""
+        told = await self._patiently(lambda: self._link.ask("POST", "/v1/join", json={"learner": wanted}), join_by)
+        return int(told["learner"]), int(told["incarnation"])
+
+    async def found(self, plan: FragmentPlan, view: ModelView, compute: Executor, join_by: float | None) -> None:
+        async def values() -> AsyncIterator[Tensor]:
+            for p in range(len(plan.fragments)):
+                buffer = view.buffer(p)
+                await asyncio.get_running_loop().run_in_executor(compute, view.read, p, buffer)
+                yield buffer
+
+        text = json.dumps(plan.to_json(), separators=(",", ":")).encode()
+        await self._patiently(lambda: self._bring(text, values), join_by)
+
+    async def _bring(self, plan: bytes, values: Callable[[], AsyncIterator[Tensor]]) -> None:
+        try:
+            await self._link.found(plan, values)
+        except (aiohttp.ClientError, OSError):
+            # A syncer that has a model by now does not read another one to its end, and the connection may break before
+            # its answer is read.
+            if not (await self._link.ask("GET", "/v1/run")).get("founded"):
+                raise
+
+    async def final(self, fragments: list[FragmentTensors], down: str, join_by: float | None) -> None:
+        """The values that a run has ended with become the anchors."""
+        await self._patiently(lambda: self._fetch_final(fragments, down), join_by)
+
+    async def _fetch_final(self, fragments: list[FragmentTensors], down: str) -> None:
+        told = await self._link.ask("GET", "/v1/status")
+        if told["stage"] != "finished":
+            raise TimeoutError("the last merges are under way")
+        for fragment, shown in zip(fragments, told["fragments"], strict=True):
+            version = int(shown["version"])
+            fetched = await self._link.fragment(fragment.p, version, None, fragment_sizes(fragment.numel, down))
+            value = fragment.decode_whole(fetched.data)
+            if fragment.digest(value) != fetched.header.value_digest:
+                raise WireError(f"fragment {fragment.p} is not the one that was published", "digest")
+            fragment.arrived(version, value)
+            fragment.release(*fragment.will_adopt(False))
+
+    async def _patiently(self, ask: Callable[[], Coroutine[Any, Any, T]], join_by: float | None) -> T:
+        """A syncer that does not answer is asked again and again, until the time is over. A no is a no."""
+        said = 0.0
+        address = self._link.address
+        while True:
+            try:
+                async with asyncio.timeout_at(join_by):  # the loop's clock is the monotonic one
+                    return await ask()
+            except Refusal as refusal:
+                if refusal.status not in MAY_CHANGE:
+                    raise LearnerRefused(f"the syncer at {address} refused: {refusal}") from None
+                problem = str(refusal)
+            except (aiohttp.ClientError, OSError, TimeoutError, WireError) as wrong:
+                problem = why(wrong)
+            now = time.monotonic()
+            if join_by is not None and now + RETRY_S >= join_by:
+                raise SyncerUnreachable(f"no syncer answers at {address}: {problem}")
+            if now - said >= SAY_EVERY_S:
+                said = now
+                self._log.warning("no syncer answers at %s yet (%s); trying again", address, problem)
+            await asyncio.sleep(RETRY_S)
+
+
+def fragment_sizes(numel: int, down: str) -> dict[int, int]:
+    """What an update of a fragment may have, by the number of its codec; under -1 what a whole value has."""
+    return {CODEC_NUMBERS[down]: codec(down).size(numel), -1: 4 * numel}
