@@ -1,4 +1,4 @@
-"""Train a small model of bytes on the sources of Python's standard library: an ordinary PyTorch script."""
+"""Train a small model of bytes on the sources of Python's standard library."""
 
 import argparse
 import os

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 TUTORIAL = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
 
-MOST_ADDED, MOST_REMOVED = 10, 4
+MOST_ADDED, MOST_REMOVED = 8, 3
 """Lines that a training script may differ in for Atoll, indentation and empty lines apart."""
 
 LIMIT_S = 120.0
@@ -88,7 +88,7 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 
 
 def difference(before: str, after: str, context: int = 1) -> list[str]:
-    """As `diff -w` shows it: a line that was only moved in is no change."""
+    """As `diff -wB` shows it: neither a line that was only moved in nor an empty one is a change."""
     old, new = before.splitlines(), after.splitlines()
     matcher = difflib.SequenceMatcher(None, [line.strip() for line in old], [line.strip() for line in new], False)
     shown: list[str] = []
@@ -96,17 +96,17 @@ def difference(before: str, after: str, context: int = 1) -> list[str]:
         shown += ["..."] if place else []
         for what, i, k, m, n in group:
             if what == "equal":
-                shown += [f" {line}".rstrip() for line in new[m:n]]
+                shown += [f" {line}" for line in new[m:n] if line]
             else:
-                shown += [f"-{line}" for line in old[i:k]] + [f"+{line}".rstrip() for line in new[m:n]]
+                shown += [f"-{line}" for line in old[i:k] if line] + [f"+{line}" for line in new[m:n] if line]
     return shown
 
 
 def test_the_script_with_atoll_differs_in_a_few_lines():
     lines = difference((EXAMPLES / "plain.py").read_text(), (EXAMPLES / "with_atoll.py").read_text())
     print("\n".join(lines))
-    assert len([line for line in lines if line.startswith("+") and line != "+"]) <= MOST_ADDED
-    assert len([line for line in lines if line.startswith("-") and line != "-"]) <= MOST_REMOVED
+    assert len([line for line in lines if line.startswith("+")]) <= MOST_ADDED
+    assert len([line for line in lines if line.startswith("-")]) <= MOST_REMOVED
 
 
 def test_a_line_that_is_only_moved_in_is_no_difference():

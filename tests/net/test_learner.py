@@ -406,6 +406,23 @@ def test_ctrl_c_between_the_promise_of_a_copy_and_the_copy(tmp_path):
         assert left["reason"] == "left: its loop ended with KeyboardInterrupt"
 
 
+def test_ctrl_c_that_leaves_the_lock_locked_does_not_hang(tmp_path):
+    """Between taking a lock and remembering to give it back there is room for a signal."""
+    with Run(tmp_path, endless()) as run:
+        job = work()
+
+        def island() -> None:
+            with learner_of(run, job, 1) as learner:
+                train(learner, job, 5)
+                learner._lock.acquire()
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            island()
+        left = run.until(run.learner(1, standing="left"), "it has left")
+        assert left["reason"] == "left: its loop ended with KeyboardInterrupt"
+
+
 def test_ctrl_c_inside_of_the_core_ends_the_learner_without_a_hang(tmp_path):
     """The core is ahead of its tape then: it says nothing more, and the syncer sees the link close."""
     with Run(tmp_path, endless()) as run:

@@ -72,7 +72,7 @@ Inner = Annotated[
     typer.Option(
         "--inner",
         metavar="NAME",
-        help="Optimizer of the inner steps: adamw, muon or sgd. [default: adamw]",
+        help="Optimizer of the inner steps: muon, adamw or sgd. [default: muon]",
     ),
 ]
 Lr = Annotated[
@@ -80,7 +80,7 @@ Lr = Annotated[
     typer.Option(
         "--lr",
         metavar="RATE",
-        help="Highest learning rate of the inner steps. [default: 0.003]",
+        help="Highest learning rate of the inner steps. [default: 0.012]",
     ),
 ]
 EvalTokens = Annotated[
@@ -104,7 +104,7 @@ Every = Annotated[
     typer.Option("--every", metavar="H", help="Steps between two exchanges of the same fragment. [default: 24]"),
 ]
 Tau = Annotated[
-    int | None, typer.Option("--tau", metavar="TAU", help="Steps under which one exchange is hidden. [default: 2]")
+    int | None, typer.Option("--tau", metavar="TAU", help="Steps under which one exchange is hidden. [default: 4]")
 ]
 Quorum = Annotated[
     int | None, typer.Option("--quorum", metavar="K", help="Contributions that a merge needs. [default: 1]")
@@ -114,7 +114,7 @@ Grace = Annotated[
     typer.Option(
         "--grace",
         metavar="GAMMA",
-        help="Share of the slack to wait for more; 0: off. [default: 0.5]",
+        help="Share of the slack to wait for more; 0: off. [default: 0.9]",
     ),
 ]
 Adopt = Annotated[
@@ -130,7 +130,7 @@ Merge = Annotated[
     typer.Option(
         "--merge",
         metavar="HOW",
-        help="average, or radial: mean direction and mean length apart. [default: radial]",
+        help="average, or radial: mean direction and mean length apart. [default: average]",
     ),
 ]
 Plan = Annotated[
@@ -154,7 +154,7 @@ OuterLr = Annotated[
     typer.Option(
         "--outer-lr",
         metavar="RATE",
-        help="Its learning rate. [default: 0.4; diloco and streaming: 0.7]",
+        help="Its learning rate. [default: 0.7]",
     ),
 ]
 OuterMomentum = Annotated[
@@ -162,7 +162,7 @@ OuterMomentum = Annotated[
     typer.Option(
         "--outer-momentum",
         metavar="MU",
-        help="Its momentum. [default: 0.9]",
+        help="Its momentum. [default: 0.6; diloco and streaming: 0.9]",
     ),
 ]
 Up = Annotated[

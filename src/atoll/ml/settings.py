@@ -19,17 +19,17 @@ MOST_PATTERNS = 100
 class Numerics:
     """How fragments are cut, merged, stepped and encoded (symbols as in docs/protocol.md).
 
-    >>> Numerics(outer_lr=0.7).to_json()["outer_lr"]
-    0.7
+    >>> Numerics(outer_lr=0.5).to_json()["outer_lr"]
+    0.5
     >>> Numerics.from_json(Numerics().to_json()) == Numerics()
     True
     """
 
     plan: PlanHow = "balanced"
-    merge: MergeHow = "radial"  # of weights; embeddings and buffers are always averaged
+    merge: MergeHow = "average"  # of weights; embeddings and buffers are always averaged
     outer: str = "nesterov"  # nesterov, sgd, adam, or the name of a class of torch.optim
-    outer_lr: float = 0.4  # eta
-    outer_momentum: float = 0.9  # mu; of Adam the first beta
+    outer_lr: float = 0.7  # eta
+    outer_momentum: float = 0.6  # mu; of Adam the first beta
     up: CodecName = "bf16"  # deltas, from learner to syncer
     down: CodecName = "bf16"  # updates, from syncer to learner
     embeddings: tuple[str, ...] = ()  # patterns of names that count as embeddings beside the weights of nn.Embedding

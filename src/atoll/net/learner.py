@@ -8,6 +8,7 @@ one list and all of its ranks carry it out at the same step.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -118,7 +119,7 @@ class Learner:
         self._run_directory = Path(run_directory) if run_directory is not None else None
         self._join_by = time.monotonic() + join_timeout_s if join_timeout_s is not None else None
         self._background = Background(address(syncer), token, self.log)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # it knows whose it is: an interrupt may leave it locked
         self._news = threading.Condition(self._lock)  # actions for the training thread, while it joins
         self._actions: deque[Action] = deque()  # of events that the background told of; done at the next boundary
         self._core: LearnerCore | None = None
@@ -229,13 +230,18 @@ class Learner:
         self._background.check()
         if self._finished:
             return
-        begin = time.monotonic()
         self._background.last_loss = loss
         self._untold = untold = Untold(self._untold.steps + 1, self._untold.tokens + tokens)
-        if not self._lock.acquire(blocking=untold.steps > MOST_UNTOLD):
-            return  # the background has it: it waits for its turn on this machine, perhaps; this thread does not
+        begin = time.monotonic()
+        if not self._lock.acquire(blocking=False):
+            # The background has it, and waits for its turn on this machine, perhaps. This thread does not wait.
+            if untold.steps <= MOST_UNTOLD:
+                return
+            self._lock.acquire()
+            self._lock_wait_s += (waited_s := time.monotonic() - begin)
+        else:
+            waited_s = 0.0
         try:
-            locked = time.monotonic()
             actions = list(self._actions)
             self._actions.clear()
             if self._core.training:
@@ -248,11 +254,9 @@ class Learner:
             self._carry_out(self._island.agree(actions))
         finally:
             self._background.kick()  # not before: it would take the interpreter away in between the copies
-        end = time.monotonic()
-        self._lock_wait_s += locked - begin
-        self._boundary_s += end - begin
+        self._boundary_s += time.monotonic() - begin
         # Copying and adopting are this learner's own work; only what it waited for the lock is somebody else's.
-        self._last_end = locked
+        self._last_end = begin + waited_s
 
     def _carry_out(self, actions: list[Action]) -> bool:
         """What has to be done before the next step. True when it said that training starts or ends."""
@@ -397,6 +401,9 @@ class Learner:
 
     def _close(self, kind: type[BaseException] | None) -> None:
         """Leave the run, unless it is over; no thread is left behind, whatever went wrong."""
+        with contextlib.suppress(RuntimeError):  # until it is not ours any more
+            while True:
+                self._lock.release()
         try:
             if not self._finished and self._stop is None and self._core is not None and self._is_whole:
                 why = "its loop ended" if kind is None else f"its loop ended with {kind.__name__}"
