@@ -30,7 +30,7 @@ from atoll.core.types import RunConfig
 from atoll.ml.codecs import codec
 from atoll.net.run_settings import RunSettings
 from benchmarks.light_learner import LightLearner, even_plan
-from benchmarks.measuring import Syncer, as_json, cpu_s, describe, machine, resident_mib, syncer
+from benchmarks.measuring import Syncer, as_json, begin, cpu_s, describe, resident_mib, syncer
 
 FRAGMENTS = EVERY_STEPS = 24
 
@@ -134,8 +134,7 @@ def main() -> int:
     parser.add_argument("--kib", type=int, default=64, help="size of a fragment in f32")
     parser.add_argument("--profile", help="write a profile of the syncer's event loop to this file (last row)")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    where, rows = machine(), []
+    where, rows = begin(), []
     for pace_s in map(float, options.pace.split(",")):
         for count in map(int, options.learners.split(",")):
             settings = RunSettings(RunConfig("capacity", FRAGMENTS, EVERY_STEPS))

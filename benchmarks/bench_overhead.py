@@ -32,7 +32,7 @@ from atoll.core.types import Limits, RunConfig
 from atoll.net.learner import Learner
 from atoll.net.run_settings import RunSettings
 from atoll.train.models import SIZES, build, clip_, inner_optimizer, parameter_count
-from benchmarks.measuring import as_json, cpu_s, describe, machine, rest, spread, syncer
+from benchmarks.measuring import as_json, begin, cpu_s, describe, rest, spread, syncer
 
 FRAGMENTS = EVERY_STEPS = 24
 UNCOUNTED = 3  # steps at the start of a block: the first answer arrives within tau = 2
@@ -192,8 +192,7 @@ def main() -> int:
     parser.add_argument("--block", type=int, default=10, help="counted steps of a block")
     parser.add_argument("--pin", action="store_true", help="all threads of the learner on one core")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    where = machine()
+    where = begin()
     rows = [
         measure(options.size, int(batch), options.pairs, options.block, options.pin)
         for batch in options.batch.split(",")

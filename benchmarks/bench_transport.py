@@ -46,11 +46,11 @@ from benchmarks.measuring import (
     MIB,
     Syncer,
     as_json,
+    begin,
     cpu_s,
     describe,
+    end,
     end_with_the_parent,
-    ends_with,
-    machine,
     spread,
     start_python,
     syncer,
@@ -83,7 +83,7 @@ class Raw:
 
     def close(self) -> None:
         self._socket.close()
-        ends_with(self.process)
+        end(self.process)
 
 
 def fill(source: socket.socket, view: memoryview) -> None:
@@ -212,8 +212,7 @@ def main() -> int:
     if options.other_end:
         other_end(options.other_end)
         return 0
-    torch.set_num_threads(1)
-    where = machine()
+    where = begin()
     settings = RunSettings(RunConfig("transport", 1, 24, limits=PATIENT), Numerics(up="f32", down="f32"))
     found = {}
     for placement, here, core in (("apart", {min(CORES)}, max(CORES)), ("free", set(CORES), None)):

@@ -32,7 +32,7 @@ from atoll.net.learner import Learner
 from atoll.net.run_settings import RunSettings
 from atoll.train.models import SIZES, build
 from benchmarks.bench_overhead import batches, stepper
-from benchmarks.measuring import Spread, Syncer, as_json, describe, ends_with, machine, spread, start_python, syncer
+from benchmarks.measuring import Spread, Syncer, as_json, begin, describe, end, spread, start_python, syncer
 
 FRAGMENTS = EVERY_STEPS = 24
 BATCH = 8
@@ -125,7 +125,7 @@ def measure(speeds: list[float], size: str, step_s: float, pairs: int, block_s: 
             return in_turns(served, islands, pairs, block_s)
         finally:
             for island in islands:
-                ends_with(island.process)
+                end(island.process)
 
 
 def in_turns(served: Syncer, islands: list[Island], pairs: int, block_s: float) -> dict[str, Any]:
@@ -203,12 +203,12 @@ def main() -> int:
     parser.add_argument("--block", type=float, default=6.0, help="seconds of a block")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    torch.set_num_threads(1)
     if options.child:
+        torch.set_num_threads(1)
         address, number, size, least_s = options.child
         be_a_learner(address, int(number), size, float(least_s))
         return 0
-    where = machine()
+    where = begin()
     speeds = [float(speed) for speed in options.speeds.split(",")]
     found = measure(speeds, options.size, options.step, options.pairs, options.block)
     if options.json:

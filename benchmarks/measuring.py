@@ -106,7 +106,14 @@ def resident_mib(pid: int) -> float:
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") / MIB
 
 
-def ends_with(process: subprocess.Popen[str]) -> None:
+def begin() -> dict[str, Any]:
+    """The first thing that a benchmark does: one thread, the machine, and an end in order also when it is told to."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    return machine()
+
+
+def end(process: subprocess.Popen[str]) -> None:
     """Ask it to end, then make it."""
     if process.stdin is not None:
         process.stdin.close()
@@ -173,7 +180,7 @@ def syncer(settings: RunSettings, core: int | None = None, profile: str | None =
                 raise RuntimeError("the syncer did not start; its words are above")
             yield Syncer(address, process.pid, Path(name))
         finally:
-            ends_with(process)
+            end(process)
 
 
 def serve(directory: str, settings: str, profile: str) -> None:

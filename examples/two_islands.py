@@ -45,4 +45,4 @@ if children["syncer"].wait() != 0:  # islands would wait for it to come back
         child.terminate()
 for thread in shown:
     thread.join()
-sys.exit(max(abs(child.wait()) for child in children.values()))
+sys.exit(any(child.wait() != 0 for child in children.values()))

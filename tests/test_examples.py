@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,9 @@ class Processes:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
         )
-        watchdog = threading.Timer(LIMIT_S, child.kill)
+        watchdog = threading.Timer(LIMIT_S, _kill, (child,))
         watchdog.start()
         self._started.append((child, watchdog))
         return child
@@ -53,10 +55,17 @@ class Processes:
     def end(self) -> None:
         for child, watchdog in self._started:
             watchdog.cancel()
-            child.kill()
+            if child.poll() != 0:
+                _kill(child)
             child.wait()
             if child.stdout is not None:
                 child.stdout.close()
+
+
+def _kill(child: subprocess.Popen[str]) -> None:
+    """And whatever it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
 
 
 @pytest.fixture

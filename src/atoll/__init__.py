@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from atoll.net.learner import Learner as Learner
+    from atoll.net.learner_errors import AtollError as AtollError
+    from atoll.net.learner_errors import LearnerRefused as LearnerRefused
+    from atoll.net.learner_errors import SyncerUnreachable as SyncerUnreachable
 
 __version__ = "0.1.0"
-__all__ = ["Learner", "__version__"]
+__all__ = ["AtollError", "Learner", "LearnerRefused", "SyncerUnreachable", "__version__"]
+_ERRORS = ("AtollError", "LearnerRefused", "SyncerUnreachable")
 
 
 def __getattr__(name: str) -> Any:
@@ -19,4 +23,8 @@ def __getattr__(name: str) -> Any:
         from atoll.net.learner import Learner
 
         return Learner
+    if name in _ERRORS:
+        from atoll.net import learner_errors
+
+        return getattr(learner_errors, name)
     raise AttributeError(f"module 'atoll' has no attribute {name!r}")

@@ -67,7 +67,8 @@ def sent(run: Run, learner: int, kind: type) -> list[Any]:
 
 
 def test_a_killed_learner_comes_back_as_a_new_incarnation_with_inner_state_from_a_peer(tmp_path):
-    with Run(tmp_path, endless()) as run:
+    patient = Limits(first_wait_s=5.0, least_wait_s=5.0)  # steps of milliseconds are no measure for a busy machine
+    with Run(tmp_path, endless(limits=patient)) as run:
         one, two = run.joined(1, 2)
         run.go(one, two)
         run.until(run.merges(6), "the run is under way")

@@ -36,7 +36,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         assert [line for line in run.log_lines(good, "WARNING") if "link" in line] == []
         assert run.log_lines(run.syncer, " ERROR ") == []
         assert run.log_lines(run.syncer, "never retrieved") == []
-        run.assert_clean()
+        run.verdict()  # as far as the tapes go: strangers leave none
 
 
 @pytest.fixture(autouse=True)

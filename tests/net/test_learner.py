@@ -28,6 +28,7 @@ from atoll.net.learner import Learner, _plan_of
 from atoll.net.learner_errors import BackgroundFailed, JoinTimeout, LearnerRefused, SyncerUnreachable
 from atoll.net.run_settings import RunSettings
 from atoll.net.step_boundary import Action, Copy
+from tests.net.planted import plant
 from tests.net.relay import Relay
 from tests.net.runs import LIMIT_S, LearnerSpec, Run, config, endless, model_file
 from tests.net.small_models import BATCH, Work, values, work
@@ -485,7 +486,7 @@ def test_a_failure_in_the_background_is_raised_in_the_next_step(tmp_path, caplog
         assert "the background of this learner has failed" in caplog.text
 
 
-@pytest.mark.parametrize("kind", [AssertionError, SystemExit])  # the second one ends the whole thread
+@pytest.mark.parametrize("kind", [AssertionError, SystemExit])
 def test_a_core_that_fails_on_a_message_is_raised_in_the_next_step(tmp_path, kind):
     with Run(tmp_path, endless()) as run:
         job = work()
@@ -503,6 +504,24 @@ def test_a_core_that_fails_on_a_message_is_raised_in_the_next_step(tmp_path, kin
         with pytest.raises(BackgroundFailed, match="the background of this learner has") as caught:
             island()
         assert isinstance(caught.value.__cause__, kind)
+
+
+def test_a_background_thread_that_ends_is_raised_in_the_next_step_and_cleared_away(tmp_path):
+    with Run(tmp_path, endless()) as run:
+        job = work()
+
+        def end() -> None:
+            raise SystemExit("a planted end")
+
+        def island() -> None:
+            with learner_of(run, job, 1) as learner:
+                train(learner, job, 5)
+                learner._background._loop.call_soon_threadsafe(end)
+                train(learner, job)
+
+        with pytest.raises(BackgroundFailed, match="a planted end"):
+            island()
+        run.until(run.learner(1, standing="left"), "it has left")
 
 
 def test_inner_state_that_cannot_travel_does_not_stop_its_giver(tmp_path):
@@ -545,7 +564,7 @@ def test_inner_state_that_cannot_travel_does_not_stop_its_giver(tmp_path):
 # Tensors at the boundary
 
 
-def test_a_copy_keeps_its_buffer_until_it_is_made_also_when_it_is_forgotten_before():
+def copied_and_forgotten() -> None:
     """A pull is answered and a newer version adopted at the same boundary: the copy is made and nobody wants it. In the
     meantime its buffer must not become the one into which the background decodes."""
     model = nn.Linear(4, 4)
@@ -563,6 +582,17 @@ def test_a_copy_keeps_its_buffer_until_it_is_made_also_when_it_is_forgotten_befo
     fragment.release(*adopting, other)
     again = [fragment.decode_whole(torch.ones(20).view(torch.uint8)) for _ in range(3)]
     assert copied.buffer in again, "a buffer that nobody holds any more is used again"
+
+
+def test_a_copy_keeps_its_buffer_until_it_is_made_also_when_it_is_forgotten_before():
+    copied_and_forgotten()
+
+
+def test_the_test_above_finds_a_copy_that_does_not_hold_its_buffer(monkeypatch, tmp_path):
+    monkeypatch.setattr(FragmentTensors, "will_copy", FragmentTensors.will_copy)  # and back again afterwards
+    plant("shared-buffers", tmp_path)
+    with pytest.raises(AssertionError):
+        copied_and_forgotten()
 
 
 def test_the_package_offers_the_learner():

@@ -36,7 +36,7 @@ def test_one_that_moves_goes_on_for_as_long_as_it_takes():
         async with StandStill(LIMIT_S) as still:
             while loop.time() < end:
                 still.moved += 1
-                await asyncio.sleep(0)
+                await until(loop.time())
 
     asyncio.run(transfer())
 
@@ -78,13 +78,15 @@ def test_other_errors_and_cancellations_pass_through():
         async with StandStill(LIMIT_S):
             raise KeyError("mine")
 
-    async def is_cancelled():
+    async def is_cancelled(begun):
         async with StandStill(60.0):
+            begun.set()
             await asyncio.get_running_loop().create_future()
 
     async def cancel():
-        task = asyncio.ensure_future(is_cancelled())
-        await asyncio.sleep(0)
+        begun = asyncio.Event()
+        task = asyncio.ensure_future(is_cancelled(begun))
+        await begun.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

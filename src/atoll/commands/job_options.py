@@ -198,8 +198,8 @@ Speeds = Annotated[
 # What they become
 
 _OF_METHOD: dict[str, dict[str, Any]] = {
-    "diloco": {"outer_lr": 0.7},
-    "streaming": {"outer_lr": 0.7, "adopt": "blend", "fragments": 4},
+    "diloco": {"outer_momentum": 0.9},
+    "streaming": {"outer_momentum": 0.9, "adopt": "blend", "fragments": 4},
 }
 """Where a method is better off with another default than the decoupled one."""
 

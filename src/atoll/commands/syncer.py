@@ -102,8 +102,8 @@ def _serve(out: Path, settings: JobSettings, host: str, port: int, token: str | 
     import torch
 
     from atoll.net.serving import serve_syncer
-    from atoll.train.model_file import save_model
-    from atoll.train.published import is_finished, published_model
+    from atoll.train.model_file import save_tensors
+    from atoll.train.published import is_finished, published_tensors
     from atoll.train.supervisor import new_run_id, run_of
 
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(message)s")
@@ -121,7 +121,7 @@ def _serve(out: Path, settings: JobSettings, host: str, port: int, token: str | 
     if not finished:
         complain(f"stopped before the end; learners train on and wait for: atoll syncer --out {out} --resume")
         raise KeyboardInterrupt
-    path = save_model(published_model(out, settings), out)
+    path = save_tensors(published_tensors(out), out)  # of whatever the learners train: it need not be our model
     if as_json:
         print_json({"finished": True, "model": str(path)})
         return

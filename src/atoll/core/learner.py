@@ -134,7 +134,7 @@ class LearnerCore(Joining):
         self.last_heard = now
         self.pings = 0
         if envelope.marker > self.seen_marker:
-            self._see_marker(envelope.marker)
+            self._see_marker(envelope)
         if self.link is Link.GREETING and type(envelope.body) not in (Welcome, Refuse):
             self._ignore("before the welcome")  # which was lost; a later hello gets another, and everything again
             return

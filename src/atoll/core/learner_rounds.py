@@ -104,12 +104,15 @@ class LearnerRounds(LinkKeeper):
 
     # ---------------------------------------------------------------------------------------------------- snapshots
 
-    def _see_marker(self, marker: int) -> None:
+    def _see_marker(self, envelope: Envelope) -> None:
+        """Where a new syncer begins to count is no snapshot, and one that it began before we came is without us."""
+        marker = envelope.marker
         self.seen_marker = marker
-        if self.mode is Mode.TRAINING:
+        if self.mode is Mode.TRAINING and envelope.epoch == self.epoch:
             self.cut_due = marker
         else:
             self.marker = marker  # nothing of ours to save
+            self.cut_due = 0
 
     def _save_part(self) -> None:
         versions = tuple(self.versions.values())

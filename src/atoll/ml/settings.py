@@ -28,8 +28,8 @@ class Numerics:
     plan: PlanHow = "balanced"
     merge: MergeHow = "average"  # of weights; embeddings and buffers are always averaged
     outer: str = "nesterov"  # nesterov, sgd, adam, or the name of a class of torch.optim
-    outer_lr: float = 0.7  # eta
-    outer_momentum: float = 0.6  # mu; of Adam the first beta
+    outer_lr: float = 1.0  # eta
+    outer_momentum: float = 0.0  # mu; of Adam the first beta
     up: CodecName = "bf16"  # deltas, from learner to syncer
     down: CodecName = "bf16"  # updates, from syncer to learner
     embeddings: tuple[str, ...] = ()  # patterns of names that count as embeddings beside the weights of nn.Embedding

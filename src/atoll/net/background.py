@@ -64,6 +64,8 @@ FETCHES = 4
 """At once: more would only share the link, and all of them would come late."""
 
 STATE_BYTES_PER_PARAMETER = 64
+TROUBLE = ("link-closed", "hello-unanswered", "ping-unanswered", "fragment-damaged")
+"""What people want to see without asking for it: the island goes on, but not as it should."""
 
 T = TypeVar("T")
 
@@ -246,7 +248,7 @@ class Background:
             return
         try:
             self._learner._tell(event)
-        except Exception as wrong:  # our bug: the training thread raises it at its next step
+        except BaseException as wrong:  # our bug: the training thread raises it at its next step
             self._failed(wrong)
             return
         self._drain()
@@ -328,7 +330,8 @@ class Background:
         self._link.hang_up(effect.session)
 
     def _say(self, effect: Say) -> None:
-        self.log.info("%s", effect.reason)
+        level = logging.WARNING if effect.reason.code in TROUBLE else logging.INFO
+        self.log.log(level, "%s", effect.reason)
 
     def _settle(self, effect: AdoptFragment) -> None:
         future = self._compute.submit(self._fragments[effect.fragment].settle, effect.merged_copy)

@@ -49,9 +49,11 @@ from atoll.net.learner_errors import JoinTimeout, LearnerRefused, SyncerUnreacha
 from atoll.net.run_clock import RunClock
 from atoll.net.run_settings import RunSettings
 from atoll.net.step_boundary import Action, Adopt, Copy, End, Give, Solo, Start, StepBoundary
+from atoll.tape_files import tape_path
 
 MOST_REJOINS = 5
 LAST_WORDS_S = 3.0
+STRANGERS = frozenset({"refused-run", "refused-fingerprint"})
 MOST_UNTOLD = 256
 """Boundaries in a row at which the core may be busy with a message: on a crowded machine the background may stand still
 in the middle of one. Steps are told together at the next boundary, and only then copied and adopted."""
@@ -205,6 +207,10 @@ class Learner:
         if core.refused_for is not None:
             return False
         if "refused-finished" not in core.said:
+            self._core = None  # it never was a learner of this run
+            if self._run_directory is not None and not STRANGERS.isdisjoint(core.said):
+                # The tape of another model or run would make the directory one of two runs.
+                tape_path(self._run_directory, Actor(core.id, core.incarnation)).unlink(missing_ok=True)
             raise LearnerRefused(str(stop.reason))
         self.log.info("the run is over: taking the final model")
         assert self._boundary is not None
@@ -408,6 +414,8 @@ class Learner:
             if not self._finished and self._stop is None and self._core is not None and self._is_whole:
                 why = "its loop ended" if kind is None else f"its loop ended with {kind.__name__}"
                 self._tell(LeaveWanted(why))
+            if self._finished and kind is None and self._boundary is not None:
+                self._boundary.write_anchors()  # a loop that looks at `finished` after its step has taken one too many
         finally:
             self._background.stop(LAST_WORDS_S)
 

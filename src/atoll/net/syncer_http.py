@@ -47,7 +47,7 @@ MOST_METRICS_BYTES = 4096
 MOST_PLAN_BYTES = 256 * 2**20
 MOST_MODEL_BYTES = 2**40
 STATE_BYTES_PER_PARAMETER = 64
-NUMBER = "[0-9]{1,18}"
+MOST_DIGITS = 18
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 T = TypeVar("T")
@@ -71,9 +71,9 @@ def build_app(syncer: SyncerProcess) -> web.Application:
     app.router.add_post("/v1/join", paths.join)
     app.router.add_get("/v1/link", paths.link)
     app.router.add_put("/v1/contribution", paths.contribution)
-    app.router.add_get(f"/v1/fragment/{{fragment:{NUMBER}}}/{{version:{NUMBER}}}", paths.fragment)
+    app.router.add_get("/v1/fragment/{fragment:[0-9]+}/{version:[0-9]+}", paths.fragment)
     app.router.add_put("/v1/state", paths.put_state)
-    app.router.add_get(f"/v1/state/{{learner:{NUMBER}}}/{{incarnation:{NUMBER}}}", paths.get_state)
+    app.router.add_get("/v1/state/{learner:[0-9]+}/{incarnation:[0-9]+}", paths.get_state)
     app.router.add_get("/v1/status", paths.status)
     app.router.add_post("/v1/finish", paths.finish)
     app.on_cleanup.append(paths.clean_up)
@@ -308,8 +308,8 @@ class Paths:
 
     async def fragment(self, request: web.Request) -> web.StreamResponse:
         syncer = self.syncer
-        held = syncer.fragments.get(int(request.match_info["fragment"]))
-        version, wanted = int(request.match_info["version"]), request.query.get("base", "whole")
+        p, version = _numbers(request, "fragment", "version")
+        held, wanted = syncer.fragments.get(p), request.query.get("base", "whole")
         if held is None:
             return _error(404, "there is no such fragment")
         with held.fetched() as served:
@@ -371,8 +371,7 @@ class Paths:
         return envelope
 
     async def get_state(self, request: web.Request) -> web.StreamResponse:
-        key = (int(request.match_info["learner"]), int(request.match_info["incarnation"]))
-        path = self.spool.path(key)
+        path = self.spool.path(_numbers(request, "learner", "incarnation"))
         if path is None:
             return _error(404, "no inner state waits for this learner")
         return web.FileResponse(path)
@@ -443,6 +442,14 @@ class _Frames:
         async with asyncio.timeout(SILENT_S):
             if await self._more() is not None:
                 raise WireError("more bytes than frames", "trailing")
+
+
+def _numbers(request: web.Request, one: str, other: str) -> tuple[int, int]:
+    """Two numbers of the path. Longer ones than any that was ever given out are nothing that is here."""
+    texts = request.match_info[one], request.match_info[other]
+    if max(map(len, texts)) > MOST_DIGITS:
+        raise web.HTTPNotFound
+    return int(texts[0]), int(texts[1])
 
 
 def _accept_plan(head: FrameHead, header: bytes) -> Any:

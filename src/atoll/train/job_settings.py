@@ -106,7 +106,7 @@ class JobSettings:
     grace_margin: float = 0.9  # gamma
     adopt: AdoptHow = "carry"
     blend_alpha: float = 0.5
-    numerics: Numerics = field(default_factory=Numerics)
+    numerics: Numerics = field(default_factory=lambda: Numerics(outer_lr=0.7, outer_momentum=0.6))
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:

@@ -22,8 +22,12 @@ MODEL = "model.safetensors"
 
 def model_digest(model: nn.Module) -> str:
     """xxh3 over names, shapes, dtypes and bytes of everything that is trained: two equal models have the same."""
+    return _digest(named_tensors(model))
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
     digest = xxhash.xxh3_128()
-    for name, tensor in named_tensors(model).items():
+    for name, tensor in tensors.items():
         plain = tensor.detach().cpu().contiguous()
         digest.update(f"{name} {tuple(plain.shape)} {plain.dtype}\n".encode())
         if plain.numel():
@@ -33,11 +37,15 @@ def model_digest(model: nn.Module) -> str:
 
 def save_model(model: nn.Module, run: Path) -> Path:
     """Write it whole or not at all. What is tied is written once."""
+    return save_tensors(named_tensors(model), run)
+
+
+def save_tensors(model: Mapping[str, Tensor], run: Path) -> Path:
     path = run / MODEL
     half = path.with_name(f".{MODEL}.{os.getpid()}")
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named_tensors(model).items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.items()}
     try:
-        save_file(tensors, half, metadata={"format": "pt", "digest": model_digest(model)})
+        save_file(tensors, half, metadata={"format": "pt", "digest": _digest(tensors)})
         os.replace(half, path)
     finally:
         half.unlink(missing_ok=True)

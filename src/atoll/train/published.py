@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from atoll.ml.model import ModelView
+from atoll.ml.plan import FragmentPlan
 from atoll.net.durable import read_file, read_small_file, read_tensor_file
 from atoll.net.run_settings import RunSettings
 from atoll.train.job_settings import JobSettings
@@ -32,16 +36,46 @@ def is_finished(run: Path) -> bool:
 
 def published_model(run: Path, settings: JobSettings) -> GPT:
     """The newest durable version of every fragment, in a model of the job's shape."""
+    plan = _plan(run)
+    model = build(model_config(settings), settings.seed)
+    view = ModelView(model, plan)
+    for p in range(len(plan.fragments)):
+        view.write(p, _newest(run, p))
+    return model
+
+
+def published_tensors(run: Path) -> dict[str, Tensor]:
+    """The same by name, in the shapes and dtypes of the run's plan, whatever model it is that was trained."""
+    plan = _plan(run)
+    model = {}
+    for info in plan.tensors:
+        if info.travels:
+            pair = (2,) if info.dtype.startswith("complex") else ()
+            model[info.name] = torch.empty(*info.shape, *pair)
+    for p in range(len(plan.fragments)):
+        flat = _newest(run, p)
+        for piece, begin, end in plan.spans(p):
+            whole = model[piece.tensor]
+            rows = (whole if plan.by_name[piece.tensor].shape else whole.unsqueeze(0))[piece.start : piece.stop]
+            rows.copy_(flat[begin:end].view(rows.shape))
+    for name, value in model.items():
+        dtype = plan.by_name[name].dtype
+        complete = torch.view_as_complex(value) if dtype.startswith("complex") else value
+        model[name] = complete.to(getattr(torch, dtype))
+    return model
+
+
+def _plan(run: Path) -> FragmentPlan:
     kept = run_settings(run)
     if kept is None or kept.plan is None:
         raise ValueError(f"{run} has no model yet: no learner has joined")
-    model = build(model_config(settings), settings.seed)
-    view = ModelView(model, kept.plan)
-    for p in range(len(kept.plan.fragments)):
-        folder = run / STORE / "fragments" / f"{p:03d}"
-        names = [name for name in (each.name for each in folder.iterdir()) if _VERSION.fullmatch(name)]
-        if not names:
-            raise ValueError(f"{folder} has no version of its fragment: bring it back from a copy")
-        _, tensors = read_tensor_file(read_file(folder / max(names)))
-        view.write(p, tensors["published"])
-    return model
+    return kept.plan
+
+
+def _newest(run: Path, p: int) -> Tensor:
+    folder = run / STORE / "fragments" / f"{p:03d}"
+    names = [name for name in (each.name for each in folder.iterdir()) if _VERSION.fullmatch(name)]
+    if not names:
+        raise ValueError(f"{folder} has no version of its fragment: bring it back from a copy")
+    _, tensors = read_tensor_file(read_file(folder / max(names)))
+    return tensors["published"]
