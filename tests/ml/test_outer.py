@@ -136,7 +136,7 @@ def test_a_stored_state_goes_on_bit_for_bit(outer, momentum, before):
 
 
 def test_a_state_of_another_run_is_refused():
-    outer = OuterStep(MIXED, 0, Numerics(), normal(0, MIXED.numel(0)))
+    outer = OuterStep(MIXED, 0, Numerics(outer_momentum=0.9), normal(0, MIXED.numel(0)))
     outer.step(normal(1, MIXED.numel(0)))
     state = dict(outer.state())
     name = min(state)

@@ -399,7 +399,8 @@ class Run:
         return "\n".join(child.logged() for child in self.children)
 
     def log_lines(self, child: Child, words: str) -> list[str]:
-        return [line for line in child.log.read_text().splitlines() if words in line]
+        text = child.log.read_text() if child.log.exists() else ""
+        return [line for line in text.splitlines() if words in line]
 
     # ------------------------------------------------------------------------------------------ judging
 

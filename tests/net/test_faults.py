@@ -8,6 +8,7 @@ import random
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -114,7 +115,8 @@ def test_an_old_process_that_comes_back_after_its_successor_is_told_and_ends(tmp
 
 
 def test_a_learner_that_stands_still_is_suspected_and_goes_on_as_the_same_incarnation(tmp_path):
-    with Run(tmp_path, endless()) as run:
+    impatient = Limits(first_wait_s=1.0, backoff_first_s=0.05, backoff_most_s=0.5)
+    with Run(tmp_path, endless(limits=impatient)) as run:
         one, two = run.joined(1, 2)
         run.go(one, two)
         run.until(run.merges(6), "the run is under way")
@@ -154,6 +156,19 @@ def test_ctrl_c_and_exceptions_end_a_learner_cleanly_and_the_others_go_on(tmp_pa
         run.end()
         run.finish(two)
         run.assert_clean()
+
+
+def test_ctrl_c_while_a_learner_waits_for_its_syncer(tmp_path):
+    with Run(tmp_path) as run:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            free = listening.getsockname()[1]
+        one = run.start(LearnerSpec(1, join_timeout_s=None), f"127.0.0.1:{free}")
+        one.expected_to_end = True
+        run.until(lambda _: run.log_lines(one, "trying again"), "it waits")
+        one.send(signal.SIGINT)
+        kind, _, threads = one.hear("failed")
+        assert (kind, threads) == ("KeyboardInterrupt", [])
+        assert one.ended() == 0
 
 
 def test_not_a_number_is_refused_with_a_reason_and_quarantined_when_it_repeats(tmp_path):
@@ -235,7 +250,7 @@ def test_a_syncer_that_is_told_to_stop_says_so_and_can_be_started_again(tmp_path
         run.until(run.merges(merges + 3), "merges go on")
         run.end()
         run.assert_same(run.finish(one), 1)
-        assert run.log_lines(one, "the syncer is being stopped")
+        assert run.log_lines(one, "the link closed")
         run.assert_clean()
 
 
@@ -366,6 +381,19 @@ def small_disk(folder: Path) -> Iterator[Callable[[], Callable[[], None]] | None
         subprocess.run(["umount", "-l", str(folder)], timeout=30, check=True)
 
 
+def test_a_full_disk_while_the_run_is_founded_is_waited_for(tmp_path):
+    with Run(tmp_path, config(budget_merges=3)) as run:
+        free = limited(run.syncer.pid)
+        one = run.start(LearnerSpec(1, "tall"))
+        run.until(lambda _: run.log_lines(one, "the syncer cannot write the model: File too large"), "it is told so")
+        assert run.status()["founded"] is False
+        free()
+        one.hear("joined")
+        one.order("go")
+        run.assert_same(run.finish(one), 1)
+        run.assert_clean()
+
+
 def limited(pid: int) -> Callable[[], None]:
     """No file of this process may grow beyond 16 KiB: writes fail as on a full disk. Undone by what is returned."""
     soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
@@ -445,6 +473,23 @@ def test_a_thin_link_carries_reports_while_fragments_are_on_their_way(tmp_path):
         assert len(reports) > 40
         assert events(run, 2, FragmentDamaged) == []
         run.assert_clean()
+
+
+def test_a_thin_link_is_not_filled_with_beginnings_of_the_same_contribution(tmp_path):
+    """An upload takes longer than the patience of the syncer, who asks again for what is on its way."""
+    settings = endless(fragments=1, every_steps=4, limits=Limits(first_wait_s=0.25, backoff_first_s=0.05))
+    with Run(tmp_path, settings) as run, Relay(run.address) as relay:
+        one = run.start(LearnerSpec(1, "tall"), relay.address)
+        one.hear("joined")
+        relay.bytes_per_s = 150_000.0  # the fragment has 104 KB
+        before = relay.counts().up_bytes
+        one.order("go")
+        run.until(lambda _: run.log_lines(run.syncer, "asking 1 learners again"), "the syncer is impatient")
+        run.until(run.merges(2), "merges go on")
+        one.order("break")
+        told = one.hear("ended")["stats"]
+        assert told["bytes_up"] > 200_000
+        assert relay.counts().up_bytes - before < 2 * told["bytes_up"], "most of what was sent was sent in vain"
 
 
 def test_a_reset_in_the_middle_of_everything_is_dialled_again(tmp_path):

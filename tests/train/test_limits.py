@@ -276,7 +276,7 @@ def test_merged_steps_that_are_carried_once_more_are_not_plain_training(overlap)
 def run_same_data(kind: type[Execution], learners: int, merge: str) -> list[dict[str, Tensor]]:
     plan = tiny.tiny_plan(3)
     config = tiny.lockstep_config(plan, learners=learners, every=4)
-    numerics = Numerics(merge=merge, outer_lr=0.7, up="bf16", down="bf16")  # type: ignore[arg-type]
+    numerics = Numerics(merge=merge, outer_lr=0.7, outer_momentum=0.9, up="bf16", down="bf16")  # type: ignore[arg-type]
     execution = tiny.execute(config, numerics, plan, kind, lambda actor: tiny.trainee(actor, lambda learner: 1))
     run = Lockstep(config, tiny.tokens_of(learners), execution.apply, overlap=1)
     for _ in range(STEPS):

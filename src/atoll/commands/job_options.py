@@ -261,7 +261,6 @@ def make_settings(given: dict[str, Any]) -> JobSettings:
     """The job that these options describe; those that are None were not given."""
     from dataclasses import replace
 
-    from atoll.ml.settings import Numerics
     from atoll.train.job_settings import JobSettings, Kill
 
     method = given.get("method") or "decoupled"
@@ -280,7 +279,7 @@ def make_settings(given: dict[str, Any]) -> JobSettings:
         values.setdefault("learners", 1)
     numeric = {name: values.pop(name) for name in _NUMERIC if name in values}
     values = {RENAMED.get(name, name): value for name, value in values.items()}
-    return JobSettings(**values, numerics=replace(Numerics(), **numeric))
+    return JobSettings(**values, numerics=replace(JobSettings().numerics, **numeric))
 
 
 def read_count(option: str, text: str) -> int:

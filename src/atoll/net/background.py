@@ -42,7 +42,7 @@ from atoll.core.protocol import (
     TimerFired,
 )
 from atoll.core.tape import Actor, Entry
-from atoll.core.types import FragmentId, RunConfig
+from atoll.core.types import FragmentId, RoundId, RunConfig
 from atoll.ml import inner_state
 from atoll.ml.model import ModelView
 from atoll.ml.plan import FragmentPlan
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from atoll.net.learner import Learner
 
 METRICS_EVERY_S = 1.0
+MOST_POSTED = 256
 FETCH_TRIES = 3
 FETCHES = 4
 """At once: more would only share the link, and all of them would come late."""
@@ -95,7 +96,7 @@ class Background:
         self._noticed: dict[FragmentId, Envelope] = {}  # newest notice of each fragment that is being fetched
         self._fetching: set[FragmentId] = set()
         self._fetches = asyncio.Semaphore(FETCHES)
-        self._uploads: dict[FragmentId, asyncio.Task[None]] = {}
+        self._uploads: dict[FragmentId, tuple[RoundId, asyncio.Task[None]]] = {}
         self._states: dict[int, Future[inner_state.Taken]] = {}  # by the tick of the message that says it
         self._inner_state: bytes | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -170,6 +171,11 @@ class Background:
     def post(self, entry: Entry, effects: list[Any]) -> None:
         """With the learner's lock held, so that entries and messages keep the order of the core's ticks."""
         self._outbox.append((entry, effects))
+
+    @property
+    def is_behind(self) -> bool:
+        """It has more to write and to send than it should have."""
+        return len(self._outbox) > MOST_POSTED
 
     def kick(self) -> None:
         if not self._drain_due and not self._stopping:
@@ -314,10 +320,12 @@ class Background:
         envelope = effect.envelope
         body = envelope.body
         if type(body) is Contribution:
-            old = self._uploads.pop(body.round.fragment, None)
-            if old is not None:
-                old.cancel()  # a newer copy of the same fragment; nobody wants the older one
-            self._uploads[body.round.fragment] = self._spawn(self._contribute(envelope, body))
+            round_id, upload = self._uploads.get(body.round.fragment, (None, None))
+            if upload is not None and not upload.done():
+                if round_id == body.round:
+                    return  # asked once more, and on its way: on a thin link a new start would never come to its end
+                upload.cancel()  # a newer copy of the same fragment; nobody wants the older one
+            self._uploads[body.round.fragment] = (body.round, self._spawn(self._contribute(envelope, body)))
         elif type(body) is InnerState:
             self._spawn(self._give_state(envelope, body))
         else:

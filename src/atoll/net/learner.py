@@ -119,7 +119,8 @@ class Learner:
         self._optimizer = optimizer
         self._wanted = learner
         self._run_directory = Path(run_directory) if run_directory is not None else None
-        self._join_by = time.monotonic() + join_timeout_s if join_timeout_s is not None else None
+        self._join_timeout_s = join_timeout_s
+        self._join_by: float | None = None  # on the monotonic clock
         self._background = Background(address(syncer), token, self.log)
         self._lock = threading.RLock()  # it knows whose it is: an interrupt may leave it locked
         self._news = threading.Condition(self._lock)  # actions for the training thread, while it joins
@@ -135,7 +136,6 @@ class Learner:
         self._finished = False
         self._warmup_steps = 0
         self._last_end = 0.0  # of the previous boundary, on the monotonic clock
-        self._last_wait = 0.0  # for the lock, at that boundary
         self._began = 0.0
         self._boundary_s = 0.0
         self._lock_wait_s = 0.0
@@ -146,6 +146,8 @@ class Learner:
 
     def __enter__(self) -> Learner:
         self._background.start()
+        if self._join_timeout_s is not None:
+            self._join_by = time.monotonic() + self._join_timeout_s
         try:
             self._join()
         except BaseException as wrong:
@@ -202,9 +204,9 @@ class Learner:
         if self._finished:
             return True  # while it joined: it has fetched the final versions, and that is all there was to do
         self._background.detach()
-        self._stop = None
-        self._actions.clear()
         if core.refused_for is not None:
+            self._stop = None
+            self._actions.clear()
             return False
         if "refused-finished" not in core.said:
             self._core = None  # it never was a learner of this run
@@ -238,6 +240,8 @@ class Learner:
             return
         self._background.last_loss = loss
         self._untold = untold = Untold(self._untold.steps + 1, self._untold.tokens + tokens)
+        if self._background.is_behind and untold.steps <= MOST_UNTOLD:
+            return  # steps of microseconds: it tells of several at once, or it would never catch up
         begin = time.monotonic()
         if not self._lock.acquire(blocking=False):
             # The background has it, and waits for its turn on this machine, perhaps. This thread does not wait.
@@ -410,8 +414,10 @@ class Learner:
         with contextlib.suppress(RuntimeError):  # until it is not ours any more
             while True:
                 self._lock.release()
+        with self._lock:
+            speaks = self._core is not None and self._is_whole
         try:
-            if not self._finished and self._stop is None and self._core is not None and self._is_whole:
+            if speaks and not self._finished and self._stop is None:
                 why = "its loop ended" if kind is None else f"its loop ended with {kind.__name__}"
                 self._tell(LeaveWanted(why))
             if self._finished and kind is None and self._boundary is not None:

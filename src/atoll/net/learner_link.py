@@ -84,7 +84,7 @@ class LearnerLink:
         self._session: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._outgoing: asyncio.Queue[bytes | str | None] = asyncio.Queue()
-        self._writing: asyncio.Future[None] | None = None  # of the newest link
+        self._writing: asyncio.Future[str] | None = None  # of the newest link
         self._closed = asyncio.Event()  # of the newest link
         self._number = 0  # of the newest link
 
@@ -125,6 +125,7 @@ class LearnerLink:
         try:
             self._on_opened(number)
             await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
+            broken = writing.result() if writing.done() and not writing.cancelled() else ""
         finally:
             writing.cancel()
             if self._socket is socket:
@@ -133,7 +134,7 @@ class LearnerLink:
             await asyncio.wait((reading,), timeout=CLOSING_S)
             closed.set()
             reading.cancel()
-        self._on_closed(number, reading.result() if reading.done() else "it was given up")
+        self._on_closed(number, broken or (reading.result() if reading.done() else "it was given up"))
 
     async def _connect(self) -> aiohttp.ClientWebSocketResponse | None:
         assert self._session is not None
@@ -166,18 +167,17 @@ class LearnerLink:
         except WireError as wrong:
             return f"what the syncer sent cannot be read: {wrong}"
 
-    async def _write(
-        self, socket: aiohttp.ClientWebSocketResponse, outgoing: asyncio.Queue[bytes | str | None]
-    ) -> None:
-        """Until somebody wants to hang up, or cannot send any more."""
+    async def _write(self, socket: aiohttp.ClientWebSocketResponse, outgoing: asyncio.Queue[bytes | str | None]) -> str:
+        """Until somebody wants to hang up, or nothing can be sent any more; why not."""
         try:
             while (data := await outgoing.get()) is not None:
                 if isinstance(data, str):
                     await socket.send_str(data)
                 else:
                     await socket.send_bytes(data)
-        except (ConnectionError, RuntimeError, aiohttp.ClientError):
-            return
+        except (ConnectionError, RuntimeError, aiohttp.ClientError) as wrong:
+            return f"the connection broke: {why(wrong)}"
+        return ""
 
     def post(self, envelope: Envelope) -> None:
         if self._socket is None or self._writing is None or envelope.session != self._number:
