@@ -45,7 +45,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 
 
 def test_a_file_is_shown_by_fragment(model, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", "200")
     out = told(capsys, model, "--fragments", 3)
     lines = out.replace("\n  ", " ").splitlines()
     assert lines[0].endswith("small.safetensors: 3 fragments, 1.18k parameters, balanced")

@@ -215,7 +215,7 @@ def _show(model: str, asked: int, plan: FragmentPlan, shares: Sequence[Shares]) 
 
 def _say(sentences: Sequence[str], width: int) -> None:
     for sentence in sentences:
-        print(textwrap.fill(sentence, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False))
+        print(textwrap.fill(sentence, width, subsequent_indent="  ", break_on_hyphens=False))
 
 
 def writable(text: str) -> str:
