@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import aiohttp
 from torch import Tensor
@@ -69,6 +69,7 @@ TROUBLE = ("link-closed", "hello-unanswered", "ping-unanswered", "fragment-damag
 """What people want to see without asking for it: the island goes on, but not as it should."""
 
 T = TypeVar("T")
+StateKey: TypeAlias = tuple[int, int]
 
 
 class Background:
@@ -97,7 +98,7 @@ class Background:
         self._fetching: set[FragmentId] = set()
         self._fetches = asyncio.Semaphore(FETCHES)
         self._uploads: dict[FragmentId, tuple[RoundId, asyncio.Task[None]]] = {}
-        self._states: dict[int, Future[inner_state.Taken]] = {}  # by the tick of the message that says it
+        self._states: dict[StateKey, Future[inner_state.Taken]] = {}  # promised at a step boundary
         self._inner_state: bytes | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._told_at = (0.0, 0)  # when metrics were sent last, and the tokens then
@@ -183,7 +184,7 @@ class Background:
             self._loop.call_soon_threadsafe(self._drain)
 
     def expect_state(self, envelope: Envelope) -> Future[inner_state.Taken]:
-        return self._states.setdefault(envelope.tick, Future())
+        return self._states.setdefault(_state_key(envelope), Future())
 
     def take_inner_state(self) -> bytes | None:
         state, self._inner_state = self._inner_state, None
@@ -380,7 +381,7 @@ class Background:
 
     async def _give_state(self, envelope: Envelope, body: InnerState) -> None:
         try:
-            taken = await asyncio.wrap_future(self._states.pop(envelope.tick))
+            taken = await asyncio.wrap_future(self._states.pop(_state_key(envelope)))
             data = await self._computed(inner_state.pack_taken, taken)
             await self._link.put("/v1/state", Kind.INNER_STATE, 0, envelope, data)
         except (Refusal, aiohttp.ClientError, OSError, TimeoutError, ValueError) as wrong:
@@ -520,6 +521,12 @@ class Background:
         if self._learner is not None and self._learner._is_joining():
             self._inner_state = state
         self._tell(MessageArrived(envelope))
+
+
+def _state_key(envelope: Envelope) -> StateKey:
+    """One boundary may give to several learners, and the same learner may ask again at a later one."""
+    assert isinstance(envelope.body, InnerState)
+    return envelope.tick, envelope.body.to
 
 
 _EFFECTS: dict[type[Effect], Callable[[Background, Any], None]] = {
