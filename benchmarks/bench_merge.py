@@ -31,7 +31,7 @@ from atoll.ml.plan import FragmentPlan, TensorInfo, make_plan
 from atoll.ml.settings import Numerics
 
 MIB = 1 << 20
-NUMERICS = Numerics()  # radial, Nesterov; the codecs are those of the table
+NUMERICS = Numerics(merge="radial", outer_lr=0.4, outer_momentum=0.9)  # the codecs are those of the table
 CODECS = ("f32", "bf16", "int8", "int4")
 LEARNERS = 4  # of the rate
 REPEATS = 7

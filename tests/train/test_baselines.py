@@ -97,7 +97,9 @@ def test_ddp_is_one_step_on_the_batches_of_all(text, tmp_path):
 
 
 def test_diloco_averages_deltas_every_h_steps_and_steps_the_anchor(text, tmp_path):
-    settings = small_settings(text, method="diloco", numerics=Numerics(outer_lr=0.7, outer_momentum=0.9), tokens=2 * 2 * 16 * 20)
+    settings = small_settings(
+        text, method="diloco", numerics=Numerics(outer_lr=0.7, outer_momentum=0.9), tokens=2 * 2 * 16 * 20
+    )
     report, model = trained(settings, tmp_path / "run")
     reference = Reference(settings)
     anchor = [p.detach().clone() for p in reference.models[0].parameters()]
