@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import resource
@@ -13,53 +12,19 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from atoll.core.protocol import FragmentDamaged, InnerState, Published, Report, Resync
-from atoll.core.tape import Entry
+from atoll.core.protocol import InnerState, Published
 from atoll.core.types import Limits
 from atoll.ml.settings import Numerics
-from atoll.tape_files import RunTapes
 from tests.net.planted import struck
-from tests.net.relay import Relay
 from tests.net.runs import QUICK, Child, LearnerSpec, Run, config, endless, versions_by_epoch
+from tests.net.tapes_of_runs import heard, sent_together
 
 NEVER_TOO_LONG_S = 0.05
 """Of Atoll's own time between two steps, for a model of this size. Waiting for anybody would take far longer."""
-
-
-def entries(run: Run, learner: int, incarnation: int = 1) -> Iterator[Entry]:
-    for actor, reader in RunTapes(run.directory).readers.items():
-        if (actor.learner, actor.start) == (learner, incarnation):
-            yield from reader
-
-
-def events(run: Run, learner: int, kind: type) -> list[Any]:
-    return [entry.event for entry in entries(run, learner) if type(entry.event) is kind]
-
-
-def heard(run: Run, actor: int, kind: type, until: float, learner: int | None = None) -> list[Any]:
-    """What has arrived at somebody, up to a moment of the run's clock. `learner`: from this one only."""
-    found = []
-    for entry in entries(run, actor):
-        envelope = getattr(entry.event, "envelope", None)
-        if entry.at <= until and type(getattr(envelope, "body", None)) is kind:
-            assert envelope is not None
-            if learner in (None, envelope.learner):
-                found.append(envelope.body)
-    return found
-
-
-def sent_together(run: Run, learner: int, kind: type) -> list[list[Any]]:
-    """What a learner has sent, by the event that made it."""
-    found = []
-    for entry in entries(run, learner):
-        bodies = [getattr(getattr(effect, "envelope", None), "body", None) for effect in entry.effects]
-        found.append([body for body in bodies if type(body) is kind])
-    return [bodies for bodies in found if bodies]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -451,166 +416,6 @@ def test_a_full_disk_is_said_and_the_run_goes_on_when_there_is_space(tmp_path, w
             run.assert_clean()  # what a full disk held back of the tapes was written later
             if way == "a limit on files":
                 assert run.log_lines(run.syncer, "the tape is written again: nothing of it was lost")
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The network
-
-
-def test_a_thin_link_carries_reports_while_fragments_are_on_their_way(tmp_path):
-    """2 MB of model at 1 MB/s: a fragment takes longer than many steps, and newer versions come meanwhile."""
-    with Run(tmp_path, endless(fragments=4, every_steps=8), Numerics(plan="rows")) as run, Relay(run.address) as relay:
-        near, far = run.start(LearnerSpec(1, "wide", pace_s=0.01)), run.start(LearnerSpec(2, "wide"), relay.address)
-        for learner in (near, far):
-            learner.hear("joined")
-        relay.bytes_per_s, relay.delay_s = 1e6, 0.03
-        before = relay.counts()
-        merges = run.status()["merges"]
-        run.go(near, far)
-        run.until(
-            lambda _: (
-                relay.counts().down_bytes - before.down_bytes > 5_000_000
-                and relay.counts().up_bytes - before.up_bytes > 300_000
-            ),
-            "fragments have travelled both ways",
-        )
-        thin = run.status()
-        shown = run.learner(2)(thin)
-        assert shown is not None
-        assert (shown["standing"], shown["incarnation"]) == ("live", 1)
-        assert thin["merges"] > merges + 8, "the near one does not wait for the far one"
-        relay.bytes_per_s = None
-        run.end()
-        run.assert_same(run.finish(near, far), 1, 2)
-        assert not run.log_lines(run.syncer, "learner 2: silent"), "reports were starved"
-        assert not run.log_lines(far, "the link closed")
-        arrived: dict[int, list[int]] = {}
-        for body in heard(run, 2, Published, until=thin["wall_s"]):
-            arrived.setdefault(body.fragment, []).append(body.version)
-        assert len(arrived) == 4
-        assert all(versions == sorted(versions) for versions in arrived.values())
-        assert all(versions[-1] > 0 for versions in arrived.values()), "a fragment was starved by its newer versions"
-        assert any(b - a > 1 for each in arrived.values() for a, b in itertools.pairwise(each)), "nothing was replaced"
-        reports = heard(run, 0, Report, until=thin["wall_s"], learner=2)
-        assert len(reports) > 40
-        assert events(run, 2, FragmentDamaged) == []
-        run.assert_clean()
-
-
-def test_a_thin_link_is_not_filled_with_beginnings_of_the_same_contribution(tmp_path):
-    """An upload takes longer than the patience of the syncer, who asks again for what is on its way."""
-    settings = endless(fragments=1, every_steps=4, limits=Limits(first_wait_s=0.25, backoff_first_s=0.05))
-    with Run(tmp_path, settings) as run, Relay(run.address) as relay:
-        one = run.start(LearnerSpec(1, "tall"), relay.address)
-        one.hear("joined")
-        relay.bytes_per_s = 60_000.0  # the fragment has 104 KB
-        before = relay.counts().up_bytes
-        one.order("go")
-        run.until(lambda _: run.log_lines(run.syncer, "asking 1 learners again"), "the syncer is impatient")
-        run.until(run.merges(1), "merges go on")
-        one.order("break")
-        told = one.hear("ended")["stats"]
-        assert told["bytes_up"] > 100_000
-        assert relay.counts().up_bytes - before < 2 * told["bytes_up"], "most of what was sent was sent in vain"
-
-
-def test_a_reset_in_the_middle_of_everything_is_dialled_again(tmp_path):
-    with Run(tmp_path, endless()) as run, Relay(run.address) as relay:
-        one, two = run.start(1, relay.address), run.start(2)
-        for learner in (one, two):
-            learner.hear("joined")
-        run.go(one, two)
-        for _ in range(3):
-            merges = run.status()["merges"]
-            run.until(run.merges(merges + 2), "merges go on")
-            relay.reset()
-            run.until(run.learner(1, standing="live", link="up"), "it is back")
-        assert run.until(run.learner(1), "learner 1 is shown")["incarnation"] == 1
-        assert len(run.log_lines(one, "the link closed")) >= 2
-        run.end()
-        run.assert_same(run.finish(one, two), 1, 2)
-        run.assert_clean()
-
-
-def test_a_black_hole_is_noticed_by_both_sides_and_healed(tmp_path):
-    impatient = Limits(first_wait_s=0.5, backoff_first_s=0.05, backoff_most_s=0.5)
-    with Run(tmp_path, endless(limits=impatient)) as run, Relay(run.address) as relay:
-        one, two = run.start(1, relay.address), run.start(2)
-        for learner in (one, two):
-            learner.hear("joined")
-        run.go(one, two)
-        run.until(run.merges(4), "the run is under way")
-        relay.black_hole()
-        run.until(run.learner(1, standing="away"), "the syncer gives the link up")
-        run.until(lambda _: run.log_lines(one, "did not answer 3 pings"), "the learner gives the link up")
-        merges = run.status()["merges"]
-        run.until(run.merges(merges + 3), "the other goes on")
-        relay.black_hole(False)
-        back = run.until(run.learner(1, standing="live", link="up"), "it is back")
-        assert back["incarnation"] == 1
-        run.end()
-        run.assert_same(run.finish(one, two), 1, 2)
-        run.assert_clean()
-
-
-class Flip:
-    """Changes the last byte of pieces that hold the payload of a fragment, `count` times."""
-
-    def __init__(self, count: int) -> None:
-        self.left = count
-        self.fired = 0
-
-    def __call__(self, data: bytes) -> bytes:
-        head = data.find(b"ATLF\x01\x02")
-        if head < 0 or self.left == 0 or len(data) < head + 300:
-            return data
-        self.left -= 1
-        self.fired += 1
-        return data[:-1] + bytes([data[-1] ^ 1])
-
-
-def test_a_byte_that_changes_on_the_way_is_noticed_and_the_whole_value_is_fetched(tmp_path):
-    with Run(tmp_path, endless()) as run, Relay(run.address) as relay:
-        flip = Flip(4)
-        one, two = run.start(1, relay.address), run.start(2)
-        for learner in (one, two):
-            learner.hear("joined")
-        relay.alter_down = flip
-        run.go(one, two)
-        run.until(lambda _: flip.left == 0, "bytes were changed")
-        merges = run.status()["merges"]
-        run.until(run.merges(merges + 6), "merges go on")
-        run.end()
-        run.assert_same(run.finish(one, two), 1, 2)
-        assert flip.fired == 4
-        damaged = events(run, 1, FragmentDamaged)
-        assert len(damaged) == 4
-        assert all("digest" in event.why for event in damaged)
-        assert len(sent_together(run, 1, Resync)) >= 1
-        run.assert_clean()
-
-
-def wrong_updates(directory: Path, planted: str) -> list[Any]:
-    """A syncer whose updates lead elsewhere, on frames whose digests are right."""
-    with Run(directory, config(), planted="wrong-update") as run:
-        learners = run.joined(LearnerSpec(1, planted=planted), LearnerSpec(2, planted=planted))
-        run.go(*learners)
-        published = run.finish(*learners)
-        assert struck(directory, "update").exists()
-        run.assert_same(published, 1, 2)
-        run.assert_clean()
-        return events(run, 1, FragmentDamaged)
-
-
-def test_an_update_that_leads_to_another_value_is_never_adopted(tmp_path):
-    damaged = wrong_updates(tmp_path, "")
-    assert damaged
-    assert {event.why for event in damaged} == {"the value is not the one that was published"}
-
-
-def test_the_test_above_finds_a_learner_that_does_not_check(tmp_path):
-    with pytest.raises(AssertionError, match="is not the published one"):
-        wrong_updates(tmp_path, "no-digest-check")
 
 
 # --------------------------------------------------------------------------------------------------------------------
