@@ -412,7 +412,7 @@ class Run:
         """What `atoll check` and `atoll replay` say of the tapes."""
         tapes = RunTapes(self.directory)
         for reader in tapes.readers.values():
-            assert replay(reader.header, reader) > 0
+            replay(reader.header, reader)
         verdict = judge(tapes, all_checkers(tapes.config))
         assert verdict.violation is None, f"{verdict.violation}\n{self.logs()}"
         return verdict

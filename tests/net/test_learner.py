@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import re
-import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -25,36 +23,15 @@ from atoll.ml.plan import make_plan, tensors_of
 from atoll.ml.settings import Numerics
 from atoll.net.island_tensors import FragmentTensors
 from atoll.net.learner import Learner, _plan_of
-from atoll.net.learner_errors import BackgroundFailed, JoinTimeout, LearnerRefused, SyncerUnreachable
+from atoll.net.learner_errors import BackgroundFailed, LearnerRefused
 from atoll.net.run_settings import RunSettings
 from atoll.net.step_boundary import Action, Copy
+from tests.net.in_process import learner_of, train
 from tests.net.planted import plant
-from tests.net.relay import Relay
 from tests.net.runs import LIMIT_S, LearnerSpec, Run, config, endless, model_file
 from tests.net.small_models import BATCH, Work, values, work
 
-STEPS = 20_000  # nobody needs so many
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    yield
-    left = [thread.name for thread in threading.enumerate() if thread.name.startswith(("atoll", "asyncio"))]
-    assert left == []
-
-
-def learner_of(run: Run, job: Work, number: int | None, **settings: Any) -> Learner:
-    """A learner in this process."""
-    known: dict[str, Any] = {"run_directory": run.directory, "join_timeout_s": LIMIT_S}
-    return Learner(job.model, job.optimizer, run.address, run.token, learner=number, **(known | settings))
-
-
-def train(learner: Learner, job: Work, steps: int = STEPS) -> int:
-    for number in range(steps):
-        if learner.finished:
-            return number
-        learner.step(tokens=BATCH, loss=job.step(number))
-    return steps
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -230,110 +207,6 @@ def test_another_model_that_would_found_the_run_second_is_refused_too(tmp_path):
         late._background.found = found_late  # type: ignore[method-assign, assignment]
         with pytest.raises(LearnerRefused, match=r"first\.bias 25"), late:
             pass
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Joining
-
-
-def test_nobody_listens_and_the_time_to_join_is_over(caplog):
-    job = work()
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        free = listening.getsockname()[1]
-    learner = Learner(job.model, job.optimizer, f"127.0.0.1:{free}", join_timeout_s=0.7)
-    with caplog.at_level(logging.WARNING), pytest.raises(SyncerUnreachable, match=f"127.0.0.1:{free}"), learner:
-        pass
-    assert "trying again" in caplog.text
-
-
-def test_a_black_hole_does_not_hold_a_learner_beyond_its_time_to_join():
-    job = work()
-    with socket.create_server(("127.0.0.1", 0)) as listening:  # takes connections, and never answers
-        address = f"127.0.0.1:{listening.getsockname()[1]}"
-        with pytest.raises(SyncerUnreachable), Learner(job.model, job.optimizer, address, join_timeout_s=0.7):
-            pass
-
-
-def test_the_link_falls_silent_while_a_learner_joins(tmp_path):
-    """The black hole opens after the number was given, before the link: the join timeout counts all of it."""
-    job = work()
-    with Run(tmp_path) as run, Relay(run.address) as relay:
-        learner = Learner(job.model, job.optimizer, relay.address, learner=1, join_timeout_s=1.5)
-        ask = learner._background.ask_for_number
-
-        def and_then_silence(*args: Any) -> tuple[int, int]:
-            number = ask(*args)
-            relay.black_hole()
-            return number
-
-        learner._background.ask_for_number = and_then_silence  # type: ignore[method-assign, assignment]
-        with pytest.raises(JoinTimeout, match="could not join within the time given"), learner:
-            pass
-        assert relay.counts().connections > 0
-
-
-def test_a_learner_waits_for_a_syncer_that_is_not_there_yet(tmp_path, caplog):
-    job = work()
-    with Run(tmp_path) as run:
-        run.syncer.kill()
-        found = threading.Event()
-
-        class Tell(logging.Handler):
-            def emit(self, record: logging.LogRecord) -> None:
-                found.set()
-
-        log = logging.getLogger("test.waits")
-        log.addHandler(Tell(logging.WARNING))
-        learner = learner_of(run, job, 1, log=log)
-
-        def island() -> bool:
-            with learner:
-                train(learner, job)
-                return learner.finished
-
-        with ThreadPoolExecutor(1) as pool:
-            ended = pool.submit(island)
-            assert found.wait(LIMIT_S), "it did not say that it waits"
-            run.start_syncer()
-            assert ended.result(LIMIT_S)
-
-
-def test_two_founders_at_once(tmp_path):
-    """Large enough that the second one is still sending when the first one's model is the run's."""
-    with Run(tmp_path, config(budget_merges=3)) as run:
-        specs = [LearnerSpec(number, "wide") for number in (1, 2, 3)]
-        learners = [run.start(spec) for spec in specs]
-        for learner in learners:
-            learner.hear("joined")
-        assert len(run.log_lines(run.syncer, "founded: ")) == 1
-        run.go(*learners)
-        published = run.finish(*learners)
-        run.assert_same(published, 1, 2, 3)
-        run.assert_clean()
-
-
-def test_a_learner_without_a_number_gets_the_next_free_one(tmp_path):
-    with Run(tmp_path) as run:
-        run.joined(1, 3)
-        job = work()
-        with learner_of(run, job, None) as learner:
-            assert (learner.id, learner.incarnation) == (2, 1)
-
-
-def test_who_comes_after_the_end_has_the_final_model_at_once(tmp_path):
-    with Run(tmp_path) as run:
-        learners = run.joined(1)
-        run.go(*learners)
-        published = run.finish(*learners)
-        run.start_syncer()
-        for number in (1, 2):  # one that was there, one that nobody knows
-            job = work("plain", seed=7)
-            with learner_of(run, job, number) as learner:
-                assert learner.finished
-                assert train(learner, job) == 0
-            for name, value in values(job.model).items():
-                assert torch.equal(value, published[name])
-        assert run.status()["merges"] >= 12
 
 
 # --------------------------------------------------------------------------------------------------------------------

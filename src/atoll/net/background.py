@@ -165,6 +165,11 @@ class Background:
         tape = TapeKeeper(run, new_header(actor, config), self.log)
         self._wait_for(self._begin(learner, fragments, tape))
 
+    @property
+    def is_attached(self) -> bool:
+        """Between `attach` and the end of that incarnation: what the core is told is written down and sent."""
+        return self._learner is not None
+
     def detach(self) -> None:
         """One incarnation ends without having trained. Nothing of it may be heard by the next."""
         self._wait_for(self._leave_off(None))
@@ -231,7 +236,8 @@ class Background:
 
     async def _leave_off(self, last_words_s: float | None) -> None:
         """What was posted is said and written down; whatever comes after is nobody's."""
-        self._drain()
+        if self._tape is not None:
+            self._drain()
         self._learner = None
         if last_words_s is not None:
             await self._link.say_goodbye(last_words_s)

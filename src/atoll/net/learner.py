@@ -168,12 +168,17 @@ class Learner:
         for _ in range(MOST_REJOINS):
             if self._start(plan, view):
                 return
-        raise LearnerRefused(f"refused {MOST_REJOINS} times: other processes say that they are the same learner")
+        raise LearnerRefused(
+            f"refused {MOST_REJOINS} times: other processes say that they are learner {self._wanted}, or have left their"
+            f" tapes in {self._run_directory}; give another number, or another run directory"
+        )
 
     def _start(self, plan: FragmentPlan, view: ModelView) -> bool:
         """One incarnation, up to its first step. False: a newer incarnation is known, and this one must be another."""
         learner, incarnation = self._background.ask_for_number(self._wanted, self._join_by)
         self._wanted = learner
+        if self._run_directory is not None and tape_path(self._run_directory, Actor(learner, incarnation)).exists():
+            return False  # a process that was killed before it was admitted by a syncer that was killed had this number
         config = replace(self._settings.config, fragments=len(plan.fragments), fingerprint=plan.fingerprint())
         core = LearnerCore(config, learner, incarnation)
         up, down = codec(self._settings.numerics.up), codec(self._settings.numerics.down)
@@ -415,7 +420,7 @@ class Learner:
             while True:
                 self._lock.release()
         with self._lock:
-            speaks = self._core is not None and self._is_whole
+            speaks = self._background.is_attached and self._is_whole
         try:
             if speaks and not self._finished and self._stop is None:
                 why = "its loop ended" if kind is None else f"its loop ended with {kind.__name__}"
