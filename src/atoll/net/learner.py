@@ -169,8 +169,8 @@ class Learner:
             if self._start(plan, view):
                 return
         raise LearnerRefused(
-            f"refused {MOST_REJOINS} times: other processes say that they are learner {self._wanted}, or have left their"
-            f" tapes in {self._run_directory}; give another number, or another run directory"
+            f"refused {MOST_REJOINS} times: other processes say that they are learner {self._wanted}, or have left"
+            f" their tapes in {self._run_directory}; give another number, or another run directory"
         )
 
     def _start(self, plan: FragmentPlan, view: ModelView) -> bool:
