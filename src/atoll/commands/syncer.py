@@ -96,13 +96,14 @@ def run(
 
 
 def _serve(out: Path, settings: JobSettings, host: str, port: int, token: str | None, as_json: bool) -> None:
+    import contextlib
     import logging
     import sys
 
     import torch
 
     from atoll.net.serving import serve_syncer
-    from atoll.train.model_file import save_tensors
+    from atoll.train.model_file import load_model, save_tensors
     from atoll.train.published import is_finished, published_tensors
     from atoll.train.supervisor import new_run_id, run_of
 
@@ -112,7 +113,9 @@ def _serve(out: Path, settings: JobSettings, host: str, port: int, token: str | 
 
     def told(address: str) -> None:
         print(f"The syncer listens on {address}.")
-        print(f"On each island: atoll learner --syncer HOST:{address.rpartition(':')[2]}")
+        port = address.rpartition(":")[2]
+        print(f"On each island: atoll learner --syncer HOST:{port}")
+        print(f'Or in a loop of your own: atoll.Learner(model, optimizer, syncer="HOST:{port}")')
         sys.stdout.flush()
 
     was_finished = is_finished(out)
@@ -126,4 +129,6 @@ def _serve(out: Path, settings: JobSettings, host: str, port: int, token: str | 
         print_json({"finished": True, "model": str(path)})
         return
     print(f"The run in {out} {'was finished before' if was_finished else 'is finished'}; its model is {path}.")
-    print(f'Ask it: atoll generate {out} "def main():"')
+    with contextlib.suppress(ValueError):  # learners with loops of their own train models of their own
+        load_model(out)
+        print(f'Ask it: atoll generate {out} "def main():"')

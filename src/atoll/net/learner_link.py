@@ -330,6 +330,8 @@ async def _check(answer: aiohttp.ClientResponse) -> None:
 
 
 def why(wrong: BaseException | None) -> str:
+    if isinstance(wrong, aiohttp.ClientConnectorError):
+        wrong = wrong.os_error  # aiohttp puts its settings for TLS into the sentence, which nobody asked for
     return str(wrong) or type(wrong).__name__
 
 

@@ -94,7 +94,7 @@ class Paths:
         if not syncer.is_allowed(request.headers.get("Authorization", "")):
             syncer.refused["token"] += 1
             syncer.log.warning("a request without the right token from %s was refused", request.remote)
-            return _error(401, "the token is missing or wrong: give the same --token here and at the syncer")
+            return _error(401, "the token is missing or wrong: the learner and the syncer must be given the same one")
         try:
             return await handler(request)
         except WireError as wrong:
