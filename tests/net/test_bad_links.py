@@ -57,6 +57,26 @@ def test_a_thin_link_carries_reports_while_fragments_are_on_their_way(tmp_path):
         run.assert_clean()
 
 
+def test_a_long_link_gets_its_fragments_although_each_is_old_when_its_request_arrives(tmp_path):
+    """60 ms one way; a version of the only fragment lives for a few milliseconds."""
+    with Run(tmp_path, endless(fragments=1, every_steps=1)) as run, Relay(run.address) as relay:
+        near = run.start(LearnerSpec(1, pace_s=0.001))
+        near.hear("joined")
+        near.order("go")
+        relay.delay_s = 0.06
+        merges = run.status()["merges"]
+        far = run.start(2, relay.address)
+        far.hear("joined")
+        assert run.status()["merges"] > merges + 20, "the versions were not quick enough to show anything"
+        far.order("go")
+        run.until(lambda _: len(heard(run, 2, Published, until=1e9)) > 6, "versions arrive")
+        relay.delay_s = 0.0
+        run.end()
+        run.assert_same(run.finish(near, far), 1, 2)
+        assert events(run, 2, FragmentDamaged) == []
+        run.assert_clean()
+
+
 def test_a_thin_link_is_not_filled_with_beginnings_of_the_same_contribution(tmp_path):
     """An upload takes longer than the patience of the syncer, who asks again for what is on its way."""
     settings = endless(fragments=1, every_steps=4, limits=Limits(first_wait_s=0.25, backoff_first_s=0.05))

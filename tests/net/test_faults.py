@@ -96,7 +96,7 @@ def test_an_old_process_that_comes_back_after_its_successor_is_told_and_ends(tmp
         one.expected_to_end = True
         kind, sentence, threads = one.hear("failed")
         assert (kind, threads) == ("LearnerRefused", [])
-        assert "incarnation 1 was replaced by incarnation 2" in sentence
+        assert "incarnation 1 was replaced by 2" in sentence
         run.end()
         run.assert_same(run.finish(again, two), 1, 2)
 

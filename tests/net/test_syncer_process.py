@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from atoll.core.protocol import Envelope, Pong, Published
+from atoll.core.protocol import Delivered, Envelope, Pong, Published, Resync
 from atoll.core.types import Accepted, Limits, RoundId
 from atoll.ml.codecs import codec
 from atoll.ml.plan import make_plan, tensors_of
 from atoll.ml.settings import Numerics
 from atoll.net import spool as spool_module
-from atoll.net.held_fragments import HeldFragment
+from atoll.net.held_fragments import MOST_OLD, HeldFragment
 from atoll.net.memory_gate import MemoryGate
 from atoll.net.run_settings import RunSettings
 from atoll.net.serving import serve_syncer
@@ -150,21 +150,37 @@ def test_what_is_served_changes_at_the_moment_it_is_durable():
 def test_a_version_that_is_being_fetched_stays_as_it_is_however_many_come_after_it():
     """On a thin link the next two versions come sooner than the last byte of this one."""
     held = held_fragment()
-    with held.fetched() as slow:
-        kept = slow.value.clone()
-        with held.fetched():
-            pass  # somebody quicker
-        for _ in range(4):
-            merged(held)
-            held.now_durable()
-        assert torch.equal(slow.value, kept)
-        assert held.served.version == 4
+    slow = held.hold(0)
+    assert slow is held.served
+    kept = slow.value.clone()
+    for _ in range(4):
+        held.hold(held.served.version)  # somebody quicker
+        merged(held)
+        held.now_durable()
+        held.release(held.served.version - 1)
+    assert torch.equal(slow.value, kept)
+    assert held.served.version == 4
+    assert held.hold(0) is slow
+    held.release(0)
+    held.release(0)
+    assert held.hold(0) is None
     buffers = set()
     for _ in range(6):
         merged(held)
         held.now_durable()
         buffers.add(held.served.value.data_ptr())
     assert len(buffers) == 2, "when nobody is slow two buffers take turns"
+
+
+def test_how_many_old_versions_are_kept_for_the_slow_is_bounded():
+    held = held_fragment()
+    for version in range(MOST_OLD + 3):
+        held.hold(version)
+        merged(held)
+        held.now_durable()
+    assert [version for version in range(MOST_OLD + 4) if held.hold(version) is not None] == [3, 4, 5, 6, 7]
+    held.release(0)  # who was told of it long ago gives up
+    held.release(1)
 
 
 def test_sums_that_differ_from_what_was_sealed_fail_the_merge_and_publish_nothing():
@@ -202,10 +218,12 @@ class Reader:
         self.aborted = True
 
 
-def on_a_link(test: Callable[[SyncerLink, Reader], Coroutine[Any, Any, None]]) -> None:
+def on_a_link(
+    test: Callable[[SyncerLink, Reader], Coroutine[Any, Any, None]], fragments: dict[int, HeldFragment] | None = None
+) -> None:
     async def whole() -> None:
         reader = Reader()
-        link = SyncerLink((1, 1, 1), reader, reader)  # type: ignore[arg-type]
+        link = SyncerLink((1, 1, 1), reader, reader, fragments or {})  # type: ignore[arg-type]
         try:
             await test(link, reader)
         finally:
@@ -234,6 +252,48 @@ def test_a_newer_version_takes_the_place_of_an_older_notice_and_nothing_else_is_
         assert reader.closed_with == (1001, b"that was all")
 
     on_a_link(test)
+
+
+def test_a_learner_is_told_of_one_version_at_a_time_which_is_kept_until_it_has_it():
+    held = held_fragment()
+
+    def published() -> Envelope:
+        return to_learner(Published(0, held.served.version, None, None, 0.0))
+
+    async def test(link: SyncerLink, reader: Reader) -> None:
+        reader.reads.set()
+        link.post(published())
+        for _ in range(3):
+            merged(held)
+            held.now_durable()
+            link.post(published())
+            await others()
+        assert [body.version for body in reader.got] == [0]
+        assert held.hold(0) is not None
+        held.release(0)
+        link.heard(Delivered(0, -1))  # of something before
+        await others()
+        assert [body.version for body in reader.got] == [0]
+        link.heard(Delivered(0, 0))
+        await others()
+        assert [body.version for body in reader.got] == [0, 3]
+        assert held.hold(0) is None
+        link.post(published())  # once more, because it takes so long
+        link.heard(Delivered(0, 3))
+        await others()
+        assert [body.version for body in reader.got] == [0, 3], "it has it, and need not be told again"
+        link.post(published())
+        await others()
+        link.post(published())
+        link.heard(Resync(0, 2))
+        await others()
+        assert [body.version for body in reader.got] == [0, 3, 3, 3]
+        link.abandon()
+        merged(held)
+        held.now_durable()
+        assert held.hold(3) is None, "a link that is gone keeps nothing"
+
+    on_a_link(test, {0: held})
 
 
 def test_a_learner_that_never_reads_is_cut_off_and_what_waits_for_it_is_bounded(monkeypatch):

@@ -337,7 +337,7 @@ def test_help_tells_the_defaults_that_a_job_has(capsys):
     told = " ".join(capsys.readouterr().out.split())
     settings = JobSettings()
     renamed = {name: option for option, name in job_options.RENAMED.items()}
-    shown = {"tokens": f"{settings.tokens // 1_000_000}M"}
+    shown = {"tokens": f"{settings.tokens / 1e6:g}M"}
     values = {each.name: getattr(settings, each.name) for each in fields(settings)}
     values |= {each.name: getattr(settings.numerics, each.name) for each in fields(settings.numerics)}
     missing = []

@@ -56,7 +56,7 @@ REASONS: dict[str, str] = {
     "member-stalled": "the syncer itself stood still for {0:.3g} s; no learner's silence is counted",
     "refused-fingerprint": "another model: the first difference is {0}",
     "refused-run": "another run: this is {0!r}, the learner belongs to {1!r}",
-    "refused-incarnation": "another process has taken this learner's number: incarnation {0} was replaced by incarnation {1}",
+    "refused-incarnation": "another process has this learner's number: incarnation {0} was replaced by {1}",
     "refused-full": "the run has its most learners, {0}",
     "refused-finished": "the run is finished",
     "refused-quarantined": "this incarnation is quarantined: restart the learner to come back",

@@ -475,24 +475,24 @@ class Background:
             fragment.release(base)
 
     async def _fetch_bytes(self, p: FragmentId, body: Published) -> Fetched | None:
+        """Every notice is answered: a version that cannot be had is told to the core, which asks for another one."""
         sizes = fragment_sizes(self._fragments[p].numel, self._settings.numerics.down)
+        problem = ""
         for attempt in range(FETCH_TRIES):
             try:
                 async with self._fetches:
                     if p in self._noticed:
                         return None  # a newer one
                     return await self._link.fragment(p, body.version, body.base, sizes)
-            except Refusal as refusal:
-                if refusal.status != 410:
-                    self.log.warning("fragment %d at version %d is refused: %s", p, body.version, refusal)
-                return None  # the notice of the newer one is on its way
-            except WireError as wrong:
-                self._tell(FragmentDamaged(p, body.version, str(wrong)))
-                return None
+            except (Refusal, WireError) as wrong:
+                problem = str(wrong)
+                break
             except (aiohttp.ClientError, OSError, TimeoutError) as wrong:
-                self.log.info("fragment %d at version %d did not arrive: %s", p, body.version, why(wrong))
+                problem = why(wrong)
+                self.log.info("fragment %d at version %d did not arrive: %s", p, body.version, problem)
                 await asyncio.sleep(RETRY_S * 2**attempt)
-        return None  # the syncer tells of it again
+        self._tell(FragmentDamaged(p, body.version, problem))
+        return None
 
     async def _take(self, fragment: FragmentTensors, envelope: Envelope, fetched: Fetched, base: Any) -> None:
         body = envelope.body

@@ -7,8 +7,6 @@ swapped in the thread of the event loop, at the moment a version is known to be 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -21,6 +19,9 @@ from atoll.ml.merge import Accumulator
 from atoll.ml.outer import OuterStep, Published
 from atoll.ml.plan import FragmentPlan, digest_of
 from atoll.ml.settings import Numerics
+
+MOST_OLD = 4
+"""Versions of a fragment beside the newest that are kept for those who are slow."""
 
 
 class Served(NamedTuple):
@@ -36,8 +37,8 @@ class Served(NamedTuple):
 class HeldFragment:
     """Two buffers for the published value take turns: one is served, the next version is computed into the other.
 
-    A version that a learner is fetching stays as it is until the last byte is sent: on a thin link that may take longer
-    than the next version, and whoever is cut off each time would never get any. Then another buffer is taken.
+    A version that a learner was told of stays as it is until that learner has it: on a long or thin link that may take
+    longer than the next version, and who comes too late each time would never get any. Then other buffers are taken.
     """
 
     def __init__(self, plan: FragmentPlan, p: FragmentId, numerics: Numerics, version: Version, value: Tensor) -> None:
@@ -50,7 +51,8 @@ class HeldFragment:
         self.next: Served | None = None  # merged, and not yet durable
         self.starts: dict[tuple[Version, Version | None], bytes] = {}  # of the frames served, by version and base
         self._spare: Tensor | None = None
-        self._fetching: Counter[Version] = Counter()  # who is on their way to a learner
+        self._holds: Counter[Version] = Counter()  # learners that were told of a version, and transfers of it
+        self._old: dict[Version, Served] = {}  # of those, the versions that are not the newest any more
         self._sums: Accumulator | None = None
         self._round: RoundId | None = None
 
@@ -95,22 +97,31 @@ class HeldFragment:
 
     def now_durable(self) -> None:
         assert self.next is not None, f"fragment {self.id}: durable before it was merged"
-        self._spare = None if self._fetching[self.served.version] else self.served.value
+        old = self.served
+        self._spare = old.value
+        if self._holds[old.version]:
+            self._spare = None
+            self._old[old.version] = old
+            if len(self._old) > MOST_OLD:
+                del self._old[min(self._old)]  # a transfer that has begun goes on; who comes later asks anew
         self.served = self.next
         self.next = None
-        self.starts.clear()
+        for version, base in list(self.starts):
+            if version not in self._old:
+                del self.starts[version, base]
 
-    @contextmanager
-    def fetched(self) -> Iterator[Served]:
-        """What is served now, for as long as somebody reads it."""
-        served = self.served
-        self._fetching[served.version] += 1
-        try:
-            yield served
-        finally:
-            self._fetching[served.version] -= 1
-            if not self._fetching[served.version]:
-                del self._fetching[served.version]
+    def hold(self, version: Version) -> Served | None:
+        """Keep this version until `release`; None if it is not here any more."""
+        served = self.served if version == self.served.version else self._old.get(version)
+        if served is not None:
+            self._holds[version] += 1
+        return served
+
+    def release(self, version: Version) -> None:
+        self._holds[version] -= 1
+        if not self._holds[version]:
+            del self._holds[version]
+            self._old.pop(version, None)
 
     def restore(self, kept: dict[str, Tensor]) -> None:
         """The outer optimizer as it was when this version was made durable."""

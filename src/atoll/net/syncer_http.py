@@ -203,6 +203,7 @@ class Paths:
                     link = self._identify(link, envelope, socket, request)
                     if type(envelope.body) in (Contribution, InnerState):
                         raise WireError(f"{type(envelope.body).__name__} travels beside its values", "type")
+                    link.heard(envelope.body)
                     self.syncer.tell(MessageArrived(envelope))
                 elif message.type is WSMsgType.TEXT and link is not None:
                     self._take_metrics(link, message.data)
@@ -232,7 +233,7 @@ class Paths:
         if link is None:
             if type(envelope.body) is not Hello:
                 raise WireError(f"the first message on a link is Hello, found {type(envelope.body).__name__}", "type")
-            link = SyncerLink(key, socket, request.transport)
+            link = SyncerLink(key, socket, request.transport, self.syncer.fragments)
             self.syncer.attach(link)
         if link.key != key:
             raise WireError(f"this link belongs to learner {link.key[0]}, the message says {key[0]}", "type")
@@ -312,9 +313,10 @@ class Paths:
         held, wanted = syncer.fragments.get(p), request.query.get("base", "whole")
         if held is None:
             return _error(404, "there is no such fragment")
-        with held.fetched() as served:
-            if served.version != version:
-                return _error(410, f"version {version} is not the newest, which is {served.version}")
+        served = held.hold(version)
+        if served is None:
+            return _error(410, f"version {version} is not served any more, the newest is {held.served.version}")
+        try:
             if served.update is not None and wanted == str(served.base):
                 payload, base, number = served.update, served.base, CODEC_NUMBERS[syncer.settings.numerics.down]
             else:
@@ -328,6 +330,8 @@ class Paths:
             sent = await _stream(request, start, view)
             syncer.bytes_down += view.nbytes
             return sent
+        finally:
+            held.release(version)
 
     # ---------------------------------------------------------------------------------------------------- inner state
 
