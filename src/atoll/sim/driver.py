@@ -20,6 +20,7 @@ from atoll.core.protocol import (
     Hangup,
     InnerState,
     LearnerDisconnected,
+    LeaseRecord,
     LinkClosed,
     LinkOpened,
     ManifestRecord,
@@ -109,6 +110,7 @@ class Disk:
         self.versions: dict[FragmentId, VersionRecord] = {}
         self.members: MembersRecord | None = None
         self.manifest: ManifestRecord | None = None
+        self.leases: LeaseRecord | None = None
 
     def write(self, record: Record) -> None:
         if isinstance(record, VersionRecord):
@@ -117,9 +119,11 @@ class Disk:
             self.members = record
         elif isinstance(record, ManifestRecord):
             self.manifest = record
+        elif isinstance(record, LeaseRecord):
+            self.leases = record
 
     def restored(self) -> Restored:
-        return Restored(dict(self.versions), self.members, self.manifest)
+        return Restored(dict(self.versions), self.members, self.manifest, self.leases)
 
 
 class Driver:
@@ -490,8 +494,16 @@ class Driver:
             self.engine.at(proc.paused_until, self._end_step, proc)
             return
         took = max(now - proc.stepping_since, 0.0)
-        self._run(proc, StepTaken(1, self.plan.tokens[proc.actor.learner], took))
+        tokens, samples = self.plan.tokens[proc.actor.learner], self._samples(proc)
+        self._run(proc, StepTaken(1, tokens, took, samples))
         self._begin_step(proc)
+
+    def _samples(self, proc: Process) -> int:
+        """Of its leases, in one step: a whole batch, or none where it has to go on with what it has had already."""
+        if not self.config.lease_samples:
+            return 0
+        batch = self.plan.samples[proc.actor.learner]
+        return batch if batch <= proc.core.held - proc.core.taken else 0
 
     def _running(self, learner: LearnerId) -> Process | None:
         proc = self.learners.get(learner)
