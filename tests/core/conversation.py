@@ -171,8 +171,8 @@ class SyncerTalk(Talk):
     def restarted(self: Self, at: float = 0.0) -> Self:
         """The process was killed; another one starts on the same directory."""
         versions = {r.fragment: r for (kind, _), r in self.disk.items() if kind == "version"}  # type: ignore[union-attr]
-        members, manifest = self.disk.get(("members", 0)), self.disk.get(("manifest", 0))
-        talk = type(self)(self.config, self.epoch + 1, Restored(versions, members, manifest))  # type: ignore[arg-type]
+        others = [self.disk.get((kind, 0)) for kind in ("members", "manifest", "leases")]
+        talk = type(self)(self.config, self.epoch + 1, Restored(versions, *others))  # type: ignore[arg-type]
         talk.now = at
         return talk
 
@@ -252,6 +252,8 @@ def _records(restored: Restored | None) -> Iterable[Record]:
             yield restored.members
         if restored.manifest is not None:
             yield restored.manifest
+        if restored.leases is not None:
+            yield restored.leases
 
 
 class Voice:
@@ -380,8 +382,10 @@ class LearnerTalk(Talk):
         assert self.core.training, "the story is printed above"
         return self
 
-    def steps(self, at: float, steps: int = 1, tokens: int | None = None, step_time_s: float = 1.0) -> list[Any]:
-        return self.tell(at, StepTaken(steps, steps * TOKENS if tokens is None else tokens, step_time_s))
+    def steps(
+        self, at: float, steps: int = 1, tokens: int | None = None, step_time_s: float = 1.0, samples: int = 0
+    ) -> list[Any]:
+        return self.tell(at, StepTaken(steps, steps * TOKENS if tokens is None else tokens, step_time_s, samples))
 
     def saved(self, at: float) -> list[Any]:
         effect = next(e for e in self.awaited if isinstance(e, SaveSnapshot))

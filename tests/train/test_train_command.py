@@ -149,7 +149,7 @@ def test_the_summary_is_for_a_newcomer(finished):
     sentences = " ".join(" ".join(summary(report, load_model(run)[0], run)).split())
     for part in (
         "Learner 2 was killed on purpose",
-        "data from where it had stopped",
+        "What it had trained and nobody had merged was leased again",
         "The others ",
         "are merged into the model",
         "times as much",

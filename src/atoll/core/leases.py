@@ -172,6 +172,13 @@ class LeaseBooks:
         assert not listed or listed[-1][1] <= self.next
 
 
+class Samples(NamedTuple):
+    """Of one step. `fresh` of the numbers are had for the first time, from the first on."""
+
+    numbers: tuple[int, ...]
+    fresh: int
+
+
 class SampleLine:
     """A learner's way through its leases: each number goes out once; when there are no more, some go out again.
 
@@ -181,8 +188,8 @@ class SampleLine:
     ((0, 1, 2), (3, 8, 9))
     >>> line.take(leases, 3) is None
     True
-    >>> line.again(3)
-    (2, 3, 8)
+    >>> line.next(leases, 3)
+    Samples(numbers=(2, 3, 8), fresh=0)
     """
 
     def __init__(self, lease_samples: int) -> None:
@@ -194,6 +201,24 @@ class SampleLine:
         self._had_samples = 0
         self._again = 0  # numbers that were repeated since the last new one
 
+    def next(self, leases: Mapping[int, Interval], count: int) -> Samples:
+        """Numbers for one step: new ones if so many are there, and otherwise some that it has had. Whoever has had none
+        takes what there is, and repeats that."""
+        numbers = self.take(leases, count)
+        if numbers is not None:
+            return Samples(numbers, count)
+        first: tuple[int, ...] = ()
+        if not self._had_samples:
+            here = min(count, count_of(leases.values()))
+            first = self.take(leases, here) or ()
+        return Samples(first + self.again(count - len(first)), len(first))
+
+    def replayed(self, leases: Mapping[int, Interval], count: int, fresh: int) -> tuple[int, ...]:
+        """The numbers of a step of which it is known how many were new."""
+        first = self.take(leases, fresh)
+        assert first is not None, f"{fresh} samples were taken, and so many were not leased"
+        return first + self.again(count - fresh)
+
     def take(self, leases: Mapping[int, Interval], count: int) -> tuple[int, ...] | None:
         """The next `count` numbers; None where fewer are there, and nothing is taken then."""
         pieces: list[Interval] = []
@@ -203,13 +228,12 @@ class SampleLine:
             if lease is None:
                 return None
             begin, end = lease[0] + offset, lease[1]
-            if begin == end:
-                number, offset = number + 1, 0
-                continue
             piece = (begin, min(end, begin + missing))
             pieces.append(piece)
             missing -= piece[1] - piece[0]
             offset += piece[1] - piece[0]
+            if piece[1] == end:  # at once: a lease that is used up may be gone when we look again
+                number, offset = number + 1, 0
         self._number, self._offset = number, offset
         self.taken += count
         self._remember(pieces)
@@ -217,6 +241,8 @@ class SampleLine:
 
     def again(self, count: int) -> tuple[int, ...]:
         """Numbers that it has had already: about its last lease, from the beginning, round and round."""
+        if not count:
+            return ()
         assert self._had_samples, "nothing was taken yet that could be repeated"
         had = [sample for begin, end in self._had for sample in range(begin, end)]
         found = tuple(had[(self._again + i) % len(had)] for i in range(count))
