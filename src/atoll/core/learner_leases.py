@@ -74,7 +74,6 @@ class LearnerLeases(LinkKeeper, ABC):
         if self.link is not Link.UP:
             self.lease_tries = 0  # asked again with the next welcome
             return
-        self.lease_time.add(now - self.lease_asked_at)  # it takes at least as long as we have waited in vain
         self._ask_leases(now)
 
     @abstractmethod

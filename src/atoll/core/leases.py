@@ -236,7 +236,8 @@ class SampleLine:
                 number, offset = number + 1, 0
         self._number, self._offset = number, offset
         self.taken += count
-        self._remember(pieces)
+        if pieces:
+            self._remember(pieces)
         return tuple(sample for begin, end in pieces for sample in range(begin, end))
 
     def again(self, count: int) -> tuple[int, ...]:
