@@ -16,7 +16,6 @@ from atoll.tape_files import RunTapes
 from tests.test_tape_commands import rewritten
 from tests.tiny_run import eventful_run
 
-
 LEASES = {"lease_samples": 8, "leases_ahead": 2, "fragments": 2, "every_steps": 5}
 
 

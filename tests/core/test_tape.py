@@ -214,7 +214,10 @@ def test_equal_fields_are_not_an_equal_type():
         ('["Send",["Envelope",1,1,1,1,1,1,1,["Dial",0,1]]]', "Envelope.body: type 'Dial' does not belong here"),
         ('["AdoptFragment",1,1,"seize",true,1,1,1]', "AdoptFragment.how: expected 'carry' or 'overwrite' or 'blend'"),
         ('["Published",1,1,[],null,0.5]', "Published.base: expected int, found []"),
-        ('["Restored",{"versions":[[1]],"members":null,"manifest":null,"leases":null}]', "Restored.versions.[0]: expected an array"),
+        (
+            '["Restored",{"versions":[[1]],"members":null,"manifest":null,"leases":null}]',
+            "Restored.versions.[0]: expected an array",
+        ),
         ('["Limits",{"speed":1}]', "Limits has no field 'speed'"),
         ('["Limits",{}]', "Limits lacks its field 'first_wait_s'"),
         ('["Line",1,1,0,[["a",1],["a",2]]]', "Line.dropped: a key stands twice"),

@@ -42,7 +42,7 @@ def run(
 
     The data of a run is one line of numbered samples, of which the syncer leases stretches to its learners. A sample is
     merged when a version of any fragment holds it; what a learner had not merged when it was gone for good is returned
-    and leased to another one, first of all. What is held is with learners that are there: trained and not merged yet, or
+    and leased to another one, first of all. What is held is with learners that are there, trained and not merged yet or
     still ahead of them. What is waiting was returned, and nobody has asked since.
 
     Everything is derived from the tapes alone. Ends with exit code 1 if a sample was merged twice or is nowhere, or if

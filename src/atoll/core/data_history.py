@@ -7,6 +7,7 @@ has ended returned. So leased = merged + held + waiting, and whoever finds a sam
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -104,7 +105,7 @@ class DataHistory:
         if type(event) is StepTaken:
             self.taken[key] = self.taken.get(key, 0) + event.samples
             self.trained[key] = self.trained.get(key, 0) + event.tokens
-            if self.config.lease_samples and not event.samples:
+            if self.taken[key] and not event.samples:
                 self.repeated[key] = self.repeated.get(key, 0) + event.steps
         elif type(event) is Persisted:
             record = self._saving.pop((entry.actor, event.key), None)
@@ -141,7 +142,9 @@ class DataHistory:
                 merges.append(_Merge(a.taken, p, record.version))
         if self._total_tokens[p] != record.merged_tokens:
             counted, told = self._total_tokens[p], record.merged_tokens
-            self._wrong(f"version {record.version} of fragment {p} tells of {told} tokens, its contributions of {counted}")
+            self._wrong(
+                f"version {record.version} of fragment {p} tells of {told} tokens, its contributions of {counted}"
+            )
 
     def _leases(self, record: LeaseRecord) -> None:
         self.next = max(self.next, record.next)
@@ -205,7 +208,7 @@ class DataHistory:
             for place in range(places[begin], places[end]):
                 stays[place].append((leased_at, stay))
         found: list[Range] = []
-        for place, (begin, end) in enumerate(zip(edges, edges[1:], strict=False)):
+        for place, (begin, end) in enumerate(itertools.pairwise(edges)):
             history = tuple(stay for _, stay in sorted(stays[place], key=lambda each: each[0]))
             self._judge(begin, history)
             if found and found[-1].stays == history:
@@ -218,7 +221,7 @@ class DataHistory:
         """Every stay but the last has ended returned, and there is one at all."""
         if not history:
             self._wrong(f"sample {sample} was leased to nobody, and later ones were")
-        for stay, after in zip(history, history[1:], strict=False):
+        for stay, after in itertools.pairwise(history):
             if stay.fate != "returned":
                 who, then = Actor(*stay[:2]), Actor(*after[:2])
                 self._wrong(f"sample {sample} is {stay.fate} with {who}, and was leased to {then} after that")

@@ -27,7 +27,8 @@ class LearnerLeases(LinkKeeper, ABC):
             self._check_ready(now)
 
     def _count_samples(self, now: float, event: StepTaken) -> None:
-        """Steps on samples that it has had already are told with none: training never waits for a lease."""
+        """Steps on samples that it has had already are told with none: training never waits for a lease. Whoever never
+        takes any brings data of its own."""
         samples = event.samples
         assert 0 <= samples <= self.held - self.taken, f"took {samples} samples of {self.held - self.taken} that it has"
         if samples:
@@ -37,7 +38,7 @@ class LearnerLeases(LinkKeeper, ABC):
                 self.lease_passed += self._first_length()
                 del self.leases[self.lease_first]
                 self.lease_first += 1
-        elif event.steps:
+        elif event.steps and self.taken:
             self.repeated += event.steps
             if not self.is_dry:
                 self.is_dry = True

@@ -10,6 +10,7 @@ incarnation that is gone for good has not merged goes back into the pool, and is
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -167,7 +168,7 @@ class LeaseBooks:
             assert holder.total == holder.before + count_of(holder.intervals)
             listed += holder.intervals
         listed.sort()
-        for (_, end), (begin, _) in zip(listed, listed[1:], strict=False):
+        for (_, end), (begin, _) in itertools.pairwise(listed):
             assert end <= begin, f"sample {begin} is leased twice"
         assert not listed or listed[-1][1] <= self.next
 

@@ -11,8 +11,8 @@ Ordering contract, for every driver:
   the welcome, a lease BEFORE it is sent.
 - In the same way `MergeRound` by `MergeDone` or `MergeFailed`, `Dial` by `LinkOpened` or `DialFailed`, `SaveSnapshot`
   by `SnapshotSaved` or `SnapshotSaveFailed`.
-- Effects of one call are carried out in their order: `CopyFragment`, `AdoptFragment`, `SaveSnapshot` and the copy behind
-  `Send(InnerState)` at the step boundary at which they were returned, everything else in the background.
+- Effects of one call are carried out in their order: `CopyFragment`, `AdoptFragment`, `SaveSnapshot` and the copy
+  behind `Send(InnerState)` at the step boundary at which they were returned, everything else in the background.
 """
 
 from __future__ import annotations

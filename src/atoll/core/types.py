@@ -79,8 +79,8 @@ class Accepted(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """The leases of one incarnation, as they are made durable. Those before number `first`, `before` samples in all, are
-    merged and no longer listed."""
+    """The leases of one incarnation, as they are made durable. Those before number `first` are merged and no longer
+    listed; they had `before` samples."""
 
     learner: LearnerId
     incarnation: Incarnation

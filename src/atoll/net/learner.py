@@ -258,6 +258,12 @@ class Learner:
             raise ValueError("this run has no leases: bring your own data, or start its syncer with lease_samples")
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ValueError(f"count must be a whole number of at least 1, got {count!r}")
+        config = self._core.config
+        if count > config.lease_samples * config.leases_ahead:
+            raise ValueError(
+                f"a step of {count} samples with {config.leases_ahead} leases of {config.lease_samples} ahead would never"
+                f" have enough: start the syncer with lease_samples of at least {count}"
+            )
         if self._finished:
             return ()
         if self._repeats and self._untold.steps:

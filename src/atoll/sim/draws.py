@@ -119,9 +119,10 @@ def draw(seed: int, small: bool = False) -> Plan:
 def _with_leases(plan: Plan) -> Plan:
     """Drawn apart, so that a world without leases is what it was before there were any."""
     rng = Random(plan.seed ^ 0x1EA5E)
-    lease_samples, ahead = rng.choice((1, 5, 12, 40)), rng.choice((1, 2, 4, 16))
+    lease_samples, ahead = rng.choice((3, 5, 12, 40)), rng.choice((1, 2, 4, 16))
+    batches = [batch for batch in (1, 3, 8) if batch <= lease_samples * ahead]  # or nobody could ever take one
     config = replace(plan.config, lease_samples=lease_samples, leases_ahead=ahead)
-    return replace(plan, config=config, samples={i: rng.choice((1, 3, 8)) for i in plan.step_times_s})
+    return replace(plan, config=config, samples={i: rng.choice(batches) for i in plan.step_times_s})
 
 
 def _draw_link(rng: Random, tight: bool) -> LinkDraw:

@@ -95,7 +95,7 @@ class Text:
 
 
 class Sampler:
-    """Samples by number, without end: the windows of the text in one order after the other, each drawn from the seed and
+    """Samples by number, without end: the windows of the text, in each epoch in another order, drawn from the seed and
     the epoch. A number is the same window for everybody, and no two of one epoch are."""
 
     def __init__(self, corpus: Text, seed: int, context: int) -> None:

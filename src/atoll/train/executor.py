@@ -29,6 +29,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from atoll.core.leases import SampleLine
 from atoll.core.protocol import (
     Accumulate,
     AdoptFragment,
@@ -50,7 +51,6 @@ from atoll.core.protocol import (
     Stop,
     Welcome,
 )
-from atoll.core.leases import SampleLine
 from atoll.core.syncer_state import Restored
 from atoll.core.tape import Actor, Entry
 from atoll.core.types import NOTHING, SYNCER, FragmentId, Interval, LearnerId, RoundId, RunConfig, Version
