@@ -200,6 +200,17 @@ def test_a_request_that_cannot_be_is_a_strike_and_leases_nothing():
     assert talk.member(1).standing == "quarantined"
 
 
+def test_a_request_that_comes_again_much_later_is_no_strike():
+    talk = SyncerTalk(CONFIG)
+    voice = talk.joined(1)
+    leased(talk, voice, 0.5)
+    merged_into(talk, voice, 1.0, 1, 0, taken=20)
+    assert leased(talk, voice, 2.0, leases=2, taken=20) == [(20, 30), (30, 40)]
+    voice.says(3.0, LeaseRequest(0, 0))
+    talk.expect()
+    assert talk.member(1).strikes == 0
+
+
 def test_a_contribution_on_samples_that_were_not_leased_is_refused():
     talk = SyncerTalk(CONFIG)
     voice = talk.joined(1)

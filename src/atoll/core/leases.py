@@ -210,7 +210,7 @@ class SampleLine:
             return Samples(numbers, count)
         first: tuple[int, ...] = ()
         if not self._had_samples:
-            here = min(count, count_of(leases.values()))
+            here = min(count, count_of(tuple(leases.values())))  # another thread may be adding one
             first = self.take(leases, here) or ()
         return Samples(first + self.again(count - len(first)), len(first))
 

@@ -30,8 +30,11 @@ class Leasing(Rounds):
             return
         key = (member.id, member.incarnation)
         holder = self.leases.holder(key)
-        if not (holder.first <= body.leases <= holder.durable and 0 <= body.taken <= holder.total):
+        if not (0 <= body.leases <= holder.durable and 0 <= body.taken <= holder.total):
             self._strike(now, member, self._note(Reason("lease-wild", (body.leases, body.taken))))
+            return
+        if body.leases < holder.first:
+            self._ignore("a request that was answered long ago")  # its answer is merged: this one comes a second time
             return
         self._send_leases(member, holder, body.leases, min(holder.durable, body.leases + MOST_AT_ONCE))
         self.lease_wants[key] = body.taken

@@ -21,6 +21,7 @@ from atoll.core.protocol import (
     InnerState,
     LearnerDisconnected,
     LeaseRecord,
+    LeaseRequest,
     LinkClosed,
     LinkOpened,
     ManifestRecord,
@@ -335,11 +336,13 @@ class Driver:
     def _tampered(self, envelope: Envelope) -> Envelope:
         """A poisoned learner sends values or counters that no sane process sends."""
         body = envelope.body
-        if not self.poison[envelope.learner] or type(body) not in (Contribution, Report):
+        if not self.poison[envelope.learner] or type(body) not in (Contribution, Report, LeaseRequest):
             return envelope
         self.poison[envelope.learner] -= 1
         if isinstance(body, Report):
             return envelope._replace(body=self.rng.choice((body._replace(trained=2**61), Pong(1), body)))
+        if isinstance(body, LeaseRequest):
+            return envelope._replace(body=self.rng.choice((body._replace(leases=99), body._replace(taken=2**61))))
         assert isinstance(body, Contribution)
         wild = self.rng.choice(("nan", "tokens", "steps", "none"))
         if wild == "nan":
