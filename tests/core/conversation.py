@@ -22,6 +22,7 @@ from atoll.core.protocol import (
     Envelope,
     Event,
     Hello,
+    Lease,
     LinkOpened,
     MergeDone,
     MergeFailed,
@@ -274,6 +275,8 @@ class Voice:
         self.pulls: dict[FragmentId, RoundId] = {}
         self.welcome: Welcome | None = None
         self.refusals: list[RefuseContribution] = []
+        self.leases: list[Lease] = []
+        self.taken = 0
 
     def hears(self, envelope: Envelope) -> None:
         body = envelope.body
@@ -288,6 +291,8 @@ class Voice:
             self.pulls[body.round.fragment] = body.round
         elif isinstance(body, RefuseContribution):
             self.refusals.append(body)
+        elif isinstance(body, Lease) and body.number == len(self.leases):
+            self.leases.append(body)
 
     def envelope(self, body: Body, **other: Any) -> Envelope:
         self.tick += 1
@@ -317,7 +322,7 @@ class Voice:
     def reports(self, at: float, step: int, trained: int | None = None, step_time_s: float = 1.0) -> list[Any]:
         self.step = step
         self.trained = step * TOKENS if trained is None else trained
-        return self.says(at, Report(self.step, self.trained, step_time_s))
+        return self.says(at, Report(self.step, self.trained, step_time_s, self.taken))
 
     def contributes(self, at: float, fragment: FragmentId = 0, **other: Any) -> list[Any]:
         """An honest answer to the newest pull of the fragment; `other` replaces fields of it."""
@@ -328,9 +333,8 @@ class Voice:
         mark = self.marks.get(fragment)
         ours = mark is not None and mark.incarnation == self.incarnation
         from_step, settled = (mark.copied_at, mark.trained) if ours and mark is not None else (0, 0)
-        return Contribution(
-            self.pulls[fragment], self.step, self.step - from_step, self.trained - settled, self.trained, 0
-        )
+        steps, tokens = self.step - from_step, self.trained - settled
+        return Contribution(self.pulls[fragment], self.step, steps, tokens, self.trained, 0, None, self.taken)
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -261,8 +261,8 @@ class Learner:
         config = self._core.config
         if count > config.lease_samples * config.leases_ahead:
             raise ValueError(
-                f"a step of {count} samples never has enough with {config.leases_ahead} leases of {config.lease_samples}"
-                f" ahead: start the syncer with lease_samples of at least {count}"
+                f"a step of {count} samples, with {config.leases_ahead} leases of {config.lease_samples} ahead, would"
+                f" never have enough: start the syncer with lease_samples of at least {count}"
             )
         if self._finished:
             return ()
