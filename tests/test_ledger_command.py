@@ -10,8 +10,11 @@ import pytest
 
 from atoll.cli import main
 from atoll.commands.ledger import compact, read_history, sums_of
+from atoll.core.data_history import DataHistory
 from atoll.core.protocol import LeaseRecord, Persist, VersionRecord
 from atoll.core.tape import Actor
+from atoll.sim.draws import draw
+from atoll.sim.world import World
 from atoll.tape_files import RunTapes
 from tests.test_tape_commands import rewritten
 from tests.tiny_run import eventful_run
@@ -166,3 +169,36 @@ def test_the_sums_are_those_of_the_core(saved):
     sums = sums_of(history, history.ranges())
     books = eventful_run(**LEASES).cores[0].leases.sums()  # type: ignore[union-attr]
     assert (sums.leased, sums.merged, sums.held, sums.waiting) == (books.leased, books.merged, books.held, books.pool)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Hostile worlds
+
+
+@pytest.mark.parametrize("seed", range(0, 96, 8))
+def test_the_tapes_of_a_hostile_world_say_what_its_books_say(seed):
+    """Killed learners, zombies, syncers that were replaced: everything is found again, from entries alone."""
+    drawn = draw(seed)
+    assert drawn.config.lease_samples
+    history = DataHistory(drawn.config)
+    world = World(drawn, on_entry=history.observe, on_start=history.started)
+    world.run()
+    sums = sums_of(history, history.ranges())
+    assert sums.balanced()
+    assert all(line.balanced() for line in history.tokens().values())
+    assert history.problems == []
+    assert world.syncer is not None
+    core = world.syncer.core
+    books = core.leases.sums()
+    undurable = sum(holder.count - holder.durable for holder in core.leases.holders.values())
+    assert (sums.merged, sums.waiting) == (books.merged, books.pool)
+    assert (sums.leased == books.leased) or undurable, "what is not durable is on no tape as leased"
+    assert [line.merged for line in history.tokens().values()] == [core.ledger.merged(p) for p in core.fragments]
+
+
+def test_the_tapes_of_a_seed_have_a_ledger(tmp_path, capsys):
+    assert main(["swarm", "--seeds", "1", "--start", "67", "--small", "--tape", str(tmp_path / "world")]) == 0
+    assert main(["ledger", str(tmp_path / "world")]) == 0
+    shown = capsys.readouterr().out
+    assert "returned" in shown
+    assert "everything balances" in shown
