@@ -232,7 +232,7 @@ def test_the_model_of_the_run_may_be_offered_again(run):
 
 WRONG_MESSAGES = {
     "not Atoll": (b"HELO me", "magic"),
-    "another version": (b"ATLL\x02[]", "version"),
+    "another version": (b"ATLL\x01[]", "version"),
     "no JSON": (b"ATLL\x02[", "json"),
     "no envelope": (b'ATLL\x02["Ping",1]', "type"),
     "not a number": (b'ATLL\x02["Envelope",1,1,1,0,7,3,0,["Report",1,1,NaN]]', "json"),
