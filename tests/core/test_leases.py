@@ -22,6 +22,7 @@ from atoll.core.protocol import (
     StartTraining,
 )
 from atoll.core.reasons import because
+from atoll.core.syncer import SyncerCore
 from atoll.core.types import RoundId, RunConfig
 from tests.core.conversation import LearnerTalk, SyncerTalk, Voice
 
@@ -148,6 +149,53 @@ def test_leases_return_only_when_no_open_round_holds_anything_of_their_holder():
     talk.persisted(1.8)
     assert [lease[:1] for _, lease in talk.bodies(Lease)] == [(0,), (1,), (2,)]
     assert [(lease.begin, lease.end) for _, lease in talk.bodies(Lease)] == [(4, 14), (14, 20), (40, 50)]
+
+
+class GrantsAtOnce(SyncerCore):
+    def _has_unsettled_predecessor(self, learner: int) -> bool:
+        return False
+
+
+class Hasty(SyncerTalk):
+    core_type = GrantsAtOnce
+
+
+@pytest.mark.parametrize(("kind", "merged_samples_wait"), [(SyncerTalk, False), (Hasty, True)])
+def test_a_successor_that_waits_for_its_leases_keeps_the_mark_of_its_predecessor_until_it_is_settled(
+    kind, merged_samples_wait
+):
+    """All four steps in core/syncer_leases.py. Without the wait samples 0 to 3, which are merged, are leased again."""
+    talk = kind(PAIR)
+    old, other = talk.joined(1), talk.joined(2)
+    leased(talk, old, 0.5)
+    leased(talk, other, 0.5)
+    old.reports(1.0, 1)
+    other.reports(1.0, 1)
+    old.contributes(1.1, taken=4)
+    new = talk.voice(1, incarnation=2)
+    new.hello(1.2)
+    talk.persisted(1.3)
+    new.says(1.4, LeaseRequest(0, 0))
+    if talk.of(Persist):
+        talk.persisted(1.4)
+    other.contributes(1.5, taken=4)
+    talk.merged(1.6)
+    talk.persisted(1.7, "VersionRecord")
+    if talk.of(Persist):
+        talk.persisted(1.7, "LeaseRecord")
+    new.acknowledges(1.8)
+    new.says(1.8, Ready(because("moments-kept")))
+    new.reports(2.0, 1)
+    other.reports(2.0, 2)
+    other.reports(3.0, 3)
+    new.reports(3.0, 2)
+    new.contributes(3.1, taken=2)
+    other.contributes(3.1, taken=8)
+    talk.merges_and_persists(3.2)
+    assert dict(talk.disk[("version", 0)].marks)[1].incarnation == 2  # type: ignore[union-attr]
+    again = talk.restarted(4.0)
+    waiting = {n for begin, end in again.core.leases.pool for n in range(begin, end)}
+    assert (not waiting.isdisjoint(range(4))) is merged_samples_wait
 
 
 def test_a_merge_that_fails_returns_what_it_held():
