@@ -192,7 +192,7 @@ def test_a_successor_that_waits_for_its_leases_keeps_the_mark_of_its_predecessor
     new.contributes(3.1, taken=2)
     other.contributes(3.1, taken=8)
     talk.merges_and_persists(3.2)
-    assert dict(talk.disk[("version", 0)].marks)[1].incarnation == 2  # type: ignore[union-attr]
+    assert dict(talk.disk[("version", 0)].marks)[1].incarnation == 2
     again = talk.restarted(4.0)
     waiting = {n for begin, end in again.core.leases.pool for n in range(begin, end)}
     assert (not waiting.isdisjoint(range(4))) is merged_samples_wait

@@ -104,6 +104,7 @@ class LeasedOnce(Leases):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self._current: dict[int, int] = {}  # durable: incarnation of everybody who has not left
+        self._serial = 0  # of the record that said so
         self._open: dict[Key, list[tuple[int, Interval]]] = {}  # not merged to their end, with their place in the line
 
     def started(self, actor: Actor, restored: Restored | None) -> None:
@@ -112,7 +113,10 @@ class LeasedOnce(Leases):
         super().started(actor, restored)
 
     def _admitted(self, record: MembersRecord) -> None:
-        self._current = {i: inc for i, inc in record.incarnations if i not in record.left}
+        """Of an older one it may be heard later: that it was written shows when a syncer finds what followed it."""
+        if record.serial > self._serial:
+            self._serial = record.serial
+            self._current = {i: inc for i, inc in record.incarnations if i not in record.left}
 
     def now_durable(self, entry: Entry | None, record: Record) -> None:
         super().now_durable(entry, record)
