@@ -48,7 +48,7 @@ from atoll.core.tape import Actor
 from atoll.core.types import Limits, RunConfig
 from atoll.ml.plan import make_plan, tensors_of
 from atoll.ml.settings import Numerics
-from atoll.train.data import Sampler, Text
+from atoll.train.data import Sampler, Text, dealt
 from atoll.train.executor import Execution, StepInfo, Trainee, initial_values, load_values, mean_of_learners
 from atoll.train.lockstep import PATIENT, Lockstep, Paced
 from atoll.train.models import SIZES, build, clip_, inner_optimizer, parameter_count, schedule, set_lr
@@ -151,16 +151,15 @@ def run_plain(setting: Setting, corpus: Text) -> dict[str, Any]:
     """ddp and single: no protocol at all."""
     config = SIZES[setting.size]
     learners = setting.learners if setting.method == "ddp" else 1
-    samplers = [Sampler(corpus, setting.seed, i + 1, learners, setting.batch, config.context) for i in range(learners)]
+    sampler = Sampler(corpus, setting.seed, config.context)
     model = build(config, setting.seed)
     optimizer = inner_optimizer(model, setting.inner, setting.lr, weight_decay=setting.weight_decay)
 
     def batches(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        parts = [s.batch(step) for s in samplers]
-        return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+        return sampler.batch(dealt(step, 1, 1, learners * setting.batch))  # the batches of all learners in one
 
     take_step = train_once(setting, model, optimizer, batches)
-    per_step = sum(s.tokens_per_batch for s in samplers)
+    per_step = learners * setting.batch * config.context
     steps = setting.budget // per_step
     curve = Curve(setting.budget)
     for step in range(steps):
@@ -212,8 +211,12 @@ def run_protocol(setting: Setting, corpus: Text) -> dict[str, Any]:
     def make(actor: Actor) -> Trainee:
         model = build(shape, setting.seed)
         optimizer = inner_optimizer(model, setting.inner, setting.lr, weight_decay=setting.weight_decay)
-        sampler = Sampler(corpus, setting.seed, actor.learner, setting.learners, setting.batch, shape.context)
-        return Trainee(model, optimizer, train_once(setting, model, optimizer, sampler.batch))
+        sampler = Sampler(corpus, setting.seed, shape.context)
+
+        def batches(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return sampler.batch(dealt(step, actor.learner, setting.learners, setting.batch))
+
+        return Trainee(model, optimizer, train_once(setting, model, optimizer, batches))
 
     execution = Execution(config, numerics, plan, initial_values(founder, plan), make)
     curve = Curve(setting.budget)

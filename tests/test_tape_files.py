@@ -171,7 +171,7 @@ DAMAGE: dict[str, tuple[list[bytes], int, str]] = {
     "second header": (second_header_at(3), 4, "a second header: two tapes were written into one file"),
     "newer format": ([newer_header(), *LINES[1:]], 1, "written by a newer Atoll: format 2 of Atoll 9.9"),
     "unknown type": ([*LINES[:2], sealed([0.0, 2, ["Sail"], []]), *LINES[3:]], 3, "tick 2: type 'Sail' is unknown"),
-    "wrong arity": ([*LINES[:2], sealed([0.0, 2, ["StepTaken", 1], []])], 3, "tick 2: StepTaken has 3 fields, found 1"),
+    "wrong arity": ([*LINES[:2], sealed([0.0, 2, ["StepTaken", 1], []])], 3, "tick 2: StepTaken has 4 fields, found 1"),
     "nothing at all": ([], 1, "no header: the process ended before it wrote one"),
     "half a header": ([LINES[0][:50]], 1, "no header: the process ended before it wrote one"),
 }

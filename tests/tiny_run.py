@@ -17,6 +17,7 @@ from atoll.core.protocol import (
     FinishRequested,
     Hangup,
     LearnerDisconnected,
+    LeaseRecord,
     LinkClosed,
     LinkOpened,
     ManifestRecord,
@@ -43,6 +44,7 @@ from atoll.core.types import SYNCER, RunConfig
 from atoll.tape_files import TapeWriter, new_header, tape_path
 
 DELAY_S, WORK_S, STEP_S, TOKENS = 0.05, 0.01, 1.0, 100
+SAMPLES = 4  # of one step, in a run with leases
 
 
 class TinyRun:
@@ -108,6 +110,8 @@ class TinyRun:
     def _handle(self, actor: Actor, core: SyncerCore | LearnerCore, event: Event) -> None:
         if isinstance(event, StepTaken) and not core.training:  # type: ignore[union-attr]
             return
+        if isinstance(event, StepTaken) and core.held - core.taken >= SAMPLES:  # type: ignore[union-attr]
+            event = event._replace(samples=SAMPLES)
         at = self.now + self.clocks_s.get(actor.learner, 0.0)
         effects = core.handle(at, event)  # type: ignore[arg-type]
         self.entries.append(Entry(at, actor, core.tick, event, tuple(effects)))
@@ -160,7 +164,9 @@ class TinyRun:
         manifest = self.disk.get((ManifestRecord, 0))
         assert members is None or isinstance(members, MembersRecord)
         assert manifest is None or isinstance(manifest, ManifestRecord)
-        return Restored(versions, members, manifest)
+        leases = self.disk.get((LeaseRecord, 0))
+        assert leases is None or isinstance(leases, LeaseRecord)
+        return Restored(versions, members, manifest, leases)
 
     # ---------------------------------------------------------------------------------------------------- the tapes
 

@@ -19,6 +19,7 @@ from atoll.commands import (
     fragments,
     generate,
     learner,
+    ledger,
     replay,
     simulate,
     story,
@@ -57,6 +58,7 @@ COMMANDS: dict[str, CommandModule] = {
     "swarm": swarm,
     "check": check,
     "story": story,
+    "ledger": ledger,
     "replay": replay,
     "version": version,
 }

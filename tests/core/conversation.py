@@ -22,6 +22,7 @@ from atoll.core.protocol import (
     Envelope,
     Event,
     Hello,
+    Lease,
     LinkOpened,
     MergeDone,
     MergeFailed,
@@ -171,8 +172,8 @@ class SyncerTalk(Talk):
     def restarted(self: Self, at: float = 0.0) -> Self:
         """The process was killed; another one starts on the same directory."""
         versions = {r.fragment: r for (kind, _), r in self.disk.items() if kind == "version"}  # type: ignore[union-attr]
-        members, manifest = self.disk.get(("members", 0)), self.disk.get(("manifest", 0))
-        talk = type(self)(self.config, self.epoch + 1, Restored(versions, members, manifest))  # type: ignore[arg-type]
+        others = [self.disk.get((kind, 0)) for kind in ("members", "manifest", "leases")]
+        talk = type(self)(self.config, self.epoch + 1, Restored(versions, *others))  # type: ignore[arg-type]
         talk.now = at
         return talk
 
@@ -252,6 +253,8 @@ def _records(restored: Restored | None) -> Iterable[Record]:
             yield restored.members
         if restored.manifest is not None:
             yield restored.manifest
+        if restored.leases is not None:
+            yield restored.leases
 
 
 class Voice:
@@ -272,6 +275,8 @@ class Voice:
         self.pulls: dict[FragmentId, RoundId] = {}
         self.welcome: Welcome | None = None
         self.refusals: list[RefuseContribution] = []
+        self.leases: list[Lease] = []
+        self.taken = 0
 
     def hears(self, envelope: Envelope) -> None:
         body = envelope.body
@@ -286,6 +291,8 @@ class Voice:
             self.pulls[body.round.fragment] = body.round
         elif isinstance(body, RefuseContribution):
             self.refusals.append(body)
+        elif isinstance(body, Lease) and body.number == len(self.leases):
+            self.leases.append(body)
 
     def envelope(self, body: Body, **other: Any) -> Envelope:
         self.tick += 1
@@ -315,7 +322,7 @@ class Voice:
     def reports(self, at: float, step: int, trained: int | None = None, step_time_s: float = 1.0) -> list[Any]:
         self.step = step
         self.trained = step * TOKENS if trained is None else trained
-        return self.says(at, Report(self.step, self.trained, step_time_s))
+        return self.says(at, Report(self.step, self.trained, step_time_s, self.taken))
 
     def contributes(self, at: float, fragment: FragmentId = 0, **other: Any) -> list[Any]:
         """An honest answer to the newest pull of the fragment; `other` replaces fields of it."""
@@ -326,9 +333,8 @@ class Voice:
         mark = self.marks.get(fragment)
         ours = mark is not None and mark.incarnation == self.incarnation
         from_step, settled = (mark.copied_at, mark.trained) if ours and mark is not None else (0, 0)
-        return Contribution(
-            self.pulls[fragment], self.step, self.step - from_step, self.trained - settled, self.trained, 0
-        )
+        steps, tokens = self.step - from_step, self.trained - settled
+        return Contribution(self.pulls[fragment], self.step, steps, tokens, self.trained, 0, None, self.taken)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -380,8 +386,10 @@ class LearnerTalk(Talk):
         assert self.core.training, "the story is printed above"
         return self
 
-    def steps(self, at: float, steps: int = 1, tokens: int | None = None, step_time_s: float = 1.0) -> list[Any]:
-        return self.tell(at, StepTaken(steps, steps * TOKENS if tokens is None else tokens, step_time_s))
+    def steps(
+        self, at: float, steps: int = 1, tokens: int | None = None, step_time_s: float = 1.0, samples: int = 0
+    ) -> list[Any]:
+        return self.tell(at, StepTaken(steps, steps * TOKENS if tokens is None else tokens, step_time_s, samples))
 
     def saved(self, at: float) -> list[Any]:
         effect = next(e for e in self.awaited if isinstance(e, SaveSnapshot))

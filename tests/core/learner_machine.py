@@ -16,6 +16,7 @@ from atoll.core.protocol import (
     Finish,
     FragmentDamaged,
     InnerState,
+    Lease,
     LeaveWanted,
     LinkClosed,
     LinkOpened,
@@ -58,10 +59,13 @@ class LearnerMachine(Machine):
         adopt=st.sampled_from(["carry", "overwrite", "blend"]),
         incarnation=st.integers(1, 3),
         joined=st.sampled_from([True, True, False]),
+        leases=st.sampled_from([0, 5]),
     )
-    def begin(self, fragments, every, adopt, incarnation, joined):
+    def begin(self, fragments, every, adopt, incarnation, joined, leases):
         limits = Limits(first_wait_s=5.0, most_wait_s=60.0)
-        self.config = RunConfig(fragments=fragments, every_steps=every, adopt=adopt, limits=limits)
+        self.config = RunConfig(
+            fragments=fragments, every_steps=every, adopt=adopt, limits=limits, lease_samples=leases, leases_ahead=1
+        )
         self.talk = self.kind(self.config, 1, incarnation)
         self.heard: list[Envelope] = []
         self.published = dict.fromkeys(range(fragments), 0)  # at the syncer
@@ -117,6 +121,7 @@ class LearnerMachine(Machine):
         self.was_training = core.training
         for p, line in enumerate(view.ledger):
             self.checked(line.balanced(), f"fragment {p}: {line}")
+            self.checked(core.held == 5 * core.lease_count or not self.config.lease_samples, "a lease counts twice")
             if self.config.adopt == "carry":
                 self.checked(not line.dropped, f"fragment {p}: carry drops nothing, {line}")
 
@@ -165,6 +170,16 @@ class LearnerMachine(Machine):
         for p, version in self.published.items():
             self.hears(Published(p, version, None, self.marks.get(p), 0.0))
         self.hears(NoPeer(because("peer-none"), False))
+        self.leases_more(0)
+
+    @rule(skipped=st.sampled_from([0, 0, 1, -1]))
+    def leased(self, skipped):
+        self.leases_more(skipped)
+
+    def leases_more(self, skipped: int) -> None:
+        """The next lease, one that it has had, or one after another that was lost."""
+        number = max(0, self.talk.core.lease_count + skipped)
+        self.hears(Lease(number, 7 * number, 7 * number + 5))
 
     def dialing_ends_well(self) -> None:
         self.dialing = False
@@ -190,7 +205,9 @@ class LearnerMachine(Machine):
         if not self.talk.core.training:
             return
         self.steps += steps
-        done = self.happens(StepTaken(steps, tokens, 1.0))
+        core = self.talk.core
+        samples = 3 * steps if core.held - core.taken >= 3 * steps else 0
+        done = self.happens(StepTaken(steps, tokens, 1.0, samples))
         up = self.talk.core.link is Link.UP
         told = [e for e in done if isinstance(e, Send) and isinstance(e.envelope.body, Report)]
         self.checked(len(told) == up, "a report after every step, exactly while there is a link")

@@ -30,6 +30,8 @@ from atoll.core.protocol import (
     FinishRequested,
     InnerState,
     LearnerDisconnected,
+    Lease,
+    LeaseRequest,
     Leave,
     LeaveWanted,
     LinkClosed,
@@ -97,6 +99,8 @@ def _words(value: Any) -> str:
 def _fields(value: Any) -> list[str]:
     shown = []
     for field, inner in zip(value._fields, value, strict=True):
+        if field == "taken" and not inner:
+            continue  # a run without leases
         if isinstance(inner, RoundId):
             shown += _fields(inner)
         elif isinstance(inner, Reason):
@@ -249,6 +253,7 @@ SYNCER = _phrases(
                 voice.id, words.pop("to"), words.pop("incarnation"), words.pop("step"), _tuple(words.pop("versions"))
             )
         ),
+        "WHO asks for leases": _says(lambda voice, words: LeaseRequest(words.pop("leases"), words.pop("taken"))),
         "WHO is ready": _says(lambda voice, words: Ready(because("moments-kept"))),
         "WHO leaves": _says(lambda voice, words: Leave(words.pop("why"))),
         "WHO pings": _says(lambda voice, words: Ping(words.pop("serial", 1))),
@@ -309,7 +314,11 @@ LEARNER = _phrases(
         "the link closes": lambda talk, at, words: talk.tell(at, LinkClosed(talk.session, words.pop("why"))),
         "dialing fails": lambda talk, at, words: talk.tell(at, DialFailed(words.pop("why"))),
         "takes a step": lambda talk, at, words: talk.steps(
-            at, words.pop("steps", 1), words.pop("tokens", None), words.pop("step_time", 1.0)
+            at,
+            words.pop("steps", 1),
+            words.pop("tokens", None),
+            words.pop("step_time", 1.0),
+            words.pop("samples", 0),
         ),
         "has saved its part": lambda talk, at, words: talk.saved(at),
         "cannot save its part": lambda talk, at, words: talk.save_failed(at, words.pop("why")),
@@ -326,6 +335,7 @@ LEARNER = _phrases(
             lambda words: RefuseContribution(_round(words), because("contribution-late"))
         ),
         "the syncer publishes": _published,
+        "the syncer leases": _hears(lambda words: Lease(words.pop("number"), words.pop("begin"), words.pop("end"))),
         "the syncer marks": _marker,
         "the syncer wants state": _hears(
             lambda words: StateWanted(words.pop("to"), words.pop("incarnation", 1), _tuple(words.pop("versions")))

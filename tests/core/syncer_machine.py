@@ -16,6 +16,8 @@ from atoll.core.protocol import (
     Hello,
     InnerState,
     LearnerDisconnected,
+    Lease,
+    LeaseRequest,
     Leave,
     MergeDone,
     MergeFailed,
@@ -58,8 +60,9 @@ class SyncerMachine(Machine):
         snapshots=st.sampled_from([0, 0, 2]),
         budget=st.sampled_from([None, None, 4]),
         learners=st.integers(1, 3),
+        leases=st.sampled_from([0, 4, 9]),
     )
-    def begin(self, fragments, every, quorum, gamma, snapshots, budget, learners):
+    def begin(self, fragments, every, quorum, gamma, snapshots, budget, learners, leases):
         self.config = RunConfig(
             fragments=fragments,
             every_steps=every,
@@ -67,12 +70,17 @@ class SyncerMachine(Machine):
             grace_margin=gamma,
             snapshot_every_merges=snapshots,
             budget_merges=budget,
+            lease_samples=leases,
+            leases_ahead=1,
             limits=Limits(first_wait_s=5.0, most_wait_s=60.0, most_learners=3),
         )
         self.talk = self.kind(self.config)
         self.heard: list[Envelope] = []
         self.versions = dict.fromkeys(range(fragments), 0)
         self.trained = 0
+        self.lines: dict[tuple[int, int], list[int]] = {}  # samples leased to every incarnation, in order
+        self.starts: dict[tuple[int, int], list[int]] = {}  # where each of its leases begins in that
+        self.merged: dict[int, tuple[int, int]] = {}  # by sample: who had it
         self.begun = True
         for learner in range(1, learners + 1):
             self.joins_all_the_way(self.talk.voice(learner))
@@ -104,6 +112,23 @@ class SyncerMachine(Machine):
         elif isinstance(effect, Send) and isinstance(effect.envelope.body, Published):
             body = effect.envelope.body
             self.checked(body.version <= self.versions[body.fragment], f"{body} is not durable")
+        elif isinstance(effect, Send) and isinstance(effect.envelope.body, Lease):
+            self._leased((effect.envelope.learner, effect.envelope.incarnation), effect.envelope.body)
+
+    def _leased(self, key: tuple[int, int], lease: Lease) -> None:
+        record = self.talk.disk.get(("leases", 0))
+        held = [h for h in record.holdings if (h.learner, h.incarnation) == key]  # type: ignore[union-attr]
+        durable = dict(enumerate(held[0].intervals, held[0].first)) if held else {}
+        self.checked(durable.get(lease.number) == (lease.begin, lease.end), f"{lease} of {key} is not durable")
+        line, starts = self.lines.setdefault(key, []), self.starts.setdefault(key, [])
+        samples = list(range(lease.begin, lease.end))
+        if lease.number < len(starts):
+            begin = starts[lease.number]
+            self.checked(line[begin : begin + len(samples)] == samples, f"lease {lease.number} of {key} is another one")
+        else:
+            self.checked(lease.number == len(starts), f"lease {lease.number} of {key} after {len(starts)}")
+            starts.append(len(line))
+            line += samples
 
     @invariant()
     def it_makes_sense(self):
@@ -154,6 +179,11 @@ class SyncerMachine(Machine):
         self.talk._write_record(record)
         if isinstance(record, VersionRecord) and self.talk.core.view().stage != "superseded":
             self.versions[record.fragment] = record.version
+            for a in record.contributions:
+                key = (a.learner, a.incarnation)
+                for sample in self.lines.get(key, [])[: a.taken]:
+                    owner = self.merged.setdefault(sample, key)
+                    self.checked(owner == key, f"sample {sample} is merged by {owner} and by {key}")
 
     @rule(chance=st.integers(0, 15), kept=st.booleans())
     def the_syncer_is_killed_and_starts_again(self, chance, kept):
@@ -166,6 +196,7 @@ class SyncerMachine(Machine):
         for learner, old in before.voices.items():
             voice = self.talk.voice(learner, old.incarnation, old.session + 1)
             voice.step, voice.trained, voice.received, voice.marks = old.step, old.trained, old.received, old.marks
+            voice.leases, voice.taken = old.leases, old.taken
         self.now = 0.0
         self.trained = 0
 
@@ -189,7 +220,14 @@ class SyncerMachine(Machine):
         for effect in [e for e in self.talk.awaited if isinstance(e, Persist)]:
             self._end_write(effect)
         self.acknowledges_all(voice)
+        self.wants_leases(voice)
+        for effect in [e for e in self.talk.awaited if isinstance(e, Persist)]:
+            self._end_write(effect)
         self.says(voice.id, Ready(because("moments-kept")))
+
+    def wants_leases(self, voice: Voice) -> None:
+        if self.config.lease_samples:
+            self.says(voice.id, LeaseRequest(len(voice.leases), voice.taken))
 
     def acknowledges_all(self, voice: Voice) -> None:
         for p, version in list(voice.received.items()):
@@ -229,7 +267,15 @@ class SyncerMachine(Machine):
         voice = self.voice(learner)
         voice.step += steps
         voice.trained += tokens
-        self.says(learner, Report(voice.step, voice.trained, 1.0))
+        self.takes(voice, steps)
+        self.says(learner, Report(voice.step, voice.trained, 1.0, voice.taken))
+
+    def takes(self, voice: Voice, samples: int) -> None:
+        voice.taken = min(voice.taken + samples, sum(lease.end - lease.begin for lease in voice.leases))
+
+    @rule(learner=LEARNERS)
+    def asks_for_leases(self, learner):
+        self.wants_leases(self.voice(learner))
 
     @rule(seconds=st.sampled_from([0.1, 1.0]), rounds=st.integers(1, 3))
     def some_good_seconds(self, seconds, rounds):
@@ -238,7 +284,9 @@ class SyncerMachine(Machine):
             self.now += seconds
             for voice in list(self.talk.voices.values()):
                 voice.step, voice.trained = voice.step + 1, voice.trained + 10
-                self.says(voice.id, Report(voice.step, voice.trained, seconds))
+                self.takes(voice, 3)
+                self.wants_leases(voice)
+                self.says(voice.id, Report(voice.step, voice.trained, seconds, voice.taken))
             self.everybody_answers()
             self.all_work_ends()
             for voice in list(self.talk.voices.values()):

@@ -62,8 +62,8 @@ def test_a_changed_effect_is_found_where_it_is():
     assert difference.first_place() == 0
     told = str(difference)
     assert f"learner 1 incarnation 1, tick {place + 1}" in told
-    assert '["Report",1,101,1.0]' in told.split(", derived as ")[0]
-    assert '["Report",1,100,1.0]' in told.split(", derived as ")[1]
+    assert '["Report",1,101,1.0,0]' in told.split(", derived as ")[0]
+    assert '["Report",1,100,1.0,0]' in told.split(", derived as ")[1]
 
 
 def test_a_lost_effect_and_an_invented_one_are_found():

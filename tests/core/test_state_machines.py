@@ -13,7 +13,7 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from atoll.core.learner import LearnerCore
-from atoll.core.protocol import Published
+from atoll.core.protocol import Lease, Published
 from atoll.core.syncer import SyncerCore
 from atoll.core.tables import Link
 from tests.core.learner_machine import LearnerMachine, QuietLearner
@@ -42,6 +42,20 @@ class SkipsAVersion(SyncerCore):
         self.merges += 1
 
 
+class ForgetsWhatIsMerged(SyncerCore):
+    def _settle_leases(self) -> None:
+        for key in self.lease_closing:
+            self.leases.holders[key].merged = self.leases.holders[key].before
+        super()._settle_leases()
+
+
+class LeasesTwice(LearnerCore):
+    def _on_lease(self, now: float, envelope: Any, body: Lease) -> None:
+        if body.number < self.lease_count:
+            self.held += body.end - body.begin
+        super()._on_lease(now, envelope, body)
+
+
 class WaitsForTheLink(LearnerCore):
     @property
     def training(self) -> bool:
@@ -61,6 +75,8 @@ class AdoptsTheOlder(LearnerCore):
     [
         (BelowQuorum, SyncerMachine, QuietSyncer, "below (the )?quorum"),
         (SkipsAVersion, SyncerMachine, QuietSyncer, r"is at version|version \d+ of \d+"),
+        (ForgetsWhatIsMerged, SyncerMachine, QuietSyncer, "is merged by"),
+        (LeasesTwice, LearnerMachine, QuietLearner, "a lease counts twice"),
         (WaitsForTheLink, LearnerMachine, QuietLearner, "because of something that the network did"),
         (AdoptsTheOlder, LearnerMachine, QuietLearner, "is not newer|arrivals are wrong|adopted before it arrived"),
     ],

@@ -160,14 +160,14 @@ def test_a_named_tuple_carries_its_name_and_so_do_those_inside():
     assert encode(Pull(RoundId(7, 3, 1, 2))) == '["Pull",["RoundId",7,3,1,2]]'
     assert (
         encode(Published(7, 4, None, Mark(1, 3, 40, 4000, 0), 0.25))
-        == '["Published",7,4,null,["Mark",1,3,40,4000,0],0.25]'
+        == '["Published",7,4,null,["Mark",1,3,40,4000,0,0],0.25]'
     )
 
 
 def test_the_line_of_an_entry_is_json_with_a_checksum():
     line = encode_entry(Entry(12.5, ACTOR, 17, StepTaken(1, 100, 0.5), (Say(("learner", 3), Reason("link-up")),)))
     checksum, payload = json.loads(line)
-    assert payload == [12.5, 17, ["StepTaken", 1, 100, 0.5], [["Say", ["learner", 3], ["Reason", "link-up", []]]]]
+    assert payload == [12.5, 17, ["StepTaken", 1, 100, 0.5, 0], [["Say", ["learner", 3], ["Reason", "link-up", []]]]]
     assert checksum == f"{zlib.crc32(json.dumps(payload, separators=(',', ':')).encode()):08x}"
 
 
@@ -180,8 +180,8 @@ def test_the_header_names_the_fields_of_every_type():
 
 
 def test_numbers_that_json_cannot_write_are_spelled_out():
-    assert encode(Report(1, 2, float("nan"))) == '["Report",1,2,{"float":"nan"}]'
-    assert encode(Report(1, 2, float("-inf"))) == '["Report",1,2,{"float":"-inf"}]'
+    assert encode(Report(1, 2, float("nan"))) == '["Report",1,2,{"float":"nan"},0]'
+    assert encode(Report(1, 2, float("-inf"))) == '["Report",1,2,{"float":"-inf"},0]'
     assert encode(Reason("grace-no-slack", (1, float("inf")))) == '["Reason","grace-no-slack",[1,{"float":"inf"}]]'
 
 
@@ -208,13 +208,16 @@ def test_equal_fields_are_not_an_equal_type():
         ('["Pull",["RoundId",7,3,1,"2"]]', "Pull.round.RoundId.attempt: expected int, found '2'"),
         ('["Pull",["RoundId",7,3,1,true]]', "Pull.round.RoundId.attempt: expected int, found True"),
         ('["Pull",["RoundId",7,3,1,2.0]]', "Pull.round.RoundId.attempt: expected int, found 2.0"),
-        ('["StepTaken",1,2,{"float":"fast"}]', "StepTaken.step_time_s: expected float, found {'float': 'fast'}"),
+        ('["StepTaken",1,2,{"float":"fast"},0]', "StepTaken.step_time_s: expected float, found {'float': 'fast'}"),
         ('["Reason","link-up",[[]]]', "Reason.args.[0]: expected a number, a string, a truth value or None, found []"),
         ('["Say",["learner"],["Reason","link-up",[]]]', "Say.subject: expected an array of 2, found ['learner']"),
         ('["Send",["Envelope",1,1,1,1,1,1,1,["Dial",0,1]]]', "Envelope.body: type 'Dial' does not belong here"),
         ('["AdoptFragment",1,1,"seize",true,1,1,1]', "AdoptFragment.how: expected 'carry' or 'overwrite' or 'blend'"),
         ('["Published",1,1,[],null,0.5]', "Published.base: expected int, found []"),
-        ('["Restored",{"versions":[[1]],"members":null,"manifest":null}]', "Restored.versions.[0]: expected an array"),
+        (
+            '["Restored",{"versions":[[1]],"members":null,"manifest":null,"leases":null}]',
+            "Restored.versions.[0]: expected an array",
+        ),
         ('["Limits",{"speed":1}]', "Limits has no field 'speed'"),
         ('["Limits",{}]', "Limits lacks its field 'first_wait_s'"),
         ('["Line",1,1,0,[["a",1],["a",2]]]', "Line.dropped: a key stands twice"),

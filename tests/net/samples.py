@@ -12,7 +12,7 @@ from atoll.core.types import Mark, RoundId
 from atoll.net.wire import Code, FragmentHeader, Kind, Side, digest, encode_header, encode_message, frame_head
 
 ROUND = RoundId(fragment=2, base=11, epoch=3, attempt=1)
-MARK = Mark(incarnation=1, base=10, copied_at=480, trained=1_966_080, dropped=0)
+MARK = Mark(incarnation=1, base=10, copied_at=480, trained=1_966_080, dropped=0, taken=3840)
 
 
 class Message(NamedTuple):
@@ -30,10 +30,10 @@ def _said_by(sender: Side, body: p.Body, name: str = "") -> Message:
 
 MESSAGES: tuple[Message, ...] = (
     _said_by("learner", p.Hello("run", ("head 256x64 float32 weight", "plan balanced 3"), (-1, -1, -1), 0, 0, False)),
-    _said_by("learner", p.Report(504, 2_064_384, 0.125)),
+    _said_by("learner", p.Report(504, 2_064_384, 0.125, 4032)),
     _said_by("learner", p.Report(505, 2_068_480, 2), "learner: Report, a whole number where a fraction may stand"),
     _said_by("learner", p.Report(506, 2**63 - 1, float("nan")), "learner: Report, the largest number and no number"),
-    _said_by("learner", p.Contribution(ROUND, 504, 24, 98_304, 2_064_384, 0)),
+    _said_by("learner", p.Contribution(ROUND, 504, 24, 98_304, 2_064_384, 0, None, 4032)),
     _said_by(
         "learner", p.Contribution(ROUND, 504, 24, 98_304, 2_064_384, 4096, "not finite"), "learner: Contribution 2"
     ),
@@ -50,6 +50,7 @@ MESSAGES: tuple[Message, ...] = (
     _said_by("learner", p.Ready(because("moments-peer", 2))),
     _said_by("learner", p.Leave("Ctrl-C")),
     _said_by("learner", p.Leave("größer als 2³¹ 🌊"), "learner: Leave, with characters beyond ASCII"),
+    _said_by("learner", p.LeaseRequest(8, 4032)),
     _said_by("learner", p.FinishAck(72)),
     _said_by("learner", p.Ping(8)),
     _said_by("syncer", p.Welcome((12, 12, 11), 0.25, 0.125)),
@@ -63,6 +64,7 @@ MESSAGES: tuple[Message, ...] = (
     _said_by("syncer", p.InnerState(2, 4, 1, 498, (12, 12, 11))),
     _said_by("syncer", p.PeerChosen(2)),
     _said_by("syncer", p.NoPeer(Reason("a-sentence-of-a-later-version", (1, 0.5, None, True, "text")), False)),
+    _said_by("syncer", p.Lease(8, 12_288, 13_056)),
     _said_by("syncer", p.Finish((13, 13, 12), 72)),
     _said_by("syncer", p.Pong(8)),
 )
@@ -80,7 +82,7 @@ def _message(name: str) -> bytes:
 
 
 def _text(text: str) -> bytes:
-    return b"ATLL\x01" + text.encode("utf-8")
+    return b"ATLL\x02" + text.encode("utf-8")
 
 
 _PING = encode_message(p.Envelope(4, 1, 2, 3, 517, 902, 0, p.Ping(8)))
@@ -90,7 +92,8 @@ BAD_MESSAGES: tuple[BadMessage, ...] = (
     BadMessage("only the magic", "learner", _PING[:4], "truncated"),
     BadMessage("half of the magic and something else", "learner", b"AT{}", "magic"),
     BadMessage("a frame where a message belongs", "learner", b"ATLF" + _PING[4:], "magic"),
-    BadMessage("a later version", "learner", b"ATLL\x02" + _PING[5:], "version"),
+    BadMessage("an earlier version", "learner", b"ATLL\x01" + _PING[5:], "version"),
+    BadMessage("a later version", "learner", b"ATLL\x03" + _PING[5:], "version"),
     BadMessage("no text", "learner", _PING[:5], "json"),
     BadMessage("half of the text", "learner", _PING[:-3], "json"),
     BadMessage("two texts", "learner", _PING + _PING[5:], "json"),
@@ -151,7 +154,7 @@ class BadFrame(NamedTuple):
 
 def _forged(frame: Sent, **fields: Any) -> bytes:
     """The frame with other fields in its head, and the digest that belongs to them."""
-    head: dict[str, Any] = {"magic": b"ATLF", "version": 1, "kind": int(frame.kind), "codec": frame.codec, "flags": 0}
+    head: dict[str, Any] = {"magic": b"ATLF", "version": 2, "kind": int(frame.kind), "codec": frame.codec, "flags": 0}
     head |= {"header_bytes": len(frame.header), "payload_bytes": len(frame.payload)} | fields
     packed = struct.pack("<4sBBBBIQ", *head.values())
     return packed + digest(packed, frame.header, frame.payload) + frame.header + frame.payload
@@ -173,7 +176,7 @@ BAD_FRAMES: tuple[BadFrame, ...] = (
     _bad("half a payload", _DELTA, _GOOD[:-1], "truncated"),
     _bad("another magic", _DELTA, _forged(_DELTA, magic=b"ATLL"), "magic"),
     _bad("some JSON", _DELTA, b'{"learner":4}', "magic"),
-    _bad("a later version", _DELTA, _forged(_DELTA, version=2), "version"),
+    _bad("a later version", _DELTA, _forged(_DELTA, version=3), "version"),
     _bad("an unknown flag", _DELTA, _forged(_DELTA, flags=1), "version"),
     _bad("an unknown kind", _DELTA, _forged(_DELTA, kind=9), "kind"),
     _bad("another kind than expected", _DELTA, _WHOLE.data(), "kind"),

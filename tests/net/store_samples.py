@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atoll.core.protocol import ManifestRecord, MembersRecord, SnapshotRecord, VersionRecord
-from atoll.core.types import Accepted, Mark, RoundId
+from atoll.core.protocol import LeaseRecord, ManifestRecord, MembersRecord, SnapshotRecord, VersionRecord
+from atoll.core.types import Accepted, Holding, Mark, RoundId
 from atoll.net.store import Store
 
 FRAGMENTS = 2
@@ -35,6 +35,10 @@ def same(found: dict[str, Tensor], number: int, numel: int = 8) -> bool:
 
 def members(serial: int) -> MembersRecord:
     return MembersRecord(serial, ((1, serial), (3, 1)), (), 0)
+
+
+def leases(serial: int) -> LeaseRecord:
+    return LeaseRecord(serial, 40, ((8, 10),), (Holding(1, serial, 1, 8, ((10, 20), (20, 40))),), 0)
 
 
 def snapshot(number: int, *versions: int) -> SnapshotRecord:

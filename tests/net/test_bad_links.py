@@ -141,7 +141,7 @@ class Flip:
         self.fired = 0
 
     def __call__(self, data: bytes) -> bytes:
-        head = data.find(b"ATLF\x01\x02")
+        head = data.find(b"ATLF\x02\x02")
         if head < 0 or self.left == 0 or len(data) < head + 300:
             return data
         self.left -= 1

@@ -21,7 +21,7 @@ from atoll.core.syncer_state import Restored
 from atoll.core.types import RunConfig
 from atoll.net.durable import put_file, read_file, read_tensor_file, small_file, small_file_text, tensor_file
 from atoll.net.store import LOST_EPOCHS, Fenced, Store, StoreDamaged
-from tests.net.store_samples import FRAGMENTS, MANIFEST, founded, members, same, snapshot, tensors, version
+from tests.net.store_samples import FRAGMENTS, MANIFEST, founded, leases, members, same, snapshot, tensors, version
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -50,11 +50,13 @@ def test_the_next_process_finds_what_was_written(tmp_path):
         store.write(version(0, 2), tensors(2))
         store.write(version(1, 1), tensors(1))
         store.write(members(2))
+        store.write(leases(1))
+        store.write(leases(2))
         store.write(MANIFEST)
     with Store.open(tmp_path) as store:
         assert store.epoch == 2
         assert store.settings() == {"run": "sample", "lr": 0.4}
-        assert store.restored() == Restored({0: version(0, 2), 1: version(1, 1)}, members(2), MANIFEST)
+        assert store.restored() == Restored({0: version(0, 2), 1: version(1, 1)}, members(2), MANIFEST, leases(2))
         assert store.fragments() == (0, 1)
         number, record, values = store.newest(0)
         assert (number, record) == (2, version(0, 2))

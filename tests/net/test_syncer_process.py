@@ -39,7 +39,7 @@ def test_before_a_model_came_the_syncer_says_that_it_waits_for_one(tmp_path):
         status = run.status()
         assert (status["stage"], status["founded"], status["merges"]) == ("waiting for a model", False, 0)
         settings = json.loads(run.ask("GET", "/v1/run")[1])
-        assert (settings["founded"], settings["extra"], settings["protocol"]) == (False, {"lr": 0.5}, 1)
+        assert (settings["founded"], settings["extra"], settings["protocol"]) == (False, {"lr": 0.5}, 2)
         assert run.ask("GET", "/v1/link", Connection="Upgrade", Upgrade="websocket")[0] == 409
         assert run.ask("GET", "/v1/fragment/0/0")[0] == 404
         assert run.ask("POST", "/v1/finish")[0] == 204

@@ -106,11 +106,11 @@ def figures_for_people_are_told(text: str) -> Iterator[str]:
 
 
 def the_example_is_what_is_written(text: str) -> Iterator[str]:
-    if "\n    ATLL\\x01" not in text:
+    if "\n    ATLL\\x02" not in text:
         yield "no example"
         return
-    example = re.findall(r"^    ATLL\\x01(.*)$", text, re.MULTILINE)[0]
-    envelope = wire.decode_message(b"ATLL\x01" + example.encode(), "learner")
+    example = re.findall(r"^    ATLL\\x02(.*)$", text, re.MULTILINE)[0]
+    envelope = wire.decode_message(b"ATLL\x02" + example.encode(), "learner")
     if wire.encode_message(envelope)[5:].decode() != example:
         yield "the example is not how it is written"
 

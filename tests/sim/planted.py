@@ -6,10 +6,13 @@ from dataclasses import dataclass
 
 from atoll.core.learner import LearnerCore
 from atoll.core.learner_state import Copy
+from atoll.core.leases import Key, LeaseBooks
 from atoll.core.protocol import (
     AdoptFragment,
     Contribution,
     Envelope,
+    Lease,
+    LeaseRecord,
     MergeRound,
     OpenGrace,
     Persisted,
@@ -22,7 +25,7 @@ from atoll.core.reasons import Reason
 from atoll.core.syncer import SyncerCore
 from atoll.core.syncer_state import Fragment, Member, Restored
 from atoll.core.tables import Link, Mode, Phase, Stage, Standing
-from atoll.core.types import Accepted, RoundId, RunConfig
+from atoll.core.types import Accepted, Interval, RoundId, RunConfig
 
 
 @dataclass(frozen=True)
@@ -292,6 +295,76 @@ class ContributesSettledTokens(LearnerCore):
         super()._contribute(p, round_id)
 
 
+class LeasesBeforeDurable(SyncerCore):
+    def _save_leases(self) -> None:
+        super()._save_leases()
+        for (learner, incarnation), holder in self.leases.holders.items():
+            member = self.members[learner]
+            if self._may_lease(member, incarnation):
+                self._send_leases(member, holder, max(holder.durable, holder.first), holder.count)
+
+
+class ReturnsLeasesOfTheAbsent(SyncerCore):
+    """Takes a broken link for the end of its learner."""
+
+    def _gone(self, now: float, member: Member, reason: Reason) -> None:
+        key = (member.id, member.incarnation)
+        super()._gone(now, member, reason)
+        if key in self.leases.holders and key not in self.lease_closing:
+            self._return_leases(key)
+
+
+class ReturnsLeasesBeforeTheEndIsDurable(SyncerCore):
+    def _close_leases(self, member: Member, serial: int) -> None:
+        super()._close_leases(member, 0)
+        self._settle_leases()
+
+
+class ReturnsWhatARoundHolds(SyncerCore):
+    def _is_contributing(self, key: Key) -> bool:
+        return False
+
+
+class ForgetsMarksOfLeases(SyncerCore):
+    """After a restart takes the last record of leases for all that there is to know."""
+
+    def _restore_leases(self, record: LeaseRecord) -> None:
+        self.leases_serial = record.serial
+        self.leases.restore(record)
+        for key in list(self.leases.holders):
+            if key[0] not in self.members or self.members[key[0]].incarnation != key[1]:
+                self.leases.close(key)
+
+
+class NewSamplesFirst(SyncerCore):
+    class Books(LeaseBooks):
+        def _cut(self, samples: int) -> Interval:
+            self.next += samples
+            return self.next - samples, self.next
+
+    def __init__(self, config: RunConfig, epoch: int, restored: Restored | None = None) -> None:
+        super().__init__(config, epoch, restored)
+        books = self.Books()
+        books.__dict__.update(self.leases.__dict__)
+        self.leases = books
+
+
+class CountsLeasesTwice(LearnerCore):
+    """A lease that comes again is taken for another one."""
+
+    def _on_lease(self, now: float, envelope: Envelope, body: Lease) -> None:
+        if body.number < self.lease_count:
+            self.held += body.end - body.begin
+        super()._on_lease(now, envelope, body)
+
+
+class StartsWithoutLease(LearnerCore):
+    def _check_ready(self, now: float) -> None:
+        self.lease_samples = 0
+        super()._check_ready(now)
+        self.lease_samples = self.config.lease_samples
+
+
 PLANTED: tuple[Planted, ...] = (
     Planted("merge below quorum", ("quorum",), syncer=MergesBelowQuorum),
     Planted("accept an old incarnation", ("current",), syncer=AcceptsOldIncarnation),
@@ -322,4 +395,12 @@ PLANTED: tuple[Planted, ...] = (
     Planted("never dial again", ("liveness",), learner=NeverDialsAgain),
     Planted("ask the disk twice", ("one-answer",), syncer=AsksTheDiskTwice),
     Planted("contribute settled tokens again", ("ledger",), learner=ContributesSettledTokens),
+    Planted("lease before it is durable", ("lease-durable",), syncer=LeasesBeforeDurable),
+    Planted("return the leases of the absent", ("leased-once",), syncer=ReturnsLeasesOfTheAbsent),
+    Planted("return leases too early", ("leased-once",), syncer=ReturnsLeasesBeforeTheEndIsDurable),
+    Planted("return what a round still holds", ("samples-once",), syncer=ReturnsWhatARoundHolds),
+    Planted("forget marks of leases", ("samples-once",), syncer=ForgetsMarksOfLeases),
+    Planted("lease new samples first", ("returned-first",), syncer=NewSamplesFirst),
+    Planted("count a lease twice", ("lease-held",), learner=CountsLeasesTwice),
+    Planted("start without a lease", ("lease-held",), learner=StartsWithoutLease),
 )

@@ -29,6 +29,9 @@ def test_no_invariant_is_broken(piece: int) -> None:
     for seed in range(piece, SEEDS, PIECES):
         result = run_seed(seed)
         assert result.checker is None, found(result)
+        if all(fault.kind != "poison" for fault in draw(seed).faults):
+            struck = {"report-wild", "contribution-wild", "contribution-bad", "lease-wild"} & set(result.said)
+            assert not struck, f"seed {seed}: nobody lies there, and somebody is struck: {struck}"
 
 
 @pytest.mark.parametrize("seed", _kept(KEPT))
@@ -44,6 +47,7 @@ def test_worlds_are_drawn_as_widely_as_promised() -> None:
     assert 15 < spread <= 20
     assert {p.config.adopt for p in plans} == {"carry", "overwrite", "blend"}
     assert any(p.config.quorum == len(p.starts_s) > 1 for p in plans)
+    assert 0.5 < sum(p.config.lease_samples > 0 for p in plans) / len(plans) < 0.75
 
 
 def test_two_hundred_seeds_meet_nearly_every_move_and_every_fault() -> None:

@@ -46,17 +46,16 @@ class Reference:
             inner_optimizer(model, settings.inner, lr=settings.lr, weight_decay=settings.weight_decay)
             for model in self.models
         ]
-        self.samplers = [
-            Sampler(corpus, settings.seed, n + 1, count, settings.batch, config.context) for n in range(count)
-        ]
+        self.sampler = Sampler(corpus, settings.seed, config.context)
         self.total = settings.lockstep_steps(config.context)
 
     def step(self, step, mean_gradients=False):
         for optimizer in self.optimizers:
             set_lr(optimizer, self.settings.lr * schedule((step + 1) / self.total, self.settings.warmup))
-        for model, sampler in zip(self.models, self.samplers, strict=True):
+        for place, model in enumerate(self.models):
+            begin = (step * len(self.models) + place) * self.settings.batch
             model.zero_grad()
-            model(*sampler.batch(step)).backward()
+            model(*self.sampler.batch(range(begin, begin + self.settings.batch))).backward()
         if mean_gradients:
             for same in zip(*(model.parameters() for model in self.models), strict=True):
                 mean = torch.stack([p.grad for p in same]).mean(0)

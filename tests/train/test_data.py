@@ -1,14 +1,12 @@
-"""Text: the split goes by document, batches by index, and no two learners read the same window."""
+"""Text: the split goes by document, and samples by number."""
 
 from __future__ import annotations
-
-import json
 
 import numpy as np
 import pytest
 import torch
 
-from atoll.train.data import PART_BYTES, Sampler, Text
+from atoll.train.data import KEPT_ORDERS, PART_BYTES, Sampler, Text, dealt
 
 CONTEXT = 4
 
@@ -44,56 +42,45 @@ def test_the_split_goes_by_name_so_that_a_new_document_moves_no_other(corpus):
     assert larger.digest != corpus.digest
 
 
-def test_a_batch_is_a_function_of_seed_learner_and_step(corpus):
-    def batch(seed: int, learner: int, step: int) -> torch.Tensor:
-        return Sampler(corpus, seed, learner, 2, 3, CONTEXT).batch(step)[0]
+def test_a_sample_is_a_function_of_the_seed_and_its_number(corpus):
+    def sample(seed: int, number: int) -> torch.Tensor:
+        return Sampler(corpus, seed, CONTEXT).batch([number])[0]
 
-    assert torch.equal(batch(1, 1, 5), batch(1, 1, 5))
-    others = [batch(2, 1, 5), batch(1, 2, 5), batch(1, 1, 6)]
-    assert not any(torch.equal(batch(1, 1, 5), other) for other in others)
+    assert torch.equal(sample(1, 5), sample(1, 5))
+    assert not any(torch.equal(sample(1, 5), other) for other in (sample(2, 5), sample(1, 6)))
+
+
+def test_the_same_number_is_the_same_sample_in_whatever_order_it_is_asked_for(corpus):
+    """Samples of an earlier epoch may be returned and leased again."""
+    sampler = Sampler(corpus, 3, CONTEXT)
+    numbers = [e * sampler.windows + place for e in range(KEPT_ORDERS + 2) for place in (0, 7, sampler.windows - 1)]
+    first = {number: sampler.window(number) for number in numbers}
+    assert {number: sampler.window(number) for number in reversed(numbers)} == first
 
 
 def test_targets_are_the_inputs_one_token_later(corpus):
-    x, y = Sampler(corpus, 0, 1, 1, 8, CONTEXT).batch(0)
+    x, y = Sampler(corpus, 0, CONTEXT).batch(range(8))
     assert x.shape == y.shape == (8, CONTEXT)
     assert x.dtype == torch.int64
     assert torch.equal(x[:, 1:], y[:, :-1])
 
 
-def test_no_two_learners_ever_read_the_same_window():
-    """Also in later rounds through the text, which learners of different speeds reach at different times."""
-    corpus = Text.of({"a": np.arange(1, 61, dtype=np.uint16), "b": np.arange(500, 560, dtype=np.uint16)})
-    samplers = [Sampler(corpus, 5, i, 3, 2, 2) for i in (1, 2, 3)]
-    seen = [{tuple(row.tolist()) for step in range(40) for row in s.batch(step)[0]} for s in samplers]
-    assert all(len(s) == 10 for s in seen)
-    assert len(set().union(*seen)) == 30
-
-
 def test_every_window_comes_once_before_any_comes_again():
     tokens = np.arange(0, 1001, dtype=np.uint16)
     corpus = Text.of({"a": tokens, "b": tokens[:50] + 2000, "c": tokens[:50] + 3000})
-    sampler = Sampler(corpus, 0, 1, 1, 1, 10)
+    sampler = Sampler(corpus, 0, 10)
     there = (len(corpus.train) - 1) // 10
-    first = [tuple(sampler.batch(i)[0][0].tolist()) for i in range(there)]
-    second = [tuple(sampler.batch(there + i)[0][0].tolist()) for i in range(there)]
+    assert sampler.windows == there
+    first = [tuple(row.tolist()) for row in sampler.batch(range(there))[0]]
+    second = [tuple(row.tolist()) for row in sampler.batch(range(there, 2 * there))[0]]
     assert len(set(first)) == there
     assert sorted(first) == sorted(second)
     assert first != second
 
 
-def test_a_sampler_resumes_exactly(corpus):
-    sampler = Sampler(corpus, 3, 2, 4, 2, CONTEXT)
-    for _ in range(7):
-        sampler.next()
-    state = json.loads(json.dumps(sampler.state()))
-    again = Sampler.resume(corpus, state)
-    for _ in range(20):
-        assert torch.equal(sampler.next()[0], again.next()[0])
-
-
-def test_a_state_does_not_fit_another_text(corpus, stdlib):
-    with pytest.raises(ValueError, match="not the corpus of the saved state"):
-        Sampler.resume(stdlib, Sampler(corpus, 3, 2, 4, 2, CONTEXT).state())
+def test_samples_are_dealt_so_that_all_learners_together_go_along_the_line():
+    numbers = [n for step in range(4) for learner in (1, 2, 3) for n in dealt(step, learner, 3, 2)]
+    assert numbers == list(range(24))
 
 
 def test_what_is_held_out_is_read_evenly_and_always_the_same(corpus):
@@ -130,7 +117,7 @@ def test_a_token_file_may_have_a_larger_vocabulary(tmp_path):
     np.save(file, np.arange(2 * PART_BYTES, dtype=np.int32) % 50_000)
     text = Text.load(file)
     assert text.vocabulary == 50_000
-    assert Sampler(text, 0, 1, 1, 2, 8).batch(0)[0].max() > 255
+    assert Sampler(text, 0, 8).batch(range(2))[0].max() > 255
 
 
 def test_nonsense_is_refused_with_a_sentence(tmp_path, corpus):
@@ -141,7 +128,7 @@ def test_nonsense_is_refused_with_a_sentence(tmp_path, corpus):
         Text.load(tmp_path / "floats.npy")
     with pytest.raises(ValueError, match="two are needed"):
         Text.of({"a": document("only one")})
-    with pytest.raises(ValueError, match="learner 5 of 4"):
-        Sampler(corpus, 0, 5, 4, 2, CONTEXT)
+    with pytest.raises(ValueError, match="context must be at least 1"):
+        Sampler(corpus, 0, 0)
     with pytest.raises(ValueError, match="too few"):
-        Sampler(corpus, 0, 1, 4, 2, 100_000)
+        Sampler(corpus, 0, 100_000)

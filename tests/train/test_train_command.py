@@ -108,12 +108,32 @@ def test_the_run_leaves_a_model_tapes_logs_metrics_and_its_settings(finished):
     assert processes_of(run) == []
 
 
-def test_a_learner_goes_on_in_its_data_where_its_predecessor_was_killed(finished):
+def ledger_of(run, capsys):
+    """What `atoll ledger` says. Every sample is somewhere, and nowhere twice, or its exit code would be another."""
+    capsys.readouterr()
+    assert main(["ledger", str(run), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["balanced"]
+    assert told["problems"] == told["incomplete"] == []
+    assert told["samples"]["merged"] > 0
+    return told
+
+
+def test_what_a_killed_learner_had_not_merged_is_trained_by_somebody(finished, capsys):
     run, report, _ = finished
-    for island in report["islands"]:
-        batches = int.from_bytes((run / "positions" / f"learner-{island['learner']}").read_bytes(), "little")
-        # A step that was killed between its end and its tape is the only one that may be missing there.
-        assert island["steps"] <= batches <= island["steps"] + island["starts"]
+    told = ledger_of(run, capsys)
+    returned = [each for each in told["ranges"] if any(stay["fate"] == "returned" for stay in each["history"])]
+    assert returned, "the killed learner had leases"
+    for each in returned:
+        first, then = each["history"][0], each["history"][-1]
+        assert (first["learner"], first["incarnation"], first["why"]) == (2, 1, "replaced by incarnation 2")
+        assert then != first
+    lost = [each for each in returned if each["history"][0]["trained"]]
+    assert all(each["place"] == "merged" for each in lost), "the first to be leased again are the first to be merged"
+    trained = told["samples"]["merged"] + told["samples"]["held_trained"] + sum(e["end"] - e["begin"] for e in lost)
+    assert trained == 2 * (report["steps"] - told["repeated_steps"])  # samples of all steps, those that were lost too
+    assert main(["ledger", str(run)]) == 0
+    assert "everything balances" in capsys.readouterr().out
 
 
 def test_a_run_replays_to_the_same_effects(finished, capsys):
@@ -149,7 +169,7 @@ def test_the_summary_is_for_a_newcomer(finished):
     sentences = " ".join(" ".join(summary(report, load_model(run)[0], run)).split())
     for part in (
         "Learner 2 was killed on purpose",
-        "data from where it had stopped",
+        "What it had trained and nobody had merged was leased again",
         "The others ",
         "are merged into the model",
         "times as much",
@@ -200,6 +220,7 @@ def test_an_interrupted_run_ends_cleanly_and_goes_on(text, tmp_path, capsys):
     report = resume_job(run, silent_view()[0])
     assert report.tokens.trained >= settings.tokens
     assert report.islands[1].starts == 2
+    ledger_of(run, capsys)
     assert [fault.planned for fault in report.faults] == [True]  # a learner is killed once, not once more
     assert (run / "tapes/syncer-e2.tape").exists()
     assert assert_tapes_are_sound(run).finished
@@ -207,7 +228,7 @@ def test_an_interrupted_run_ends_cleanly_and_goes_on(text, tmp_path, capsys):
         resume_job(run, silent_view()[0])
 
 
-def test_a_syncer_that_dies_is_started_again_and_the_run_ends(text, tmp_path):
+def test_a_syncer_that_dies_is_started_again_and_the_run_ends(text, tmp_path, capsys):
     run = tmp_path / "run"
     settings = small_settings(text, tokens=2 * 400 * STEP, step_time_s=0.005)
 
@@ -222,6 +243,7 @@ def test_a_syncer_that_dies_is_started_again_and_the_run_ends(text, tmp_path):
     assert [island.starts for island in report.islands] == [1, 1]  # the learners trained on
     assert report.tokens.trained >= settings.tokens
     assert assert_tapes_are_sound(run).finished
+    assert all(len(each["history"]) == 1 for each in ledger_of(run, capsys)["ranges"])  # nobody was replaced
 
 
 def test_a_job_that_is_killed_takes_its_processes_along(text, tmp_path):

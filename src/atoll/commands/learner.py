@@ -28,8 +28,8 @@ def run(
             "--learner",
             metavar="N",
             min=1,
-            help="Number of this island, from 1: it decides the part of the data. Give it again to come back as the "
-            "same one. [default: the next free one]",
+            help="Number of this island, from 1. Give it again to come back as the same one. [default: the next free "
+            "one]",
         ),
     ] = None,
     out: Annotated[
@@ -37,7 +37,7 @@ def run(
         typer.Option(
             "--out",
             metavar="DIR",
-            help="Directory for this island's tape, metrics and place in the data. [default: runs/ and the run's name]",
+            help="Directory for this island's tape and metrics. [default: runs/ and the run's name]",
         ),
     ] = None,
     data: Annotated[
@@ -52,7 +52,8 @@ def run(
 
     The island dials out, so it may be behind a router. It never waits for others: while the syncer cannot be reached it
     trains on, and what it trained is merged later. Ctrl-C leaves the run, the others go on; come back with the same
-    --learner and --out.
+    --learner and --out. Which samples it trains on is leased to it: any number of islands may come, at any time, and
+    what one of them leaves untrained is given to others.
     """
     from dataclasses import replace
 

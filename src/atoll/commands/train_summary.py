@@ -49,7 +49,7 @@ def _told(report: Report, fault: Fault) -> Iterator[str]:
         return
     yield (
         f"It trained again {fault.away_s:.1f} s later: fragments from the syncer,"
-        f" {fault.came_back_with or 'nothing else'}, data from where it had stopped."
+        f" {fault.came_back_with or 'nothing else'}. What it had trained and nobody had merged was leased again."
     )
     if fault.others_step_s_before is not None and fault.others_step_s_during is not None:
         before, during = fault.others_step_s_before, fault.others_step_s_during

@@ -177,12 +177,12 @@ class _Merge:
 def _restored_keys(restored: Restored | None) -> list[RecordKey]:
     if restored is None:
         return []
-    records = [*restored.versions.values(), restored.members, restored.manifest]
+    records = [*restored.versions.values(), restored.members, restored.manifest, restored.leases]
     return [record.key() for record in records if record is not None]
 
 
 def _slot_and_age(key: RecordKey) -> tuple[tuple[str, int], tuple[int, int]]:
-    """Records of one slot replace each other: versions of one fragment, lists of members, manifests."""
+    """Records of one slot replace each other: versions of one fragment, lists of members, leases, manifests."""
     if key.kind == "version":
         return (key.kind, key.number), (key.version, 0)
     return (key.kind, 0), (key.number, key.version)

@@ -18,6 +18,7 @@ from atoll.core.protocol import (
     InnerState,
     LearnerEffect,
     LearnerEvent,
+    Lease,
     Leave,
     LeaveWanted,
     LinkClosed,
@@ -112,10 +113,12 @@ class LearnerCore(Joining):
         assert self.mode is Mode.TRAINING or self.mode is Mode.FINISHING, f"a step while {self.mode.value}"
         self.step += event.steps
         self.trained += event.tokens
+        if self.lease_samples:
+            self._count_samples(now, event)
         if self.cut_due:
             self._save_part()
         if self.link is Link.UP and event.steps:
-            self._send(Report(self.step, self.trained, event.step_time_s))
+            self._send(Report(self.step, self.trained, event.step_time_s, self.taken))
         if self.pulls and self.link is Link.UP:
             self._answer_pulls()  # without a link a copy would be kept that nobody ever sees
         if self.arrivals:
@@ -273,6 +276,8 @@ class LearnerCore(Joining):
                 assert copy.trained >= self.settled[p], f"fragment {p}: a copy of settled work is kept"
         assert len(self.giving) <= MOST_GIVING
         assert set(self.pulls) <= set(self.fragments)
+        assert 0 <= self.taken <= self.held, f"{self.taken} samples taken of {self.held}"
+        assert list(self.leases) == list(range(self.lease_first, self.lease_count))
 
 
 _EVENTS: Table = (
@@ -299,6 +304,7 @@ _BODIES: Table = (
     (InnerState, "_on_inner_state"),
     (PeerChosen, "_on_peer_chosen"),
     (NoPeer, "_on_no_peer"),
+    (Lease, "_on_lease"),
     (Finish, "_on_finish"),
     (Pong, "_on_pong"),
 )
@@ -306,4 +312,5 @@ _TIMERS: Table = (
     ("hello", "_on_hello_timer"),
     ("quiet", "_on_quiet_timer"),
     ("state", "_on_state_timer"),
+    ("lease", "_on_lease_timer"),
 )

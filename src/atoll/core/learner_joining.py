@@ -45,6 +45,8 @@ class Joining(LearnerRounds):
                 self.state_wait_s = self.limits.first_wait_s
         if self.mode is Mode.JOINING and self.moments is None:
             self._ask_state_again(now)
+        if self.lease_samples:
+            self._ask_leases_anew(now)
         if self.mode is Mode.JOINING:
             self._check_ready(now)
 
@@ -100,10 +102,12 @@ class Joining(LearnerRounds):
             self._check_ready(now)
 
     def _check_ready(self, now: float) -> None:
-        """Training starts when every fragment is here and it is known where inner state comes from.
+        """Training starts when every fragment is here, it is known where inner state comes from, and there is a lease.
 
         Versions that arrived meanwhile were buffered, one per fragment; they are replayed now.
         """
+        if self.lease_samples and not self.lease_count:
+            return
         if self.moments is None or any(self.received[p] < v for p, v in zip(self.fragments, self.wanted, strict=True)):
             return
         self._turn("ready")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atoll.core.learner_link import LinkKeeper
+from atoll.core.learner_leases import LearnerLeases
 from atoll.core.learner_state import Copy
 from atoll.core.protocol import (
     AdoptFragment,
@@ -21,7 +21,7 @@ from atoll.core.tables import Link, Mode
 from atoll.core.types import FragmentId, RoundId
 
 
-class LearnerRounds(LinkKeeper):
+class LearnerRounds(LearnerLeases):
     def _on_pull(self, now: float, envelope: Envelope, body: Pull) -> None:
         p = body.round.fragment
         if self.mode is not Mode.TRAINING or p not in self.versions:
@@ -59,13 +59,15 @@ class LearnerRounds(LinkKeeper):
             self.step - self.base_step[p],
             self.trained - self.settled[p],
             self.dropped[p],
+            self.taken,
         )
         self.copies[p] = copy
         self._out.append(CopyFragment(round_id, self.step))
         self._send_copy(copy)
 
     def _send_copy(self, copy: Copy) -> None:
-        self._send(Contribution(copy.round, copy.step, copy.steps, copy.tokens, copy.trained, copy.dropped))
+        counters = (copy.step, copy.steps, copy.tokens, copy.trained, copy.dropped)
+        self._send(Contribution(copy.round, *counters, None, copy.taken))
 
     def _adopt_arrived(self) -> None:
         for p in list(self.arrivals):

@@ -10,7 +10,7 @@ from atoll.core.policy import Estimate
 from atoll.core.protocol import Body, LearnerEffect, Say, SnapshotPart, StateWanted, send
 from atoll.core.reasons import Reason
 from atoll.core.tables import LEARNER_TABLE, LINK_TABLE, Link, Mode, moved
-from atoll.core.types import NOTHING, FragmentId, Incarnation, LearnerId, Mark, RoundId, RunConfig, Version
+from atoll.core.types import NOTHING, FragmentId, Incarnation, Interval, LearnerId, Mark, RoundId, RunConfig, Version
 
 
 class Copy(NamedTuple):
@@ -22,6 +22,7 @@ class Copy(NamedTuple):
     steps: int
     tokens: int
     dropped: int
+    taken: int = 0
 
 
 class Giving(NamedTuple):
@@ -73,6 +74,20 @@ class LearnerState:
         self.asked_peers = 0
         self.state_due = 0.0  # while joining: when the next peer is asked
         self.state_wait_s = 0.0
+        self.lease_samples = config.lease_samples
+        self.lease_low = config.leases_ahead * config.lease_samples  # with fewer samples ahead it asks for more
+        self.leases: dict[int, Interval] = {}  # by number: those that are not used up, and at least the last
+        self.lease_count = 0  # leases that have arrived
+        self.lease_first = 0  # number of the first that is kept
+        self.lease_passed = 0  # samples of those before it
+        self.held = 0  # samples of all leases that have arrived
+        self.taken = 0  # of those, samples that it has had
+        self.repeated = 0  # steps on samples that it had had before
+        self.is_dry = False  # its last steps were such
+        self.lease_tries = 0  # requests since leases ran low; 0: nothing is asked for
+        self.lease_asked_at = 0.0
+        self.lease_due = 0.0  # when it asks again
+        self.lease_time = Estimate()  # from a request to a lease
         self.final: tuple[Version, ...] = ()
         self.final_merges = 0
         self.refused_for: Incarnation | None = None  # the newer incarnation, if that is why we were refused

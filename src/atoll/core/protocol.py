@@ -8,12 +8,11 @@ Ordering contract, for every driver:
 
 - `Persist(record)` is answered by exactly one `Persisted`, `PersistFailed` or `StoreFenced`; the core sends nothing
   that depends on the record before `Persisted`. So a version is durable BEFORE it is published, an admission BEFORE
-  the welcome.
-- `MergeRound` is answered by exactly one `MergeDone` or `MergeFailed`; `Dial` by one `LinkOpened` or `DialFailed`;
-  `SaveSnapshot` by one `SnapshotSaved` or `SnapshotSaveFailed`.
-- Effects of one `handle` call are carried out in their order. `CopyFragment`, `AdoptFragment`, `SaveSnapshot` and the
-  copy behind `Send(InnerState)` are done at the step boundary at which they were returned, before the next inner step;
-  everything else happens in the background.
+  the welcome, a lease BEFORE it is sent.
+- In the same way `MergeRound` by `MergeDone` or `MergeFailed`, `Dial` by `LinkOpened` or `DialFailed`, `SaveSnapshot`
+  by `SnapshotSaved` or `SnapshotSaveFailed`.
+- Effects of one call are carried out in their order: `CopyFragment`, `AdoptFragment`, `SaveSnapshot` and the copy
+  behind `Send(InnerState)` at the step boundary at which they were returned, everything else in the background.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from atoll.core.reasons import Reason
-from atoll.core.types import Accepted, AdoptHow, FragmentId, Incarnation, LearnerId, Mark, RoundId, Version
+from atoll.core.types import Accepted, AdoptHow, FragmentId, Holding, Incarnation, LearnerId, Mark, RoundId, Version
 
 # --------------------------------------------------------------------------------------------------------------------
 # Bodies: learner to syncer
@@ -44,6 +43,7 @@ class Report(NamedTuple):
     step: int
     trained: int  # tokens of this incarnation
     step_time_s: float
+    taken: int = 0  # samples of its leases
 
 
 class Contribution(NamedTuple):
@@ -57,6 +57,7 @@ class Contribution(NamedTuple):
     trained: int
     dropped: int
     problem: str | None = None
+    taken: int = 0  # samples of its leases, at the copy
 
 
 class Delivered(NamedTuple):
@@ -108,6 +109,13 @@ class Ready(NamedTuple):
 
 class Leave(NamedTuple):
     why: str
+
+
+class LeaseRequest(NamedTuple):
+    """My leases run low: I hold so many, of which I have had so many samples."""
+
+    leases: int
+    taken: int
 
 
 class FinishAck(NamedTuple):
@@ -182,6 +190,14 @@ class NoPeer(NamedTuple):
     new_run: bool
 
 
+class Lease(NamedTuple):
+    """Samples from `begin` to before `end` are yours."""
+
+    number: int  # counts from 0 within the incarnation
+    begin: int
+    end: int
+
+
 class Finish(NamedTuple):
     """The run is over; these versions are final."""
 
@@ -204,6 +220,7 @@ LearnerBody = (
     | InnerState
     | Ready
     | Leave
+    | LeaseRequest
     | FinishAck
     | Ping
 )
@@ -218,6 +235,7 @@ SyncerBody = (
     | InnerState
     | PeerChosen
     | NoPeer
+    | Lease
     | Finish
     | Pong
 )
@@ -253,7 +271,7 @@ class Envelope(NamedTuple):
 
 
 class RecordKey(NamedTuple):
-    kind: str  # "version", "members", "snapshot" or "manifest"
+    kind: str  # "version", "members", "leases", "snapshot" or "manifest"
     number: int  # fragment, serial or snapshot
     version: Version
 
@@ -284,6 +302,19 @@ class MembersRecord(NamedTuple):
         return RecordKey("members", self.serial, 0)
 
 
+class LeaseRecord(NamedTuple):
+    """Where every sample is that was ever leased. Written before a lease is sent."""
+
+    serial: int
+    next: int  # the first sample that was never leased
+    pool: tuple[tuple[int, int], ...]  # returned by incarnations that are gone; leased again first
+    holdings: tuple[Holding, ...]
+    merged: int  # samples of incarnations that are gone, merged
+
+    def key(self) -> RecordKey:
+        return RecordKey("leases", self.serial, 0)
+
+
 class SnapshotRecord(NamedTuple):
     snapshot: int
     versions: tuple[Version, ...]
@@ -304,7 +335,7 @@ class ManifestRecord(NamedTuple):
         return RecordKey("manifest", 0, 0)
 
 
-Record = VersionRecord | MembersRecord | SnapshotRecord | ManifestRecord
+Record = VersionRecord | MembersRecord | LeaseRecord | SnapshotRecord | ManifestRecord
 
 # --------------------------------------------------------------------------------------------------------------------
 # Events
@@ -383,6 +414,7 @@ class StepTaken(NamedTuple):
     steps: int
     tokens: int
     step_time_s: float
+    samples: int = 0  # of its leases, had for the first time in these steps
 
 
 class FragmentDamaged(NamedTuple):

@@ -63,6 +63,11 @@ REASONS: dict[str, str] = {
     "refused-wild": "impossible counters: {1} tokens at local step {0}",
     "refused-id": "learner ids are whole numbers from 1, got {0}",
     "admission-failed": "the admission could not be made durable ({0}); trying again in {1:.3g} s",
+    # leases
+    "leases-dry": "no lease is left after {0} samples; training goes on with samples that it has had already",
+    "leases-returned": "{0} samples of incarnation {1} are in no version: they are leased again, before any new ones",
+    "leases-not-durable": "leases could not be made durable ({0}); trying again in {1:.3g} s",
+    "lease-wild": "impossible request for leases: {0} held, {1} samples taken",
     # recovery
     "peer-chosen": "learner {0} gives its inner state to learner {1}",
     "peer-none": "no healthy peer has inner state to give",

@@ -306,6 +306,7 @@ _SYNCER_SAID: dict[type, _Tell] = {
     said.StateWanted: _wants_state,
     said.InnerState: _sends("gets the inner state of learner {giver} passed on"),
     said.NoPeer: _sends("gets no inner state: {reason}"),
+    said.Lease: _sends("lease {number}: samples from {begin} to before {end}"),
     said.Finish: _sends("told that the run is finished at {merges} merges"),
 }
 

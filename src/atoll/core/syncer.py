@@ -6,6 +6,7 @@ import heapq
 from typing import NamedTuple
 
 from atoll.core.dispatch import Table, handlers
+from atoll.core.leases import LeaseSums
 from atoll.core.ledger import Line
 from atoll.core.policy import budget_progress
 from atoll.core.protocol import (
@@ -16,6 +17,7 @@ from atoll.core.protocol import (
     Hello,
     InnerState,
     LearnerDisconnected,
+    LeaseRequest,
     Leave,
     MergeDone,
     MergeFailed,
@@ -83,6 +85,7 @@ class SyncerView(NamedTuple):
     fragments: tuple[FragmentView, ...]
     members: tuple[MemberView, ...]
     ledger: tuple[Line, ...]
+    leases: LeaseSums
     ignored: dict[str, int]
 
 
@@ -168,6 +171,8 @@ class SyncerCore(Ending):
             self._check_end(now)
         elif key.kind == "members":
             self._members_saved(now, key.number)
+        elif key.kind == "leases":
+            self._leases_saved(now)
         elif key.kind == "snapshot":
             self._snapshot_saved(now)
         else:
@@ -179,6 +184,8 @@ class SyncerCore(Ending):
             self._version_not_saved(now, self.fragments[key.number], event.why)
         elif key.kind == "members":
             self._members_not_saved(now, event.why)
+        elif key.kind == "leases":
+            self._leases_not_saved(now, event.why)
         elif key.kind == "snapshot":
             self._snapshot_not_saved(now, event.why)
         else:
@@ -205,6 +212,7 @@ class SyncerCore(Ending):
             fragments=tuple(self._view_fragment(f) for f in self.fragments.values()),
             members=tuple(self._view_member(m) for _, m in sorted(self.members.items())),
             ledger=tuple(self.ledger.line(p) for p in self.fragments),
+            leases=self.leases.sums(),
             ignored=dict(sorted(self.ignored.items())),
         )
 
@@ -273,6 +281,8 @@ class SyncerCore(Ending):
         for m in self.members.values():
             assert set(m.owed) <= set(self.fragments)
             assert m.standing in (Standing.JOINING, Standing.LIVE, Standing.SUSPECT) or not m.owed
+        self.leases.check()
+        assert set(self.lease_closing) <= set(self.leases.holders)
 
 
 _EVENTS: Table = (
@@ -298,6 +308,7 @@ _BODIES: Table = (
     (InnerState, "_on_inner_state"),
     (Ready, "_on_ready"),
     (Leave, "_on_leave"),
+    (LeaseRequest, "_on_lease_request"),
     (FinishAck, "_on_finish_ack"),
     (Ping, "_on_ping"),
 )
@@ -308,6 +319,7 @@ _TIMERS: Table = (
     ("publish", "_on_publish_timer"),
     ("silence", "_on_silence_timer"),
     ("members", "_on_members_timer"),
+    ("leases", "_on_leases_timer"),
     ("snapshot", "_on_snapshot_timer"),
     ("finals", "_on_finals_timer"),
     ("manifest", "_on_manifest_timer"),

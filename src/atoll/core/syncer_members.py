@@ -30,7 +30,7 @@ from atoll.core.protocol import (
     Welcome,
 )
 from atoll.core.reasons import Reason
-from atoll.core.syncer_rounds import Rounds
+from atoll.core.syncer_leases import Leasing
 from atoll.core.syncer_state import Member
 from atoll.core.tables import Phase, Stage, Standing
 from atoll.core.types import MOST_SECONDS, MOST_TOKENS, MOST_TOKENS_PER_STEP, NOTHING, LearnerId
@@ -39,7 +39,7 @@ STRANGERS = ("refused-id", "refused-run", "refused-fingerprint")
 CONNECTED = (Standing.JOINING, Standing.LIVE, Standing.SUSPECT)
 
 
-class Members(Rounds):
+class Members(Leasing):
     # ---------------------------------------------------------------------------------------------------- hello
 
     def _on_hello(self, now: float, envelope: Envelope, body: Hello) -> None:
@@ -112,7 +112,9 @@ class Members(Rounds):
         for f in self.fragments.values():
             f.open_steps.pop(member.id, None)  # they count the steps of another process
         self._save_members(now)
-        member.admitted_by = self.members_serial + (1 if self.members_dirty else 0)
+        member.admitted_by = self._next_members_serial()
+        if old is not None:
+            self._close_leases(old, member.admitted_by)
 
     def _retire(self, now: float, member: Member, why: str) -> None:
         """Close the books of an incarnation that is no longer live and forget it in everything that is under way."""
@@ -143,9 +145,16 @@ class Members(Rounds):
         left = tuple(m.id for m in members if m.id not in self.ledger.accounts)
         self._out.append(Persist(MembersRecord(self.members_serial, incarnations, left, self.ledger.closed_trained)))
 
+    def _next_members_serial(self) -> int:
+        """Of the record that will hold what is known now."""
+        return self.members_serial + (1 if self.members_dirty else 0)
+
     def _members_saved(self, now: float, serial: int) -> None:
         self.members_saving = False
         self.members_tries = 0
+        self.members_durable = serial
+        if self.lease_closing:
+            self._settle_leases()
         for member in list(self.members.values()):
             # Whoever said hello after the record was written waits for the next one.
             if member.standing is not Standing.ADMITTING or member.admitted_by > serial:
@@ -364,6 +373,7 @@ class Members(Rounds):
         self._stand(member, "left")
         self._retire(now, member, "left")
         self._save_members(now)
+        self._close_leases(member, self._next_members_serial())
         self._check_end(now)
 
     def _strike(self, now: float, member: Member, reason: Reason) -> None:

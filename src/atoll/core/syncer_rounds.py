@@ -161,6 +161,8 @@ class Rounds(SyncerState, ABC):
         f.contributions = {}
         f.need_steps = min(self.config.every_steps, 2 ** min(f.attempt - 1, 20))
         self.retrying[f.id] = f
+        if self.lease_closing:
+            self._settle_leases()
         if f.round_is_final:
             self._final_failed(now, f, reason)
         self._open_ripe(now)
@@ -206,7 +208,15 @@ class Rounds(SyncerState, ABC):
     def _accepted(self, member: Member, body: Contribution) -> Accepted:
         weight = weight_of(body.tokens, body.steps)
         return Accepted(
-            member.id, member.incarnation, body.copied_at, body.steps, body.tokens, body.trained, body.dropped, weight
+            member.id,
+            member.incarnation,
+            body.copied_at,
+            body.steps,
+            body.tokens,
+            body.trained,
+            body.dropped,
+            weight,
+            body.taken,
         )
 
     def _refusal(self, f: Fragment, member: Member, body: Contribution) -> Reason | None:
@@ -227,6 +237,7 @@ class Rounds(SyncerState, ABC):
         settled = mark.trained if mark is not None and mark.incarnation == member.incarnation else 0
         counted = body.steps <= body.copied_at and 0 <= body.dropped <= body.trained - body.tokens
         known = self._is_plausible(member, body.copied_at, body.trained) and settled + body.tokens <= body.trained
+        known = known and self._is_leased(member, body)
         if not counted or not known or not is_positive(weight_of(body.tokens, body.steps)):
             return Reason("contribution-wild", (body.steps, body.tokens, body.copied_at))
         return None
@@ -297,7 +308,7 @@ class Rounds(SyncerState, ABC):
         contributions = tuple(f.contributions[i] for i in sorted(f.contributions))
         marks = dict(f.marks)
         for a in contributions:
-            marks[a.learner] = Mark(a.incarnation, f.version, a.copied_at, a.trained, a.dropped)
+            marks[a.learner] = Mark(a.incarnation, f.version, a.copied_at, a.trained, a.dropped, a.taken)
         merged_tokens = self.ledger.merged(f.id) + sum(a.tokens for a in contributions)
         record = VersionRecord(f.id, f.version + 1, f.round, contributions, tuple(sorted(marks.items())), merged_tokens)
         self._out.append(Persist(record))
@@ -316,8 +327,10 @@ class Rounds(SyncerState, ABC):
     def _version_saved(self, now: float, f: Fragment) -> None:
         self._phase(f, "durable")
         for a in f.contributions.values():
-            f.marks[a.learner] = Mark(a.incarnation, f.version, a.copied_at, a.trained, a.dropped)
+            f.marks[a.learner] = Mark(a.incarnation, f.version, a.copied_at, a.trained, a.dropped, a.taken)
             self.ledger.merge(f.id, a)
+            if a.taken:
+                self.leases.merge((a.learner, a.incarnation), a.taken)
         f.last_contributors = tuple(sorted(f.contributions))
         f.version += 1
         f.attempt = 0
@@ -332,6 +345,8 @@ class Rounds(SyncerState, ABC):
         self._phase(f, "queued")
         if f.round_is_final:
             f.final = True
+        if self.lease_closing:
+            self._settle_leases()
         self.flight_limit = flight_limit(self.config, self._step_s(), self.quorum_time, self.sync_time)
 
     # ---------------------------------------------------------------------------------------------------- publishing
@@ -428,6 +443,12 @@ class Rounds(SyncerState, ABC):
 
     @abstractmethod
     def _record_in_flight(self, member: Member, envelope: Envelope, body: Contribution) -> None: ...
+
+    @abstractmethod
+    def _settle_leases(self) -> None: ...
+
+    @abstractmethod
+    def _is_leased(self, member: Member, body: Contribution) -> bool: ...
 
     @abstractmethod
     def _strike(self, now: float, member: Member, reason: Reason) -> None: ...

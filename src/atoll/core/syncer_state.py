@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from atoll.core.leases import Key, LeaseBooks
 from atoll.core.ledger import SyncerLedger
 from atoll.core.policy import Estimate, budget_progress, flight_limit, middle, patience
 from atoll.core.protocol import (
     Body,
     Hello,
+    LeaseRecord,
     ManifestRecord,
     MembersRecord,
     Say,
@@ -45,6 +47,7 @@ class Restored:
     versions: Mapping[FragmentId, VersionRecord] = field(default_factory=dict)  # the newest durable one of each
     members: MembersRecord | None = None
     manifest: ManifestRecord | None = None
+    leases: LeaseRecord | None = None
 
 
 class Owed(NamedTuple):
@@ -225,7 +228,15 @@ class SyncerState:
         self.marker = epoch * 1_000_000  # newest snapshot; rises across restarts because the epoch does
         self.cut: Cut | None = None
         self.merges_at_cut = 0
+        self.leases = LeaseBooks()
+        self.lease_wants: dict[Key, int] = {}  # asked for leases, with so many samples taken
+        self.lease_closing: dict[Key, int] = {}  # gone, and by which members record; not settled yet
+        self.leases_saving: LeaseRecord | None = None
+        self.leases_dirty = False
+        self.leases_serial = 0
+        self.leases_tries = 0
         self.members_serial = 0
+        self.members_durable = 0  # newest serial that is durable
         self.members_saving = False
         self.members_dirty = False
         self.members_tries = 0
@@ -246,7 +257,7 @@ class SyncerState:
 
     def _restore(self, restored: Restored) -> None:
         if restored.members is not None:
-            self.members_serial = restored.members.serial
+            self.members_serial = self.members_durable = restored.members.serial
             for learner, incarnation in restored.members.incarnations:
                 member = Member(learner, incarnation, session=-1)
                 self.members[learner] = member
@@ -266,6 +277,8 @@ class SyncerState:
             {p: restored.versions[p].merged_tokens if p in restored.versions else 0 for p in self.fragments},
             {p: f.marks for p, f in self.fragments.items()},
         )
+        if restored.leases is not None:
+            self._restore_leases(restored.leases)
         # The fragment that lags most is offered first: a syncer that is restarted more often than every H steps would
         # otherwise never come to the last ones.
         behind = sorted(self.fragments.values(), key=lambda f: (f.version, f.id))
@@ -276,6 +289,18 @@ class SyncerState:
         if restored.manifest is not None:
             self.manifest = restored.manifest
             self.stage = Stage.FINISHED
+
+    def _restore_leases(self, record: LeaseRecord) -> None:
+        """What is merged follows from the marks; open rounds have ended with the process that held them."""
+        self.leases_serial = record.serial
+        self.leases.restore(record)
+        for f in self.fragments.values():
+            for learner, mark in f.marks.items():
+                self.leases.merge((learner, mark.incarnation), mark.taken)
+        for key in list(self.leases.holders):
+            account = self.ledger.accounts.get(key[0])
+            if account is None or account.incarnation != key[1]:
+                self.leases.close(key)
 
     # ---------------------------------------------------------------------------------------------------- speaking
 

@@ -23,7 +23,7 @@ from atoll.core.codec import Codec, MisfitError, to_text
 from atoll.core.protocol import Effect, Event
 from atoll.core.reasons import Reason
 from atoll.core.syncer_state import Restored
-from atoll.core.types import SYNCER, Accepted, LearnerId, Limits, Mark, RoundId, RunConfig
+from atoll.core.types import SYNCER, Accepted, Holding, LearnerId, Limits, Mark, RoundId, RunConfig
 
 FORMAT_VERSION = 1
 """Of the lines, not of the protocol. It rises when a reader of the old one would misunderstand the new one."""
@@ -84,6 +84,7 @@ REGISTERED: tuple[type, ...] = (
     RoundId,
     Mark,
     Accepted,
+    Holding,
     Reason,
     ledger.Line,
     # bodies
@@ -97,6 +98,7 @@ REGISTERED: tuple[type, ...] = (
     protocol.InnerState,
     protocol.Ready,
     protocol.Leave,
+    protocol.LeaseRequest,
     protocol.FinishAck,
     protocol.Ping,
     protocol.Welcome,
@@ -108,6 +110,7 @@ REGISTERED: tuple[type, ...] = (
     protocol.StateWanted,
     protocol.PeerChosen,
     protocol.NoPeer,
+    protocol.Lease,
     protocol.Finish,
     protocol.Pong,
     protocol.Envelope,
@@ -115,6 +118,7 @@ REGISTERED: tuple[type, ...] = (
     protocol.RecordKey,
     protocol.VersionRecord,
     protocol.MembersRecord,
+    protocol.LeaseRecord,
     protocol.SnapshotRecord,
     protocol.ManifestRecord,
     # events
@@ -172,7 +176,7 @@ def encode(value: object) -> str:
     """One registered value as JSON. Equal texts mean: the same type and the same fields, all the way down.
 
     >>> encode(StepTaken(1, 4096, 0.5))
-    '["StepTaken",1,4096,0.5]'
+    '["StepTaken",1,4096,0.5,0]'
     """
     try:
         return to_text(_CODEC.encode(value))

@@ -15,6 +15,9 @@ FragmentId = int
 Version = int
 Incarnation = int
 
+Interval = tuple[int, int]
+"""Samples from the first number up to, and without, the second."""
+
 SYNCER: LearnerId = 0
 """The syncer's place in clocks and envelopes. Learners are numbered from 1."""
 
@@ -58,6 +61,7 @@ class Mark(NamedTuple):
     copied_at: int  # the learner's local step at the copy
     trained: int  # the learner's tokens at the copy, of this incarnation
     dropped: int  # of those, tokens thrown away for this fragment (overwrite, blend)
+    taken: int = 0  # samples of its leases at the copy
 
 
 class Accepted(NamedTuple):
@@ -71,6 +75,18 @@ class Accepted(NamedTuple):
     trained: int
     dropped: int
     weight: float
+    taken: int = 0
+
+
+class Holding(NamedTuple):
+    """The leases of one incarnation, as they are made durable. Those before number `first` are merged and no longer
+    listed; they had `before` samples."""
+
+    learner: LearnerId
+    incarnation: Incarnation
+    first: int
+    before: int
+    intervals: tuple[Interval, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +136,8 @@ class RunConfig:
     warmup_steps: int = 100  # for a learner that found no peer to take inner state from
     rounds_in_flight: int | None = None  # None: tau, more where the measured latency asks for it
     owned: tuple[FragmentId, ...] | None = None  # the fragments of this syncer; None: all
+    lease_samples: int = 0  # length of one lease; 0: learners bring their own data
+    leases_ahead: int = 4  # leases that a learner holds beyond the one it is in
     fingerprint: tuple[str, ...] = ()  # one line per tensor: name, shape, dtype
     limits: Limits = field(default_factory=Limits)
 
@@ -128,6 +146,8 @@ class RunConfig:
         _at_least("every_steps", self.every_steps, 1)
         _at_least("overlap_steps", self.overlap_steps, 1)
         _at_least("quorum", self.quorum, 1)
+        _at_least("lease_samples", self.lease_samples, 0)
+        _at_least("leases_ahead", self.leases_ahead, 1)
         if self.quorum > self.limits.most_learners:
             raise ValueError(f"quorum {self.quorum} exceeds the most learners of a run, {self.limits.most_learners}")
         if not 0 <= self.grace_margin < 1:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.core.learner import LearnerCore
+from atoll.core.leases import SampleLine, Samples
 from atoll.core.protocol import (
     AdoptFragment,
     CopyFragment,
@@ -72,6 +73,8 @@ class LearnerStats(NamedTuple):
     adopted: int
     contributed: int
     link: str
+    samples: int  # of its leases, had once
+    repeated: int  # steps on samples that it had had before, because no lease was left
 
 
 class Untold(NamedTuple):
@@ -79,6 +82,10 @@ class Untold(NamedTuple):
 
     steps: int
     tokens: int
+    samples: int
+
+
+NOTHING_UNTOLD = Untold(0, 0, 0)
 
 
 class Learner:
@@ -95,6 +102,12 @@ class Learner:
     first learner of a run brings the model. `step` never waits for the network. When the run is over `finished` is True
     and the model holds the final published values. Leaving the block early, by an exception or Ctrl-C, leaves the run;
     everybody else goes on.
+
+    In a run with leases (`RunConfig.lease_samples`) the data is one line of numbered samples, and the run says which of
+    them are whose: `samples = learner.take(batch)` before a step gives the numbers to train on, each to one learner of
+    the run and no other. What a number means is yours; with N samples on disk, `number // N` is the epoch and
+    `number % N` the place in that epoch's permutation. What a learner has taken and nobody has merged when it is killed
+    is given to others.
 
     `learner` is the number of this island, from 1. With it a restart is told as the same island; without it the syncer
     gives the next free one. `run_directory` gets this learner's tape.
@@ -131,7 +144,11 @@ class Learner:
         self._settings = RunSettings()
         self._clock = RunClock(time.time())
         self._stop: Stop | None = None
-        self._untold = Untold(0, 0)
+        self._untold = NOTHING_UNTOLD
+        self._line: SampleLine | None = None
+        self._fresh = 0  # samples that were taken for the step that is under way
+        self._repeats = False  # and it has no new ones
+        self._repeated = 0
         self._is_whole = True  # the newest event is on its way to the tape
         self._finished = False
         self._warmup_steps = 0
@@ -184,6 +201,7 @@ class Learner:
         up, down = codec(self._settings.numerics.up), codec(self._settings.numerics.down)
         fragments = [FragmentTensors(view, p, up, down) for p in range(len(plan.fragments))]
         self._core = core
+        self._line = SampleLine(config.lease_samples) if config.lease_samples else None
         self._boundary = StepBoundary(self._model, self._optimizer, fragments, config.blend_alpha)
         actor = Actor(learner, incarnation)
         self._background.attach(self, actor, config, fragments, self._run_directory)
@@ -228,6 +246,36 @@ class Learner:
 
     # ---------------------------------------------------------------------------------------------------- training
 
+    def take(self, count: int) -> tuple[int, ...]:
+        """The numbers of the samples for the next step; `step` then tells how many were taken. Never waits.
+
+        Where no lease is left, because the syncer has been out of reach for very long, numbers of the last lease come
+        again. In an island of several ranks one of them takes, and hands the others their part.
+        """
+        if self._core is None:
+            raise ValueError("take outside of `with atoll.Learner(...)`: enter it first")
+        if self._line is None:
+            raise ValueError("this run has no leases: bring your own data, or start its syncer with lease_samples")
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ValueError(f"count must be a whole number of at least 1, got {count!r}")
+        config = self._core.config
+        if count > config.lease_samples * config.leases_ahead:
+            raise ValueError(
+                f"a step of {count} samples, with {config.leases_ahead} leases of {config.lease_samples} ahead, would"
+                f" never have enough: start the syncer with lease_samples of at least {count}"
+            )
+        if self._finished:
+            return ()
+        if self._repeats and self._untold.steps:
+            # The core is told of several steps at once. That the new ones came first is then known.
+            taken = Samples(self._line.again(count), 0)
+        else:
+            taken = self._line.next(self._core.leases, count)
+        self._fresh += taken.fresh
+        self._repeats = taken.fresh < count
+        self._repeated += self._repeats
+        return taken.numbers
+
     def step(self, tokens: int, loss: float | Tensor | None = None) -> None:
         """One inner step has ended. Copies and adopts what is due at this boundary; never waits for the network."""
         if self._core is None or self._boundary is None:
@@ -244,7 +292,9 @@ class Learner:
         if self._finished:
             return
         self._background.last_loss = loss
-        self._untold = untold = Untold(self._untold.steps + 1, self._untold.tokens + tokens)
+        before = self._untold
+        self._untold = untold = Untold(before.steps + 1, before.tokens + tokens, before.samples + self._fresh)
+        self._fresh = 0
         if self._background.is_behind and untold.steps <= MOST_UNTOLD:
             return  # steps of microseconds: it tells of several at once, or it would never catch up
         begin = time.monotonic()
@@ -261,8 +311,9 @@ class Learner:
             self._actions.clear()
             if self._core.training:
                 step_time_s = max(0.0, begin - self._last_end) / untold.steps
-                actions += self._handle(StepTaken(untold.steps, untold.tokens, step_time_s), at=begin)
-            self._untold = Untold(0, 0)
+                event = StepTaken(untold.steps, untold.tokens, step_time_s, untold.samples)
+                actions += self._handle(event, at=begin)
+            self._untold = NOTHING_UNTOLD
         finally:
             self._lock.release()
         try:
@@ -405,6 +456,8 @@ class Learner:
             adopted=self._adopted,
             contributed=self._contributed,
             link=core.link.value if core is not None else "down",
+            samples=core.taken + self._untold.samples if core is not None else 0,
+            repeated=self._repeated,
         )
 
     # ---------------------------------------------------------------------------------------------------- leaving

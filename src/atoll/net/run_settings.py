@@ -13,7 +13,7 @@ from atoll.core.types import RunConfig
 from atoll.ml.plan import FragmentPlan
 from atoll.ml.settings import Numerics
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Of the paths and what is said on them. Sides with different numbers do not understand each other."""
 
 

@@ -3,7 +3,8 @@
     lock                                 held by the syncer that runs here; holds its process id
     epoch                                the number of the newest syncer that ever started here
     run.json                             settings of the run, written when it is founded
-    members.json, manifest.json          the newest members record, and the manifest once the run is over
+    members.json, leases.json            the newest record of each, and
+    manifest.json                        the manifest once the run is over
     fragments/007/000000012.safetensors  version 12 of fragment 7: value, outer state, who is in it; the newest few
     snapshots/000000004/                 a snapshot: record.json and the version of every fragment that belongs to it
 
@@ -32,7 +33,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from atoll.core import tape
-from atoll.core.protocol import ManifestRecord, MembersRecord, Record, SnapshotRecord, VersionRecord
+from atoll.core.protocol import LeaseRecord, ManifestRecord, MembersRecord, Record, SnapshotRecord, VersionRecord
 from atoll.core.syncer_state import Restored
 from atoll.core.types import FragmentId, Version
 from atoll.net.durable import (
@@ -59,7 +60,13 @@ _VERSION = re.compile(r"(\d{9,})\.safetensors")
 _SNAPSHOT = re.compile(r"\d{9,}")
 _RESTORE = "bring it back from a copy"
 
-R = TypeVar("R", MembersRecord, ManifestRecord, SnapshotRecord)
+R = TypeVar("R", MembersRecord, LeaseRecord, ManifestRecord, SnapshotRecord)
+
+_NAMES: Mapping[type, str] = {
+    MembersRecord: "members.json",
+    LeaseRecord: "leases.json",
+    ManifestRecord: "manifest.json",
+}
 
 
 class Fenced(Exception):  # noqa: N818 - it is a fact about us, not an error in anything
@@ -137,8 +144,7 @@ class Store:
         elif isinstance(record, SnapshotRecord):
             self._put_snapshot(record)
         else:
-            name = "members.json" if isinstance(record, MembersRecord) else "manifest.json"
-            self._put(self.directory / name, small_file(tape.encode(record)))
+            self._put(self.directory / _NAMES[type(record)], small_file(tape.encode(record)))
 
     def _put_version(self, fragment: FragmentId, version: Version, note: str, tensors: Mapping[str, Tensor]) -> None:
         path = self._version_path(fragment, version)
@@ -199,10 +205,11 @@ class Store:
             _, record, _ = self.newest(fragment)
             if record is not None:
                 versions[fragment] = record
-        return Restored(versions, self._record("members.json", MembersRecord), self.manifest())
+        members = self._record(_NAMES[MembersRecord], MembersRecord)
+        return Restored(versions, members, self.manifest(), self._record(_NAMES[LeaseRecord], LeaseRecord))
 
     def manifest(self) -> ManifestRecord | None:
-        return self._record("manifest.json", ManifestRecord)
+        return self._record(_NAMES[ManifestRecord], ManifestRecord)
 
     def newest(self, fragment: FragmentId) -> tuple[Version, VersionRecord | None, dict[str, Tensor]]:
         """The newest version of a fragment. Version 0 has no record. The tensors are the caller's to change."""

@@ -54,6 +54,7 @@ def status(syncer: SyncerProcess) -> dict[str, Any]:
         "fragments": [fragment._asdict() for fragment in view.fragments],
         "learners": learners,
         "ledger": [line._asdict() for line in view.ledger],
+        "leases": view.leases._asdict(),
         "ignored": view.ignored,
     }
 

@@ -23,7 +23,7 @@ from atoll.core.protocol import Envelope, LearnerBody, SyncerBody
 from atoll.core.reasons import Reason
 from atoll.core.types import Mark, RoundId
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 """Of both formats. It rises when a reader of the old one would misunderstand the new one."""
 
 MOST_MESSAGE_BYTES = 4 * 2**20
@@ -92,7 +92,7 @@ def encode_message(envelope: Envelope) -> bytes:
     """One envelope as the bytes of a WebSocket message.
 
     >>> encode_message(Envelope(1, 1, 1, 0, 7, 3, 0, Ping(5)))
-    b'ATLL\\x01["Envelope",1,1,1,0,7,3,0,["Ping",5]]'
+    b'ATLL\\x02["Envelope",1,1,1,0,7,3,0,["Ping",5]]'
     """
     try:
         text = to_text(_encode_envelope(envelope))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from atoll.core.types import Limits, RunConfig
@@ -64,6 +64,7 @@ class Plan:
     merge_s: float
     disk_s: float
     tight: bool = field(default=False)
+    samples: dict[int, int] = field(default_factory=dict)  # of one step of each learner, in a run with leases
 
 
 def draw(seed: int, small: bool = False) -> Plan:
@@ -99,7 +100,7 @@ def draw(seed: int, small: bool = False) -> Plan:
     tight = rng.random() < 0.3  # links without loss: rounds go fast, races are dense
     starts = rng.choice((0.0, 0.0, 5.0, 20.0))
     plan_links = {i: _draw_link(rng, tight) for i in (*ids, learners + 1, learners + 2)}
-    return Plan(
+    plan = Plan(
         seed=seed,
         config=config,
         step_times_s={i: 0.5 * spread ** rng.random() for i in (*ids, learners + 1, learners + 2)},
@@ -112,6 +113,16 @@ def draw(seed: int, small: bool = False) -> Plan:
         disk_s=rng.choice((0.0, 0.01, 0.3, 1.0)),
         tight=tight,
     )
+    return _with_leases(plan) if seed % 8 < 5 else plan
+
+
+def _with_leases(plan: Plan) -> Plan:
+    """Drawn apart, so that a world without leases is what it was before there were any."""
+    rng = Random(plan.seed ^ 0x1EA5E)
+    lease_samples, ahead = rng.choice((3, 5, 12, 40)), rng.choice((1, 2, 4, 16))
+    batches = [batch for batch in (1, 3, 8) if batch <= lease_samples * ahead]  # or nobody could ever take one
+    config = replace(plan.config, lease_samples=lease_samples, leases_ahead=ahead)
+    return replace(plan, config=config, samples={i: rng.choice(batches) for i in plan.step_times_s})
 
 
 def _draw_link(rng: Random, tight: bool) -> LinkDraw:

@@ -20,6 +20,8 @@ from atoll.core.protocol import (
     Hangup,
     InnerState,
     LearnerDisconnected,
+    LeaseRecord,
+    LeaseRequest,
     LinkClosed,
     LinkOpened,
     ManifestRecord,
@@ -109,6 +111,7 @@ class Disk:
         self.versions: dict[FragmentId, VersionRecord] = {}
         self.members: MembersRecord | None = None
         self.manifest: ManifestRecord | None = None
+        self.leases: LeaseRecord | None = None
 
     def write(self, record: Record) -> None:
         if isinstance(record, VersionRecord):
@@ -117,9 +120,11 @@ class Disk:
             self.members = record
         elif isinstance(record, ManifestRecord):
             self.manifest = record
+        elif isinstance(record, LeaseRecord):
+            self.leases = record
 
     def restored(self) -> Restored:
-        return Restored(dict(self.versions), self.members, self.manifest)
+        return Restored(dict(self.versions), self.members, self.manifest, self.leases)
 
 
 class Driver:
@@ -331,11 +336,13 @@ class Driver:
     def _tampered(self, envelope: Envelope) -> Envelope:
         """A poisoned learner sends values or counters that no sane process sends."""
         body = envelope.body
-        if not self.poison[envelope.learner] or type(body) not in (Contribution, Report):
+        if not self.poison[envelope.learner] or type(body) not in (Contribution, Report, LeaseRequest):
             return envelope
         self.poison[envelope.learner] -= 1
         if isinstance(body, Report):
             return envelope._replace(body=self.rng.choice((body._replace(trained=2**61), Pong(1), body)))
+        if isinstance(body, LeaseRequest):
+            return envelope._replace(body=self.rng.choice((body._replace(leases=99), body._replace(taken=2**61))))
         assert isinstance(body, Contribution)
         wild = self.rng.choice(("nan", "tokens", "steps", "none"))
         if wild == "nan":
@@ -490,8 +497,16 @@ class Driver:
             self.engine.at(proc.paused_until, self._end_step, proc)
             return
         took = max(now - proc.stepping_since, 0.0)
-        self._run(proc, StepTaken(1, self.plan.tokens[proc.actor.learner], took))
+        tokens, samples = self.plan.tokens[proc.actor.learner], self._samples(proc)
+        self._run(proc, StepTaken(1, tokens, took, samples))
         self._begin_step(proc)
+
+    def _samples(self, proc: Process) -> int:
+        """Of its leases, in one step: a whole batch, or none where it has to go on with what it has had already."""
+        if not self.config.lease_samples:
+            return 0
+        batch = self.plan.samples[proc.actor.learner]
+        return batch if batch <= proc.core.held - proc.core.taken else 0
 
     def _running(self, learner: LearnerId) -> Process | None:
         proc = self.learners.get(learner)

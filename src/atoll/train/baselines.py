@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from atoll.ml.model import ModelView
 from atoll.ml.outer import OuterStep
 from atoll.ml.plan import make_plan, tensors_of
+from atoll.train.data import dealt
 from atoll.train.job_settings import JobSettings
 from atoll.train.loop import InnerLoop, Metrics, Step
 from atoll.train.model_file import save_model
@@ -96,7 +97,7 @@ class Gradients:
 
 def _seconds(loop: InnerLoop) -> float:
     began = time.monotonic()
-    loop.gradient()
+    loop.gradient(range(loop.settings.batch))
     return time.monotonic() - began
 
 
@@ -207,7 +208,7 @@ def _connect(run: Path, rank: int, processes: int) -> None:
 def train_baseline(settings: JobSettings, learner: int, run: Path) -> None:
     """What one process of a baseline does. The first one writes the model; each ends its metrics with a summary."""
     loop = InnerLoop(settings)
-    loop.take_data(learner, run)
+    loop.keep_pace_of(learner)
     processes = settings.learners
     total = settings.lockstep_steps(loop.config.context)
     _connect(run, learner - 1, processes)
@@ -222,7 +223,7 @@ def train_baseline(settings: JobSettings, learner: int, run: Path) -> None:
         began = time.time()
         useful_s = 0.0
         for steps in range(1, total + 1):
-            step = loop.step(steps / total)
+            step = loop.step(dealt(steps - 1, learner, processes, settings.batch), steps / total)
             exchange.after_step(steps, step)
             metrics.step(step)
             useful_s += step.step_s
@@ -247,6 +248,5 @@ def train_baseline(settings: JobSettings, learner: int, run: Path) -> None:
         )
         if learner == 1:
             save_model(loop.model, run)
-    loop.close()
     if processes > 1:
         dist.barrier()  # whoever goes takes its sockets along, which others may still read from

@@ -1,6 +1,6 @@
-"""Text as bytes: documents, a split by document, and batches by index.
+"""Text as bytes: documents, a split by document, and samples by number.
 
-A batch is a function of (seed, learner, step) and nothing else, so that a learner that was started again, a baseline
+A sample is a function of the seed and its number and nothing else, so that a learner that was started again, a baseline
 that joins all batches in one, and a replay read the very same tokens. Which documents are held out follows from their
 names alone: adding a file moves no other from one side to the other.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,9 @@ PART_BYTES = 256 * 1024
 SKIPPED_FOLDERS = {"__pycache__", "node_modules"}
 STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 """Installed packages are not the library; its tests are another kind of text, and two thirds of the bytes."""
+
+KEPT_ORDERS = 3
+"""Epochs whose order is kept in memory."""
 
 Tokens = npt.NDArray[Any]
 
@@ -92,65 +95,42 @@ class Text:
 
 
 class Sampler:
-    """The batches of one learner. Windows are dealt round robin from one permutation, so no two learners share any;
-    each learner goes through its own again and again, in a new order every time."""
+    """Samples by number, without end: the windows of the text, in each epoch in another order, drawn from the seed and
+    the epoch. A number is the same window for everybody, and no two of one epoch are."""
 
-    def __init__(self, corpus: Text, seed: int, learner: int, learners: int, batch: int, context: int) -> None:
-        if not 1 <= learner <= learners:
-            raise ValueError(f"learner {learner} of {learners}: they are numbered from 1, and `learners` counts all")
-        if batch < 1 or context < 1:
-            raise ValueError(f"batch and context must be at least 1, got {batch} and {context}")
-        there = _window_count(corpus.train, context)
-        if there < learners:
-            raise ValueError(f"{corpus.name} has {there} windows of {context} tokens for {learners} learners: too few")
+    def __init__(self, corpus: Text, seed: int, context: int) -> None:
+        if context < 1:
+            raise ValueError(f"context must be at least 1, got {context}")
         self.corpus = corpus
         self.seed = seed
-        self.learner = learner
-        self.learners = learners
-        self.batch_size = batch
         self.context = context
-        self.step = 0  # of the next batch
-        self._own = np.random.default_rng([seed, 0]).permutation(there)[learner - 1 :: learners]
-        self._order = (0, self._own)
+        self.windows = _window_count(corpus.train, context)
+        self._orders: dict[int, npt.NDArray[np.int64]] = {}  # of the epochs that were wanted last
 
-    @property
-    def tokens_per_batch(self) -> int:
-        return self.batch_size * self.context
-
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a step, [batch, context] each."""
-        place = range(step * self.batch_size, (step + 1) * self.batch_size)
-        starts = np.array([self._window(k) for k in place], dtype=np.int64) * self.context
+    def batch(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of these samples, [len(numbers), context] each."""
+        starts = np.array([self.window(number) for number in numbers], dtype=np.int64) * self.context
         return _cut(self.corpus.train, starts, self.context)
 
-    def next(self) -> tuple[Tensor, Tensor]:
-        found = self.batch(self.step)
-        self.step += 1
-        return found
+    def window(self, number: int) -> int:
+        epoch, place = divmod(number, self.windows)
+        order = self._orders.get(epoch)
+        if order is None:
+            order = np.random.default_rng([self.seed, epoch]).permutation(self.windows)
+            if len(self._orders) >= KEPT_ORDERS:  # samples of an earlier epoch may be returned and leased again
+                del self._orders[min(self._orders)]
+            self._orders[epoch] = order
+        return int(order[place])
 
-    def _window(self, k: int) -> int:
-        epoch, place = divmod(k, len(self._own))
-        if self._order[0] != epoch:
-            order = self._own
-            if epoch:
-                order = np.random.default_rng([self.seed, self.learner, epoch]).permutation(self._own)
-            self._order = (epoch, order)
-        return int(self._order[1][place])
 
-    def state(self) -> dict[str, Any]:
-        """Everything that `resume` needs besides the corpus; plain numbers and strings."""
-        names = ("seed", "learner", "learners", "context", "step")
-        return {n: getattr(self, n) for n in names} | {"batch": self.batch_size, "corpus": self.corpus.digest}
+def dealt(step: int, learner: int, learners: int, batch: int) -> range:
+    """The samples of a learner's step, counted from 0, where all learners take as many steps and nobody leases.
 
-    @staticmethod
-    def resume(corpus: Text, state: Mapping[str, Any]) -> Sampler:
-        """Goes on exactly where `state` was taken."""
-        if state["corpus"] != corpus.digest:
-            raise ValueError(f"this is not the corpus of the saved state: {corpus.name} has changed, or is another")
-        names = ("seed", "learner", "learners", "batch", "context")
-        sampler = Sampler(corpus, **{n: state[n] for n in names})
-        sampler.step = state["step"]
-        return sampler
+    >>> [dealt(step, learner, 2, 3) for step in (0, 1) for learner in (1, 2)]
+    [range(0, 3), range(3, 6), range(6, 9), range(9, 12)]
+    """
+    begin = (step * learners + learner - 1) * batch
+    return range(begin, begin + batch)
 
 
 def _window_count(tokens: Tokens, context: int) -> int:

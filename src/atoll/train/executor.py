@@ -6,7 +6,8 @@ methods can be compared on one machine without a network.
 
 What happens when:
 
-    learner   StepTaken               inner steps
+    learner   StepTaken               inner steps, on the samples that it says
+              Lease arrived           they are known
               Published arrived       the published value is rebuilt from the update, as a learner does
               CopyFragment            theta_p is kept
               Send(Contribution)      A_p - theta_p is encoded, with error feedback
@@ -28,6 +29,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from atoll.core.leases import SampleLine
 from atoll.core.protocol import (
     Accumulate,
     AdoptFragment,
@@ -37,6 +39,7 @@ from atoll.core.protocol import (
     DiscardRound,
     Envelope,
     InnerState,
+    Lease,
     LinkOpened,
     MergeDone,
     MessageArrived,
@@ -50,7 +53,7 @@ from atoll.core.protocol import (
 )
 from atoll.core.syncer_state import Restored
 from atoll.core.tape import Actor, Entry
-from atoll.core.types import NOTHING, SYNCER, FragmentId, LearnerId, RoundId, RunConfig, Version
+from atoll.core.types import NOTHING, SYNCER, FragmentId, Interval, LearnerId, RoundId, RunConfig, Version
 from atoll.ml import inner_state, merge, outer
 from atoll.ml.codecs import Codec, Feedback, codec
 from atoll.ml.model import ModelView
@@ -65,6 +68,7 @@ class StepInfo(NamedTuple):
     progress: float  # tokens of all learners so far, as a share of the budget; what was heard, in a run without one
     heard: float  # the progress that the syncer last told this learner
     lr_scale: float  # below 1 while a learner with fresh moments warms up
+    samples: tuple[int, ...] = ()  # in a run with leases: the numbers that it trains on
 
 
 @dataclass
@@ -74,6 +78,7 @@ class Trainee:
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
     take_step: Callable[[StepInfo], float | None]
+    batch: int = 0  # samples of one step, in a run with leases
 
 
 class Parcel(NamedTuple):
@@ -97,6 +102,8 @@ class LearnerTensors:
     warmup_steps: int = 0
     stopped: bool = False
     inner: bytes | None = None  # a peer's, while joining
+    leases: dict[int, Interval] = field(default_factory=dict)  # by number
+    line: SampleLine = field(default_factory=lambda: SampleLine(0))
     received: dict[FragmentId, Version] = field(default_factory=dict)
     values: dict[FragmentId, Tensor] = field(default_factory=dict)  # as received, adopted or not
     anchors: dict[FragmentId, Tensor] = field(default_factory=dict)  # as adopted and as the parameters hold it
@@ -225,6 +232,7 @@ class Execution:
         if found is None:
             trainee = self._make(actor)
             found = self.learners[actor] = LearnerTensors(actor, trainee, ModelView(trainee.model, self.plan))
+            found.line = SampleLine(self.config.lease_samples)
         return found
 
     @property
@@ -302,8 +310,11 @@ class Execution:
     def _apply_at_learner(self, learner: LearnerTensors, entry: Entry) -> None:
         event = entry.event
         if type(event) is StepTaken:
+            fresh = event.samples
             for _ in range(event.steps):
-                self._train(learner, event.tokens // event.steps)
+                new = min(fresh, learner.trainee.batch)
+                fresh -= new
+                self._train(learner, event.tokens // event.steps, self._samples(learner, new))
         elif type(event) is MessageArrived:
             self._arrived(learner, event.envelope, entry)
         elif type(event) is LinkOpened:
@@ -313,12 +324,17 @@ class Execution:
             if handler is not None:
                 handler(self, learner, effect)
 
-    def _train(self, learner: LearnerTensors, tokens: int) -> None:
+    def _samples(self, learner: LearnerTensors, fresh: int) -> tuple[int, ...]:
+        if not self.config.lease_samples or not learner.trainee.batch:
+            return ()
+        return learner.line.replayed(learner.leases, learner.trainee.batch, fresh)
+
+    def _train(self, learner: LearnerTensors, tokens: int, samples: tuple[int, ...]) -> None:
         budget = self.config.budget_tokens
         progress = min(1.0, self.tokens / budget) if budget else learner.heard
         scale = min(1.0, (learner.step + 1) / learner.warmup_steps) if learner.warmup_steps else 1.0
         with torch.enable_grad():
-            loss = learner.trainee.take_step(StepInfo(learner.step, progress, learner.heard, scale))
+            loss = learner.trainee.take_step(StepInfo(learner.step, progress, learner.heard, scale, samples))
         learner.step += 1
         learner.tokens += tokens
         self.tokens += tokens
@@ -327,6 +343,9 @@ class Execution:
 
     def _arrived(self, learner: LearnerTensors, envelope: Envelope, entry: Entry) -> None:
         body = envelope.body
+        if type(body) is Lease:
+            learner.leases.setdefault(body.number, (body.begin, body.end))  # the same, on whatever link it comes
+            return
         if envelope.session != learner.session:
             return  # of an older link; the core drops it
         if type(body) is Published:

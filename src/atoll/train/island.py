@@ -35,24 +35,23 @@ def train_island(
     """Train as this learner, or as whichever the syncer says, until the run is over."""
     loop = InnerLoop(settings)
     share = settings.learners * loop.tokens_per_step / settings.tokens  # of the run, that all train in one step each
-    try:
-        with Learner(loop.model, loop.optimizer, syncer, token, learner=learner, run_directory=run) as link:
-            loop.take_data(link.id, run)
+    with Learner(loop.model, loop.optimizer, syncer, token, learner=learner, run_directory=run) as link:
+        loop.keep_pace_of(link.id)
 
-            def of_the_link() -> dict[str, Any]:
-                stats = link.stats()
-                return {"bytes_up": stats.bytes_up, "bytes_down": stats.bytes_down, "boundary_s": stats.boundary_s}
+        def of_the_link() -> dict[str, Any]:
+            stats = link.stats()
+            told = {"bytes_up": stats.bytes_up, "bytes_down": stats.bytes_down, "boundary_s": stats.boundary_s}
+            return told | {"repeated": stats.repeated} if stats.repeated else told
 
-            with Metrics(run, link.id, link.incarnation, of_the_link) as metrics:
-                while not link.finished:
-                    # The schedule is asked for the end of the step: at its beginning a new run stands at 0.
-                    step = loop.step(min(1.0, link.progress + share), link.lr_scale)
-                    link.step(tokens=step.tokens, loss=step.loss)
-                    metrics.step(step)
-                    if on_step is not None:
-                        on_step(link, step)
-    finally:
-        loop.close()
+        with Metrics(run, link.id, link.incarnation, of_the_link) as metrics:
+            while not link.finished:
+                samples = link.take(settings.batch)
+                # The schedule is asked for the end of the step: at its beginning a new run stands at 0.
+                step = loop.step(samples, min(1.0, link.progress + share), link.lr_scale)
+                link.step(tokens=step.tokens, loss=step.loss)
+                metrics.step(step)
+                if on_step is not None:
+                    on_step(link, step)
 
 
 class Job(NamedTuple):

@@ -5,7 +5,6 @@ runs/first/
   store/               the syncer's: every durable version
   tapes/               what every process was told and what it did about it
   logs/, metrics/      of every process
-  positions/           how far each learner is in its data
   faults.jsonl         processes that ended before their time
   model.safetensors    the final published model
   report.json

@@ -2,7 +2,7 @@
 
 The same value is the configuration of a run directory (`config.json`), what `atoll train` hands to its processes, and
 what a syncer gives to every learner that asks (`extra` of the run), so that a learner on another machine needs no
-options of its own to train the same model on its own part of the data.
+options of its own to train the same model on the samples that are leased to it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ METHODS: tuple[str, ...] = get_args(Method)
 
 FORMAT = 1
 """Of the JSON. It rises when an older Atoll would misread the newer one."""
+
+LEASE_ROUNDS = 4
+"""A lease is as long as a learner trains during so many rounds of one fragment."""
 
 MOST_LEARNERS = 256
 """On one machine: each is a process."""
@@ -188,6 +191,7 @@ class JobSettings:
             adopt=self.adopt,
             blend_alpha=self.blend_alpha,
             budget_tokens=self.tokens,
+            lease_samples=LEASE_ROUNDS * self.every_steps * self.batch,
         )
 
     # ------------------------------------------------------------------------------------------------ as JSON

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +22,6 @@ from atoll.train.job_settings import JobSettings
 from atoll.train.models import GPT, SIZES, GPTConfig, build, clip_, inner_optimizer, schedule, set_lr
 
 METRICS = "metrics"
-POSITIONS = "positions"
 
 _LINE_S = 1.0
 _LINE_STEPS = 50
@@ -39,29 +38,6 @@ def model_config(settings: JobSettings) -> GPTConfig:
     return found if settings.context is None else replace(found, context=settings.context)
 
 
-class DataPosition:
-    """How many batches of its data an island has trained on, in a file that outlives its process.
-
-    Eight bytes are written in place after every step, without fsync: they must survive the death of the process, which
-    the system's cache does, and not that of the machine, after which the island would see some batches twice.
-    """
-
-    def __init__(self, run: Path, learner: int) -> None:
-        folder = run / POSITIONS
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(folder / f"learner-{learner}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self.batches = int.from_bytes(os.pread(self._file, 8, 0), "little")
-
-    def advance(self) -> None:
-        self.batches += 1
-        os.pwrite(self._file, self.batches.to_bytes(8, "little"), 0)
-
-    def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-
 class Step(NamedTuple):
     """One inner step as it went."""
 
@@ -73,10 +49,7 @@ class Step(NamedTuple):
 
 
 class InnerLoop:
-    """Model, optimizer and data of one island. `module` is what runs forward: the model, or a wrapper of it.
-
-    The learner's number is told by `take_data`, because whoever asks the syncer for one needs its model for that.
-    """
+    """Model, optimizer and data of one island. `module` is what runs forward: the model, or a wrapper of it."""
 
     def __init__(self, settings: JobSettings, corpus: Text | None = None) -> None:
         torch.set_num_threads(settings.threads)
@@ -87,47 +60,35 @@ class InnerLoop:
         self.optimizer = inner_optimizer(self.model, settings.inner, lr=settings.lr, weight_decay=settings.weight_decay)
         self.corpus = Text.load(settings.data) if corpus is None else corpus
         self.tokens_per_step = settings.tokens_per_step(self.config.context)
-        self._sampler: Sampler | None = None
-        self._position: DataPosition | None = None
+        self.sampler = Sampler(self.corpus, settings.seed, self.config.context)
         self._least_s = 0.0
 
-    def take_data(self, learner: int, run: Path) -> None:
-        """This learner's part of the data, from where an earlier process of it stopped."""
-        settings = self.settings
-        learners = max(settings.learners, learner)
-        self._sampler = Sampler(self.corpus, settings.seed, learner, learners, settings.batch, self.config.context)
-        self._position = DataPosition(run, learner)
-        self._least_s = settings.least_step_s(learner)
+    def keep_pace_of(self, learner: int) -> None:
+        """Where steps are paced, as this learner's. Told later: who asks the syncer for a number needs its model."""
+        self._least_s = self.settings.least_step_s(learner)
 
-    def gradient(self) -> float:
-        """Forward and backward on the next batch, without an update: the loss."""
-        assert self._sampler is not None and self._position is not None, "take_data() comes before the first step"
-        x, y = self._sampler.batch(self._position.batches)
+    def gradient(self, samples: Sequence[int]) -> float:
+        """Forward and backward on these samples, without an update: the loss."""
+        x, y = self.sampler.batch(samples)
         self.optimizer.zero_grad(set_to_none=True)
         loss: torch.Tensor = self.module(x, y)
         loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
 
-    def step(self, progress: float, lr_scale: float = 1.0) -> Step:
-        """One inner step. The batch counts as seen once the step is done: a step that is killed is taken again."""
+    def step(self, samples: Sequence[int], progress: float, lr_scale: float = 1.0) -> Step:
+        """One inner step on these samples."""
         settings = self.settings
         began = time.monotonic()
         set_lr(self.optimizer, settings.lr * schedule(progress, settings.warmup) * lr_scale)
-        loss = self.gradient()
+        loss = self.gradient(samples)
         gradient_s = time.monotonic() - began
         if settings.clip:
             clip_(self.model.parameters(), settings.clip)
         self.optimizer.step()
-        assert self._position is not None
-        self._position.advance()
         work_s = time.monotonic() - began
         if work_s < self._least_s:
             time.sleep(self._least_s - work_s)
         return Step(loss, self.tokens_per_step, gradient_s, work_s, time.monotonic() - began)
-
-    def close(self) -> None:
-        if self._position is not None:
-            self._position.close()
 
 
 class Metrics:
