@@ -402,6 +402,14 @@ class SnapshotSaveFailed(NamedTuple):
     why: str
 
 
+class MomentsFound(NamedTuple):
+    """While it joins: the driver holds inner state that `learner` saved as its part of `snapshot`, checked and fitting.
+    It is for the case that no peer gives any."""
+
+    learner: LearnerId
+    snapshot: int
+
+
 class LeaveWanted(NamedTuple):
     why: str
 
@@ -430,6 +438,7 @@ LearnerEvent = (
     | FragmentDamaged
     | SnapshotSaved
     | SnapshotSaveFailed
+    | MomentsFound
     | LeaveWanted
 )
 Event = SyncerEvent | LearnerEvent

@@ -46,6 +46,7 @@ from atoll.net.durable import (
     read_tensor_file,
     small_file,
     small_file_text,
+    sync_folder,
     tensor_file,
 )
 
@@ -159,15 +160,32 @@ class Store:
                 self._version_path(fragment, kept[0]).unlink(missing_ok=True)
             kept.pop(0)
 
+    def hold(self, snapshot: int, versions: tuple[Version, ...]) -> None:
+        """Keep the versions of a snapshot that is being taken, however many come after them until it is complete.
+
+        They get second names. Without a record they are of no snapshot: the next process removes them.
+        """
+        folder = self._snapshot_folder(snapshot)
+        fragments = self.fragments()
+        assert len(fragments) == len(versions), f"a snapshot of {len(versions)} fragments: {fragments}"
+        self.check_epoch()
+        make_folder(folder)
+        for fragment, version in zip(fragments, versions, strict=True):
+            name = folder / f"{fragment:03d}.safetensors"
+            if not name.exists():  # then it was held before; in the folder of this number it is no other version
+                _second_name(self._version_path(fragment, version), name)
+
+    def let_go(self, snapshot: int) -> None:
+        """The snapshot did not come about."""
+        folder = self._snapshot_folder(snapshot)
+        if not (folder / "record.json").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
     def _put_snapshot(self, record: SnapshotRecord) -> None:
         """The values are second names of files that are there already; the record, written last, makes it valid."""
         folder = self._snapshot_folder(record.snapshot)
-        fragments = self.fragments()
-        assert len(fragments) == len(record.versions), f"a snapshot of {len(record.versions)} fragments: {fragments}"
-        self.check_epoch()
-        make_folder(folder)
-        for fragment, version in zip(fragments, record.versions, strict=True):
-            _second_name(self._version_path(fragment, version), folder / f"{fragment:03d}.safetensors")
+        self.hold(record.snapshot, record.versions)
+        sync_folder(folder)
         self._put(folder / "record.json", small_file(tape.encode(record)))
         for old in self.snapshots()[: -self._keep]:
             shutil.rmtree(self._snapshot_folder(old), ignore_errors=True)

@@ -39,6 +39,7 @@ from atoll.core.protocol import (
     Refuse,
     Say,
     Send,
+    SnapshotRequested,
     Started,
     StoreFenced,
     SyncerEvent,
@@ -57,6 +58,7 @@ from atoll.net.held_fragments import HeldFragment
 from atoll.net.memory_gate import MemoryGate
 from atoll.net.run_clock import RunClock
 from atoll.net.run_settings import RunSettings
+from atoll.net.snapshot_news import SnapshotNews
 from atoll.net.store import Fenced, Store
 from atoll.net.syncer_link import SyncerLink
 from atoll.net.tape_keeper import TapeKeeper
@@ -106,12 +108,14 @@ class SyncerProcess:
         self.merges_before = 0  # by its predecessors
         self.over = asyncio.Event()  # the run has ended, or this syncer has been superseded
         self.halted_because = ""
+        self.snapshots = SnapshotNews()
         self.failed: BaseException | None = None  # our bug; what is durable is right, and another process goes on
         self.gate = MemoryGate(RECEIVING_BYTES)
         self._token = token
         self._loop = asyncio.get_running_loop()
         self._merge_thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-merge")
         self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-disk")
+        self._held = 0  # the snapshot whose versions the store holds
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._background: set[asyncio.Task[None]] = set()
@@ -206,6 +210,7 @@ class SyncerProcess:
                 carry_out = _EFFECTS.get(type(effect))
                 if carry_out is not None:
                     carry_out(self, effect)
+        self._hold_versions(self.core)
         self._arm()
 
     def _arm(self) -> None:
@@ -250,6 +255,7 @@ class SyncerProcess:
 
     def _say(self, effect: Say) -> None:
         kind, number = effect.subject
+        self.snapshots.note(effect.reason)
         self.log.info("%s%s: %s", kind, f" {number}" if kind != "run" else "", effect.reason)
 
     def _hang_up(self, effect: Hangup) -> None:
@@ -316,6 +322,25 @@ class SyncerProcess:
                 self.fragments[key.number].now_durable()
             self.tell(Persisted(key))
 
+    def _hold_versions(self, core: SyncerCore) -> None:
+        """Those of a snapshot from its cut on: its parts may come later than the store keeps a version."""
+        cut = core.cut
+        if cut is not None and cut.id != self._held:
+            self._held = cut.id
+            self._on_disk(self.store.hold, cut.id, cut.versions)
+        elif cut is None and self._held:
+            self._on_disk(self.store.let_go, self._held)
+            self._held = 0
+
+    def _on_disk(self, job: Callable[..., None], *args: Any) -> None:
+        """What the core does not wait for. Should it fail, the write that needs it fails too, and says so."""
+        future = self._loop.run_in_executor(self._disk_thread, job, *args)
+        future.add_done_callback(lambda done: None if done.cancelled() else self._report_disk(done.exception()))
+
+    def _report_disk(self, wrong: BaseException | None) -> None:
+        if wrong is not None:
+            self.log.warning("the store cannot be written: %s", wrong)
+
     def _halt(self, effect: Halt) -> None:
         self.halted_because = str(effect.reason)
         self.log.info("%s", effect.reason)
@@ -349,6 +374,16 @@ class SyncerProcess:
     def finish(self) -> None:
         if self.core is not None:
             self.tell(FinishRequested())
+
+    def take_snapshot(self) -> int | None:
+        """The number of a snapshot that is being taken from now on, or is being taken already. None: not now."""
+        if self.core is None or self.core.stage is not Stage.RUNNING:
+            return None
+        if self.core.cut is None:
+            before = self.core.marker
+            self.tell(SnapshotRequested())
+            return self.core.marker if self.core.marker > before else None
+        return self.core.cut.id
 
     # ---------------------------------------------------------------------------------------------------- showing
 

@@ -12,6 +12,7 @@ What happens when:
               Send(Contribution)      A_p - theta_p is encoded, with error feedback
               AdoptFragment           the new value is taken over; the residual of what was sent is settled
               Send(InnerState)        the optimizer's state is taken, and given to its receiver at StartTraining
+              SaveSnapshot            the same, for who starts from it after everybody has died
     syncer    Accumulate              a contribution joins the running sums
               MergeDone               outer step, update for the learners
               Persisted               the version is published
@@ -42,6 +43,7 @@ from atoll.core.protocol import (
     MessageArrived,
     Persisted,
     Published,
+    SaveSnapshot,
     Send,
     StartTraining,
     StepTaken,
@@ -56,6 +58,9 @@ from atoll.ml.codecs import Codec, Feedback, codec
 from atoll.ml.model import ModelView
 from atoll.ml.plan import FragmentPlan
 from atoll.ml.settings import Numerics
+
+KEPT_PARTS = 4
+"""As many as a learner keeps on its disk."""
 
 
 class StepInfo(NamedTuple):
@@ -199,6 +204,7 @@ class Execution:
         self._contributions: dict[tuple[Actor, FragmentId], tuple[RoundId, Tensor]] = {}  # sent, not accumulated
         self._parcels: dict[tuple[Actor, FragmentId], dict[Version, Parcel]] = {}  # sent, not adopted
         self._given: dict[InnerState, bytes] = {}
+        self._parts: dict[LearnerId, dict[int, bytes]] = {}  # inner state of the newest snapshots of each learner
 
     # ---------------------------------------------------------------------------------------------------- processes
 
@@ -418,9 +424,22 @@ class Execution:
         if effect.moments.code == "moments-peer" and learner.trainee.optimizer is not None:
             assert learner.inner is not None, f"{learner.actor} starts from a peer's state that never arrived"
             inner_state.unpack(learner.inner, learner.trainee.optimizer, learner.trainee.model)
+        elif effect.moments.code == "moments-saved" and learner.trainee.optimizer is not None:
+            giver, snapshot = (int(str(arg)) for arg in effect.moments.args)
+            saved = self._parts.get(giver, {}).get(snapshot)
+            assert saved is not None, f"{learner.actor} starts from a part that no tape here tells of"
+            inner_state.unpack(saved, learner.trainee.optimizer, learner.trainee.model)
         learner.inner = None
         for given in [g for g in self._given if Actor(g.to, g.to_incarnation) == learner.actor]:
             del self._given[given]
+
+    def _save(self, learner: LearnerTensors, effect: SaveSnapshot) -> None:
+        if learner.trainee.optimizer is None:
+            return
+        kept = self._parts.setdefault(learner.actor.learner, {})
+        kept[effect.snapshot] = inner_state.pack(learner.trainee.optimizer, learner.trainee.model)
+        while len(kept) > KEPT_PARTS:
+            del kept[next(iter(kept))]
 
     def _stop(self, learner: LearnerTensors, effect: Stop) -> None:
         """The model stays, everything else is given back."""
@@ -433,6 +452,7 @@ _LEARNER_EFFECTS: dict[type, Callable[[Execution, LearnerTensors, Any], None]] =
     CopyFragment: Execution._copy,
     Send: Execution._send,
     AdoptFragment: Execution._adopt,
+    SaveSnapshot: Execution._save,
     StartTraining: Execution._start,
     Stop: Execution._stop,
 }
