@@ -117,6 +117,14 @@ Grace = Annotated[
         help="Share of the slack to wait for more; 0: off. [default: 0.9]",
     ),
 ]
+SnapshotEvery = Annotated[
+    int | None,
+    typer.Option(
+        "--snapshot-every",
+        metavar="N",
+        help="Merges between two snapshots of the whole run; 0: only on request. [default: 10 of each fragment]",
+    ),
+]
 Adopt = Annotated[
     str | None,
     typer.Option(
@@ -219,6 +227,7 @@ SHARED = (
     "tau",
     "quorum",
     "grace",
+    "snapshot_every",
     "adopt",
     "merge",
     "plan",

@@ -70,6 +70,7 @@ def run(
     tau: options.Tau = None,
     quorum: options.Quorum = None,
     grace: options.Grace = None,
+    snapshot_every: options.SnapshotEvery = None,
     adopt: options.Adopt = None,
     merge: options.Merge = None,
     plan: options.Plan = None,
