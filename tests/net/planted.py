@@ -6,12 +6,15 @@ A fault leaves a file in the directory of the run when it strikes, so that a tes
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from atoll.core.protocol import Persist, Persisted, Record, VersionRecord
 from atoll.core.types import RoundId
-from atoll.net import syncer
+from atoll.net import durable, part_keeper, syncer
 from atoll.net.held_fragments import HeldFragment
 from atoll.net.island_tensors import Buffer, FragmentTensors
 from atoll.net.store import Store
@@ -61,6 +64,47 @@ def held_disk(directory: Path) -> None:
         write(self, record, tensors)  # type: ignore[arg-type]
 
     Store.write = slowly  # type: ignore[method-assign]
+
+
+def deadly_part(directory: Path) -> None:
+    """A learner dies in the middle of writing its part, once the file `die` is there."""
+    name = durable.os.fsync
+
+    def die(file: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{file}")
+        if "/parts/" in path and path.endswith(durable.UNFINISHED) and (directory / "die").exists():
+            struck(directory, "part").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        name(file)
+
+    durable.os.fsync = die  # type: ignore[attr-defined]
+
+
+def deadly_snapshot(directory: Path) -> None:
+    """The syncer dies when a snapshot has its values and is about to get its record, once the file `die` is there."""
+    put = Store._put
+
+    def die(self: Store, path: Path, pieces: list[Any], replace: bool = True) -> None:
+        if path.name == "record.json" and (directory / "die").exists():
+            struck(directory, "snapshot").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        put(self, path, pieces, replace)
+
+    Store._put = die  # type: ignore[method-assign]
+
+
+def held_parts(directory: Path) -> None:
+    """While the pipe `hold` is there, parts wait to be written until somebody writes into it."""
+    write = part_keeper.write_part
+
+    def slowly(*args: Any) -> Path:
+        hold = directory / "hold"
+        if hold.exists():
+            struck(directory, "part").touch()
+            hold.read_bytes()
+        return write(*args)
+
+    part_keeper.write_part = slowly  # type: ignore[assignment]
 
 
 def failing_core(directory: Path) -> None:
@@ -145,6 +189,9 @@ def shared_buffers(directory: Path) -> None:
 PLANTS: dict[str, Callable[[Path], None]] = {
     "wrong-update": wrong_update,
     "held-disk": held_disk,
+    "deadly-part": deadly_part,
+    "deadly-snapshot": deadly_snapshot,
+    "held-parts": held_parts,
     "failing-core": failing_core,
     "no-digest-check": no_digest_check,
     "published-first": published_first,

@@ -31,7 +31,10 @@ def run(
         typer.Option("--out", metavar="DIR", help="Directory of the run. [default: the first free runs/METHOD-N]"),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the interrupted run in --out, by its own settings.")
+        bool,
+        typer.Option(
+            "--resume", help="Go on with the interrupted run in --out, by its own settings; --learners may change."
+        ),
     ] = False,
     method: Annotated[
         str,
@@ -110,7 +113,7 @@ def run(
         from atoll.train.job import AlreadyFinished, JobFailed
 
     try:
-        settings, report = _resumed(out) if resume else _started(settings, out)
+        settings, report = _resumed(out, learners) if resume else _started(settings, out)
     except AlreadyFinished:
         _show_finished(out, as_json)
         return
@@ -138,12 +141,12 @@ def _started(settings: JobSettings, out: Path) -> tuple[JobSettings, Report]:
     return settings, start_job(settings, out, LiveView(), corpus)
 
 
-def _resumed(out: Path) -> tuple[JobSettings, Report]:
+def _resumed(out: Path, learners: int | None) -> tuple[JobSettings, Report]:
     from atoll.train.job import resume_job
     from atoll.train.job_settings import CONFIG, JobSettings
     from atoll.train.live_view import LiveView
 
-    report = resume_job(out, LiveView())
+    report = resume_job(out, LiveView(), learners)
     return JobSettings.load(out / CONFIG), report
 
 
@@ -158,7 +161,7 @@ def _to_resume(context: typer.Context, out: Path | None) -> Path:
     """The run to go on with. Refuses what would be ignored: it has settings of its own."""
     if out is None:
         raise ValueError("say which run to go on with: --out runs/first --resume")
-    options.refuse_with_resume(context, {"out", "resume", "as_json"})
+    options.refuse_with_resume(context, {"out", "resume", "learners", "as_json"})
     return out
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from atoll.net.byte_buffers import READ_BYTES
+from atoll.net.reaching import Reachable, forget_where, tell_where
 from atoll.net.run_settings import RunSettings
 from atoll.net.syncer import LOOPBACK, SyncerProcess
 from atoll.net.syncer_http import build_app
@@ -70,6 +71,7 @@ async def _serve(
         await web.SockSite(runner, sock).start()
         bound = sock.getsockname()
         address = f"[{bound[0]}]:{bound[1]}" if sock.family is socket.AF_INET6 else f"{bound[0]}:{bound[1]}"
+        _tell_where(directory, Reachable(address, token, syncer.store.epoch), log)
         log.info("listening on %s%s", address, "" if token else ", this machine only: no token was given")
         if on_ready is not None:
             on_ready(address)
@@ -82,10 +84,18 @@ async def _serve(
             await asyncio.to_thread(on_finished, syncer)
         return syncer.finished
     finally:
+        forget_where(directory, syncer.store.epoch)
         await syncer.stop()
         await runner.cleanup()
         for number, handler in signals.items():
             signal.signal(number, handler)
+
+
+def _tell_where(directory: Path, reachable: Reachable, log: logging.Logger) -> None:
+    try:
+        tell_where(directory, reachable)
+    except OSError as wrong:
+        log.warning("commands on this machine will not find this syncer: %s", wrong)
 
 
 def _stop_on_signals(stopped: asyncio.Event) -> dict[signal.Signals, Any]:

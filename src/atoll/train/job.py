@@ -14,6 +14,7 @@ runs/first/
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,8 @@ def start_job(settings: JobSettings, run: Path, view: LiveView, corpus: Text) ->
     return _carry_out(settings, run, view, corpus)
 
 
-def resume_job(run: Path, view: LiveView) -> Report:
-    """Go on with a run that was interrupted, by its own settings."""
+def resume_job(run: Path, view: LiveView, learners: int | None = None) -> Report:
+    """Go on with a run that was interrupted, by its own settings, but on another number of learners if one is given."""
     if not (run / CONFIG).is_file():
         raise ValueError(f"{run} holds no run of atoll train (it has no {CONFIG}): leave --resume out to start one")
     settings = JobSettings.load(run / CONFIG)
@@ -70,7 +71,17 @@ def resume_job(run: Path, view: LiveView) -> Report:
         raise ValueError(
             f"a run of {settings.method} keeps nothing that it could go on from: remove {run} and start it again"
         )
+    if learners is not None and learners != settings.learners:
+        settings = with_learners(settings, learners)
+        settings.save(run / CONFIG)
     return _carry_out(settings, run, view, Text.load(settings.data))
+
+
+def with_learners(settings: JobSettings, learners: int) -> JobSettings:
+    """The same job on more or fewer islands: what was planned for those that are no more goes with them."""
+    speeds = (*settings.speeds, *[1.0] * learners)[:learners] if settings.speeds else ()
+    kills = tuple(kill for kill in settings.kills if kill.learner <= learners)
+    return replace(settings, learners=learners, speeds=speeds, kills=kills)
 
 
 def _carry_out(settings: JobSettings, run: Path, view: LiveView, corpus: Text) -> Report:
