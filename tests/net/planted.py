@@ -68,7 +68,7 @@ def held_disk(directory: Path) -> None:
 
 def deadly_part(directory: Path) -> None:
     """A learner dies in the middle of writing its part, once the file `die` is there."""
-    name = durable.os.fsync
+    name = os.fsync
 
     def die(file: int) -> None:
         path = os.readlink(f"/proc/self/fd/{file}")
@@ -77,7 +77,7 @@ def deadly_part(directory: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         name(file)
 
-    durable.os.fsync = die  # type: ignore[attr-defined]
+    os.fsync = die  # type: ignore[assignment]
 
 
 def deadly_snapshot(directory: Path) -> None:
@@ -95,7 +95,7 @@ def deadly_snapshot(directory: Path) -> None:
 
 def held_parts(directory: Path) -> None:
     """While the pipe `hold` is there, parts wait to be written until somebody writes into it."""
-    write = part_keeper.write_part
+    write = part_keeper.write_part  # type: ignore[attr-defined]
 
     def slowly(*args: Any) -> Path:
         hold = directory / "hold"
@@ -104,7 +104,7 @@ def held_parts(directory: Path) -> None:
             hold.read_bytes()
         return write(*args)
 
-    part_keeper.write_part = slowly  # type: ignore[assignment]
+    part_keeper.write_part = slowly  # type: ignore[attr-defined, assignment]
 
 
 def failing_core(directory: Path) -> None:

@@ -132,6 +132,31 @@ def syncer_child(
         pipe.send(("failed", type(wrong).__name__, str(wrong)))
 
 
+def standby_child(
+    directory: Path, settings: RunSettings, port: int, token: str | None, after_s: float, log: Path, pipe: Connection
+) -> None:
+    _begin(log)
+    serving.LINGER_S = 0.2
+    try:
+        turn = serving.wait_to_take_over(directory, after_s, lambda: pipe.send(("waits", True)))
+        pipe.send(("turn", turn))
+        if turn is None:
+            return
+        finished = serve_syncer(
+            directory,
+            settings,
+            port=port,
+            token=token,
+            on_ready=lambda address: pipe.send(("ready", address)),
+            on_finished=lambda syncer: save_file(syncer.published(), directory / "published.safetensors"),
+            take_over=turn.by_force,
+        )
+        pipe.send(("ended", finished))
+    except BaseException as wrong:
+        traceback.print_exc()
+        pipe.send(("failed", type(wrong).__name__, str(wrong)))
+
+
 def learner_child(directory: Path, address: str, spec: LearnerSpec, log: Path, pipe: Connection) -> None:
     _begin(log)
     planted.plant(spec.planted, directory)
@@ -329,6 +354,20 @@ class Run:
         self.children.append(self.syncer)
         self.address = self.syncer.hear("ready")
         return self.syncer
+
+    def start_standby(self, port: int, after_s: float, directory: Path | None = None) -> Child:
+        """It waits when this returns. `took_over` makes it the run's syncer."""
+        log = self.directory / "logs" / f"standby-{len(self.children)}.log"
+        args = (directory or self.directory, self.settings, port, self.token, after_s)
+        child = Child("standby", log, standby_child, args)
+        self.children.append(child)
+        return child
+
+    def took_over(self, standby: Child) -> Any:
+        turn = standby.hear("turn")
+        self.address = standby.hear("ready")
+        self.syncer = standby
+        return turn
 
     def start(self, spec: LearnerSpec | int, address: str = "") -> Child:
         """A learner, which then joins by itself."""

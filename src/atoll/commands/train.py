@@ -32,9 +32,7 @@ def run(
     ] = None,
     resume: Annotated[
         bool,
-        typer.Option(
-            "--resume", help="Go on with the interrupted run in --out, by its own settings; --learners may change."
-        ),
+        typer.Option("--resume", help="Go on with the run in --out, by its own settings; only --learners may change."),
     ] = False,
     method: Annotated[
         str,

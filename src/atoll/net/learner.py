@@ -98,6 +98,8 @@ class Learner:
     and the model holds the final published values. Leaving the block early, by an exception or Ctrl-C, leaves the run;
     everybody else goes on.
 
+    `syncer` may name several addresses, as in "head:7400,other:7400": those of standbys, which are asked in turn.
+
     `learner` is the number of this island, from 1. With it a restart is told as the same island; without it the syncer
     gives the next free one. `run_directory` gets this learner's tape and its parts of snapshots; without one it keeps
     neither. A part holds parameters, the optimizer's state and torch's generators, and what `extra_state` returns: any
@@ -129,7 +131,7 @@ class Learner:
         self._extra_state = extra_state
         self._restored_state: Any = None
         self._join_by: float | None = None  # on the monotonic clock
-        self._background = Background(address(syncer), token, self.log)
+        self._background = Background(addresses(syncer), token, self.log)
         self._lock = threading.RLock()  # it knows whose it is: an interrupt may leave it locked
         self._news = threading.Condition(self._lock)  # actions for the training thread, while it joins
         self._actions: deque[Action] = deque()  # of events that the background told of; done at the next boundary
@@ -469,6 +471,14 @@ def _plan_of(model: nn.Module, settings: RunSettings) -> FragmentPlan:
     while plan != (again := make_plan(tensors, len(plan.fragments), plan.how)):
         plan = again
     return again
+
+
+def addresses(syncer: str) -> str:
+    """`host:port`, or several of them between commas: the syncer and its standbys, asked in turn."""
+    found = [address(each.strip()) for each in syncer.split(",") if each.strip()]
+    if not found:
+        raise ValueError("syncer is empty; give host:port, such as head:7400, or several, as head:7400,other:7400")
+    return ",".join(dict.fromkeys(found))
 
 
 def address(syncer: str) -> str:

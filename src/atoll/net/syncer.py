@@ -55,6 +55,7 @@ from atoll.core.types import SYNCER, FragmentId, Incarnation, LearnerId
 from atoll.ml.plan import FragmentPlan
 from atoll.net.durable import StoreDamaged
 from atoll.net.held_fragments import HeldFragment
+from atoll.net.lease import BEAT_EVERY_S
 from atoll.net.memory_gate import MemoryGate
 from atoll.net.run_clock import RunClock
 from atoll.net.run_settings import RunSettings
@@ -65,7 +66,6 @@ from atoll.net.tape_keeper import TapeKeeper
 from atoll.tape_files import new_header
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-FENCE_EVERY_S = 2.0
 RECEIVING_BYTES = 256 * 2**20
 """Of contributions that are being received at once, unless four of the largest fragments are more."""
 
@@ -91,6 +91,7 @@ class SyncerProcess:
         *,
         token: str | None = None,
         log: logging.Logger | None = None,
+        take_over: bool = False,
     ) -> None:
         self.directory = directory
         self.settings = settings
@@ -108,6 +109,7 @@ class SyncerProcess:
         self.merges_before = 0  # by its predecessors
         self.over = asyncio.Event()  # the run has ended, or this syncer has been superseded
         self.halted_because = ""
+        self.superseded = ""  # by whom, in words: this process must not serve any more
         self.snapshots = SnapshotNews()
         self.failed: BaseException | None = None  # our bug; what is durable is right, and another process goes on
         self.gate = MemoryGate(RECEIVING_BYTES)
@@ -120,7 +122,7 @@ class SyncerProcess:
         self._timer_at = 0.0
         self._background: set[asyncio.Task[None]] = set()
         self._stopping = False
-        self.store = Store.open(directory / "store")
+        self.store = Store.open(directory / "store", take_over=take_over)
         kept = self.store.settings()
         if kept is not None:
             self.settings = settings.resumed(RunSettings.from_json(kept))
@@ -311,7 +313,7 @@ class SyncerProcess:
             return
         wrong = done.exception()
         if isinstance(wrong, Fenced):
-            self.tell(StoreFenced(wrong.epoch))
+            self._fenced(wrong)
         elif isinstance(wrong, OSError):
             self.tell(PersistFailed(key, wrong.strerror or str(wrong)))
         elif wrong is not None:
@@ -343,6 +345,8 @@ class SyncerProcess:
 
     def _halt(self, effect: Halt) -> None:
         self.halted_because = str(effect.reason)
+        if effect.reason.code == "superseded-epoch" and not self.superseded:  # a learner has told
+            self.superseded = str(effect.reason)
         self.log.info("%s", effect.reason)
         self.over.set()
 
@@ -416,17 +420,22 @@ class SyncerProcess:
     # ---------------------------------------------------------------------------------------------------- stopping
 
     async def _watch_fence(self) -> None:
-        """Another syncer that takes over must be noticed also while nothing is written."""
+        """A sign of life. Another syncer that takes over must be noticed also while nothing is written."""
         while True:
-            await asyncio.sleep(FENCE_EVERY_S)
+            await asyncio.sleep(BEAT_EVERY_S)
             try:
-                await self._loop.run_in_executor(self._disk_thread, self.store.check_epoch)
+                await asyncio.to_thread(self.store.beat)  # not behind a version that is being written
             except Fenced as fenced:
-                if self.core is not None:
-                    self.tell(StoreFenced(fenced.epoch))
+                self._fenced(fenced)
                 return
             except (OSError, StoreDamaged) as wrong:
-                self.log.warning("the store cannot be read: %s", wrong)
+                self.log.warning("the store cannot be read or written: %s", wrong)
+
+    def _fenced(self, fenced: Fenced) -> None:
+        self.superseded = str(fenced)
+        if self.core is not None:
+            self.tell(StoreFenced(fenced.epoch))
+        self.over.set()
 
     def _spawn(self, task: Any) -> None:
         spawned = self._loop.create_task(task)

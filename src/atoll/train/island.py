@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atoll.net.learner import Learner, address
+from atoll.net.learner import Learner, addresses
 from atoll.net.reaching import NoAnswer, Refused, ask
 from atoll.net.run_settings import RunSettings
 from atoll.train.job_settings import JobSettings
@@ -57,15 +57,16 @@ class Job(NamedTuple):
 
 def ask_for_job(syncer: str, token: str | None, on_wait: Callable[[], None] | None = None, wait_s: float = 60.0) -> Job:
     """What a syncer has for its learners to do. Waits for a syncer that is not there yet, and says so once."""
-    address(syncer)  # refuses what is none
+    places = addresses(syncer).split(",")  # refuses what is none
     until = time.monotonic() + wait_s
     while True:
         try:
-            told = ask(syncer, token, "GET", "/v1/run", 10.0)
+            told = ask(places[0], token, "GET", "/v1/run", 10.0)
             break
         except Refused as refused:
             raise ValueError(f"the syncer at {syncer} refused: {refused}") from None
         except NoAnswer as wrong:
+            places.append(places.pop(0))
             if time.monotonic() >= until:
                 raise ValueError(f"{wrong}; start one with: atoll syncer") from None
             if on_wait is not None:
