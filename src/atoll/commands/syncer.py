@@ -77,6 +77,7 @@ def run(
     snapshot_every: options.SnapshotEvery = None,
     adopt: options.Adopt = None,
     merge: options.Merge = None,
+    norm_clip: options.NormClip = None,
     plan: options.Plan = None,
     outer: options.Outer = None,
     outer_lr: options.OuterLr = None,

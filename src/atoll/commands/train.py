@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -34,6 +34,15 @@ def run(
         bool,
         typer.Option("--resume", help="Go on with the run in --out, by its own settings; only --learners may change."),
     ] = False,
+    restore: Annotated[
+        str | None,
+        typer.Option(
+            "--restore",
+            metavar="RUN[@N]",
+            help="Start a new run in --out from snapshot N of another, or its newest, by its settings; only --learners, "
+            "--tokens and --kill may change.",
+        ),
+    ] = None,
     method: Annotated[
         str,
         typer.Option(
@@ -74,6 +83,7 @@ def run(
     snapshot_every: options.SnapshotEvery = None,
     adopt: options.Adopt = None,
     merge: options.Merge = None,
+    norm_clip: options.NormClip = None,
     plan: options.Plan = None,
     outer: options.Outer = None,
     outer_lr: options.OuterLr = None,
@@ -92,8 +102,12 @@ def run(
     from atoll.train.children import processes
     from atoll.train.job_settings import check_new
 
+    if resume and restore is not None:
+        raise ValueError("--resume goes on with a run, --restore starts a new one: give one of them")
     if resume:
         out = _to_resume(context, out)
+    elif restore is not None:
+        out = _to_restore(context, out)
     else:
         settings = options.make_settings(
             {
@@ -111,7 +125,12 @@ def run(
         from atoll.train.job import AlreadyFinished, JobFailed
 
     try:
-        settings, report = _resumed(out, learners) if resume else _started(settings, out)
+        if resume:
+            settings, report = _resumed(out, learners)
+        elif restore is not None:
+            settings, report = _restored(restore, out, learners, tokens, kill)
+        else:
+            settings, report = _started(settings, out)
     except AlreadyFinished:
         _show_finished(out, as_json)
         return
@@ -148,6 +167,20 @@ def _resumed(out: Path, learners: int | None) -> tuple[JobSettings, Report]:
     return JobSettings.load(out / CONFIG), report
 
 
+def _restored(
+    source: str, out: Path, learners: int | None, tokens: str | None, kill: list[str] | None
+) -> tuple[JobSettings, Report]:
+    from atoll.train.job import restore_job
+    from atoll.train.job_settings import CONFIG, JobSettings, Kill
+    from atoll.train.live_view import LiveView
+
+    changes: dict[str, Any] = {"kills": tuple(Kill.parse(each) for each in kill or () if each != "none")}
+    if tokens is not None:
+        changes["tokens"] = options.read_count("--tokens", tokens)
+    report = restore_job(source, out, LiveView(), learners, changes)
+    return JobSettings.load(out / CONFIG), report
+
+
 def _kills(kill: list[str] | None, method: str, learners: int | None) -> list[str]:
     if kill is None:
         shown = method == "decoupled" and (learners is None or learners >= 3)
@@ -160,6 +193,15 @@ def _to_resume(context: typer.Context, out: Path | None) -> Path:
     if out is None:
         raise ValueError("say which run to go on with: --out runs/first --resume")
     options.refuse_with_resume(context, {"out", "resume", "learners", "as_json"})
+    return out
+
+
+def _to_restore(context: typer.Context, out: Path | None) -> Path:
+    from atoll.train.job_settings import check_new
+
+    options.refuse_with_resume(context, {"out", "restore", "learners", "tokens", "kill", "as_json"}, "--restore")
+    out = out if out is not None else next_run(RUNS, "decoupled")
+    check_new(out)
     return out
 
 

@@ -75,8 +75,9 @@ LinkKey = tuple[LearnerId, Incarnation, int]
 class Payload:
     """The values of a contribution. Their memory counts as held until they are added to the sums, or not wanted."""
 
-    def __init__(self, data: Tensor, give_back: Callable[[], None]) -> None:
+    def __init__(self, data: Tensor, norm: float, give_back: Callable[[], None]) -> None:
         self.data = data
+        self.norm = norm
         self.give_back = give_back
         self.is_taken = False  # whoever takes it gives the memory back
 
@@ -273,7 +274,7 @@ class SyncerProcess:
             payload.give_back()
             self._report_trouble(wrong)
 
-        self._merge(partial(held.accumulate, effect.round, effect.accepted, payload.data, up), added)
+        self._merge(partial(held.accumulate, effect.round, effect.accepted, payload.data, up, payload.norm), added)
 
     def _report_trouble(self, wrong: BaseException | None) -> None:
         """A sum that failed shows when the round is merged: the counts differ, and the merge fails."""

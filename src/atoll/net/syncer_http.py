@@ -16,6 +16,7 @@ from atoll.core.protocol import Contribution, Envelope, Hello, InnerState, Messa
 from atoll.core.types import MOST_TOKENS, FragmentId
 from atoll.ml.codecs import codec
 from atoll.ml.plan import FragmentPlan
+from atoll.ml.robust import size_of
 from atoll.net.byte_buffers import CHUNK_BYTES, SMALL_BYTES, ByteBuffers
 from atoll.net.memory_gate import MemoryGate
 from atoll.net.snapshot_files import snapshot_info
@@ -276,11 +277,14 @@ class Paths:
             await frames.end()
             envelope, numel, data = found[0]
             up = codec(syncer.settings.numerics.up)
-            problem = await _computed(data.numel(), up.problem, data, numel)
+            problem, norm = await _computed(data.numel(), up.examine, data, numel)
             syncer.bytes_up += data.numel()
             assert isinstance(envelope.body, Contribution)
+            if problem is None:
+                usual = syncer.fragments[envelope.body.round.fragment].usual
+                problem = usual.problem(size_of(norm, envelope.body.steps))
             envelope = envelope._replace(body=envelope.body._replace(problem=problem))
-            payload = Payload(data, give_back)
+            payload = Payload(data, norm, give_back)
             syncer.tell(MessageArrived(envelope), payload)
             return web.Response(status=204)
         finally:

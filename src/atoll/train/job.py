@@ -40,12 +40,13 @@ from atoll.train.model_file import MODEL, load_model, model_digest, save_model
 from atoll.train.models import build, parameter_count
 from atoll.train.published import is_finished, published_model, run_settings
 from atoll.train.report import REPORT, Judged, Report, baseline_report, decoupled_report
+from atoll.train.restoring import find_source, restore
 
 LOOK_S = 0.25
 END_WAIT_S = 8.0
 
 
-__all__ = ["AlreadyFinished", "JobFailed", "judge", "resume_job", "start_job", "title_of"]
+__all__ = ["AlreadyFinished", "JobFailed", "judge", "restore_job", "resume_job", "start_job", "title_of"]
 
 
 class AlreadyFinished(Exception):  # noqa: N818 - it is the answer to --resume, not an error
@@ -74,6 +75,15 @@ def resume_job(run: Path, view: LiveView, learners: int | None = None) -> Report
     if learners is not None and learners != settings.learners:
         settings = with_learners(settings, learners)
         settings.save(run / CONFIG)
+    return _carry_out(settings, run, view, Text.load(settings.data))
+
+
+def restore_job(source: str, run: Path, view: LiveView, learners: int | None, changes: dict[str, Any]) -> Report:
+    """A new run from a snapshot of another, by that one's settings but for `changes`."""
+    found = find_source(source)
+    settings = found.settings if learners is None else with_learners(found.settings, learners)
+    settings = replace(settings, **changes)
+    restore(found, run, settings, new_run_id(run), view.say)
     return _carry_out(settings, run, view, Text.load(settings.data))
 
 
