@@ -14,6 +14,7 @@ from typing import Any
 
 from atoll.core.protocol import Persist, Persisted, Record, VersionRecord
 from atoll.core.types import RoundId
+from atoll.ml import robust
 from atoll.net import durable, part_keeper, syncer
 from atoll.net.held_fragments import HeldFragment
 from atoll.net.island_tensors import Buffer, FragmentTensors
@@ -146,6 +147,11 @@ def no_digest_check(directory: Path) -> None:
     FragmentTensors.digest = digest  # type: ignore[method-assign]
 
 
+def tame(directory: Path) -> None:
+    """A syncer to which nothing is wild."""
+    robust.WILD = float("inf")
+
+
 def published_first(directory: Path) -> None:
     """A syncer that says durable before it is."""
 
@@ -194,6 +200,7 @@ PLANTS: dict[str, Callable[[Path], None]] = {
     "held-parts": held_parts,
     "failing-core": failing_core,
     "no-digest-check": no_digest_check,
+    "tame": tame,
     "published-first": published_first,
     "shared-buffers": shared_buffers,
 }

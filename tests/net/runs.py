@@ -211,6 +211,9 @@ def _train(learner: Learner, job: Work, spec: LearnerSpec, pipe: Connection, dra
             if order == "poison":
                 with torch.no_grad():
                     next(job.model.parameters()).fill_(float("nan"))
+            if order == "wild":  # finite, and far from anything that training does
+                with torch.no_grad():
+                    next(job.model.parameters()).add_(float(count))
             if order == "small files":  # beyond it a write fails half-way, as on a full disk
                 resource.setrlimit(resource.RLIMIT_FSIZE, (count, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
             if order == "hold":

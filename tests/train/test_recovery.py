@@ -1,4 +1,4 @@
-"""`atoll train` stopped, resumed on more and on fewer islands, and restored into a new run; `atoll snapshot` beside it."""
+"""`atoll train` stopped, resumed on more and on fewer islands, restored into a new run; `atoll snapshot` beside it."""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ runs/first/
   tapes/               what every process was told and what it did about it
   logs/, metrics/      of every process
   positions/           how far each learner is in its data
+  parts/               what each learner saved for the newest snapshots
+  syncer.json          address and token of the syncer, while it runs
   faults.jsonl         processes that ended before their time
   model.safetensors    the final published model
   report.json
@@ -80,6 +82,8 @@ def resume_job(run: Path, view: LiveView, learners: int | None = None) -> Report
 
 def restore_job(source: str, run: Path, view: LiveView, learners: int | None, changes: dict[str, Any]) -> Report:
     """A new run from a snapshot of another, by that one's settings but for `changes`."""
+    from atoll.train.supervisor import new_run_id
+
     found = find_source(source)
     settings = found.settings if learners is None else with_learners(found.settings, learners)
     settings = replace(settings, **changes)

@@ -51,9 +51,7 @@ def find_source(text: str) -> Source:
         name, number = text, ""
     run = Path(name)
     if number and not number.isdigit():
-        raise ValueError(
-            f"--restore {text!r}: after the @ comes the number of a snapshot, see atoll snapshot {run} --list"
-        )
+        raise ValueError(f"--restore {text}: after the @ comes a number of those in atoll snapshot {run} --list")
     kept = run_settings(run) if run.is_dir() else None
     if kept is None or kept.plan is None or not (run / CONFIG).is_file():
         raise ValueError(f"--restore {run}: no run of atoll train or atoll syncer is there, or it has no model yet")
@@ -143,7 +141,7 @@ def _write_parts(source: Source, run: Path, run_id: str, say: Callable[[str], No
     there = list_parts(source.run)
     taken = []
     for learner, _ in source.info.record.parts:
-        # The very part, or the newest before it: a learner keeps the newest few, of snapshots that never came about too.
+        # That part, or the newest before it: of the few that a learner keeps, some are of snapshots that failed.
         numbers = [number for number in there.get(learner, []) if number <= source.info.number]
         for number in reversed(numbers):
             path = part_path(source.run, learner, number)
