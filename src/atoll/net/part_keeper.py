@@ -79,7 +79,7 @@ class PartKeeper:
             taken = await asyncio.wrap_future(copied)
             place = self._run, self._config, self._learner, self._incarnation
             await asyncio.to_thread(write_part, *place, part, taken)
-        except (OSError, ValueError) as wrong:
+        except (OSError, ValueError, RuntimeError, MemoryError) as wrong:
             where = f"{wrong.filename}: {wrong.strerror}" if isinstance(wrong, OSError) and wrong.filename else wrong
             self._due = None
             self._tell(SnapshotSaveFailed(effect.snapshot, str(where)))

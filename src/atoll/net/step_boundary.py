@@ -116,7 +116,7 @@ class StepBoundary:
         """What cannot be saved is no reason to stop training either."""
         try:
             action.taken.set_result(take_part(self.fragments, self._optimizer, self._model, self._extra_state))
-        except ValueError as wrong:
+        except (ValueError, RuntimeError, MemoryError) as wrong:  # torch's way to say that there is no memory
             action.taken.set_exception(wrong)
 
     def find_saved(self, run: Path, config: RunConfig, learner: LearnerId, say: Callable[[str], None]) -> Saved | None:
