@@ -21,6 +21,7 @@ from atoll.core.protocol import (
     MembersRecord,
     MergeRound,
     MessageArrived,
+    MomentsFound,
     NoPeer,
     PeerChosen,
     Persist,
@@ -333,6 +334,34 @@ def test_without_a_peer_a_learner_starts_with_fresh_moments_and_a_short_warm_up_
         talk.sends(Ready(moments)),
     )
     assert talk.core.view().reason == "fresh inner moments, 50 warm-up steps: no healthy peer has inner state to give"
+
+
+@pytest.mark.parametrize("answer", [NoPeer(because("peer-none"), False), NoPeer(because("peer-new-run"), True)])
+def test_without_a_peer_a_learner_starts_from_its_saved_part_and_says_so(answer):
+    talk = LearnerTalk(RunConfig(fragments=1, warmup_steps=50))
+    talk.opens(0.0)
+    talk.welcomed(0.1, versions=(4,))
+    talk.gets(0.2, 0, 4)
+    talk.tell(0.3, MomentsFound(2, 1_000_004))
+    assert talk.of(StartTraining) == [], "a peer's are newer: they are waited for"
+    talk.hears(0.4, answer)
+    moments = because("moments-saved", 2, 1_000_004)
+    talk.expect(
+        AdoptFragment(0, 4, "overwrite", False, 0, 0, 0),
+        StartTraining(moments, 0),
+        talk.sends(Ready(moments)),
+    )
+    assert talk.core.view().reason == "inner state from the part that learner 2 saved in snapshot 1000004"
+
+
+def test_a_peer_goes_before_a_saved_part():
+    talk = LearnerTalk(RunConfig(fragments=1))
+    talk.opens(0.0)
+    talk.welcomed(0.1, versions=(4,))
+    talk.gets(0.2, 0, 4)
+    talk.tell(0.3, MomentsFound(1, 1_000_004))
+    talk.hears(0.4, InnerState(3, 1, 1, step=90, versions=(4,)))
+    assert talk.one(StartTraining) == StartTraining(because("moments-peer", 3), 0)
 
 
 def test_in_a_new_run_nobody_has_inner_state_and_nobody_warms_up():

@@ -67,8 +67,8 @@ def test_the_streamed_mean_is_that_of_the_formula(how, plan, seed, weights):
 class NoBars(Accumulator):
     """A bug, as the formula is printed in the paper: sizes are left out, the mean of unit vectors comes out."""
 
-    def _factor(self, run, w, size):
-        factor = super()._factor(run, w, size)
+    def _factor(self, run, w, size, scale):
+        factor = super()._factor(run, w, size, scale)
         run.weighted_norms += w - w * size
         return factor
 
@@ -76,8 +76,8 @@ class NoBars(Accumulator):
 class NotUnit(Accumulator):
     """A bug: the direction is that of the plain mean, so that large contributions decide it."""
 
-    def _factor(self, run, w, size):
-        super()._factor(run, w, size)
+    def _factor(self, run, w, size, scale):
+        super()._factor(run, w, size, scale)
         return w
 
 

@@ -6,12 +6,16 @@ A fault leaves a file in the directory of the run when it strikes, so that a tes
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from atoll.core.protocol import Persist, Persisted, Record, VersionRecord
 from atoll.core.types import RoundId
-from atoll.net import syncer
+from atoll.ml import robust
+from atoll.net import durable, part_keeper, syncer
 from atoll.net.held_fragments import HeldFragment
 from atoll.net.island_tensors import Buffer, FragmentTensors
 from atoll.net.store import Store
@@ -63,6 +67,47 @@ def held_disk(directory: Path) -> None:
     Store.write = slowly  # type: ignore[method-assign]
 
 
+def deadly_part(directory: Path) -> None:
+    """A learner dies in the middle of writing its part, once the file `die` is there."""
+    name = os.fsync
+
+    def die(file: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{file}")
+        if "/parts/" in path and path.endswith(durable.UNFINISHED) and (directory / "die").exists():
+            struck(directory, "part").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        name(file)
+
+    os.fsync = die  # type: ignore[assignment]
+
+
+def deadly_snapshot(directory: Path) -> None:
+    """The syncer dies when a snapshot has its values and is about to get its record, once the file `die` is there."""
+    put = Store._put
+
+    def die(self: Store, path: Path, pieces: list[Any], replace: bool = True) -> None:
+        if path.name == "record.json" and (directory / "die").exists():
+            struck(directory, "snapshot").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        put(self, path, pieces, replace)
+
+    Store._put = die  # type: ignore[method-assign]
+
+
+def held_parts(directory: Path) -> None:
+    """While the pipe `hold` is there, parts wait to be written until somebody writes into it."""
+    write = part_keeper.write_part  # type: ignore[attr-defined]
+
+    def slowly(*args: Any) -> Path:
+        hold = directory / "hold"
+        if hold.exists():
+            struck(directory, "part").touch()
+            hold.read_bytes()
+        return write(*args)
+
+    part_keeper.write_part = slowly  # type: ignore[attr-defined, assignment]
+
+
 def failing_core(directory: Path) -> None:
     """The syncer's core fails when the file `fail` appears."""
     handle = SyncerProcess._handle
@@ -100,6 +145,11 @@ def no_digest_check(directory: Path) -> None:
         return _Anything()
 
     FragmentTensors.digest = digest  # type: ignore[method-assign]
+
+
+def tame(directory: Path) -> None:
+    """A syncer to which nothing is wild."""
+    robust.WILD = float("inf")
 
 
 def published_first(directory: Path) -> None:
@@ -145,8 +195,12 @@ def shared_buffers(directory: Path) -> None:
 PLANTS: dict[str, Callable[[Path], None]] = {
     "wrong-update": wrong_update,
     "held-disk": held_disk,
+    "deadly-part": deadly_part,
+    "deadly-snapshot": deadly_snapshot,
+    "held-parts": held_parts,
     "failing-core": failing_core,
     "no-digest-check": no_digest_check,
+    "tame": tame,
     "published-first": published_first,
     "shared-buffers": shared_buffers,
 }

@@ -14,6 +14,7 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
+import resource
 import signal
 import sys
 import threading
@@ -90,6 +91,8 @@ class LearnerSpec:
     pace_s: float = 0.002  # between two steps; the learner listens to the test meanwhile
     join_timeout_s: float | None = LIMIT_S
     planted: str = ""
+    keeps: bool = True  # tape and parts, in the directory of the run
+    draws: bool = False  # from torch's generator after every step, and tells what in `extra_state`
 
 
 def _begin(log: Path) -> None:
@@ -129,10 +132,36 @@ def syncer_child(
         pipe.send(("failed", type(wrong).__name__, str(wrong)))
 
 
+def standby_child(
+    directory: Path, settings: RunSettings, port: int, token: str | None, after_s: float, log: Path, pipe: Connection
+) -> None:
+    _begin(log)
+    serving.LINGER_S = 0.2
+    try:
+        turn = serving.wait_to_take_over(directory, after_s, lambda: pipe.send(("waits", True)))
+        pipe.send(("turn", turn))
+        if turn is None:
+            return
+        finished = serve_syncer(
+            directory,
+            settings,
+            port=port,
+            token=token,
+            on_ready=lambda address: pipe.send(("ready", address)),
+            on_finished=lambda syncer: save_file(syncer.published(), directory / "published.safetensors"),
+            take_over=turn.by_force,
+        )
+        pipe.send(("ended", finished))
+    except BaseException as wrong:
+        traceback.print_exc()
+        pipe.send(("failed", type(wrong).__name__, str(wrong)))
+
+
 def learner_child(directory: Path, address: str, spec: LearnerSpec, log: Path, pipe: Connection) -> None:
     _begin(log)
     planted.plant(spec.planted, directory)
     job = work(spec.model, spec.number, spec.dtype, spec.flip)
+    drawn: list[float] = []
     try:
         with Learner(
             job.model,
@@ -140,13 +169,17 @@ def learner_child(directory: Path, address: str, spec: LearnerSpec, log: Path, p
             address,
             spec.token,
             learner=spec.number,
-            run_directory=directory,
+            run_directory=directory if spec.keeps else None,
             join_timeout_s=spec.join_timeout_s,
+            extra_state=(lambda: {"drawn": drawn[-1:]}) if spec.draws else None,
         ) as learner:
             moments = [float(state["step"]) for state in job.optimizer.state.values()]
             told = {"learner": learner.id, "incarnation": learner.incarnation, "moments": max(moments, default=0.0)}
-            pipe.send(("joined", told | {"finished": learner.finished, "lr_scale": learner.lr_scale}))
-            _train(learner, job, spec, pipe)
+            told |= {"finished": learner.finished, "lr_scale": learner.lr_scale}
+            next_drawn = float(torch.rand(1, generator=_same_generator()))
+            told |= {"restored": learner.restored_state, "next_drawn": next_drawn}
+            pipe.send(("joined", told))
+            _train(learner, job, spec, pipe, drawn)
         save_file(_contiguous(values(job.model)), model_file(directory, learner.id))
         threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
         last: dict[str, Any] = {"finished": learner.finished, "stats": learner.stats()._asdict(), "threads": threads}
@@ -157,7 +190,14 @@ def learner_child(directory: Path, address: str, spec: LearnerSpec, log: Path, p
         pipe.send(("failed", type(wrong).__name__, str(wrong), threads))
 
 
-def _train(learner: Learner, job: Work, spec: LearnerSpec, pipe: Connection) -> None:
+def _same_generator() -> torch.Generator:
+    """Draws what torch would draw next, without drawing it."""
+    same = torch.Generator()
+    same.set_state(torch.get_rng_state())
+    return same
+
+
+def _train(learner: Learner, job: Work, spec: LearnerSpec, pipe: Connection, drawn: list[float]) -> None:
     """Obey: "go" trains on, ("train", n) takes n steps and tells, "hold" waits, "break" leaves the loop."""
     left, asked, number = 0.0, 0, 0
     slowest: list[float] = []
@@ -171,6 +211,11 @@ def _train(learner: Learner, job: Work, spec: LearnerSpec, pipe: Connection) -> 
             if order == "poison":
                 with torch.no_grad():
                     next(job.model.parameters()).fill_(float("nan"))
+            if order == "wild":  # finite, and far from anything that training does
+                with torch.no_grad():
+                    next(job.model.parameters()).add_(float(count))
+            if order == "small files":  # beyond it a write fails half-way, as on a full disk
+                resource.setrlimit(resource.RLIMIT_FSIZE, (count, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
             if order == "hold":
                 left = 0
                 pipe.send(("held", number))
@@ -180,6 +225,8 @@ def _train(learner: Learner, job: Work, spec: LearnerSpec, pipe: Connection) -> 
         if left == 0:
             raise TimeoutError("the test has forgotten this learner")
         loss = job.step(number)
+        if spec.draws:
+            drawn.append(float(torch.rand(1)))
         before = learner.stats().boundary_s
         learner.step(tokens=BATCH, loss=loss)
         slowest.append(learner.stats().boundary_s - before)
@@ -310,6 +357,20 @@ class Run:
         self.children.append(self.syncer)
         self.address = self.syncer.hear("ready")
         return self.syncer
+
+    def start_standby(self, port: int, after_s: float, directory: Path | None = None) -> Child:
+        """It waits when this returns. `took_over` makes it the run's syncer."""
+        log = self.directory / "logs" / f"standby-{len(self.children)}.log"
+        args = (directory or self.directory, self.settings, port, self.token, after_s)
+        child = Child("standby", log, standby_child, args)
+        self.children.append(child)
+        return child
+
+    def took_over(self, standby: Child) -> Any:
+        turn = standby.hear("turn")
+        self.address = standby.hear("ready")
+        self.syncer = standby
+        return turn
 
     def start(self, spec: LearnerSpec | int, address: str = "") -> Child:
         """A learner, which then joins by itself."""

@@ -2,10 +2,12 @@
 
     python -m tests.net.store_kills lines KIND STORE FOLDER
     python -m tests.net.store_kills anywhere COUNT STORE FOLDER
+    python -m tests.net.store_kills race COUNT STORE FOLDER
 
 `lines`: one write is repeated in forked processes; the first is killed at its first line of the store's code, the
 second at its second, until one comes through. `anywhere`: processes write version after version and are killed from
-outside, wherever they are. One line of JSON per kill says what was found.
+outside, wherever they are. One line of JSON per kill says what was found. `race`: nobody is killed; processes take over
+from each other at the same moment, and write.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ from typing import Any, NoReturn
 import torch
 
 from atoll.net import durable, store
-from atoll.net.store import Store, StoreDamaged
-from tests.net.store_samples import FRAGMENTS, InPlace, founded, members, same, snapshot, tensors, version
+from atoll.net.store import Fenced, InUse, Store, StoreDamaged
+from tests.net.store_samples import FRAGMENTS, InPlace, NoClaims, founded, members, same, snapshot, tensors, version
 
-STORES: dict[str, type[Store]] = {"Store": Store, "InPlace": InPlace}
+STORES: dict[str, type[Store]] = {"Store": Store, "InPlace": InPlace, "NoClaims": NoClaims}
 NUMEL = 2**15  # a file is written in several pieces, whatever its size
 CODE = {durable.__file__, store.__file__, str(Path(__file__).with_name("store_samples.py"))}
 
@@ -82,7 +84,7 @@ def on_line(frame: FrameType, event: str, arg: Any) -> Any:
     return on_line
 
 
-def forked(action: Callable[[], None]) -> int:
+def forked(action: Callable[[], int | None]) -> int:
     """The process id of a copy of this process that does this and nothing else."""
     child = os.fork()
     if child == 0:
@@ -90,24 +92,25 @@ def forked(action: Callable[[], None]) -> int:
     return child
 
 
-def leave(action: Callable[[], None]) -> NoReturn:
+def leave(action: Callable[[], int | None]) -> NoReturn:
     try:
-        action()
+        code = action() or 0
         sys.settrace(None)
     except BaseException as wrong:
         print(f"the child failed: {wrong!r}", file=sys.stderr, flush=True)
-        os._exit(1)
-    os._exit(0)
+        os._exit(2)
+    os._exit(code)
 
 
-def found(folder: Path) -> dict[str, Any]:
-    """What the next syncer finds."""
+def found(folder: Path, any_epoch: bool = False) -> dict[str, Any]:
+    """What the next syncer finds. The samples know only records of epoch 1."""
     try:
         with Store.open(folder) as opened:
             versions = {}
             for fragment in range(FRAGMENTS):
                 number, record, values = opened.newest(fragment)
-                assert record == (version(fragment, number) if number else None)
+                epoch = record.round.epoch if any_epoch and record is not None else 1
+                assert record == (version(fragment, number, epoch) if number else None)
                 versions[fragment] = number if same(values, number, NUMEL) else "other values"
             restored = opened.restored()
             assert restored.members is not None
@@ -167,10 +170,50 @@ def kill_anywhere(count: int, kind: type[Store], folder: Path) -> None:
         shutil.rmtree(here)
 
 
+RACERS = 6
+
+
+def race(count: int, kind: type[Store], folder: Path) -> None:
+    for number in range(count):
+        here = folder / f"race{number}"
+        founded(here, 1, NUMEL).close()
+        go, start = os.pipe()
+        go_on, restart = os.pipe()
+        told, tell = os.pipe()
+
+        def take_and_write(here: Path = here, go: int = go, go_on: int = go_on, tell: int = tell) -> int:
+            os.read(go, 1)
+            try:
+                store = kind.open(here, take_over=True)
+            except (Fenced, InUse):
+                return 1
+            finally:
+                os.write(tell, b".")
+            os.read(go_on, 1)
+            try:
+                store.write(version(0, 2, store.epoch), tensors(2, NUMEL))
+            except (Fenced, ValueError):
+                return 1
+            return 0
+
+        children = [forked(take_and_write) for _ in range(RACERS)]
+        os.write(start, b"." * RACERS)
+        for _ in children:
+            os.read(told, 1)
+        os.write(restart, b"." * RACERS)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        for pipe in (go, start, go_on, restart, told, tell):
+            os.close(pipe)
+        row: dict[str, Any] = {"codes": codes}
+        print(json.dumps(row | found(here, any_epoch=True)), flush=True)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)  # a forked process has none of the others
     mode, argument, store_name, folder_name = sys.argv[1:]
     if mode == "lines":
         kill_at_every_line(argument, STORES[store_name], Path(folder_name))
+    elif mode == "race":
+        race(int(argument), STORES[store_name], Path(folder_name))
     else:
         kill_anywhere(int(argument), STORES[store_name], Path(folder_name))

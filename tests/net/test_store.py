@@ -140,7 +140,7 @@ def test_no_file_is_there_that_the_page_does_not_name(tmp_path):
         store.write(MANIFEST)
         store.write(snapshot(1, 1, 1))
     assert {name for name in files(tmp_path) if not name.startswith("fragments/")} == {
-        *("lock", "epoch", "run.json", "members.json", "manifest.json"),
+        *("lock", "epoch", "claims/000000001", "run.json", "members.json", "manifest.json"),
         *(
             "snapshots/000000001/record.json",
             "snapshots/000000001/000.safetensors",

@@ -127,9 +127,9 @@ class ForgetsMomentum(SyncerTensors):
 class WeighsTheLast(SyncerTensors):
     """The mean is not one: who comes later counts more."""
 
-    def accumulate(self, round_id: RoundId, up: Codec, data: Tensor, weight: float) -> None:
-        sums = self.rounds.get(round_id)
-        super().accumulate(round_id, up, data, weight * (1 + (sums.count if sums else 0) * 1e-6))
+    def accumulate(self, round_id: RoundId, up: Codec, data: Tensor, weight: float, steps: int) -> None:
+        before = self.rounds[round_id][0].count if round_id in self.rounds else 0
+        super().accumulate(round_id, up, data, weight * (1 + before * 1e-6), steps)
 
 
 class Forgetful(Execution):

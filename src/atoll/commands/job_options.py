@@ -117,6 +117,14 @@ Grace = Annotated[
         help="Share of the slack to wait for more; 0: off. [default: 0.9]",
     ),
 ]
+SnapshotEvery = Annotated[
+    int | None,
+    typer.Option(
+        "--snapshot-every",
+        metavar="N",
+        help="Merges between two snapshots of the whole run; 0: only on request. [default: 10 of each fragment]",
+    ),
+]
 Adopt = Annotated[
     str | None,
     typer.Option(
@@ -130,7 +138,16 @@ Merge = Annotated[
     typer.Option(
         "--merge",
         metavar="HOW",
-        help="average, or radial: mean direction and mean length apart. [default: average]",
+        help="average; radial: mean direction and mean length apart; trimmed: per value without the smallest and the "
+        "largest, against a learner gone wild. [default: average]",
+    ),
+]
+NormClip = Annotated[
+    float | None,
+    typer.Option(
+        "--norm-clip",
+        metavar="C",
+        help="Scale contributions down to C times their usual size; 0: never. [default: 0]",
     ),
 ]
 Plan = Annotated[
@@ -219,8 +236,10 @@ SHARED = (
     "tau",
     "quorum",
     "grace",
+    "snapshot_every",
     "adopt",
     "merge",
+    "norm_clip",
     "plan",
     "outer",
     "outer_lr",
@@ -234,7 +253,7 @@ SHARED = (
 FLAGS = {"context_tokens": "context"}
 """Parameters whose flag is another word."""
 
-_NUMERIC = ("plan", "merge", "outer", "outer_lr", "outer_momentum", "up", "down")
+_NUMERIC = ("plan", "merge", "norm_clip", "outer", "outer_lr", "outer_momentum", "up", "down")
 RENAMED = {  # parameters whose setting is called otherwise
     "context_tokens": "context",
     "every": "every_steps",
@@ -249,12 +268,12 @@ def is_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def refuse_with_resume(context: typer.Context, allowed: set[str]) -> None:
+def refuse_with_resume(context: typer.Context, allowed: set[str], word: str = "--resume") -> None:
     """Whoever gives an option believes that it matters; a run that goes on has settings of its own."""
     ignored = sorted(name for name in context.params if name not in allowed and is_given(context, name))
     if ignored:
         flag = "--" + FLAGS.get(ignored[0], ignored[0]).replace("_", "-")
-        raise ValueError(f"{flag} means nothing with --resume: a run goes on by its own settings")
+        raise ValueError(f"{flag} means nothing with {word}: a run goes on by its own settings")
 
 
 def make_settings(given: dict[str, Any]) -> JobSettings:

@@ -20,7 +20,10 @@ SAY_EVERY_S = 5.0
 
 
 def run(
-    syncer: Annotated[str, typer.Option("--syncer", metavar="HOST:PORT", help="Where atoll syncer listens.")],
+    syncer: Annotated[
+        str,
+        typer.Option("--syncer", metavar="HOST:PORT", help="Where atoll syncer listens; with standbys: A:PORT,B:PORT."),
+    ],
     token: Token = None,
     number: Annotated[
         int | None,

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atoll.commands import job_options as options
-from atoll.commands.output import JsonOption, complain, print_json
+from atoll.commands.output import ExitCode, JsonOption, complain, print_json
 
 if TYPE_CHECKING:
     from atoll.train.job_settings import JobSettings
 
 EXAMPLE = "atoll syncer --host 0.0.0.0 --out runs/two-hosts"
+
+RESUMED = {"out", "resume", "standby", "take_over_after", "host", "port", "token", "as_json"}
+"""Options that a run which goes on does not have settings of its own for."""
 
 Token = Annotated[
     str | None,
@@ -33,6 +36,19 @@ def run(
         Path, typer.Option("--out", metavar="DIR", help="Directory of the run: every durable version, tape, model.")
     ],
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that --out holds.")] = False,
+    standby: Annotated[
+        bool,
+        typer.Option(
+            "--standby",
+            help="Wait until the syncer that serves the run in --out is gone or stands still, then go on in its place.",
+        ),
+    ] = False,
+    take_over_after: Annotated[
+        float,
+        typer.Option(
+            "--take-over-after", metavar="SECONDS", min=3.0, help="Without a sign of life; for --standby. At least 3."
+        ),
+    ] = 15.0,
     host: Annotated[
         str, typer.Option("--host", metavar="HOST", help="Address to listen on; beyond this machine it needs a token.")
     ] = "127.0.0.1",
@@ -58,8 +74,10 @@ def run(
     tau: options.Tau = None,
     quorum: options.Quorum = None,
     grace: options.Grace = None,
+    snapshot_every: options.SnapshotEvery = None,
     adopt: options.Adopt = None,
     merge: options.Merge = None,
+    norm_clip: options.NormClip = None,
     plan: options.Plan = None,
     outer: options.Outer = None,
     outer_lr: options.OuterLr = None,
@@ -73,16 +91,19 @@ def run(
 
     Learners dial in by themselves (atoll learner), take the job from here, and may come and go. The syncer trains
     nothing: it merges what they send, and makes every version durable before anybody sees it. Stop it when you like,
-    and go on with --resume. docs/several-hosts.md shows two hosts step by step. Without a token it listens to this
-    machine only.
+    and go on with --resume. A second one with --standby on the same directory, here or on a machine that shares it,
+    takes over by itself; learners are told both addresses. docs/several-hosts.md shows two hosts step by step,
+    docs/recovery.md the rest. Without a token it listens to this machine only.
     """
     from atoll.net.serving import check_access
     from atoll.train.job_settings import CONFIG, JobSettings, check_new
 
     token = token or None  # an empty variable is no token
     check_access(host, token)
-    if resume:
-        options.refuse_with_resume(context, {"out", "resume", "host", "port", "token", "as_json"})
+    if options.is_given(context, "take_over_after") and not standby:
+        raise ValueError("--take-over-after means nothing without --standby")
+    if resume or standby:
+        options.refuse_with_resume(context, RESUMED)
         if not (out / CONFIG).is_file():
             raise ValueError(f"{out} holds no run (it has no {CONFIG}): leave --resume out to start one")
         settings = JobSettings.load(out / CONFIG)
@@ -92,17 +113,27 @@ def run(
         check_new(out)
         out.mkdir(parents=True, exist_ok=True)
         settings.save(out / CONFIG)
-    _serve(out, settings, host, port, token, as_json)
+    _serve(out, settings, host, port, token, take_over_after if standby else None, as_json)
 
 
-def _serve(out: Path, settings: JobSettings, host: str, port: int, token: str | None, as_json: bool) -> None:
+# long: from the wait of a standby to the model
+def _serve(
+    out: Path,
+    settings: JobSettings,
+    host: str,
+    port: int,
+    token: str | None,
+    take_over_after: float | None,
+    as_json: bool,
+) -> None:
     import contextlib
     import logging
     import sys
 
     import torch
 
-    from atoll.net.serving import serve_syncer
+    from atoll.net.serving import Superseded, serve_syncer, wait_to_take_over
+    from atoll.net.store import InUse
     from atoll.train.model_file import load_model, save_tensors
     from atoll.train.published import is_finished, published_tensors
     from atoll.train.supervisor import new_run_id, run_of
@@ -118,9 +149,26 @@ def _serve(out: Path, settings: JobSettings, host: str, port: int, token: str | 
         print(f'Or in a loop of your own: atoll.Learner(model, optimizer, syncer="HOST:{port}")')
         sys.stdout.flush()
 
-    was_finished = is_finished(out)
+    def waits() -> None:
+        print(f"Standing by: a syncer serves {out}.", file=sys.stderr, flush=True)
+
     on_ready = None if as_json else told
-    finished = was_finished or serve_syncer(out, run_of(settings, new_run_id(out)), host, port, token, on_ready)
+    run = run_of(settings, new_run_id(out))
+    while True:
+        turn = wait_to_take_over(out, take_over_after, waits) if take_over_after is not None else None
+        was_finished = is_finished(out)
+        if turn is not None:
+            print(f"Taking over: {turn.reason}.", file=sys.stderr, flush=True)
+        try:
+            by_force = turn is not None and turn.by_force
+            finished = was_finished or serve_syncer(out, run, host, port, token, on_ready, take_over=by_force)
+            break
+        except InUse:
+            if take_over_after is None:
+                raise  # otherwise somebody was quicker, and is stood by
+        except Superseded as superseded:
+            complain(str(superseded))
+            raise typer.Exit(ExitCode.FAILED) from None
     if not finished:
         complain(f"stopped before the end; learners train on and wait for: atoll syncer --out {out} --resume")
         raise KeyboardInterrupt

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,8 +31,18 @@ def run(
         typer.Option("--out", metavar="DIR", help="Directory of the run. [default: the first free runs/METHOD-N]"),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the interrupted run in --out, by its own settings.")
+        bool,
+        typer.Option("--resume", help="Go on with the run in --out, by its own settings; only --learners may change."),
     ] = False,
+    restore: Annotated[
+        str | None,
+        typer.Option(
+            "--restore",
+            metavar="RUN[@N]",
+            help="Start a new run in --out from snapshot N of another, or its newest, by its settings; only "
+            "--learners, --tokens and --kill may change.",
+        ),
+    ] = None,
     method: Annotated[
         str,
         typer.Option(
@@ -70,8 +80,10 @@ def run(
     tau: options.Tau = None,
     quorum: options.Quorum = None,
     grace: options.Grace = None,
+    snapshot_every: options.SnapshotEvery = None,
     adopt: options.Adopt = None,
     merge: options.Merge = None,
+    norm_clip: options.NormClip = None,
     plan: options.Plan = None,
     outer: options.Outer = None,
     outer_lr: options.OuterLr = None,
@@ -90,8 +102,12 @@ def run(
     from atoll.train.children import processes
     from atoll.train.job_settings import check_new
 
+    if resume and restore is not None:
+        raise ValueError("--resume goes on with a run, --restore starts a new one: give one of them")
     if resume:
         out = _to_resume(context, out)
+    elif restore is not None:
+        out = _to_restore(context, out)
     else:
         settings = options.make_settings(
             {
@@ -109,7 +125,12 @@ def run(
         from atoll.train.job import AlreadyFinished, JobFailed
 
     try:
-        settings, report = _resumed(out) if resume else _started(settings, out)
+        if resume:
+            settings, report = _resumed(out, learners)
+        elif restore is not None:
+            settings, report = _restored(restore, out, learners, tokens, kill)
+        else:
+            settings, report = _started(settings, out)
     except AlreadyFinished:
         _show_finished(out, as_json)
         return
@@ -137,12 +158,26 @@ def _started(settings: JobSettings, out: Path) -> tuple[JobSettings, Report]:
     return settings, start_job(settings, out, LiveView(), corpus)
 
 
-def _resumed(out: Path) -> tuple[JobSettings, Report]:
+def _resumed(out: Path, learners: int | None) -> tuple[JobSettings, Report]:
     from atoll.train.job import resume_job
     from atoll.train.job_settings import CONFIG, JobSettings
     from atoll.train.live_view import LiveView
 
-    report = resume_job(out, LiveView())
+    report = resume_job(out, LiveView(), learners)
+    return JobSettings.load(out / CONFIG), report
+
+
+def _restored(
+    source: str, out: Path, learners: int | None, tokens: str | None, kill: list[str] | None
+) -> tuple[JobSettings, Report]:
+    from atoll.train.job import restore_job
+    from atoll.train.job_settings import CONFIG, JobSettings, Kill
+    from atoll.train.live_view import LiveView
+
+    changes: dict[str, Any] = {"kills": tuple(Kill.parse(each) for each in kill or () if each != "none")}
+    if tokens is not None:
+        changes["tokens"] = options.read_count("--tokens", tokens)
+    report = restore_job(source, out, LiveView(), learners, changes)
     return JobSettings.load(out / CONFIG), report
 
 
@@ -157,7 +192,16 @@ def _to_resume(context: typer.Context, out: Path | None) -> Path:
     """The run to go on with. Refuses what would be ignored: it has settings of its own."""
     if out is None:
         raise ValueError("say which run to go on with: --out runs/first --resume")
-    options.refuse_with_resume(context, {"out", "resume", "as_json"})
+    options.refuse_with_resume(context, {"out", "resume", "learners", "as_json"})
+    return out
+
+
+def _to_restore(context: typer.Context, out: Path | None) -> Path:
+    from atoll.train.job_settings import check_new
+
+    options.refuse_with_resume(context, {"out", "restore", "learners", "tokens", "kill", "as_json"}, "--restore")
+    out = out if out is not None else next_run(RUNS, "decoupled")
+    check_new(out)
     return out
 
 

@@ -25,6 +25,7 @@ from atoll.core.protocol import (
     LinkOpened,
     Marker,
     MessageArrived,
+    MomentsFound,
     NoPeer,
     PeerChosen,
     Pong,
@@ -291,6 +292,7 @@ _EVENTS: Table = (
     (FragmentDamaged, "_on_damaged"),
     (SnapshotSaved, "_on_snapshot_saved"),
     (SnapshotSaveFailed, "_on_snapshot_save_failed"),
+    (MomentsFound, "_on_moments_found"),
     (LeaveWanted, "_on_leave_wanted"),
 )
 _BODIES: Table = (

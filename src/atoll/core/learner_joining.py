@@ -7,6 +7,7 @@ from atoll.core.learner_state import Giving
 from atoll.core.protocol import (
     Envelope,
     InnerState,
+    MomentsFound,
     NoPeer,
     PeerChosen,
     Ready,
@@ -85,15 +86,21 @@ class Joining(LearnerRounds):
 
     def _on_no_peer(self, now: float, envelope: Envelope, body: NoPeer) -> None:
         if self.mode is Mode.JOINING and self.moments is None:
-            if body.new_run:
+            if body.new_run and self.saved_moments is None:
                 self.moments = body.reason
                 self._check_ready(now)
             else:
                 self._start_fresh(now, body.reason)
 
+    def _on_moments_found(self, now: float, event: MomentsFound) -> None:
+        self.saved_moments = Reason("moments-saved", (event.learner, event.snapshot))
+
     def _start_fresh(self, now: float, why: Reason) -> None:
-        self.warmup_steps = self.config.warmup_steps
-        self.moments = Reason("moments-fresh", (self.warmup_steps, str(why)))
+        """Nobody gives any: what was saved, and only then fresh ones."""
+        self.moments = self.saved_moments
+        if self.moments is None:
+            self.warmup_steps = self.config.warmup_steps
+            self.moments = Reason("moments-fresh", (self.warmup_steps, str(why)))
         self._check_ready(now)
 
     def _on_inner_state(self, now: float, envelope: Envelope, body: InnerState) -> None:

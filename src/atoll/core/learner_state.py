@@ -68,6 +68,7 @@ class LearnerState:
         self.giving: dict[LearnerId, Giving] = {}  # joining learners that wait for our inner state
         self.wanted: tuple[Version, ...] = ()  # while joining: what must arrive before training starts
         self.moments: Reason | None = None  # while joining: where inner state comes from, once known
+        self.saved_moments: Reason | None = None  # while joining: what the driver holds in case no peer gives any
         self.warmup_steps = 0
         self.tried: tuple[LearnerId, ...] = ()  # peers that did not deliver
         self.peer: LearnerId = 0  # the peer that was asked last; 0 while unknown

@@ -434,6 +434,14 @@ class SnapshotSaveFailed(NamedTuple):
     why: str
 
 
+class MomentsFound(NamedTuple):
+    """While it joins: the driver holds inner state that `learner` saved as its part of `snapshot`, checked and fitting.
+    It is for the case that no peer gives any."""
+
+    learner: LearnerId
+    snapshot: int
+
+
 class LeaveWanted(NamedTuple):
     why: str
 
@@ -462,6 +470,7 @@ LearnerEvent = (
     | FragmentDamaged
     | SnapshotSaved
     | SnapshotSaveFailed
+    | MomentsFound
     | LeaveWanted
 )
 Event = SyncerEvent | LearnerEvent

@@ -73,6 +73,7 @@ REASONS: dict[str, str] = {
     "peer-none": "no healthy peer has inner state to give",
     "peer-new-run": "the run is new: nobody has inner state yet",
     "moments-peer": "inner state from learner {0}",
+    "moments-saved": "inner state from the part that learner {0} saved in snapshot {1}",
     "moments-fresh": "fresh inner moments, {0} warm-up steps: {1}",
     "moments-kept": "inner state kept",
     "state-late": "no inner state from {0} after {1:.3g} s; asking the next peer",

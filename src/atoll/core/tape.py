@@ -140,6 +140,7 @@ REGISTERED: tuple[type, ...] = (
     protocol.FragmentDamaged,
     protocol.SnapshotSaved,
     protocol.SnapshotSaveFailed,
+    protocol.MomentsFound,
     protocol.LeaveWanted,
     # effects
     protocol.Send,

@@ -90,10 +90,29 @@ def pack(optimizer: Optimizer, model: nn.Module) -> bytes:
     return pack_taken(take(optimizer, model))
 
 
-@torch.no_grad()
 def unpack(data: bytes | bytearray | memoryview, optimizer: Optimizer, model: nn.Module) -> None:
     """Give an optimizer the state in `data`; what it had is gone. Trusts nothing, and changes nothing if it raises."""
-    about, tensors = _read(data)
+    prepare(*_read(data), optimizer, model).install()
+
+
+class Prepared(NamedTuple):
+    """State that fits an optimizer, in memory of its own."""
+
+    optimizer: Optimizer
+    parameters: list[Tensor]
+    made: dict[Tensor, dict[str, Any]]
+
+    def install(self) -> None:
+        for parameter in self.parameters:
+            self.optimizer.state.pop(parameter, None)
+        self.optimizer.state.update(self.made)
+
+
+@torch.no_grad()
+def prepare(
+    about: Mapping[str, Any], tensors: Mapping[str, Tensor], optimizer: Optimizer, model: nn.Module
+) -> Prepared:
+    """The metadata and tensors of a `Taken`, checked against an optimizer, which stays as it is."""
     if about.get("format") != FORMAT:
         raise ValueError(f"inner state has format {str(about.get('format'))[:20]}, not {FORMAT}; run the same version")
     if about.get("optimizer") != type(optimizer).__name__:
@@ -115,9 +134,7 @@ def unpack(data: bytes | bytearray | memoryview, optimizer: Optimizer, model: nn
         for key, value in entries.items():
             place = _Placer(key, name, parameter, group, optimizer)
             made[parameter][key] = _loaded(value, tensors, place)
-    for parameter, _ in ours.values():
-        optimizer.state.pop(parameter, None)
-    optimizer.state.update(made)
+    return Prepared(optimizer, [parameter for parameter, _ in ours.values()], made)
 
 
 # ------------------------------------------------------------------------------------------------------------- naming

@@ -87,18 +87,18 @@ class Accumulator:
         for run in self._runs:
             run.weighted_norms = 0.0
 
-    def add(self, delta: Tensor, weight: float) -> None:
-        """Adds one contribution; `delta` may be overwritten afterwards."""
+    def add(self, delta: Tensor, weight: float, scale: float = 1.0) -> None:
+        """Adds one contribution, `scale` times as large; `delta` may be overwritten afterwards."""
         if delta.shape != (self.numel,) or delta.dtype != torch.float32:
             raise ValueError(f"{self.numel} f32 values are needed, got {delta.dtype} {tuple(delta.shape)}")
         w = self._relative(weight)
         for run in self._runs:
             v = delta[run.begin : run.end]
-            factor = self._factor(run, w, norm(v)) if run.radial else w
+            factor = self._factor(run, w, norm(v), scale) if run.radial else w * scale
             self._axpy(run.begin, v, factor)
         self._counted(w)
 
-    def add_encoded(self, codec: Codec, data: Tensor, weight: float) -> None:
+    def add_encoded(self, codec: Codec, data: Tensor, weight: float, scale: float = 1.0) -> None:
         """Adds one contribution as it came in, without a decoded copy of it.
 
         A long radial run is decoded twice, chunk by chunk, once for its norm and once to be added. That touches no
@@ -113,13 +113,13 @@ class Accumulator:
         w = self._relative(weight)
         for run in self._runs:
             parts = list(chunks(run.begin, run.end))
-            v, factor = None, w
+            v, factor = None, w * scale
             if run.radial:
                 squares = 0.0
                 for begin, end in parts:
                     v = self._decoded(codec, data, begin, end)
                     squares += _squares(v)
-                factor = self._factor(run, w, math.sqrt(squares))
+                factor = self._factor(run, w, math.sqrt(squares), scale)
             for begin, end in parts:
                 if v is None or len(parts) > 1:
                     v = self._decoded(codec, data, begin, end)
@@ -155,8 +155,8 @@ class Accumulator:
         self._weights += w
         self.count += 1
 
-    def _factor(self, run: Run, w: float, size: float) -> float:
-        run.weighted_norms += w * size
+    def _factor(self, run: Run, w: float, size: float, scale: float) -> float:
+        run.weighted_norms += w * size * scale
         factor = w / size if size else math.inf
         return factor if factor <= _MOST_FACTOR else 0.0
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Literal, get_args
 
 PlanHow = Literal["balanced", "layers", "rows"]
-MergeHow = Literal["average", "radial"]
+MergeHow = Literal["average", "radial", "trimmed"]
 CodecName = Literal["f32", "bf16", "int8", "int4"]
 
 MOST_PATTERNS = 100
@@ -26,13 +26,14 @@ class Numerics:
     """
 
     plan: PlanHow = "balanced"
-    merge: MergeHow = "average"  # of weights; embeddings and buffers are always averaged
+    merge: MergeHow = "average"  # radial is for weights: embeddings and buffers are averaged then
     outer: str = "nesterov"  # nesterov, sgd, adam, or the name of a class of torch.optim
     outer_lr: float = 1.0  # eta
     outer_momentum: float = 0.0  # mu; of Adam the first beta
     up: CodecName = "bf16"  # deltas, from learner to syncer
     down: CodecName = "bf16"  # updates, from syncer to learner
     embeddings: tuple[str, ...] = ()  # patterns of names that count as embeddings beside the weights of nn.Embedding
+    norm_clip: float = 0.0  # a contribution is scaled down to so many times the usual size; 0: as it comes
 
     def __post_init__(self) -> None:
         for name, choices in (("plan", PlanHow), ("merge", MergeHow), ("up", CodecName), ("down", CodecName)):
@@ -45,6 +46,8 @@ class Numerics:
             raise ValueError(f"outer_lr is {self.outer_lr!r}; give a number above 0, such as 0.4")
         if not (_is_number(self.outer_momentum) and 0.0 <= self.outer_momentum < 1.0):
             raise ValueError(f"outer_momentum is {self.outer_momentum!r}; give a number from 0 up to, not with, 1")
+        if not (_is_number(self.norm_clip) and (self.norm_clip == 0.0 or 1.0 <= self.norm_clip < math.inf)):
+            raise ValueError(f"norm_clip is {self.norm_clip!r}; give a number from 1 on, such as 3, or 0 for none")
         if not isinstance(self.embeddings, tuple) or len(self.embeddings) > MOST_PATTERNS:
             raise ValueError(f"embeddings must be a tuple of at most {MOST_PATTERNS} patterns, such as ('wte*',)")
         for pattern in self.embeddings:

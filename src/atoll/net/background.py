@@ -34,11 +34,12 @@ from atoll.core.protocol import (
     LinkClosed,
     LinkOpened,
     MessageArrived,
+    NoPeer,
     Published,
     SaveSnapshot,
     Say,
     Send,
-    SnapshotSaveFailed,
+    SnapshotPart,
     TimerFired,
 )
 from atoll.core.tape import Actor, Entry
@@ -50,7 +51,10 @@ from atoll.net.door import RETRY_S, SAY_EVERY_S, Door, fragment_sizes
 from atoll.net.island_tensors import FragmentTensors
 from atoll.net.learner_errors import BackgroundFailed
 from atoll.net.learner_link import Fetched, LearnerLink, Refusal, why
+from atoll.net.part_keeper import PartKeeper
+from atoll.net.parts import TakenPart
 from atoll.net.run_settings import RunSettings
+from atoll.net.step_boundary import Saved
 from atoll.net.tape_keeper import TapeKeeper
 from atoll.net.wire import CODEC_NUMBERS, Kind, WireError
 from atoll.tape_files import new_header
@@ -65,7 +69,7 @@ FETCHES = 4
 """At once: more would only share the link, and all of them would come late."""
 
 STATE_BYTES_PER_PARAMETER = 64
-TROUBLE = ("link-closed", "hello-unanswered", "ping-unanswered", "fragment-damaged")
+TROUBLE = ("link-closed", "hello-unanswered", "ping-unanswered", "fragment-damaged", "snapshot-failed")
 """What people want to see without asking for it: the island goes on, but not as it should."""
 
 T = TypeVar("T")
@@ -100,6 +104,7 @@ class Background:
         self._uploads: dict[FragmentId, tuple[RoundId, asyncio.Task[None]]] = {}
         self._states: dict[StateKey, Future[inner_state.Taken]] = {}  # promised at a step boundary
         self._inner_state: bytes | None = None
+        self._parts: PartKeeper | None = None  # of this incarnation
         self._timer: asyncio.TimerHandle | None = None
         self._told_at = (0.0, 0)  # when metrics were sent last, and the tokens then
         self._complained_at, self._complained_of = 0.0, ""  # that nobody answers, and why
@@ -163,7 +168,8 @@ class Background:
     ) -> None:
         """One incarnation begins."""
         tape = TapeKeeper(run, new_header(actor, config), self.log)
-        self._wait_for(self._begin(learner, fragments, tape))
+        parts = PartKeeper(run, config, actor.learner, actor.start, self._tell, self.log)
+        self._wait_for(self._begin(learner, fragments, tape, parts))
 
     @property
     def is_attached(self) -> bool:
@@ -190,6 +196,12 @@ class Background:
 
     def expect_state(self, envelope: Envelope) -> Future[inner_state.Taken]:
         return self._states.setdefault(_state_key(envelope), Future())
+
+    def expect_part(self, part: SnapshotPart) -> Future[TakenPart] | None:
+        return self._parts.expect(part) if self._parts is not None else None
+
+    def take_saved(self) -> Saved | None:
+        return self._parts.take_saved() if self._parts is not None else None
 
     def take_inner_state(self) -> bytes | None:
         state, self._inner_state = self._inner_state, None
@@ -227,10 +239,13 @@ class Background:
 
     # ---------------------------------------------------------------------------------------------------- the core
 
-    async def _begin(self, learner: Learner, fragments: list[FragmentTensors], tape: TapeKeeper) -> None:
+    async def _begin(
+        self, learner: Learner, fragments: list[FragmentTensors], tape: TapeKeeper, parts: PartKeeper
+    ) -> None:
         self._learner = learner
         self._fragments = fragments
         self._tape = tape
+        self._parts = parts
         self._told_at = (time.monotonic(), 0)
         self._spawn(self._tell_metrics())
 
@@ -249,6 +264,9 @@ class Background:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._parts is not None:
+            await self._parts.close()
+            self._parts = None
         self._noticed.clear()
         self._uploads.clear()
         self._states.clear()
@@ -347,6 +365,8 @@ class Background:
     def _say(self, effect: Say) -> None:
         level = logging.WARNING if effect.reason.code in TROUBLE else logging.INFO
         self.log.log(level, "%s", effect.reason)
+        if effect.reason.code == "state-late":
+            self._spawn(self._seek())  # before the last peer has failed too
 
     def _settle(self, effect: AdoptFragment) -> None:
         future = self._compute.submit(self._fragments[effect.fragment].settle, effect.merged_copy)
@@ -357,8 +377,9 @@ class Background:
         if wrong is not None:
             self._failed(wrong)
 
-    def _no_snapshot(self, effect: SaveSnapshot) -> None:
-        self._loop.call_soon(self._tell, SnapshotSaveFailed(effect.snapshot, "this learner keeps no snapshots"))
+    def _save_part(self, effect: SaveSnapshot) -> None:
+        assert self._parts is not None
+        self._spawn(self._parts.save(effect))
 
     # ---------------------------------------------------------------------------------------------------- sending
 
@@ -440,8 +461,20 @@ class Background:
                 self._spawn(self._fetch(body.fragment))
         elif type(body) is InnerState:
             self._spawn(self._fetch_state(envelope))
+        elif type(body) is NoPeer:
+            self._spawn(self._seek(envelope))
         else:
             self._tell(MessageArrived(envelope))
+
+    async def _seek(self, no_peer: Envelope | None = None) -> None:
+        """Inner state on disk, for a learner to which nobody gives any. The core hears of it first."""
+        learner, parts = self._learner, self._parts
+        if learner is None or parts is None or learner._boundary is None:
+            return
+        if learner._is_joining():
+            await asyncio.shield(parts.seek(learner._boundary))
+        if no_peer is not None:
+            self._tell(MessageArrived(no_peer))
 
     async def _fetch(self, p: FragmentId) -> None:
         """One fetch per fragment at a time; what is noticed meanwhile takes the place of what was noticed before."""
@@ -541,5 +574,5 @@ _EFFECTS: dict[type[Effect], Callable[[Background, Any], None]] = {
     Hangup: Background._hang_up,
     Say: Background._say,
     AdoptFragment: Background._settle,
-    SaveSnapshot: Background._no_snapshot,
+    SaveSnapshot: Background._save_part,
 }

@@ -98,6 +98,7 @@ class Door:
                 problem = str(refusal)
             except (aiohttp.ClientError, OSError, TimeoutError, WireError) as wrong:
                 problem = why(wrong)
+            self._link.turn()
             now = time.monotonic()
             if join_by is not None and now + RETRY_S >= join_by:
                 raise SyncerUnreachable(f"no syncer answers at {address}: {problem}")

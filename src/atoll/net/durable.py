@@ -25,6 +25,9 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 UNFINISHED = ".unfinished"
 """Ends the name of a file that is being written. One that is found was left by a killed process."""
 
+_OURS = os.urandom(4).hex()
+"""Part of the name of what this process has not finished: another one must never give our half a name, nor we its."""
+
 _PIECE_BYTES = 2**20
 _MOST_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _DIGEST_DIGITS = 32
@@ -76,7 +79,7 @@ def put_file(
     `last_word` is called when only the name is missing, and may still raise. Without `replace` a file that has the name
     already is not touched, and the error is `FileExistsError`.
     """
-    unfinished = path.with_name(f".{path.name}{UNFINISHED}")
+    unfinished = path.with_name(f".{path.name}.{os.getpid():x}-{_OURS}{UNFINISHED}")
     try:
         # An old one is removed and not written over: it may be a second name of a file that was finished.
         unfinished.unlink(missing_ok=True)

@@ -15,9 +15,9 @@ from torch import Tensor
 from atoll.core.protocol import VersionRecord
 from atoll.core.types import NOTHING, Accepted, FragmentId, RoundId, Version
 from atoll.ml.codecs import codec
-from atoll.ml.merge import Accumulator
 from atoll.ml.outer import OuterStep, Published
 from atoll.ml.plan import FragmentPlan, digest_of
+from atoll.ml.robust import Sums, UsualSize, size_of, sums_of
 from atoll.ml.settings import Numerics
 
 MOST_OLD = 4
@@ -46,6 +46,8 @@ class HeldFragment:
         self._codec = codec(numerics.down)
         self._plan = plan
         self._how = numerics.merge
+        self._clip = numerics.norm_clip
+        self.usual = UsualSize()
         self.outer = OuterStep(plan, p, numerics, value.clone())
         self.served = Served(version, value, digest_of(value), NOTHING, None)
         self.next: Served | None = None  # merged, and not yet durable
@@ -53,18 +55,27 @@ class HeldFragment:
         self._spare: Tensor | None = None
         self._holds: Counter[Version] = Counter()  # learners that were told of a version, and transfers of it
         self._old: dict[Version, Served] = {}  # of those, the versions that are not the newest any more
-        self._sums: Accumulator | None = None
+        self._sums: Sums | None = None
+        self._sizes: list[float] = []  # of the contributions to the round
         self._round: RoundId | None = None
 
     # ------------------------------------------------------------------------------------------- in the merge thread
 
-    def accumulate(self, round_id: RoundId, accepted: Accepted, data: Tensor, up: str) -> None:
+    def accumulate(
+        self, round_id: RoundId, accepted: Accepted, data: Tensor, up: str, norm: float | None = None
+    ) -> None:
+        """`norm`: as `Codec.examine` has found it, where somebody has asked."""
         if self._sums is None:
-            self._sums = Accumulator(self._plan, self.id, self._how)
+            self._sums = sums_of(self._plan, self.id, self._how)
         if self._round != round_id:
             self._sums.reset()
+            self._sizes = []
             self._round = round_id
-        self._sums.add_encoded(codec(up), data, accepted.weight)
+        if norm is None:
+            norm = codec(up).examine(data, self._plan.numel(self.id))[1]
+        size = size_of(norm, accepted.steps)
+        self._sums.add_encoded(codec(up), data, accepted.weight, self.usual.scale(size, self._clip))
+        self._sizes.append(size)
 
     def discard(self, round_id: RoundId) -> None:
         if self._round == round_id and self._sums is not None:
@@ -78,6 +89,7 @@ class HeldFragment:
         self.outer.step(self._sums.result())
         self._sums.reset()
         self._round = None
+        self.usual.note(self._sizes)
         value = self._spare if self._spare is not None else torch.empty_like(self.served.value)
         self._spare = None
         value.copy_(self.served.value)
@@ -89,9 +101,8 @@ class HeldFragment:
     def to_keep(self, record: VersionRecord) -> dict[str, Tensor]:
         """What must be durable with this version. Nothing of it changes before the core has heard that it is."""
         assert self.next is not None and self.next.version == record.version, f"{record.key()} was not merged"
-        return {"published": self.next.value, "precise": self.outer.value} | {
-            f"outer.{name}": tensor for name, tensor in self.outer.state().items()
-        }
+        kept = {"published": self.next.value, "precise": self.outer.value, "usual": self.usual.state()}
+        return kept | {f"outer.{name}": tensor for name, tensor in self.outer.state().items()}
 
     # ------------------------------------------------------------------------------------------- in the loop's thread
 
@@ -127,4 +138,5 @@ class HeldFragment:
         """The outer optimizer as it was when this version was made durable."""
         if "precise" in kept:
             self.outer.value.copy_(kept["precise"])
+            self.usual.load(kept["usual"])
             self.outer.load({name.removeprefix("outer."): t for name, t in kept.items() if name.startswith("outer.")})

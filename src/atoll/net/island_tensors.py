@@ -102,6 +102,11 @@ class FragmentTensors:
         finally:
             self.release(copied.buffer, copied.anchor)
 
+    def copy_for_part(self) -> tuple[Buffer, Callable[[], None]]:
+        """The fragment as it stands, in a buffer that holds it once the function has run. It is to be released."""
+        buffer = self._buffers.take()
+        return buffer, self._view.begin_read(self.p, buffer.tensor)
+
     def adopt(self, how: AdoptHow, value: Buffer, reference: Buffer | None, alpha: float) -> None:
         if how == "carry" and reference is not None and not self._exact:
             held = self._buffers.take()

@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -31,6 +32,7 @@ from atoll.core.protocol import (
     InnerState,
     LearnerEvent,
     LeaveWanted,
+    SaveSnapshot,
     Send,
     Started,
     StartTraining,
@@ -49,7 +51,7 @@ from atoll.net.island_tensors import FragmentTensors
 from atoll.net.learner_errors import JoinTimeout, LearnerRefused, SyncerUnreachable
 from atoll.net.run_clock import RunClock
 from atoll.net.run_settings import RunSettings
-from atoll.net.step_boundary import Action, Adopt, Copy, End, Give, Solo, Start, StepBoundary
+from atoll.net.step_boundary import Action, Adopt, Copy, End, Give, Save, Solo, Start, StepBoundary
 from atoll.tape_files import tape_path
 
 MOST_REJOINS = 5
@@ -109,8 +111,13 @@ class Learner:
     `number % N` the place in that epoch's permutation. What a learner has taken and nobody has merged when it is killed
     is given to others.
 
+    `syncer` may name several addresses, as in "head:7400,other:7400": those of standbys, which are asked in turn.
+
     `learner` is the number of this island, from 1. With it a restart is told as the same island; without it the syncer
-    gives the next free one. `run_directory` gets this learner's tape.
+    gives the next free one. `run_directory` gets this learner's tape and its parts of snapshots; without one it keeps
+    neither. A part holds parameters, the optimizer's state and torch's generators, and what `extra_state` returns: any
+    value that JSON knows, such as a place in the data. When everybody has died and nobody is left to take inner state
+    from, a learner starts from its own part, and `restored_state` is what `extra_state` had returned then.
     """
 
     def __init__(
@@ -123,6 +130,7 @@ class Learner:
         learner: int | None = None,
         run_directory: str | PathLike[str] | None = None,
         join_timeout_s: float | None = None,
+        extra_state: Callable[[], Any] | None = None,
         log: logging.Logger | None = None,
     ) -> None:
         if learner is not None and learner < 1:
@@ -133,8 +141,10 @@ class Learner:
         self._wanted = learner
         self._run_directory = Path(run_directory) if run_directory is not None else None
         self._join_timeout_s = join_timeout_s
+        self._extra_state = extra_state
+        self._restored_state: Any = None
         self._join_by: float | None = None  # on the monotonic clock
-        self._background = Background(address(syncer), token, self.log)
+        self._background = Background(addresses(syncer), token, self.log)
         self._lock = threading.RLock()  # it knows whose it is: an interrupt may leave it locked
         self._news = threading.Condition(self._lock)  # actions for the training thread, while it joins
         self._actions: deque[Action] = deque()  # of events that the background told of; done at the next boundary
@@ -202,7 +212,7 @@ class Learner:
         fragments = [FragmentTensors(view, p, up, down) for p in range(len(plan.fragments))]
         self._core = core
         self._line = SampleLine(config.lease_samples) if config.lease_samples else None
-        self._boundary = StepBoundary(self._model, self._optimizer, fragments, config.blend_alpha)
+        self._boundary = StepBoundary(self._model, self._optimizer, fragments, config.blend_alpha, self._extra_state)
         actor = Actor(learner, incarnation)
         self._background.attach(self, actor, config, fragments, self._run_directory)
         self._tell(Started())
@@ -338,16 +348,29 @@ class Learner:
                     self._adopted += 1
                 case Give():
                     self._boundary.give(action)
+                case Save():
+                    self._boundary.save(action)
                 case Start():
-                    self._warmup_steps = action.effect.warmup_steps
-                    if not self._boundary.start(self._background.take_inner_state(), self.log):
-                        self._warmup_steps = max(self._warmup_steps, self._settings.config.warmup_steps)
-                    self.log.info("training starts: %s", action.effect.moments)
+                    self._begin(action.effect)
                     turned = True
                 case End():
                     self._ended(action.effect)
                     turned = True
         return turned
+
+    def _begin(self, effect: StartTraining) -> None:
+        assert self._boundary is not None and self._core is not None
+        self._warmup_steps = effect.warmup_steps
+        saved, given = self._background.take_saved(), self._background.take_inner_state()
+        if effect.moments.code == "moments-saved":
+            assert saved is not None, f"{effect.moments}, which nobody holds"
+            saved.inner.install()
+            if saved.part.learner == self._core.id:  # two learners that draw the same numbers would learn the same
+                saved.part.set_rng()
+                self._restored_state = saved.part.extra
+        elif not self._boundary.start(given, self.log):
+            self._warmup_steps = max(self._warmup_steps, self._settings.config.warmup_steps)
+        self.log.info("training starts: %s", effect.moments)
 
     def _ended(self, stop: Stop) -> None:
         assert self._boundary is not None
@@ -401,6 +424,10 @@ class Learner:
             case AdoptFragment():
                 value, reference = self._boundary.fragments[effect.fragment].will_adopt(effect.merged_copy)
                 return Adopt(effect, value, reference)
+            case SaveSnapshot():
+                assert self._core is not None and self._core.part is not None
+                taken = self._background.expect_part(self._core.part)
+                return Save(effect, taken) if taken is not None else None
             case StartTraining():
                 return Start(effect)
             case Stop():
@@ -437,6 +464,11 @@ class Learner:
         if self._core is None or step >= self._warmup_steps:
             return 1.0
         return (step + 1) / (self._warmup_steps + 1)
+
+    @property
+    def restored_state(self) -> Any:
+        """What `extra_state` had returned for the part that this learner has started from; None where it did not."""
+        return self._restored_state
 
     @property
     def extra(self) -> dict[str, Any]:
@@ -492,6 +524,14 @@ def _plan_of(model: nn.Module, settings: RunSettings) -> FragmentPlan:
     while plan != (again := make_plan(tensors, len(plan.fragments), plan.how)):
         plan = again
     return again
+
+
+def addresses(syncer: str) -> str:
+    """`host:port`, or several of them between commas: the syncer and its standbys, asked in turn."""
+    found = [address(each.strip()) for each in syncer.split(",") if each.strip()]
+    if not found:
+        raise ValueError("syncer is empty; give host:port, such as head:7400, or several, as head:7400,other:7400")
+    return ",".join(dict.fromkeys(found))
 
 
 def address(syncer: str) -> str:

@@ -71,7 +71,9 @@ class LearnerLink:
         on_closed: Callable[[int, str], None],
         on_failed: Callable[[str], None],
     ) -> None:
-        self.address = address
+        self.address = address  # all of them, as they were given
+        self._addresses = tuple(address.split(","))
+        self._place = 0  # of the one that is asked
         self.bytes_up = 0
         self.bytes_down = 0
         self._log = log
@@ -92,7 +94,6 @@ class LearnerLink:
         timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_read=SILENT_S)
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0)
         self._session = aiohttp.ClientSession(
-            self.url(""),
             connector=connector,
             timeout=timeout,
             headers=self._headers,
@@ -101,7 +102,11 @@ class LearnerLink:
         )
 
     def url(self, path: str) -> str:
-        return f"http://{self.address}{path}"
+        return f"http://{self._addresses[self._place]}{path}"
+
+    def turn(self) -> None:
+        """Nobody answers here: the next address is asked, where there is one. Another syncer may have taken over."""
+        self._place = (self._place + 1) % len(self._addresses)
 
     async def close(self) -> None:
         if self._session is not None:
@@ -137,16 +142,21 @@ class LearnerLink:
         self._on_closed(number, broken or (reading.result() if reading.done() else "it was given up"))
 
     async def _connect(self) -> aiohttp.ClientWebSocketResponse | None:
+        """At the first of the addresses that answers, beginning with the one that answered last."""
         assert self._session is not None
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                return await self._session.ws_connect(
-                    "/v1/link", max_msg_size=MOST_MESSAGE_BYTES, compress=0, autoping=True
-                )
-        except aiohttp.WSServerHandshakeError as wrong:
-            self._on_failed(f"the syncer answered {wrong.status}")
-        except (aiohttp.ClientError, OSError, TimeoutError) as wrong:
-            self._on_failed(why(wrong))
+        problem = ""
+        for _ in self._addresses:
+            try:
+                async with asyncio.timeout(CONNECT_S):
+                    return await self._session.ws_connect(
+                        self.url("/v1/link"), max_msg_size=MOST_MESSAGE_BYTES, compress=0, autoping=True
+                    )
+            except aiohttp.WSServerHandshakeError as wrong:
+                problem = f"the syncer answered {wrong.status}"
+            except (aiohttp.ClientError, OSError, TimeoutError) as wrong:
+                problem = why(wrong)
+            self.turn()
+        self._on_failed(problem)
         return None
 
     async def _read(self, socket: aiohttp.ClientWebSocketResponse) -> str:
@@ -195,6 +205,7 @@ class LearnerLink:
         if self._socket is None or self._writing is None or number != self._number:
             return None
         self._socket = None
+        self.turn()  # whoever is hung up on did not answer
         self._outgoing.put_nowait(None)
         asyncio.get_running_loop().call_later(CLOSING_S, self._writing.cancel)  # nobody takes what it has to say
         return self._closed
@@ -214,7 +225,7 @@ class LearnerLink:
 
     async def ask(self, method: str, path: str, **what: Any) -> Any:
         assert self._session is not None
-        async with self._session.request(method, path, **what) as answer:
+        async with self._session.request(method, self.url(path), **what) as answer:
             await _check(answer)
             return parse_json(await _whole(answer), MOST_ANSWER_BYTES) if answer.status != 204 else None
 
@@ -270,7 +281,7 @@ class LearnerLink:
             found.append(self._buffers.take(head.payload_bytes))
             return as_bytes(found[0])
 
-        path = f"/v1/fragment/{fragment}/{version}"
+        path = self.url(f"/v1/fragment/{fragment}/{version}")
         parser = FrameParser(Kind.FRAGMENT, accept)
         async with self._session.get(path, params={"base": "whole" if base is None else str(base)}) as answer:
             await _check(answer)
@@ -295,7 +306,7 @@ class LearnerLink:
             return memoryview(found[0])
 
         parser = FrameParser(Kind.INNER_STATE, accept)
-        async with self._session.get(f"/v1/state/{learner}/{incarnation}") as answer:
+        async with self._session.get(self.url(f"/v1/state/{learner}/{incarnation}")) as answer:
             await _check(answer)
             async for chunk in answer.content.iter_any():
                 parser.feed(chunk)

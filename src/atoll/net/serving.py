@@ -7,6 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,20 @@ from typing import Any
 from aiohttp import web
 
 from atoll.net.byte_buffers import READ_BYTES
+from atoll.net.lease import TAKE_OVER_S, Turn, Watcher
+from atoll.net.reaching import Reachable, forget_where, tell_where
 from atoll.net.run_settings import RunSettings
+from atoll.net.store import Fenced
 from atoll.net.syncer import LOOPBACK, SyncerProcess
 from atoll.net.syncer_http import build_app
 
+LOOK_EVERY_S = 0.25
 LINGER_S = 1.0
 """After the end: for the last acknowledgements that are on their way."""
+
+
+class Superseded(Exception):  # noqa: N818 - a fact about this process, not an error in anything
+    """Another syncer has taken over. Nothing that this one wrote since counts, and it must not be started again."""
 
 
 def check_access(host: str, token: str | None) -> None:
@@ -39,10 +48,32 @@ def serve_syncer(
     token: str | None = None,
     on_ready: Callable[[str], None] | None = None,
     on_finished: Callable[[SyncerProcess], None] | None = None,
+    take_over: bool = False,
 ) -> bool:
-    """Serve one run until it is over; True when it is. SIGINT and SIGTERM stop it so that it can go on later."""
+    """Serve one run until it is over; True when it is. SIGINT and SIGTERM stop it so that it can go on later.
+
+    `take_over`: also from a syncer that holds the directory and stands still. Raises `Superseded` when somebody took
+    over from this one.
+    """
     check_access(host, token)
-    return asyncio.run(_serve(directory, settings, host, port, token, on_ready, on_finished))
+    return asyncio.run(_serve(directory, settings, host, port, token, on_ready, on_finished, take_over))
+
+
+def wait_to_take_over(
+    directory: Path, take_over_s: float = TAKE_OVER_S, on_wait: Callable[[], None] | None = None
+) -> Turn | None:
+    """Return when it is time; None when the run has come to its end meanwhile."""
+    store = directory / "store"
+    watcher = Watcher(store, take_over_s)
+    while not (store / "manifest.json").exists():
+        turn = watcher.look()
+        if turn is not None:
+            return turn
+        if on_wait is not None:
+            on_wait()
+            on_wait = None
+        time.sleep(LOOK_EVERY_S)
+    return None
 
 
 async def _serve(
@@ -53,10 +84,20 @@ async def _serve(
     token: str | None,
     on_ready: Callable[[str], None] | None,
     on_finished: Callable[[SyncerProcess], None] | None,
+    take_over: bool,
 ) -> bool:
     log = logging.getLogger("atoll.syncer")
     stopped = asyncio.Event()
-    syncer = SyncerProcess(directory, settings, token=token, log=log)
+    # Who takes over asks for its address first: without one it would only have put an end to the other.
+    sock = _bound(host, port) if take_over else None
+    try:
+        syncer = SyncerProcess(directory, settings, token=token, log=log, take_over=take_over)
+    except BaseException as wrong:
+        if sock is not None:
+            sock.close()
+        if isinstance(wrong, Fenced):
+            raise Superseded(str(wrong)) from None
+        raise
     unheard = logging.getLogger("atoll.syncer.http")
     unheard.setLevel(logging.CRITICAL)  # of aiohttp: whoever sends what is no HTTP would fill the log with tracebacks
     runner = web.AppRunner(
@@ -66,26 +107,37 @@ async def _serve(
     try:
         await syncer.start()
         await runner.setup()
-        sock = _bound(host, port)
+        sock = sock if sock is not None else _bound(host, port)
         await web.SockSite(runner, sock).start()
         bound = sock.getsockname()
         address = f"[{bound[0]}]:{bound[1]}" if sock.family is socket.AF_INET6 else f"{bound[0]}:{bound[1]}"
+        _tell_where(directory, Reachable(address, token, syncer.store.epoch), log)
         log.info("listening on %s%s", address, "" if token else ", this machine only: no token was given")
         if on_ready is not None:
             on_ready(address)
         await _first(stopped.wait(), syncer.over.wait())
         if syncer.failed is not None:
             raise RuntimeError(f"the syncer has failed: {syncer.failed}") from syncer.failed
+        if syncer.superseded:
+            raise Superseded(syncer.superseded)
         if syncer.finished and not stopped.is_set():
             await _first(stopped.wait(), asyncio.sleep(LINGER_S))
         if syncer.finished and on_finished is not None:
             await asyncio.to_thread(on_finished, syncer)
         return syncer.finished
     finally:
+        forget_where(directory, syncer.store.epoch)
         await syncer.stop()
         await runner.cleanup()
         for number, handler in signals.items():
             signal.signal(number, handler)
+
+
+def _tell_where(directory: Path, reachable: Reachable, log: logging.Logger) -> None:
+    try:
+        tell_where(directory, reachable)
+    except OSError as wrong:
+        log.warning("commands on this machine will not find this syncer: %s", wrong)
 
 
 def _stop_on_signals(stopped: asyncio.Event) -> dict[signal.Signals, Any]:

@@ -1,7 +1,9 @@
 """The syncer's directory: every version durable before anybody sees it, and found again by the next process.
 
     lock                                 held by the syncer that runs here; holds its process id
+    alive                                its sign of life, for a standby (`lease`)
     epoch                                the number of the newest syncer that ever started here
+    claims/000000005                     epoch 5 is taken: no two syncers get the same number
     run.json                             settings of the run, written when it is founded
     members.json, leases.json            the newest record of each, and
     manifest.json                        the manifest once the run is over
@@ -12,9 +14,11 @@ How files are written and read is in `durable`. A damaged file is an error that 
 older one: learners hold the newer version already.
 
 Two syncers on one directory: on one machine the lock keeps the second away. Where locks do not work (some network file
-systems, a machine that was taken for dead) the epoch does: a syncer that finds a higher one than its own is `Fenced`.
-It looks before it writes, before it gives a file its name and afterwards; a version that has its name is never
-replaced by the syncer of another epoch.
+systems, a machine that was taken for dead), and where a standby takes over from a process that stands still, the epoch
+does: a syncer that finds a higher one than its own is `Fenced`. It looks before it writes, before it gives a file its
+name and afterwards; a version that has its name is never replaced by the syncer of another epoch. There is no moment in
+between: who takes over (1) raises the epoch, (2) removes every unfinished file, (3) reads. A write whose last look was
+before (1) has either given its file the name before (2), and is read, or finds its file gone.
 """
 
 from __future__ import annotations
@@ -47,10 +51,12 @@ from atoll.net.durable import (
     read_tensor_file,
     small_file,
     small_file_text,
+    sync_folder,
     tensor_file,
 )
+from atoll.net.lease import LOCK, lives_elsewhere, remove_sign, write_sign
 
-__all__ = ["Fenced", "Store", "StoreDamaged"]
+__all__ = ["Fenced", "InUse", "Store", "StoreDamaged"]
 
 LOST_EPOCHS = 1000
 """How far beyond the newest version's epoch a store begins that has lost its own. No run starts as often in between."""
@@ -77,6 +83,10 @@ class Fenced(Exception):  # noqa: N818 - it is a fact about us, not an error in 
         self.epoch = epoch
 
 
+class InUse(ValueError):  # noqa: N818 - a state of things
+    """Another syncer holds the directory."""
+
+
 class Store:
     """One syncer's hold on its directory. Made by `Store.open`; `write` and its like are called from one thread."""
 
@@ -85,21 +95,32 @@ class Store:
         self.epoch = 0
         self._keep = keep
         self._lock: int | None = lock
+        self._beats = 0
         self._versions: dict[FragmentId, list[Version]] = {}  # on disk, oldest first
 
     @classmethod
-    def open(cls, directory: str | os.PathLike[str], keep: int = 3) -> Store:
-        """Take the directory, or make it. Raises ValueError when another process has it."""
+    def open(cls, directory: str | os.PathLike[str], keep: int = 3, take_over: bool = False) -> Store:
+        """Take the directory, or make it. Raises `InUse` when another process has it.
+
+        With `take_over` it is taken all the same: the other one is fenced from the moment the epoch is raised.
+        """
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}: the newest version is always kept")
         path = Path(directory).absolute()
         make_folder(path)
-        store = cls(path, keep, _locked(path / "lock"))
+        store = cls(path, keep, _taken_over(path / LOCK) if take_over else _locked(path / LOCK))
         try:
-            for folder in ("fragments", "snapshots"):
+            if not take_over and (sign := lives_elsewhere(path)) is not None:
+                raise InUse(
+                    f"{path} is in use by the process {sign.pid} on {sign.host}: stop that syncer, or wait for its"
+                    " end with --standby"
+                )
+            for folder in ("fragments", "snapshots", "claims"):
                 make_folder(path / folder)
+            store._raise_epoch()  # before it looks: whoever was here writes nothing any more
             store._sweep()
-            store._raise_epoch()
+            store._settle_epoch()
+            store.beat()
         except BaseException:
             store.close()
             raise
@@ -108,6 +129,7 @@ class Store:
     def close(self) -> None:
         """Let the directory go. Closing twice is no mistake."""
         if self._lock is not None:
+            remove_sign(self.directory, self.epoch)
             os.close(self._lock)
             self._lock = None
 
@@ -165,15 +187,32 @@ class Store:
                 self._version_path(fragment, kept[0]).unlink(missing_ok=True)
             kept.pop(0)
 
+    def hold(self, snapshot: int, versions: tuple[Version, ...]) -> None:
+        """Keep the versions of a snapshot that is being taken, however many come after them until it is complete.
+
+        They get second names. Without a record they are of no snapshot: the next process removes them.
+        """
+        folder = self._snapshot_folder(snapshot)
+        fragments = self.fragments()
+        assert len(fragments) == len(versions), f"a snapshot of {len(versions)} fragments: {fragments}"
+        self.check_epoch()
+        make_folder(folder)
+        for fragment, version in zip(fragments, versions, strict=True):
+            name = folder / f"{fragment:03d}.safetensors"
+            if not name.exists():  # then it was held before; in the folder of this number it is no other version
+                _second_name(self._version_path(fragment, version), name)
+
+    def let_go(self, snapshot: int) -> None:
+        """The snapshot did not come about."""
+        folder = self._snapshot_folder(snapshot)
+        if not (folder / "record.json").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
     def _put_snapshot(self, record: SnapshotRecord) -> None:
         """The values are second names of files that are there already; the record, written last, makes it valid."""
         folder = self._snapshot_folder(record.snapshot)
-        fragments = self.fragments()
-        assert len(fragments) == len(record.versions), f"a snapshot of {len(record.versions)} fragments: {fragments}"
-        self.check_epoch()
-        make_folder(folder)
-        for fragment, version in zip(fragments, record.versions, strict=True):
-            _second_name(self._version_path(fragment, version), folder / f"{fragment:03d}.safetensors")
+        self.hold(record.snapshot, record.versions)
+        sync_folder(folder)
         self._put(folder / "record.json", small_file(tape.encode(record)))
         for old in self.snapshots()[: -self._keep]:
             shutil.rmtree(self._snapshot_folder(old), ignore_errors=True)
@@ -181,7 +220,11 @@ class Store:
     def _put(self, path: Path, pieces: list[Any], replace: bool = True) -> None:
         assert self._lock is not None, "the store is closed"
         self.check_epoch()
-        put_file(path, pieces, self.check_epoch, replace)
+        try:
+            put_file(path, pieces, self.check_epoch, replace)
+        except OSError:
+            self.check_epoch()  # who has taken over has removed our unfinished file
+            raise
         self.check_epoch()
 
     # ---------------------------------------------------------------------------------------------------- reading
@@ -250,6 +293,12 @@ class Store:
         if stored < self.epoch:
             raise StoreDamaged(path, f"says epoch {stored} while epoch {self.epoch} runs here", _RESTORE)
 
+    def beat(self) -> None:
+        """A sign of life; raises `Fenced` like `check_epoch`. May be called from any one thread beside the writing."""
+        self.check_epoch()
+        self._beats += 1
+        write_sign(self.directory, self.epoch, self._beats)
+
     # ---------------------------------------------------------------------------------------------------- inside
 
     def _record(self, name: str, kind: type[R]) -> R | None:
@@ -284,25 +333,65 @@ class Store:
             folder = self.directory / "snapshots" / name
             if _SNAPSHOT.fullmatch(name) and not (folder / "record.json").exists():
                 shutil.rmtree(folder)
+        self._look_for_versions()
+        for fragment, found in self._versions.items():
+            for old in found[: -self._keep]:
+                self._version_path(fragment, old).unlink(missing_ok=True)
+            self._versions[fragment] = found[-self._keep :]
+
+    def _look_for_versions(self) -> None:
         for name in sorted(os.listdir(self.directory / "fragments")):
             folder = self.directory / "fragments" / name
-            if not _FRAGMENT.fullmatch(name) or not folder.is_dir():
-                continue
-            found = sorted(int(match[1]) for match in map(_VERSION.fullmatch, os.listdir(folder)) if match)
-            for old in found[: -self._keep]:
-                self._version_path(int(name), old).unlink(missing_ok=True)
-            self._versions[int(name)] = found[-self._keep :]
+            if _FRAGMENT.fullmatch(name) and folder.is_dir():
+                found = sorted(int(match[1]) for match in map(_VERSION.fullmatch, os.listdir(folder)) if match)
+                self._versions[int(name)] = found
 
     def _raise_epoch(self) -> None:
+        stored = self._stored_epoch()
+        self.epoch = self._claim(stored + 1)
+        self._write_epoch()
+        for name in os.listdir(self.directory / "claims"):
+            if name.isdigit() and int(name) < self.epoch:
+                (self.directory / "claims" / name).unlink(missing_ok=True)
+
+    def _stored_epoch(self) -> int:
         path = self.directory / "epoch"
         data = _read_if_there(path)
-        stored = self._lost_epoch() if data is None else _read_epoch(path, data)
-        put_file(path, small_file(str(stored + 1)), lambda: None, replace=True)
-        self.epoch = stored + 1
+        return self._lost_epoch() if data is None else _read_epoch(path, data)
+
+    def _claim(self, epoch: int) -> int:
+        """The first number from this one on that nobody has: of two who start at once one is the other's successor."""
+        while True:
+            try:
+                os.close(os.open(self.directory / "claims" / f"{epoch:09d}", os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                epoch += 1
+            else:
+                sync_folder(self.directory / "claims")
+                return epoch
+
+    def _settle_epoch(self) -> None:
+        """One with a lower number that started at the same moment may have written it after ours. It did so before its
+        unfinished file was swept away, so this is the end of it."""
+        if self._stored_epoch() < self.epoch:
+            self._write_epoch()
+
+    def _write_epoch(self) -> None:
+        path = self.directory / "epoch"
+        try:
+            put_file(path, small_file(str(self.epoch)), self._is_still_higher, replace=True)
+        except FileNotFoundError:  # somebody else starts here at the same moment, and has cleared our file away
+            raise Fenced(self.directory, self._stored_epoch(), self.epoch) from None
+
+    def _is_still_higher(self) -> None:
+        stored = self._stored_epoch()
+        if stored >= self.epoch:
+            raise Fenced(self.directory, stored, self.epoch)
 
     def _lost_epoch(self) -> int:
         """Of a directory without an epoch: 0 for a new one. Otherwise learners may have seen a higher one than any
         version tells of, and would take us for a ghost."""
+        self._look_for_versions()
         if not self.fragments():
             return 0
         records = [self.newest(fragment)[1] for fragment in self.fragments()]
@@ -321,7 +410,7 @@ def _locked(path: Path) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
-            raise ValueError(
+            raise InUse(
                 f"{path.parent} is in use by the process {holder}: stop that syncer, or choose another directory"
             ) from None
         os.ftruncate(lock, 0)
@@ -330,6 +419,15 @@ def _locked(path: Path) -> int:
         os.close(lock)
         raise
     return lock
+
+
+def _taken_over(path: Path) -> int:
+    """The lock, or another one in its place where a process that stands still has it."""
+    try:
+        return _locked(path)
+    except InUse:
+        path.unlink(missing_ok=True)
+        return _locked(path)
 
 
 def _read_if_there(path: Path) -> bytes | None:

@@ -39,6 +39,7 @@ from atoll.core.protocol import (
     Refuse,
     Say,
     Send,
+    SnapshotRequested,
     Started,
     StoreFenced,
     SyncerEvent,
@@ -54,16 +55,17 @@ from atoll.core.types import SYNCER, FragmentId, Incarnation, LearnerId
 from atoll.ml.plan import FragmentPlan
 from atoll.net.durable import StoreDamaged
 from atoll.net.held_fragments import HeldFragment
+from atoll.net.lease import BEAT_EVERY_S
 from atoll.net.memory_gate import MemoryGate
 from atoll.net.run_clock import RunClock
 from atoll.net.run_settings import RunSettings
+from atoll.net.snapshot_news import SnapshotNews
 from atoll.net.store import Fenced, Store
 from atoll.net.syncer_link import SyncerLink
 from atoll.net.tape_keeper import TapeKeeper
 from atoll.tape_files import new_header
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-FENCE_EVERY_S = 2.0
 RECEIVING_BYTES = 256 * 2**20
 """Of contributions that are being received at once, unless four of the largest fragments are more."""
 
@@ -73,8 +75,9 @@ LinkKey = tuple[LearnerId, Incarnation, int]
 class Payload:
     """The values of a contribution. Their memory counts as held until they are added to the sums, or not wanted."""
 
-    def __init__(self, data: Tensor, give_back: Callable[[], None]) -> None:
+    def __init__(self, data: Tensor, norm: float, give_back: Callable[[], None]) -> None:
         self.data = data
+        self.norm = norm
         self.give_back = give_back
         self.is_taken = False  # whoever takes it gives the memory back
 
@@ -89,6 +92,7 @@ class SyncerProcess:
         *,
         token: str | None = None,
         log: logging.Logger | None = None,
+        take_over: bool = False,
     ) -> None:
         self.directory = directory
         self.settings = settings
@@ -106,17 +110,20 @@ class SyncerProcess:
         self.merges_before = 0  # by its predecessors
         self.over = asyncio.Event()  # the run has ended, or this syncer has been superseded
         self.halted_because = ""
+        self.superseded = ""  # by whom, in words: this process must not serve any more
+        self.snapshots = SnapshotNews()
         self.failed: BaseException | None = None  # our bug; what is durable is right, and another process goes on
         self.gate = MemoryGate(RECEIVING_BYTES)
         self._token = token
         self._loop = asyncio.get_running_loop()
         self._merge_thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-merge")
         self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-disk")
+        self._held = 0  # the snapshot whose versions the store holds
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._background: set[asyncio.Task[None]] = set()
         self._stopping = False
-        self.store = Store.open(directory / "store")
+        self.store = Store.open(directory / "store", take_over=take_over)
         kept = self.store.settings()
         if kept is not None:
             self.settings = settings.resumed(RunSettings.from_json(kept))
@@ -206,6 +213,7 @@ class SyncerProcess:
                 carry_out = _EFFECTS.get(type(effect))
                 if carry_out is not None:
                     carry_out(self, effect)
+        self._hold_versions(self.core)
         self._arm()
 
     def _arm(self) -> None:
@@ -250,6 +258,7 @@ class SyncerProcess:
 
     def _say(self, effect: Say) -> None:
         kind, number = effect.subject
+        self.snapshots.note(effect.reason)
         self.log.info("%s%s: %s", kind, f" {number}" if kind != "run" else "", effect.reason)
 
     def _hang_up(self, effect: Hangup) -> None:
@@ -265,7 +274,7 @@ class SyncerProcess:
             payload.give_back()
             self._report_trouble(wrong)
 
-        self._merge(partial(held.accumulate, effect.round, effect.accepted, payload.data, up), added)
+        self._merge(partial(held.accumulate, effect.round, effect.accepted, payload.data, up, payload.norm), added)
 
     def _report_trouble(self, wrong: BaseException | None) -> None:
         """A sum that failed shows when the round is merged: the counts differ, and the merge fails."""
@@ -305,7 +314,7 @@ class SyncerProcess:
             return
         wrong = done.exception()
         if isinstance(wrong, Fenced):
-            self.tell(StoreFenced(wrong.epoch))
+            self._fenced(wrong)
         elif isinstance(wrong, OSError):
             self.tell(PersistFailed(key, wrong.strerror or str(wrong)))
         elif wrong is not None:
@@ -316,8 +325,29 @@ class SyncerProcess:
                 self.fragments[key.number].now_durable()
             self.tell(Persisted(key))
 
+    def _hold_versions(self, core: SyncerCore) -> None:
+        """Those of a snapshot from its cut on: its parts may come later than the store keeps a version."""
+        cut = core.cut
+        if cut is not None and cut.id != self._held:
+            self._held = cut.id
+            self._on_disk(self.store.hold, cut.id, cut.versions)
+        elif cut is None and self._held:
+            self._on_disk(self.store.let_go, self._held)
+            self._held = 0
+
+    def _on_disk(self, job: Callable[..., None], *args: Any) -> None:
+        """What the core does not wait for. Should it fail, the write that needs it fails too, and says so."""
+        future = self._loop.run_in_executor(self._disk_thread, job, *args)
+        future.add_done_callback(lambda done: None if done.cancelled() else self._report_disk(done.exception()))
+
+    def _report_disk(self, wrong: BaseException | None) -> None:
+        if wrong is not None:
+            self.log.warning("the store cannot be written: %s", wrong)
+
     def _halt(self, effect: Halt) -> None:
         self.halted_because = str(effect.reason)
+        if effect.reason.code == "superseded-epoch" and not self.superseded:  # a learner has told
+            self.superseded = str(effect.reason)
         self.log.info("%s", effect.reason)
         self.over.set()
 
@@ -350,6 +380,16 @@ class SyncerProcess:
         if self.core is not None:
             self.tell(FinishRequested())
 
+    def take_snapshot(self) -> int | None:
+        """The number of a snapshot that is being taken from now on, or is being taken already. None: not now."""
+        if self.core is None or self.core.stage is not Stage.RUNNING:
+            return None
+        if self.core.cut is None:
+            before = self.core.marker
+            self.tell(SnapshotRequested())
+            return self.core.marker if self.core.marker > before else None
+        return self.core.cut.id
+
     # ---------------------------------------------------------------------------------------------------- showing
 
     def is_allowed(self, authorization: str) -> bool:
@@ -381,17 +421,22 @@ class SyncerProcess:
     # ---------------------------------------------------------------------------------------------------- stopping
 
     async def _watch_fence(self) -> None:
-        """Another syncer that takes over must be noticed also while nothing is written."""
+        """A sign of life. Another syncer that takes over must be noticed also while nothing is written."""
         while True:
-            await asyncio.sleep(FENCE_EVERY_S)
+            await asyncio.sleep(BEAT_EVERY_S)
             try:
-                await self._loop.run_in_executor(self._disk_thread, self.store.check_epoch)
+                await asyncio.to_thread(self.store.beat)  # not behind a version that is being written
             except Fenced as fenced:
-                if self.core is not None:
-                    self.tell(StoreFenced(fenced.epoch))
+                self._fenced(fenced)
                 return
             except (OSError, StoreDamaged) as wrong:
-                self.log.warning("the store cannot be read: %s", wrong)
+                self.log.warning("the store cannot be read or written: %s", wrong)
+
+    def _fenced(self, fenced: Fenced) -> None:
+        self.superseded = str(fenced)
+        if self.core is not None:
+            self.tell(StoreFenced(fenced.epoch))
+        self.over.set()
 
     def _spawn(self, task: Any) -> None:
         spawned = self._loop.create_task(task)

@@ -16,8 +16,10 @@ from atoll.core.protocol import Contribution, Envelope, Hello, InnerState, Messa
 from atoll.core.types import MOST_TOKENS, FragmentId
 from atoll.ml.codecs import codec
 from atoll.ml.plan import FragmentPlan
+from atoll.ml.robust import size_of
 from atoll.net.byte_buffers import CHUNK_BYTES, SMALL_BYTES, ByteBuffers
 from atoll.net.memory_gate import MemoryGate
+from atoll.net.snapshot_files import snapshot_info
 from atoll.net.spool import Spool, SpoolFile
 from atoll.net.stand_still import StandStill
 from atoll.net.syncer import Payload, SyncerProcess
@@ -75,6 +77,8 @@ def build_app(syncer: SyncerProcess) -> web.Application:
     app.router.add_put("/v1/state", paths.put_state)
     app.router.add_get("/v1/state/{learner:[0-9]+}/{incarnation:[0-9]+}", paths.get_state)
     app.router.add_get("/v1/status", paths.status)
+    app.router.add_post("/v1/snapshot", paths.take_snapshot)
+    app.router.add_get("/v1/snapshot/{snapshot:[0-9]+}", paths.snapshot)
     app.router.add_post("/v1/finish", paths.finish)
     app.on_cleanup.append(paths.clean_up)
     return app
@@ -273,11 +277,14 @@ class Paths:
             await frames.end()
             envelope, numel, data = found[0]
             up = codec(syncer.settings.numerics.up)
-            problem = await _computed(data.numel(), up.problem, data, numel)
+            problem, norm = await _computed(data.numel(), up.examine, data, numel)
             syncer.bytes_up += data.numel()
             assert isinstance(envelope.body, Contribution)
+            if problem is None:
+                usual = syncer.fragments[envelope.body.round.fragment].usual
+                problem = usual.problem(size_of(norm, envelope.body.steps))
             envelope = envelope._replace(body=envelope.body._replace(problem=problem))
-            payload = Payload(data, give_back)
+            payload = Payload(data, norm, give_back)
             syncer.tell(MessageArrived(envelope), payload)
             return web.Response(status=204)
         finally:
@@ -384,6 +391,26 @@ class Paths:
 
     async def status(self, request: web.Request) -> web.StreamResponse:
         return web.json_response(status(self.syncer))
+
+    async def take_snapshot(self, request: web.Request) -> web.StreamResponse:
+        number = self.syncer.take_snapshot()
+        if number is None:
+            if self.syncer.core is None:
+                return _error(409, "the run has no model yet, so there is nothing to take a snapshot of")
+            return _error(409, "no snapshot is taken of a run that ends or has ended: its model is its result")
+        return web.json_response({"snapshot": number}, status=202)
+
+    async def snapshot(self, request: web.Request) -> web.StreamResponse:
+        """What became of a snapshot; of a durable one what it holds."""
+        text = request.match_info["snapshot"]
+        number = int(text) if len(text) <= MOST_DIGITS else 0
+        told = self.syncer.snapshots.of(number) or {"snapshot": number, "left_out": [], "said": ""}
+        if told.get("state") not in (None, "durable"):
+            return web.json_response(told)
+        info = await asyncio.to_thread(snapshot_info, self.syncer.directory, number)
+        if info is None:
+            return _error(404, f"there is no snapshot {number}; the newest few are kept")
+        return web.json_response(told | {"state": "durable"} | info.to_json(self.syncer.directory))
 
     async def finish(self, request: web.Request) -> web.StreamResponse:
         self.syncer.finish()

@@ -30,6 +30,7 @@ from atoll.core.protocol import (
     MergeFailed,
     MergeRound,
     MessageArrived,
+    MomentsFound,
     Persist,
     Persisted,
     PersistFailed,
@@ -150,6 +151,7 @@ class Driver:
         self.by_actor: dict[tuple[LearnerId, int], Process] = {}  # the same
         self.incarnations: Counter[LearnerId] = Counter()
         self.gone: set[LearnerId] = set()  # left for good
+        self.parts: dict[LearnerId, int] = {}  # snapshot of the newest part that each has on its disk
         self.old_syncers: list[Process] = []  # cut off, and unaware that another has taken over
         self.cut_up: dict[LearnerId, float] = {}  # until when messages towards the syncer vanish
         self.cut_down: dict[LearnerId, float] = {}
@@ -202,6 +204,8 @@ class Driver:
         self.processes.append(proc)
         self.by_actor[actor] = proc
         self._began(proc, None)
+        if learner in self.parts:
+            self._run(proc, MomentsFound(learner, self.parts[learner]))
 
     def _began(self, proc: Process, restored: Restored | None) -> None:
         self.watch.started(proc.actor, restored)
@@ -463,6 +467,8 @@ class Driver:
         event: Event = SnapshotSaved(effect.snapshot)
         if not self.healed and self.rng.random() < 0.05:
             event = SnapshotSaveFailed(effect.snapshot, "no space left on device")
+        else:
+            self.parts[proc.actor.learner] = effect.snapshot
         self.engine.at(when, self._deliver, proc, event)
 
     def _do_start_training(self, proc: Process, effect: StartTraining) -> None:

@@ -13,6 +13,7 @@ What happens when:
               Send(Contribution)      A_p - theta_p is encoded, with error feedback
               AdoptFragment           the new value is taken over; the residual of what was sent is settled
               Send(InnerState)        the optimizer's state is taken, and given to its receiver at StartTraining
+              SaveSnapshot            the same, for who starts from it after everybody has died
     syncer    Accumulate              a contribution joins the running sums
               MergeDone               outer step, update for the learners
               Persisted               the version is published
@@ -45,6 +46,7 @@ from atoll.core.protocol import (
     MessageArrived,
     Persisted,
     Published,
+    SaveSnapshot,
     Send,
     StartTraining,
     StepTaken,
@@ -54,11 +56,15 @@ from atoll.core.protocol import (
 from atoll.core.syncer_state import Restored
 from atoll.core.tape import Actor, Entry
 from atoll.core.types import NOTHING, SYNCER, FragmentId, Interval, LearnerId, RoundId, RunConfig, Version
-from atoll.ml import inner_state, merge, outer
+from atoll.ml import inner_state, outer
 from atoll.ml.codecs import Codec, Feedback, codec
 from atoll.ml.model import ModelView
 from atoll.ml.plan import FragmentPlan
+from atoll.ml.robust import Sums, UsualSize, size_of, sums_of
 from atoll.ml.settings import Numerics
+
+KEPT_PARTS = 4
+"""As many as a learner keeps on its disk."""
 
 
 class StepInfo(NamedTuple):
@@ -119,6 +125,7 @@ class FragmentState:
     value: Tensor
     momentum: dict[str, Tensor]
     published: Tensor
+    usual: Tensor | None = None
 
 
 class SyncerTensors:
@@ -129,7 +136,8 @@ class SyncerTensors:
         self.published: list[Tensor] = []  # never changed in place: messages on their way hold them
         self.versions: list[Version] = [0] * len(states)
         self.updates: list[Tensor | None] = [None] * len(states)  # from the version before
-        self.rounds: dict[RoundId, merge.Accumulator] = {}
+        self.rounds: dict[RoundId, tuple[Sums, list[float]]] = {}  # sums, and sizes of what is in them
+        self.usual: list[UsualSize] = []
         self.merged: dict[FragmentId, tuple[Tensor, Tensor]] = {}  # value and update, not durable yet
         self._plan = plan
         self._numerics = numerics
@@ -139,17 +147,25 @@ class SyncerTensors:
             if state.momentum:
                 step.load(state.momentum)
             self.outer.append(step)
+            self.usual.append(UsualSize())
+            if state.usual is not None:
+                self.usual[p].load(state.usual)
             self.published.append(state.published)
 
-    def accumulate(self, round_id: RoundId, up: Codec, data: Tensor, weight: float) -> None:
-        sums = self.rounds.get(round_id)
-        if sums is None:
-            sums = self.rounds[round_id] = merge.Accumulator(self._plan, round_id.fragment, self._numerics.merge)
-        sums.add_encoded(up, data, weight)
+    def accumulate(self, round_id: RoundId, up: Codec, data: Tensor, weight: float, steps: int) -> None:
+        p = round_id.fragment
+        if round_id not in self.rounds:
+            self.rounds[round_id] = (sums_of(self._plan, p, self._numerics.merge), [])
+        sums, sizes = self.rounds[round_id]
+        size = size_of(up.examine(data, self._plan.numel(p))[1], steps)
+        sums.add_encoded(up, data, weight, self.usual[p].scale(size, self._numerics.norm_clip))
+        sizes.append(size)
 
     def step(self, round_id: RoundId) -> None:
         p = round_id.fragment
-        self.outer[p].step(self.rounds.pop(round_id).result())
+        sums, sizes = self.rounds.pop(round_id)
+        self.outer[p].step(sums.result())
+        self.usual[p].note(sizes)
         moving = outer.Published(self._down, self.published[p].clone())
         update = moving.advance(self.outer[p].value)
         self.merged[p] = (moving.value, update)
@@ -206,6 +222,7 @@ class Execution:
         self._contributions: dict[tuple[Actor, FragmentId], tuple[RoundId, Tensor]] = {}  # sent, not accumulated
         self._parcels: dict[tuple[Actor, FragmentId], dict[Version, Parcel]] = {}  # sent, not adopted
         self._given: dict[InnerState, bytes] = {}
+        self._parts: dict[LearnerId, dict[int, bytes]] = {}  # inner state of the newest snapshots of each learner
 
     # ---------------------------------------------------------------------------------------------------- processes
 
@@ -271,7 +288,7 @@ class Execution:
                 actor = Actor(effect.accepted.learner, effect.accepted.incarnation)
                 round_id, data = self._contributions.pop((actor, effect.round.fragment))
                 assert round_id == effect.round, f"{actor} sent {round_id}, the syncer adds {effect.round}"
-                syncer.accumulate(effect.round, self.up, data, effect.accepted.weight)
+                syncer.accumulate(effect.round, self.up, data, effect.accepted.weight, effect.accepted.steps)
                 self.contributions += 1
             elif type(effect) is DiscardRound:
                 syncer.rounds.pop(effect.round, None)
@@ -282,7 +299,9 @@ class Execution:
             return
         p = round_id.fragment
         momentum = {name: tensor.clone() for name, tensor in syncer.outer[p].state().items()}
-        self._durable[p][round_id] = FragmentState(syncer.outer[p].value.clone(), momentum, syncer.merged[p][0])
+        self._durable[p][round_id] = FragmentState(
+            syncer.outer[p].value.clone(), momentum, syncer.merged[p][0], syncer.usual[p].state()
+        )
         while len(self._durable[p]) > self._history:
             del self._durable[p][next(iter(self._durable[p]))]
 
@@ -437,9 +456,22 @@ class Execution:
         if effect.moments.code == "moments-peer" and learner.trainee.optimizer is not None:
             assert learner.inner is not None, f"{learner.actor} starts from a peer's state that never arrived"
             inner_state.unpack(learner.inner, learner.trainee.optimizer, learner.trainee.model)
+        elif effect.moments.code == "moments-saved" and learner.trainee.optimizer is not None:
+            giver, snapshot = (int(str(arg)) for arg in effect.moments.args)
+            saved = self._parts.get(giver, {}).get(snapshot)
+            assert saved is not None, f"{learner.actor} starts from a part that no tape here tells of"
+            inner_state.unpack(saved, learner.trainee.optimizer, learner.trainee.model)
         learner.inner = None
         for given in [g for g in self._given if Actor(g.to, g.to_incarnation) == learner.actor]:
             del self._given[given]
+
+    def _save(self, learner: LearnerTensors, effect: SaveSnapshot) -> None:
+        if learner.trainee.optimizer is None:
+            return
+        kept = self._parts.setdefault(learner.actor.learner, {})
+        kept[effect.snapshot] = inner_state.pack(learner.trainee.optimizer, learner.trainee.model)
+        while len(kept) > KEPT_PARTS:
+            del kept[next(iter(kept))]
 
     def _stop(self, learner: LearnerTensors, effect: Stop) -> None:
         """The model stays, everything else is given back."""
@@ -452,6 +484,7 @@ _LEARNER_EFFECTS: dict[type, Callable[[Execution, LearnerTensors, Any], None]] =
     CopyFragment: Execution._copy,
     Send: Execution._send,
     AdoptFragment: Execution._adopt,
+    SaveSnapshot: Execution._save,
     StartTraining: Execution._start,
     Stop: Execution._stop,
 }

@@ -5,23 +5,18 @@ This is the loop that the README shows to users, with a schedule, a pace and met
 
 from __future__ import annotations
 
-import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atoll.net.learner import Learner, address
+from atoll.net.learner import Learner, addresses
+from atoll.net.reaching import NoAnswer, Refused, ask
 from atoll.net.run_settings import RunSettings
 from atoll.train.job_settings import JobSettings
 from atoll.train.loop import InnerLoop, Metrics, Step
 
 ASK_EVERY_S = 1.0
-
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Syncers are dialled as learners dial them: a proxy in the environment is for the web."""
 
 
 def train_island(
@@ -61,22 +56,18 @@ class Job(NamedTuple):
 
 def ask_for_job(syncer: str, token: str | None, on_wait: Callable[[], None] | None = None, wait_s: float = 60.0) -> Job:
     """What a syncer has for its learners to do. Waits for a syncer that is not there yet, and says so once."""
-    address(syncer)  # refuses what is none
-    request = urllib.request.Request(f"http://{syncer}/v1/run")
-    if token is not None:
-        request.add_header("Authorization", f"Bearer {token}")
+    places = addresses(syncer).split(",")  # refuses what is none
     until = time.monotonic() + wait_s
     while True:
         try:
-            with DIRECT.open(request, timeout=10.0) as answer:
-                told = json.load(answer)
+            told = ask(places[0], token, "GET", "/v1/run", 10.0)
             break
-        except urllib.error.HTTPError as refused:
-            raise ValueError(f"the syncer at {syncer} refused: {_sentence(refused)}") from None
-        except (OSError, ValueError) as wrong:
+        except Refused as refused:
+            raise ValueError(f"the syncer at {syncer} refused: {refused}") from None
+        except NoAnswer as wrong:
+            places.append(places.pop(0))
             if time.monotonic() >= until:
-                why = getattr(wrong, "reason", wrong)
-                raise ValueError(f"no syncer answers at {syncer} ({why}); start one with: atoll syncer") from None
+                raise ValueError(f"{wrong}; start one with: atoll syncer") from None
             if on_wait is not None:
                 on_wait()
                 on_wait = None
@@ -88,11 +79,3 @@ def ask_for_job(syncer: str, token: str | None, on_wait: Callable[[], None] | No
             " script and atoll.Learner"
         )
     return Job(run.config.run_id, JobSettings.from_json(run.extra))
-
-
-def _sentence(refused: urllib.error.HTTPError) -> str:
-    try:
-        told = json.loads(refused.read(65536))
-        return str(told["error"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return f"HTTP {refused.code}"

@@ -5,6 +5,8 @@ runs/first/
   store/               the syncer's: every durable version
   tapes/               what every process was told and what it did about it
   logs/, metrics/      of every process
+  parts/               what each learner saved for the newest snapshots
+  syncer.json          address and token of the syncer, while it runs
   faults.jsonl         processes that ended before their time
   model.safetensors    the final published model
   report.json
@@ -13,6 +15,7 @@ runs/first/
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +41,13 @@ from atoll.train.model_file import MODEL, load_model, model_digest, save_model
 from atoll.train.models import build, parameter_count
 from atoll.train.published import is_finished, published_model, run_settings
 from atoll.train.report import REPORT, Judged, Report, baseline_report, decoupled_report
+from atoll.train.restoring import find_source, restore
 
 LOOK_S = 0.25
 END_WAIT_S = 8.0
 
 
-__all__ = ["AlreadyFinished", "JobFailed", "judge", "resume_job", "start_job", "title_of"]
+__all__ = ["AlreadyFinished", "JobFailed", "judge", "restore_job", "resume_job", "start_job", "title_of"]
 
 
 class AlreadyFinished(Exception):  # noqa: N818 - it is the answer to --resume, not an error
@@ -58,8 +62,8 @@ def start_job(settings: JobSettings, run: Path, view: LiveView, corpus: Text) ->
     return _carry_out(settings, run, view, corpus)
 
 
-def resume_job(run: Path, view: LiveView) -> Report:
-    """Go on with a run that was interrupted, by its own settings."""
+def resume_job(run: Path, view: LiveView, learners: int | None = None) -> Report:
+    """Go on with a run that was interrupted, by its own settings, but on another number of learners if one is given."""
     if not (run / CONFIG).is_file():
         raise ValueError(f"{run} holds no run of atoll train (it has no {CONFIG}): leave --resume out to start one")
     settings = JobSettings.load(run / CONFIG)
@@ -69,7 +73,28 @@ def resume_job(run: Path, view: LiveView) -> Report:
         raise ValueError(
             f"a run of {settings.method} keeps nothing that it could go on from: remove {run} and start it again"
         )
+    if learners is not None and learners != settings.learners:
+        settings = with_learners(settings, learners)
+        settings.save(run / CONFIG)
     return _carry_out(settings, run, view, Text.load(settings.data))
+
+
+def restore_job(source: str, run: Path, view: LiveView, learners: int | None, changes: dict[str, Any]) -> Report:
+    """A new run from a snapshot of another, by that one's settings but for `changes`."""
+    from atoll.train.supervisor import new_run_id
+
+    found = find_source(source)
+    settings = found.settings if learners is None else with_learners(found.settings, learners)
+    settings = replace(settings, **changes)
+    restore(found, run, settings, new_run_id(run), view.say)
+    return _carry_out(settings, run, view, Text.load(settings.data))
+
+
+def with_learners(settings: JobSettings, learners: int) -> JobSettings:
+    """The same job on more or fewer islands: what was planned for those that are no more goes with them."""
+    speeds = (*settings.speeds, *[1.0] * learners)[:learners] if settings.speeds else ()
+    kills = tuple(kill for kill in settings.kills if kill.learner <= learners)
+    return replace(settings, learners=learners, speeds=speeds, kills=kills)
 
 
 def _carry_out(settings: JobSettings, run: Path, view: LiveView, corpus: Text) -> Report:

@@ -33,6 +33,9 @@ MOST_LEARNERS = 256
 AWAY_S = 4.0
 """How long a learner that was killed on purpose stays away: long enough to be seen."""
 
+SNAPSHOT_PASSES = 10
+"""Merges of each fragment between two snapshots: about 10 H inner steps."""
+
 _KILL = re.compile(r"(\d+)@([\d.]+%?)(?:\+([\d.]+)s?)?")
 
 
@@ -107,6 +110,7 @@ class JobSettings:
     overlap_steps: int = 4  # tau; with 2 the grace is so short that a merge has 2.7 of 4 contributions
     quorum: int = 1  # K
     grace_margin: float = 0.9  # gamma
+    snapshot_every: int | None = None  # merges; 0: only on request; None: SNAPSHOT_PASSES of each fragment
     adopt: AdoptHow = "carry"
     blend_alpha: float = 0.5
     numerics: Numerics = field(default_factory=lambda: Numerics(outer_lr=0.7, outer_momentum=0.6))
@@ -123,6 +127,8 @@ class JobSettings:
         _at_least("seed", self.seed, 0)
         if self.context is not None:
             _at_least("context", self.context, 1)
+        if self.snapshot_every is not None:
+            _at_least("snapshot_every", self.snapshot_every, 0)
         if self.learners > MOST_LEARNERS:
             raise ValueError(f"{self.learners} learners on one machine; give at most {MOST_LEARNERS}")
         for name in ("lr", "step_time_s", "weight_decay", "clip"):
@@ -192,6 +198,9 @@ class JobSettings:
             blend_alpha=self.blend_alpha,
             budget_tokens=self.tokens,
             lease_samples=LEASE_ROUNDS * self.every_steps * self.batch,
+            snapshot_every_merges=SNAPSHOT_PASSES * self.fragments
+            if self.snapshot_every is None
+            else self.snapshot_every,
         )
 
     # ------------------------------------------------------------------------------------------------ as JSON

@@ -75,6 +75,7 @@ class IslandReport:
     waited_s: float
     bytes_up: int
     bytes_down: int
+    inner_state: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +198,7 @@ def _island_of_tape(run: Path, figures: TapeFigures, island: Island) -> IslandRe
         waited_s=0.0,
         bytes_up=sum(line.get("bytes_up", 0) for line in newest.values()),
         bytes_down=sum(line.get("bytes_down", 0) for line in newest.values()),
+        inner_state=tuple(life.moments for life in island.lives),
     )
 
 
@@ -281,4 +283,5 @@ def _island_of_end(learner: int, end: Mapping[str, Any], lines: Sequence[Mapping
         waited_s=end["waited_s"],
         bytes_up=end["sent_bytes"],
         bytes_down=end["sent_bytes"],
+        inner_state=(),
     )

@@ -5,22 +5,21 @@ Nothing that the run needs is in this process. It can be killed, and the run goe
 
 from __future__ import annotations
 
-import json
 import secrets
 import signal
 import socket
 import time
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from atoll.net.reaching import ask
 from atoll.net.run_settings import RunSettings
 from atoll.net.serving import serve_syncer
 from atoll.train.children import FINE, REFUSED, Child, JobFailed, end_all, processes, signal_name, wait_for_any
-from atoll.train.island import DIRECT, train_island
+from atoll.train.island import train_island
 from atoll.train.job_settings import JobSettings, Kill
 from atoll.train.live_view import GoodputMeter, LiveView, Watched, training_count
 from atoll.train.report import note_fault, read_faults
@@ -188,14 +187,10 @@ class Supervisor:
         """The syncer's status; None while it is not there, which is no reason to worry."""
         if self._syncer.child.pid is None:
             return None
-        request = urllib.request.Request(
-            f"http://{self.address}/v1/status", headers={"Authorization": f"Bearer {self._token}"}
-        )
         try:
-            with DIRECT.open(request, timeout=STATUS_WAIT_S) as answer:
-                status: dict[str, Any] = json.load(answer)
-                return status
-        except (OSError, ValueError):
+            status: dict[str, Any] = ask(self.address, self._token, "GET", "/v1/status", STATUS_WAIT_S)
+            return status
+        except ValueError:
             return None
 
     def _tell(self, sentence: str) -> None:

@@ -1,0 +1,274 @@
+"""A learner's parts of snapshots, on its own disk: what it would need after everybody has died.
+
+    parts/learner-3/001000004.safetensors    learner 3's part of snapshot 1000004; the newest few
+
+A part is one file of tensors (`durable`), whole or not there, with a digest over every byte and nothing pickled. Its
+note is a JSON object; `_FIELDS` has the names and types. The tensors:
+
+| name | what |
+|---|---|
+| `model.007` | fragment 7 as the learner's parameters stood at the cut, flat, f32 |
+| `inner.n` | tensor n of the inner optimizer's state, whose metadata is `inner` of the note |
+| `rng.cpu`, `rng.cuda.0` | state of torch's generators |
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from xxhash import xxh3_128_hexdigest
+
+from atoll.core.protocol import SnapshotPart
+from atoll.core.types import LearnerId, RunConfig
+from atoll.ml import inner_state
+from atoll.net.durable import UNFINISHED, make_folder, put_file, read_file, read_tensor_file, tensor_file
+from atoll.net.island_tensors import Buffer, FragmentTensors
+
+PARTS = "parts"
+KEEP = 4
+"""Parts of one learner. One more than a syncer keeps snapshots: the newest part may be of one that never came about."""
+
+MOST_TRIED = 16
+"""Files that a search for inner state opens before it gives up."""
+
+FORMAT = 1
+
+_FOLDER = re.compile(r"learner-(\d{1,9})")
+_PART = re.compile(r"(\d{9,18})\.safetensors")
+_FIELDS: dict[str, type] = {
+    "format": int,
+    "run": str,
+    "model": str,  # digest of the fingerprint
+    "learner": int,
+    "incarnation": int,
+    "snapshot": int,
+    "step": int,
+    "trained": int,
+    "versions": list,  # adopted, by fragment
+    "saved_at": float,  # seconds of the Unix epoch
+    "inner": dict,
+    "extra": object,  # what the user's hook returned
+}
+
+
+def fingerprint_digest(fingerprint: Sequence[str]) -> str:
+    """
+    >>> fingerprint_digest(("a 2x3 float32 weight",))
+    '9b87a4ed1e7a8d04b5d0ae8dbfee8d2f'
+    """
+    return xxh3_128_hexdigest("\n".join(fingerprint).encode("utf-8"))
+
+
+def part_path(run: Path, learner: LearnerId, snapshot: int) -> Path:
+    return run / PARTS / f"learner-{learner}" / f"{snapshot:09d}.safetensors"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+class TakenPart(NamedTuple):
+    """A part as it was copied at the step boundary: shared with nothing that still moves."""
+
+    model: list[tuple[FragmentTensors, Buffer, Callable[[], None]]]
+    inner: inner_state.Taken
+    rng: dict[str, Tensor]
+    extra: str  # JSON
+
+
+def take_part(
+    fragments: Sequence[FragmentTensors],
+    optimizer: Optimizer,
+    model: nn.Module,
+    extra_state: Callable[[], Any] | None,
+) -> TakenPart:
+    """In the training thread. Raises ValueError for what cannot be saved, and holds nothing then."""
+    extra = "null"
+    if extra_state is not None:
+        try:
+            extra = json.dumps(extra_state(), allow_nan=False)
+        except Exception as wrong:  # the user's code; training is worth more than its part
+            raise ValueError(f"extra_state failed: {type(wrong).__name__}: {wrong}") from wrong
+    inner = inner_state.take(optimizer, model)
+    rng = {"rng.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        for device, state in enumerate(torch.cuda.get_rng_state_all()):
+            rng[f"rng.cuda.{device}"] = state
+    return TakenPart([(fragment, *fragment.copy_for_part()) for fragment in fragments], inner, rng, extra)
+
+
+def write_part(
+    run: Path, config: RunConfig, learner: LearnerId, incarnation: int, part: SnapshotPart, taken: TakenPart
+) -> Path:
+    """In the background: make it durable, then remove the oldest. Raises OSError with the file's name."""
+    try:
+        tensors: dict[str, Tensor] = dict(taken.rng)
+        for fragment, buffer, wait in taken.model:
+            wait()
+            tensors[f"model.{fragment.p:03d}"] = buffer.tensor
+        for event in taken.inner.events:
+            event.synchronize()
+        tensors |= {f"inner.{name}": tensor for name, tensor in taken.inner.tensors.items()}
+        note = {
+            "format": FORMAT,
+            "run": config.run_id,
+            "model": fingerprint_digest(config.fingerprint),
+            "learner": learner,
+            "incarnation": incarnation,
+            "snapshot": part.snapshot,
+            "step": part.step,
+            "trained": part.trained,
+            "versions": list(part.versions),
+            "saved_at": time.time(),
+            "inner": taken.inner.about,
+            "extra": json.loads(taken.extra),
+        }
+        path = part_path(run, learner, part.snapshot)
+        make_folder(path.parent)
+        _remove(path.parent, keep=KEEP - 1)  # before: on a disk that is nearly full the old one makes the room
+        put_file(path, tensor_file(json.dumps(note, separators=(",", ":")), tensors), lambda: None, replace=True)
+        return path
+    finally:
+        for fragment, buffer, _ in taken.model:
+            fragment.release(buffer)
+
+
+def _remove(folder: Path, keep: int) -> None:
+    """All but the newest, and what a killed process left half-written. What cannot be removed now is so later."""
+    for path in [*folder.glob(f".*{UNFINISHED}"), *(path for _, path in _listed(folder)[:-keep])]:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError:
+            return
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part that was read whole and found undamaged."""
+
+    path: Path
+    note: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def learner(self) -> int:
+        return int(self.note["learner"])
+
+    @property
+    def snapshot(self) -> int:
+        return int(self.note["snapshot"])
+
+    @property
+    def extra(self) -> Any:
+        return self.note["extra"]
+
+    def inner_tensors(self) -> dict[str, Tensor]:
+        return {name.removeprefix("inner."): t for name, t in self.tensors.items() if name.startswith("inner.")}
+
+    def prepare(self, optimizer: Optimizer, model: nn.Module) -> inner_state.Prepared:
+        """Its inner state for this optimizer. Raises ValueError where it does not fit."""
+        return inner_state.prepare(self.note["inner"], self.inner_tensors(), optimizer, model)
+
+    def set_rng(self) -> None:
+        """Torch draws on as the learner would have; devices that are not here keep theirs."""
+        torch.set_rng_state(self.tensors["rng.cpu"])
+        if torch.cuda.is_available():
+            for device in range(torch.cuda.device_count()):
+                state = self.tensors.get(f"rng.cuda.{device}")
+                if state is not None:
+                    torch.cuda.set_rng_state(state, device)
+
+
+def read_part(path: Path) -> Part:
+    """Raises OSError, or ValueError with what is wrong with the file."""
+    text, tensors = read_tensor_file(read_file(path))
+    note = json.loads(text)
+    if not isinstance(note, dict) or note.get("format") != FORMAT or note.keys() != _FIELDS.keys():
+        raise ValueError("not the part of a learner, or of another version of Atoll")
+    for name, kind in _FIELDS.items():
+        if not isinstance(note[name], kind) or (isinstance(note[name], bool) and kind is int):
+            raise ValueError(f"holds {note[name]!r:.60} as {name}")
+    return Part(path, note, tensors)
+
+
+def list_parts(run: Path) -> dict[LearnerId, list[int]]:
+    """Snapshots of which each learner has a part here, oldest first. Nothing is read."""
+    found = {}
+    for learner, folder in _folders(run):
+        numbers = [number for number, _ in _listed(folder)]
+        if numbers:
+            found[learner] = numbers
+    return found
+
+
+def find_inner_state(
+    run: Path,
+    config: RunConfig,
+    learner: LearnerId,
+    optimizer: Optimizer,
+    model: nn.Module,
+    say: Callable[[str], None],
+) -> tuple[Part, inner_state.Prepared] | None:
+    """The newest part of this run that is whole and fits: the learner's own, or else another's. None: there is none.
+
+    What is damaged or does not fit is said, and the next older one is tried.
+    """
+    wanted = fingerprint_digest(config.fingerprint)
+    for tried, path in enumerate(_candidates(run, learner)):
+        if tried >= MOST_TRIED:
+            say(f"none of the newest {MOST_TRIED} parts in {run / PARTS} is of use")
+            return None
+        try:
+            part = read_part(path)
+            if part.note["run"] != config.run_id:
+                raise ValueError(f"belongs to the run {part.note['run']!r:.100}, this is {config.run_id!r}")
+            if part.note["model"] != wanted:
+                raise ValueError("is of another model")
+            return part, part.prepare(optimizer, model)
+        except (OSError, ValueError) as wrong:
+            say(f"{path}: {_what(wrong)}; trying an older one")
+    return None
+
+
+def _candidates(run: Path, learner: LearnerId) -> Iterator[Path]:
+    """Its own, newest first; then those of others, the newest snapshot first, in the order of their numbers."""
+    listed = {number: _listed(folder) for number, folder in _folders(run)}
+    yield from (path for _, path in reversed(listed.pop(learner, [])))
+    others = [(-snapshot, number, path) for number, parts in listed.items() for snapshot, path in parts]
+    yield from (path for _, _, path in sorted(others))
+
+
+def _folders(run: Path) -> list[tuple[LearnerId, Path]]:
+    try:
+        names = os.listdir(run / PARTS)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = [(int(match[1]), run / PARTS / match[0]) for match in map(_FOLDER.fullmatch, names) if match]
+    return sorted(found)
+
+
+def _listed(folder: Path) -> list[tuple[int, Path]]:
+    """Parts in a folder by the number of their snapshot, oldest first."""
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted((int(match[1]), folder / match[0]) for match in map(_PART.fullmatch, names) if match)
+
+
+def _what(wrong: OSError | ValueError) -> str:
+    return wrong.strerror or str(wrong) if isinstance(wrong, OSError) else str(wrong)

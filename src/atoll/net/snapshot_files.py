@@ -1,0 +1,90 @@
+"""The complete snapshots of a run, as whoever may read its directory finds them; nothing is locked or changed.
+
+A snapshot is valid with its record (`store`). What learners saved for it is in their own directories (`parts`), which
+may be the same directory or on other machines.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from atoll.core import tape
+from atoll.core.protocol import SnapshotRecord
+from atoll.net.durable import small_file_text
+from atoll.net.parts import part_path
+
+SNAPSHOTS = "snapshots"
+RECORD = "record.json"
+STORE = "store"
+
+_NUMBER = re.compile(r"\d{9,18}")
+
+
+class SnapshotInfo(NamedTuple):
+    number: int
+    saved_at: float  # seconds of the Unix epoch
+    bytes: int  # of the syncer's files; most of them it would keep anyway, under another name
+    record: SnapshotRecord | None
+    problem: str  # why there is no record
+
+    def to_json(self, run: Path) -> dict[str, Any]:
+        told: dict[str, Any] = {"snapshot": self.number, "saved_at": self.saved_at, "bytes": self.bytes}
+        if self.record is None:
+            return told | {"problem": self.problem}
+        parts = [
+            {
+                "learner": learner,
+                "step": part.step,
+                "trained": part.trained,
+                "versions": list(part.versions),
+                "bytes": _size(part_path(run, learner, self.number)),
+            }
+            for learner, part in self.record.parts
+        ]
+        return told | {
+            "versions": list(self.record.versions),
+            "merges": sum(self.record.versions),
+            "parts": parts,
+            "in_flight": len(self.record.in_flight),
+            "left_out": list(self.record.left_out),
+        }
+
+
+def list_snapshots(run: Path) -> list[SnapshotInfo]:
+    """Oldest first. One whose record is damaged is listed with what is wrong."""
+    folder = run / STORE / SNAPSHOTS
+    try:
+        names = sorted(name for name in os.listdir(folder) if _NUMBER.fullmatch(name))
+    except FileNotFoundError:
+        return []
+    found = [snapshot_info(run, int(name)) for name in names]
+    return [info for info in found if info is not None]
+
+
+def snapshot_info(run: Path, number: int) -> SnapshotInfo | None:
+    """None: there is no such snapshot, or it is not complete."""
+    folder = run / STORE / SNAPSHOTS / f"{number:09d}"
+    try:
+        data = (folder / RECORD).read_bytes()
+        saved_at = (folder / RECORD).stat().st_mtime
+        size = sum(_size(folder / name) or 0 for name in os.listdir(folder))
+    except FileNotFoundError:
+        return None
+    try:
+        record = tape.decode(small_file_text(data))
+        if not isinstance(record, SnapshotRecord) or record.snapshot != number:
+            raise ValueError(f"holds {record!r:.100}, another record than its name says")
+    except ValueError as wrong:
+        return SnapshotInfo(number, saved_at, size, None, f"{folder / RECORD}: {wrong}")
+    return SnapshotInfo(number, saved_at, size, record, "")
+
+
+def _size(path: Path) -> int | None:
+    """None: it is not here."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
