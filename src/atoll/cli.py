@@ -15,6 +15,7 @@ import typer
 
 from atoll import __version__
 from atoll.commands import (
+    chaos,
     check,
     fragments,
     generate,
@@ -53,6 +54,7 @@ COMMANDS: dict[str, CommandModule] = {
     "learner": learner,
     "generate": generate,
     "fragments": fragments,
+    "chaos": chaos,
     "simulate": simulate,
     "swarm": swarm,
     "check": check,

@@ -109,7 +109,7 @@ def make_disk_slow(orders: Orders) -> None:
             orders.note(order["fault"], "fsync")
         fsync(file)
 
-    os.fsync = slowly
+    os.fsync = slowly  # type: ignore[assignment]
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -61,10 +61,10 @@ class Injector(ABC):
     @abstractmethod
     def begin(self) -> None: ...
 
-    def keep(self) -> None:
+    def keep(self) -> None:  # noqa: B027 - some have nothing to keep up
         """While it lasts, and for faults without a length until it was seen."""
 
-    def end(self) -> None:
+    def end(self) -> None:  # noqa: B027 - some leave nothing behind
         """Everything as it was. Called exactly once after `begin`, also when the run is interrupted."""
 
     def seconds(self, option: str) -> float:

@@ -197,9 +197,7 @@ def draw_plan(scenario: Scenario, seed: int, duration_s: float) -> Plan:
         _draw_of_storm(drawing, f"storm {index}", storm, at_s, targets)
     ordered = sorted(drawing.faults, key=lambda each: (each.at_s, each.origin, each.target))
     numbered = tuple(replace(fault, number=number) for number, fault in enumerate(ordered, 1))
-    return Plan(
-        scenario.name, scenario.about, seed, duration_s, scenario.run.learners, numbered, drawing.left_out
-    )
+    return Plan(scenario.name, scenario.about, seed, duration_s, scenario.run.learners, numbered, drawing.left_out)
 
 
 def _draw_scheduled(drawing: _Drawing, origin: str, what: Wanted, at_s: float) -> None:

@@ -197,7 +197,9 @@ def read(text: str, name: str, where: str) -> Scenario:
     schedule = tuple(
         _scheduled(each, run, f"{where}, [[schedule]] {n}") for n, each in enumerate(_tables(raw, "schedule", where), 1)
     )
-    storms = tuple(_storm(each, run, f"{where}, [[storm]] {n}") for n, each in enumerate(_tables(raw, "storm", where), 1))
+    storms = tuple(
+        _storm(each, run, f"{where}, [[storm]] {n}") for n, each in enumerate(_tables(raw, "storm", where), 1)
+    )
     if not schedule and not storms:
         raise ScenarioError(f"{where}: no fault at all; give a [[schedule]] or a [[storm]]")
     scenario = Scenario(name, about.strip(), run, schedule, storms, _expect(_table(raw, "expect", where), where))
@@ -250,7 +252,9 @@ def _scheduled(raw: Mapping[str, Any], run: RunTable, place: str) -> Scheduled:
 def _storm(raw: Mapping[str, Any], run: RunTable, place: str) -> Storm:
     what = _wanted(raw, ("per_minute", "from", "until"), run, place)
     if what.number in SEVERAL:
-        raise ScenarioError(f"{place}: target strikes one at a time in a storm; give a number or any, not {what.number}")
+        raise ScenarioError(
+            f"{place}: target strikes one at a time in a storm; give a number or any, not {what.number}"
+        )
     rate = raw.get("per_minute")
     if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0.0 < rate <= MOST_PER_MINUTE:
         raise ScenarioError(f"{place}: per_minute is {rate!r}; give a number above 0, at most {MOST_PER_MINUTE:g}")

@@ -126,9 +126,7 @@ class ChaosSupervisor(Supervisor):
 
     def is_training(self, number: int) -> bool:
         member = self.member(number)
-        return (
-            member is not None and member.child.pid is not None and member.trained_since_start and not member.leaves
-        )
+        return member is not None and member.child.pid is not None and member.trained_since_start and not member.leaves
 
     def is_connected(self, number: int) -> bool:
         told = next((each for each in self._status.get("learners", ()) if each.get("learner") == number), None)

@@ -57,9 +57,7 @@ class Supervisor:
 
     look_s = LOOK_S
 
-    def __init__(
-        self, settings: JobSettings, run: Path, view: LiveView, title: str, host: str = "127.0.0.1"
-    ) -> None:
+    def __init__(self, settings: JobSettings, run: Path, view: LiveView, title: str, host: str = "127.0.0.1") -> None:
         self.settings = settings
         self.run = run
         self.host = host
@@ -239,9 +237,7 @@ class Supervisor:
             end_all([self._syncer.child], END_WAIT_S)
 
 
-def serve_job(
-    settings: JobSettings, run_id: str, run: Path, port: int, token: str, host: str = "127.0.0.1"
-) -> None:
+def serve_job(settings: JobSettings, run_id: str, run: Path, port: int, token: str, host: str = "127.0.0.1") -> None:
     """In the syncer's process, until the run is over."""
     torch.set_num_threads(1)  # the cores belong to the learners
     if not serve_syncer(run, run_of(settings, run_id), host=host, port=port, token=token):
