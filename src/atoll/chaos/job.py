@@ -80,7 +80,7 @@ def run_chaos(
                 from atoll.chaos.elastic import train_elastic
 
                 ending = replace(ending, compare=train_elastic(settings, plan, run, view, corpus))
-        except JobFailed as failed:
+        except (JobFailed, ValueError) as failed:  # a model whose loss is not a number has no report
             ending = replace(ending, failed=str(failed))
         except KeyboardInterrupt:
             ending = replace(ending, interrupted=True)

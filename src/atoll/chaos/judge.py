@@ -39,6 +39,7 @@ ALWAYS = (
     "unplanned ends",
     "ledger",
     "invariants",
+    "learned",
 )
 """What is asked of every run under fault, whatever its scenario expects."""
 
@@ -69,6 +70,7 @@ class FaultReport:
     why_not: str
     back_training_s: float | None
     back_merged_s: float | None
+    healed_merged_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +180,7 @@ def judge(
         _no_unplanned_end(unplanned),
         _balance(ledger),
         _holds(invariants),
+        _learned(ending.loss),
         *(_expected(line, figures, faults, ending) for line in expect.values()),
     ]
     return Verdict(
@@ -255,6 +258,7 @@ def _fault(planned: Planned, clock: _Clock, facts: Facts) -> FaultReport:
         merged = next((merge.at for merge in facts.merges if merge.at > at and merge.epoch > 1), None)
         after = [each.first for each in facts.syncers if each.first > at]
         merged_s = merged - began if merged is not None and after and merged >= after[0] else None
+    healed = clock.on_tape(struck.ended_at) if struck is not None else None
     return FaultReport(
         number=planned.number,
         fault=planned.fault,
@@ -263,12 +267,23 @@ def _fault(planned: Planned, clock: _Clock, facts: Facts) -> FaultReport:
         planned_s=planned.at_s if clock.began is None else clock.began + planned.at_s,
         fired=struck is not None and struck.fired,
         began_s=began,
-        ended_s=clock.on_tape(struck.ended_at) if struck is not None else None,
+        ended_s=healed,
         how=struck.how if struck is not None else "",
         why_not=struck.why_not if struck is not None else "the run ended before its time came",
         back_training_s=training_s,
         back_merged_s=merged_s,
+        healed_merged_s=_healed(planned, healed, facts),
     )
+
+
+def _healed(planned: Planned, healed: float | None, facts: Facts) -> float | None:
+    """From the end of a fault to the next merge that has what it struck: the syncer merges, or the learner is in it."""
+    if healed is None or planned.fault == "kill" or not planned.lasts_s:
+        return None
+    number = planned.target.number
+    after = (m for m in facts.merges if m.at > healed)
+    found = next((m.at for m in after if not number or any(who == number for who, _ in m.contributors)), None)
+    return found - healed if found is not None else None
 
 
 def _worst_of(faults: Sequence[FaultReport], name: str) -> float | None:
@@ -435,6 +450,17 @@ def _holds(invariants: Mapping[str, Any]) -> Check:
         return Check("invariants", False, f"judged only up to {invariants['judged_until']:.1f} s: {gap}")
     told = f"{invariants['checkers']} checkers over {invariants['entries']:,} entries: no violation"
     return Check("invariants", True, told)
+
+
+def _learned(loss: Loss) -> Check:
+    if loss.final is None or loss.before is None:
+        return Check("learned", None, "there is no final model to be judged")
+    told = f"the loss on held-out text fell from {loss.before:.3f} to {loss.final:.3f}"
+    if loss.final < loss.before:
+        return Check("learned", True, told)
+    return Check(
+        "learned", False, f"the model is worse than at the start: loss {loss.final:.3f} after {loss.before:.3f}"
+    )
 
 
 _WORDS = {

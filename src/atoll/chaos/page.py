@@ -44,9 +44,11 @@ body { margin: 0 auto; max-width: 1040px; padding: 24px 20px 48px; background: v
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
 h1 { font-size: 24px; margin: 0 0 4px; } h2 { font-size: 17px; margin: 32px 0 8px; }
 p { margin: 4px 0 12px; } .soft { color: var(--soft); }
+.good { color: var(--good); } .bad { color: var(--bad); } .unknown { color: var(--unknown); }
 .verdict { display: inline-block; padding: 2px 12px; border-radius: 4px; color: var(--paper); font-weight: 600; }
-.verdict.good { background: var(--good); } .verdict.bad { background: var(--bad); }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 10px; margin: 16px 0; }
+.verdict.good { background: var(--good); color: var(--paper); }
+.verdict.bad { background: var(--bad); color: var(--paper); }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(205px, 1fr)); gap: 10px; margin: 16px 0; }
 .card { background: var(--card); border-radius: 6px; padding: 10px 12px; }
 .card b { display: block; font-size: 21px; font-variant-numeric: tabular-nums; }
 .card span { color: var(--soft); font-size: 13px; }
@@ -56,7 +58,6 @@ th, td { text-align: left; padding: 5px 10px 5px 0; border-bottom: 1px solid var
 th { color: var(--soft); font-weight: 500; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 td.why { color: var(--soft); }
-.good { color: var(--good); } .bad { color: var(--bad); } .unknown { color: var(--unknown); }
 svg { display: block; width: 100%; min-width: 700px; height: auto; }
 svg text { fill: var(--ink); font-size: 12px; font-family: inherit; } svg text.soft { fill: var(--soft); }
 svg text.mark { fill: var(--mark); font-size: 11px; font-weight: 600; }
@@ -160,9 +161,14 @@ def _faults(verdict: Verdict) -> Iterator[str]:
         yield (
             f"<tr><td class='n'>{fault.number}</td><td class='n'>{fault.planned_s - begin:.1f} s</td>"
             f"<td class='n'>{at}</td><td>{escape(fault.sentence)}</td><td class='why'>{by}</td>"
-            f"<td class='n'>{_later(fault.back_training_s)}</td><td class='n'>{_later(fault.back_merged_s)}</td></tr>"
+            f"<td class='n'>{_later(fault.back_training_s)}</td><td class='n'>{_later(_merged_again(fault))}</td></tr>"
         )
-    yield "</table></div>"
+    yield "</table></div><p class='soft'>Times are since the first learner trained. Trains again, merged again: after"
+    yield " the kill; for faults that go on for a while after their end.</p>"
+
+
+def _merged_again(fault: FaultReport) -> float | None:
+    return fault.back_merged_s if fault.back_merged_s is not None else fault.healed_merged_s
 
 
 def _islands(verdict: Verdict) -> Iterator[str]:
@@ -332,7 +338,7 @@ def _chart(rounds: Sequence[Sequence[float]], scale: _Scale, top: int) -> Iterat
             yield f"<text class='soft' x='{LEFT - 8}' y='{y(value) + 4}' text-anchor='end'>{value}</text>"
             yield f"<line x1='{LEFT}' x2='{WIDTH - RIGHT}' y1='{y(value)}' y2='{y(value)}' stroke='var(--line)'/>"
     for place, name in ((3, "merged"), (2, "asked"), (1, "alive")):
-        shift = {1: -1.6, 2: 0.0, 3: 1.6}[place]  # where all are equal all three are to be seen
+        shift = {1: -2.2, 2: 0.0, 3: 2.2}[place]  # where all are equal all three are to be seen
         path = f"M{scale(rounds[0][0])} {y(rounds[0][place]) + shift:.2f}"
         for before, after in pairwise(rounds):
             if after[place] != before[place]:

@@ -49,7 +49,9 @@ def _after(fault: FaultReport) -> str:
         told.append(f"trained again after {fault.back_training_s:.1f} s")
     if fault.back_merged_s is not None:
         told.append(f"merged again after {fault.back_merged_s:.1f} s")
-    return f": {', '.join(told)}" if told else f" [{fault.how}]"
+    if fault.healed_merged_s is not None:
+        told.append(f"merged again {fault.healed_merged_s:.1f} s after its end")
+    return f" [{fault.how}]" + (f": {', '.join(told)}" if told else "")
 
 
 def _figures(verdict: Verdict) -> Iterator[str]:

@@ -20,6 +20,7 @@ Everything works through chunks that stay in the cache. Codecs keep no memory be
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
@@ -115,13 +116,19 @@ class Codec(ABC):
         Found are a wrong size, and values whose squares do not add up to a finite f32: NaN, inf, and numbers from about
         1e19 on. The latter are finite, but neither a norm nor a weighted sum of them would be.
         """
+        return self.examined(data, numel)[0]
+
+    def examined(self, data: Tensor, numel: int) -> tuple[str | None, float]:
+        """The problem, if there is one, and at least the norm of the values: both come from one look at the bytes."""
         if data.dtype != torch.uint8 or data.dim() != 1:
-            return f"flat bytes are needed, this is {data.dtype} of shape {tuple(data.shape)}"
+            return f"flat bytes are needed, this is {data.dtype} of shape {tuple(data.shape)}", 0.0
         if data.numel() != self.size(numel):
-            return f"{numel} values are {self.size(numel)} bytes in {self.name}, these are {data.numel()}"
-        if not self._square_sum(aligned(data), numel) <= _MOST_SQUARE_SUM:
-            return f"not finite: {numel} values in {self.name} hold NaN, inf or numbers too large to sum their squares"
-        return None
+            return f"{numel} values are {self.size(numel)} bytes in {self.name}, these are {data.numel()}", 0.0
+        squares = self._square_sum(aligned(data), numel)
+        if not squares <= _MOST_SQUARE_SUM:
+            told = "hold NaN, inf or numbers too large to sum their squares"
+            return f"not finite: {numel} values in {self.name} {told}", 0.0
+        return None, math.sqrt(squares)
 
     def check_size(self, data: Tensor, numel: int) -> None:
         if data.dtype != torch.uint8 or data.dim() != 1 or data.numel() != self.size(numel):

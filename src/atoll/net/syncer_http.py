@@ -23,6 +23,7 @@ from atoll.net.stand_still import StandStill
 from atoll.net.syncer import Payload, SyncerProcess
 from atoll.net.syncer_link import CLOSING_S, SyncerLink, as_last_words
 from atoll.net.syncer_status import TOLD, status
+from atoll.net.usual_sizes import UsualSizes
 from atoll.net.wire import (
     CODEC_NUMBERS,
     MOST_MESSAGE_BYTES,
@@ -86,6 +87,7 @@ class Paths:
         self.spool = Spool(syncer.directory / "spool")
         self._founding = asyncio.Lock()
         self._buffers = ByteBuffers()
+        self._sizes = UsualSizes()
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -273,9 +275,11 @@ class Paths:
             await frames.end()
             envelope, numel, data = found[0]
             up = codec(syncer.settings.numerics.up)
-            problem = await _computed(data.numel(), up.problem, data, numel)
+            problem, norm = await _computed(data.numel(), up.examined, data, numel)
             syncer.bytes_up += data.numel()
             assert isinstance(envelope.body, Contribution)
+            if problem is None:
+                problem = self._sizes.problem(envelope.body.round.fragment, norm, envelope.body.steps)
             envelope = envelope._replace(body=envelope.body._replace(problem=problem))
             payload = Payload(data, give_back)
             syncer.tell(MessageArrived(envelope), payload)
