@@ -365,6 +365,10 @@ class Slow(Injector):
 class Poison(Injector):
     how = "in the process, as it encodes a contribution"
 
+    def is_ready(self) -> bool:
+        """One poison after the other: a process has one order at a time."""
+        return super().is_ready() and "poison" not in self.world.orders(self.number).read()
+
     def begin(self) -> None:
         order = {"fault": self.planned.number, "how": self.planned.fault, "count": self.seconds("count")}
         if "factor" in self.planned.options:

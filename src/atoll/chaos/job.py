@@ -69,7 +69,7 @@ def run_chaos(
         try:
             without = _without_faults(settings, run, view, corpus, baseline)
             ending = replace(ending, loss=without)
-            title = f"{scenario.name}, seed {plan.seed}: {len(plan.faults)} faults, {settings.learners} islands"
+            title = f"{scenario.name}, seed {plan.seed}: {_counted(len(plan.faults))}, {settings.learners} islands"
             limit_s = START_S + SLOWEST * plan.duration_s
             ChaosSupervisor(settings, run, view, title, plan, how, limit_s).train()
             view.say("The run is over; its tapes and its model are judged.")
@@ -89,6 +89,10 @@ def run_chaos(
     if ending.interrupted:
         raise Interrupted(verdict)
     return verdict
+
+
+def _counted(faults: int) -> str:
+    return "1 fault" if faults == 1 else f"{faults} faults"
 
 
 class Interrupted(KeyboardInterrupt):

@@ -221,6 +221,11 @@ def _draw_scheduled(drawing: _Drawing, origin: str, what: Wanted, at_s: float) -
         chosen = [n for n in there if n != spared]
     else:
         assert isinstance(what.number, int)
+        if what.number and what.number not in there:
+            raise ScenarioError(
+                f"scenario {drawing.scenario.name}, [[schedule]] {origin.split()[-1]}: learner {what.number} is not"
+                f" there at {at_s:g} s; it joins later, settles for {SETTLE_S:g} s after it joined, or has left"
+            )
         chosen = [what.number]
     for number in chosen:
         drawing.add(origin, at_s, what, number)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 PIECE_BYTES = 4096
 QUEUED_PIECES = 64
 CALL_WAIT_S = 30.0
+TAKEN_TURNS = 10
 
 
 class Counts(NamedTuple):
@@ -131,11 +132,16 @@ class Relay:
 
     async def _stop(self) -> None:
         if self._server is not None:
+            for sock in self._server.sockets:
+                self._loop.remove_reader(sock.fileno())  # nobody more is taken
+            for _ in range(TAKEN_TURNS):  # who was just taken gets as far as `_taken`; a closed server would lose him
+                await asyncio.sleep(0)
             self._server.close()
         await self._reset()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # an abort is carried out at the next turn
 
     async def _reset(self) -> None:
         for writer in list(self._writers):

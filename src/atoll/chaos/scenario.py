@@ -194,12 +194,10 @@ def read(text: str, name: str, where: str) -> Scenario:
     if not isinstance(about, str) or not about.strip():
         raise ScenarioError(f"{where}: about is missing; give one sentence that says what the scenario does")
     run = _run(_table(raw, "run", where), where)
-    schedule = tuple(
-        _scheduled(each, run, f"{where}, [[schedule]] {n}") for n, each in enumerate(_tables(raw, "schedule", where), 1)
-    )
-    storms = tuple(
-        _storm(each, run, f"{where}, [[storm]] {n}") for n, each in enumerate(_tables(raw, "storm", where), 1)
-    )
+    scheduled, stormy = _tables(raw, "schedule", where), _tables(raw, "storm", where)
+    most = run.learners + sum(each.get("fault") == "join" for each in scheduled)  # whoever joins has a number too
+    schedule = tuple(_scheduled(each, most, f"{where}, [[schedule]] {n}") for n, each in enumerate(scheduled, 1))
+    storms = tuple(_storm(each, most, f"{where}, [[storm]] {n}") for n, each in enumerate(stormy, 1))
     if not schedule and not storms:
         raise ScenarioError(f"{where}: no fault at all; give a [[schedule]] or a [[storm]]")
     scenario = Scenario(name, about.strip(), run, schedule, storms, _expect(_table(raw, "expect", where), where))
@@ -242,15 +240,15 @@ def check_duration(duration_s: float, place: str) -> None:
         raise ScenarioError(f"{place} is {duration_s:g} s; give a time from 1s to 168h")
 
 
-def _scheduled(raw: Mapping[str, Any], run: RunTable, place: str) -> Scheduled:
-    what = _wanted(raw, ("at",), run, place)
+def _scheduled(raw: Mapping[str, Any], most: int, place: str) -> Scheduled:
+    what = _wanted(raw, ("at",), most, place)
     if "at" not in raw:
         raise ScenarioError(f'{place}: at is missing; give when, as "40%" of the duration or "12s"')
     return Scheduled(what, moment(raw["at"], f"{place}: at"))
 
 
-def _storm(raw: Mapping[str, Any], run: RunTable, place: str) -> Storm:
-    what = _wanted(raw, ("per_minute", "from", "until"), run, place)
+def _storm(raw: Mapping[str, Any], most: int, place: str) -> Storm:
+    what = _wanted(raw, ("per_minute", "from", "until"), most, place)
     if what.number in SEVERAL:
         raise ScenarioError(
             f"{place}: target strikes one at a time in a storm; give a number or any, not {what.number}"
@@ -263,7 +261,7 @@ def _storm(raw: Mapping[str, Any], run: RunTable, place: str) -> Storm:
     return Storm(what, float(rate), begin, end)
 
 
-def _wanted(raw: Mapping[str, Any], more: tuple[str, ...], run: RunTable, place: str) -> Wanted:
+def _wanted(raw: Mapping[str, Any], more: tuple[str, ...], most: int, place: str) -> Wanted:
     fault = raw.get("fault")
     if fault not in KINDS:
         raise ScenarioError(f"{place}: fault is {fault!r}; give one of {', '.join(KINDS)}")
@@ -286,11 +284,11 @@ def _wanted(raw: Mapping[str, Any], more: tuple[str, ...], run: RunTable, place:
             raise ScenarioError(f"{spot} is {value!r}; give one of {', '.join(option.words)}")
         else:
             options[option.name] = str(value)
-    target_kind, number = _target(raw.get("target"), kind, run, place)
+    target_kind, number = _target(raw.get("target"), kind, most, place)
     return Wanted(fault, target_kind, number, options)
 
 
-def _target(raw: object, kind: FaultKind, run: RunTable, place: str) -> tuple[TargetKind, int | str]:
+def _target(raw: object, kind: FaultKind, most: int, place: str) -> tuple[TargetKind, int | str]:
     allowed = _targets_in_words(kind)
     if kind.name == "join":
         if raw not in (None, "learner new"):
@@ -307,8 +305,8 @@ def _target(raw: object, kind: FaultKind, run: RunTable, place: str) -> tuple[Ta
             if words[1] == "any" or (words[1] in SEVERAL and found != "payload"):
                 return found, words[1]
             if words[1].isdigit():
-                if not 1 <= int(words[1]) <= run.learners:
-                    raise ScenarioError(f"{place}: target is {raw!r}; learners are 1 to {run.learners}")
+                if not 1 <= int(words[1]) <= most:
+                    raise ScenarioError(f"{place}: target is {raw!r}; learners are 1 to {most}")
                 return found, int(words[1])
     raise ScenarioError(f"{place}: target is {raw!r}; a {kind.name} strikes {allowed}")
 

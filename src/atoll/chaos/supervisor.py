@@ -156,7 +156,7 @@ class ChaosSupervisor(Supervisor):
                 return
             self._started = now
             self._log.began(time.time())
-            self._tell(f"all learners train: {len(self._waiting)} faults are to come")
+            self._tell(f"all learners train; {_counted(len(self._waiting))} to come")
         self._keep_and_end(now)
         for planned in list(self._waiting):
             late_s = now - self._started - planned.at_s
@@ -251,6 +251,10 @@ class ChaosSupervisor(Supervisor):
                         place = self.run / path.relative_to(island)
                         place.parent.mkdir(parents=True, exist_ok=True)
                         shutil.copyfile(path, place)
+
+
+def _counted(faults: int) -> str:
+    return "1 fault is" if faults == 1 else f"{faults} faults are"
 
 
 class Poller:
