@@ -39,7 +39,10 @@ def train(folder: Path, owner: int) -> None:
     settings = JobSettings.load(folder / CONFIG)
     rank, restart = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     pid_path(folder, rank).write_text(str(os.getpid()))
-    dist.init_process_group("gloo", timeout=timedelta(seconds=GLOO_WAIT_S))
+    # Not through torchrun's own store: what an earlier start left there leads gloo to processes that are gone.
+    meeting = f"file://{(folder / f'rendezvous-{restart}').absolute()}"
+    size = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", meeting, timedelta(seconds=GLOO_WAIT_S), rank=rank, world_size=size)
     loop = InnerLoop(settings)
     loop.take_data(rank + 1, folder)
     done = 0

@@ -83,9 +83,7 @@ class Word(NamedTuple):
     sentence: str
 
 
-TOLD = frozenset(
-    {"member-quarantined", "member-lost", "persist-failed", "contribution-bad", "admission-failed", "round-abandoned"}
-)
+TOLD = frozenset({"member-quarantined", "member-lost", "persist-failed", "admission-failed", "round-abandoned"})
 
 
 @dataclass(slots=True)
@@ -97,7 +95,8 @@ class Facts:
     merges: list[Merge]
     ledger: list[Line]  # one per fragment, of the newest syncer
     words: list[Word]
-    refused: int  # contributions that the syncer refused
+    refused: dict[str, int]  # contributions that the syncer refused, by reason
+    bad: list[str]  # why, of those with unfit values
     failed_writes: int
 
     @property
@@ -134,10 +133,15 @@ class Facts:
         return sum(shares) / len(shares) if shares else None
 
 
+def nothing() -> Facts:
+    """Of a run that never began."""
+    return Facts({}, [], [], [], [], {}, [], 0)
+
+
 def read_facts(run: Path) -> Facts:
     """From all tapes of a run; they may be cut short."""
     tapes = RunTapes(run)
-    facts = Facts({}, [], [], [], [], 0, 0)
+    facts = nothing()
     for actor, reader in tapes.readers.items():  # by learner, then by start
         if actor.learner == SYNCER:
             _read_syncer(reader, facts)
@@ -199,7 +203,10 @@ def _read_syncer(reader: TapeReader, facts: Facts) -> None:
             elif type(effect) is Persist and type(effect.record) is VersionRecord:
                 waiting[effect.record.fragment] = effect.record
             elif type(effect) is Send and type(effect.envelope.body) is RefuseContribution:
-                facts.refused += 1
+                why = effect.envelope.body.reason
+                facts.refused[why.code] = facts.refused.get(why.code, 0) + 1
+                if why.code == "contribution-bad":
+                    facts.bad.append(str(why))
             elif type(effect) is Say and effect.reason.code in TOLD:
                 facts.words.append(Word(entry.at, effect.reason.code, effect.subject, str(effect.reason)))
     if first is not None and last is not None:

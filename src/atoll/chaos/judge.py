@@ -16,6 +16,7 @@ from atoll.chaos.facts import (
     Life,
     Shares,
     Span,
+    nothing,
     read_facts,
     shares_of,
     states_of,
@@ -113,7 +114,7 @@ class Verdict:
     islands: tuple[Shares, ...]
     faults: tuple[FaultReport, ...]
     merges: int
-    refused_contributions: int
+    refused_contributions: dict[str, int]
     failed_writes: int
     unplanned_ends: tuple[str, ...]
     ledger: dict[str, Any]
@@ -151,7 +152,7 @@ def judge(
     run: Path, plan: Plan, expect: Mapping[str, Expectation], ending: Ending, founded_at: float | None
 ) -> Verdict:
     """`founded_at`: when the clock of the tapes began, in seconds of the Unix epoch; None: the run never began."""
-    facts = read_facts(run) if founded_at is not None else Facts({}, [], [], [], [], 0, 0)
+    facts = read_facts(run) if founded_at is not None else nothing()
     clock = _Clock(run, founded_at or 0.0)
     faults = tuple(_fault(planned, clock, facts) for planned in plan.faults)
     span = (facts.began, facts.ended)

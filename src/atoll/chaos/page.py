@@ -17,6 +17,7 @@ WIDTH = 960
 LEFT = 92
 RIGHT = 16
 LANE = 26
+TOP = 34
 CHART = 120
 MOST_TICKS = 4000
 """Rounds that are drawn one by one; of more every n-th."""
@@ -57,7 +58,7 @@ table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; padding: 5px 10px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { color: var(--soft); font-weight: 500; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-td.why { color: var(--soft); }
+td.why { color: var(--soft); min-width: 110px; } td.what { min-width: 190px; }
 svg { display: block; width: 100%; min-width: 700px; height: auto; }
 svg text { fill: var(--ink); font-size: 12px; font-family: inherit; } svg text.soft { fill: var(--soft); }
 svg text.mark { fill: var(--mark); font-size: 11px; font-weight: 600; }
@@ -145,7 +146,7 @@ def _checks(verdict: Verdict) -> Iterator[str]:
         kind, word = _MARKS[check.passed]
         yield (
             f"<tr><td>{escape(check.name)}</td><td class='{kind}'>{word}</td>"
-            f"<td>{escape(check.sentence)}</td><td class='why'>{escape(check.because)}</td></tr>"
+            f"<td class='what'>{escape(check.sentence)}</td><td class='why'>{escape(check.because)}</td></tr>"
         )
     yield "</table></div>"
 
@@ -160,7 +161,7 @@ def _faults(verdict: Verdict) -> Iterator[str]:
         by = escape(fault.how) if fault.fired else f"<span class='bad'>did not happen: {escape(fault.why_not)}</span>"
         yield (
             f"<tr><td class='n'>{fault.number}</td><td class='n'>{fault.planned_s - begin:.1f} s</td>"
-            f"<td class='n'>{at}</td><td>{escape(fault.sentence)}</td><td class='why'>{by}</td>"
+            f"<td class='n'>{at}</td><td class='what'>{escape(fault.sentence)}</td><td class='why'>{by}</td>"
             f"<td class='n'>{_later(fault.back_training_s)}</td><td class='n'>{_later(_merged_again(fault))}</td></tr>"
         )
     yield "</table></div><p class='soft'>Times are since the first learner trained. Trains again, merged again: after"
@@ -243,7 +244,7 @@ def _timeline(verdict: Verdict) -> Iterator[str]:
         return
     scale = _Scale(told["began_s"], told["ended_s"])
     lanes = {"syncer": 0, **{f"learner {band['learner']}": n for n, band in enumerate(told["bands"], 1)}}
-    chart_top = 30 + LANE * len(lanes) + 26
+    chart_top = TOP + LANE * len(lanes) + 26
     height = chart_top + CHART + 30
     yield "<h2>What happened</h2><div class='wide'>"
     yield f"<svg viewBox='0 0 {WIDTH} {height}' role='img' aria-label='timeline of the run'>"
@@ -269,7 +270,7 @@ def _timeline(verdict: Verdict) -> Iterator[str]:
 
 
 def _lane_top(number: int) -> int:
-    return 30 + LANE * number
+    return TOP + LANE * number
 
 
 def _axis(scale: _Scale, bottom: int, chart_top: int) -> Iterator[str]:
@@ -278,7 +279,7 @@ def _axis(scale: _Scale, bottom: int, chart_top: int) -> Iterator[str]:
     at = 0
     while at <= length:
         x = scale(scale.begin + at)
-        yield f"<line x1='{x}' x2='{x}' y1='26' y2='{chart_top + CHART}' stroke='var(--line)' stroke-width='1'/>"
+        yield f"<line x1='{x}' x2='{x}' y1='{TOP - 4}' y2='{chart_top + CHART}' stroke='var(--line)' stroke-width='1'/>"
         yield f"<text class='soft' x='{x}' y='{bottom}' text-anchor='middle'>{at} s</text>"
         at += every
 
@@ -321,8 +322,8 @@ def _fault_mark(fault: FaultReport, lanes: Mapping[str, int], scale: _Scale) -> 
         f"<rect x='{x}' y='{top - 2}' width='{width:.2f}' height='{LANE - 2}' fill='none' stroke='var(--mark)'"
         f" stroke-width='1.6' stroke-dasharray='{'none' if fault.fired else '3 2'}'>{tip}</rect>"
     )
-    yield f"<line x1='{x}' x2='{x}' y1='20' y2='{top - 2}' stroke='var(--mark)' stroke-width='0.8' opacity='0.5'/>"
-    yield f"<text class='mark' x='{x}' y='{8 + 10 * (fault.number % 2)}' text-anchor='middle'>{fault.number}</text>"
+    yield f"<line x1='{x}' x2='{x}' y1='24' y2='{top - 2}' stroke='var(--mark)' stroke-width='0.8' opacity='0.5'/>"
+    yield f"<text class='mark' x='{x}' y='{11 + 11 * (fault.number % 2)}' text-anchor='middle'>{fault.number}</text>"
 
 
 def _chart(rounds: Sequence[Sequence[float]], scale: _Scale, top: int) -> Iterator[str]:

@@ -198,6 +198,7 @@ class ChaosSupervisor(Supervisor):
     def _finish(self, active: Active) -> None:
         if not active.is_over:
             active.is_over = True
+            active.injector.keep()  # a last look: the run may have been interrupted the moment after it began
             active.injector.end()
         self._active.remove(active)
         self._note(active, time.time())

@@ -27,7 +27,8 @@ def summary(verdict: Verdict, run: Path) -> Iterator[str]:
     yield ""
     judged = "The run stood." if verdict.passed else "The run did NOT stand."
     yield f"{judged} {run / 'verdict.html'} shows it, {run / 'verdict.json'} holds every figure."
-    yield f"More: atoll story {run} --learner 1, atoll check {run}"
+    struck = next((fault.target.split()[-1] for fault in verdict.faults if fault.target.split()[-1].isdigit()), "1")
+    yield f"More: atoll story {run} --learner {struck}"
 
 
 def _wrapped(text: str, first: str = "", rest: str = "") -> Iterator[str]:
@@ -78,7 +79,10 @@ def _figures(verdict: Verdict) -> Iterator[str]:
     if verdict.merged_of_alive is not None:
         yield f"{verdict.merges:,} merges took {100.0 * verdict.merged_of_alive:.0f} % of the learners alive."
     if verdict.refused_contributions:
-        yield f"{verdict.refused_contributions:,} contributions were refused."
+        whys = [
+            f"{count:,} {why.removeprefix('contribution-')}" for why, count in verdict.refused_contributions.items()
+        ]
+        yield f"Contributions that were refused: {', '.join(whys)}."
     if verdict.failed_writes:
         yield f"{verdict.failed_writes:,} writes failed and were made again."
     yield f"Links: {verdict.links}."
@@ -89,8 +93,9 @@ def _compare(verdict: Verdict) -> Iterator[str]:
     if other is None:
         return
     yield ""
+    kills = "the same kill" if other["kills"] == 1 else f"the same {other['kills']} kills"
     yield from _wrapped(
-        f"Elastic data-parallel training (torchrun) under the same {other['kills']} kills: goodput"
+        f"Elastic data-parallel training (torchrun) under {kills}: goodput"
         f" {100.0 * other['goodput']:.1f} % over {other['wall_s']:.0f} s, everybody stood still for"
         f" {other['standing_s']:.0f} s in all, at worst {other['worst_pause_s']:.1f} s at once,"
         f" {other['steps_again']:,} steps were taken again"

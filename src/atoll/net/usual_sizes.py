@@ -2,7 +2,8 @@
 
 One of them is enough to ruin the model, and averaging does not help: a millionth of a millionfold value is still as
 large as everything else together. What counts is the norm per inner step, as a learner that was cut off brings the work
-of many steps at once. This is a guard against broken memory and broken optimizers, not against somebody who knows it.
+of many steps at once. This is a guard against broken memory and broken optimizers, not against somebody who knows it,
+and it has to learn what is usual first: a syncer that was just started lets everything finite through for a few rounds.
 """
 
 from __future__ import annotations

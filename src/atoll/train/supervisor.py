@@ -145,7 +145,6 @@ class Supervisor:
         if member.leaves:
             member.done = True
             self._tell(f"{child.name} has left for good")
-            self._watched.down[self._number(member)] = "left for good"
             return
         planned, member.away_s = away_s is not None, None
         note_fault(self.run, time.time(), child.name, signal_name(code), planned)
