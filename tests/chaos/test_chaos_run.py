@@ -49,6 +49,7 @@ class Done:
         self.facts: Facts = read_facts(run)
 
     def fault(self, name: str, target: str) -> dict[str, Any]:
+        found: dict[str, Any]
         (found,) = (each for each in self.told["faults"] if (each["fault"], each["target"]) == (name, target))
         assert found["fired"], found
         return found

@@ -55,7 +55,7 @@ def writer():
 @pytest.fixture
 def mounted(tmp_path):
     disk = Disk(tmp_path / "disk")
-    if disk.how != "a tmpfs of its own":
+    if disk.how_full != "a tmpfs that is full":
         pytest.skip("only root may mount")
     yield disk
     disk.close()
@@ -104,7 +104,7 @@ def test_what_was_written_stays_when_the_disk_goes(tmp_path, writer):
 
 def test_without_root_a_limit_on_the_process_stands_for_a_full_disk(tmp_path, writer):
     disk = Disk(tmp_path / "disk", try_mount=False)
-    assert "limit" in disk.how
+    assert "limit" in disk.how_full
     file = disk.folder / "file"
     assert disk.fill(writer.pid)
     assert writer.write(file) == f"wrote {disks.FREE_WHEN_LIMITED}"
@@ -135,13 +135,13 @@ def test_without_root_folders_lose_the_right_to_write(tmp_path):
 def test_what_a_killed_tool_has_left_is_swept_away(tmp_path, mounted):
     text = (
         "import sys; from pathlib import Path; from atoll.chaos.disks import Disk; d = Disk(Path(sys.argv[1]));"
-        " d.protect(); print(d.how, flush=True); input()"
+        " d.protect(); print(d.how_full, flush=True); input()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", text, str(tmp_path / "left")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as tool:
         assert tool.stdout is not None
-        assert tool.stdout.readline() == "a tmpfs of its own\n"
+        assert tool.stdout.readline() == "a tmpfs that is full\n"
         tool.kill()
     assert str(tmp_path / "left") in disks.sweep()
     assert not os.path.ismount(tmp_path / "left")

@@ -92,7 +92,9 @@ def test_times_are_those_of_the_tapes(saved):
     first, second = facts.lives[2]
     assert (kill.began_s, kill.ended_s, kill.planned_s) == (12.0, 14.0, 12.0)
     assert kill.back_training_s == pytest.approx(second.step_ends[0] - 12.0)
-    assert kill.back_merged_s == pytest.approx(facts.first_merged(2, 2) - 12.0)
+    merged = facts.first_merged(2, 2)
+    assert merged is not None
+    assert kill.back_merged_s == pytest.approx(merged - 12.0)
     assert kill.back_merged_s >= kill.back_training_s > 2.0
     assert kill_syncer.back_training_s is None
     assert kill_syncer.back_merged_s > 2.0

@@ -26,21 +26,20 @@ class Inside:
         self.made = made
         self.server = socket.create_server((made.address, 0))
         self.namespace = made.add(1)
-        self.client: socket.socket | None = None
+        self.dialled: list[socket.socket] = []
         thread = threading.Thread(target=self._dial)  # only this thread enters the namespace, and takes it along
         thread.start()
         self.taken, _ = self.server.accept()
         thread.join()
-        assert self.client is not None
+        (self.client,) = self.dialled
         for end in (self.client, self.taken):
             end.settimeout(0.4)
 
     def _dial(self) -> None:
         enter(self.namespace)
-        self.client = socket.create_connection(self.server.getsockname()[:2], timeout=10)
+        self.dialled.append(socket.create_connection(self.server.getsockname()[:2], timeout=10))
 
     def passes(self, up: bool) -> bool:
-        assert self.client is not None
         sender, receiver = (self.client, self.taken) if up else (self.taken, self.client)
         sender.sendall(b"x")
         try:
@@ -50,8 +49,7 @@ class Inside:
 
     def close(self) -> None:
         for each in (self.client, self.taken, self.server):
-            if each is not None:
-                each.close()
+            each.close()
 
 
 @pytest.fixture

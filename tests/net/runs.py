@@ -33,6 +33,7 @@ import torch._dynamo  # the first optimizer of a process loads it, in seconds; h
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from atoll.chaos.checking import Verdict
 from atoll.commands.check import judge
 from atoll.core.replay import replay
 from atoll.core.types import Limits, RunConfig
@@ -42,7 +43,6 @@ from atoll.net.learner import Learner
 from atoll.net.run_settings import RunSettings
 from atoll.net.serving import serve_syncer
 from atoll.sim.checkers import all_checkers
-from atoll.sim.judging import Verdict
 from atoll.tape_files import RunTapes
 from tests.net import planted
 from tests.net.small_models import BATCH, Work, values, work

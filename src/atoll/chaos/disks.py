@@ -37,7 +37,7 @@ def _done(*words: str) -> bool:
 
 
 class Disk:
-    """A folder that can be made to fail. `how` says in words what stands for the disk."""
+    """A folder that can be made to fail, by means that `how_full` and `how_protected` say in words."""
 
     def __init__(self, folder: Path, try_mount: bool = True) -> None:
         self.folder = folder.absolute()
@@ -53,10 +53,12 @@ class Disk:
             self._is_mounted = _done("mount", "-t", "tmpfs", "-o", size, source, str(self.folder))
 
     @property
-    def how(self) -> str:
-        if self._is_mounted:
-            return "a tmpfs of its own"
-        return "a limit on the size of files, and folders without the right to write"
+    def how_full(self) -> str:
+        return "a tmpfs that is full" if self._is_mounted else "a limit on the size of its files"
+
+    @property
+    def how_protected(self) -> str:
+        return "a read-only mount" if self._is_mounted else "folders without the right to write"
 
     # ------------------------------------------------------------------------------------------ full
 

@@ -47,6 +47,7 @@ class Injector(ABC):
     """One fault. `begin` is called once, when `is_ready`; `keep` at every look until `end`."""
 
     how = ""  # by which means, for the verdict
+    why_not = "it was done, and nothing shows that it happened"  # where it was never seen
 
     def __init__(self, planned: Planned, world: World) -> None:
         self.planned = planned
@@ -322,7 +323,7 @@ class Damage(LinkFault):
 
 class Full(Injector):
     def begin(self) -> None:
-        self.how = self.world.disk(self.number).how
+        self.how = self.world.disk(self.number).how_full
         self.keep()
 
     def keep(self) -> None:
@@ -335,9 +336,11 @@ class Full(Injector):
 
 
 class ReadOnly(Injector):
+    why_not = "root may write everywhere, and nothing can be mounted here"
+
     def begin(self) -> None:
         disk = self.world.disk(self.number)
-        self.how = disk.how
+        self.how = disk.how_protected
         self.seen = disk.protect()
 
     def end(self) -> None:

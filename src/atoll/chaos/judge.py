@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from atoll.chaos.checking import judge as check_tapes
 from atoll.chaos.facts import (
     Facts,
     Life,
@@ -27,7 +28,6 @@ from atoll.chaos.plan import Plan, Planned
 from atoll.chaos.scenario import EXPECTABLE, Expectation
 from atoll.chaos.struck import Struck, read_log
 from atoll.sim.checkers import all_checkers
-from atoll.sim.judging import judge as check_tapes
 from atoll.tape_files import RunTapes
 from atoll.train.report import read_faults
 

@@ -65,7 +65,7 @@ def unavailable() -> str | None:
             tried.thin(1, 1e6)
             tried.cut(1, "both")
     except (NetnsError, OSError, subprocess.TimeoutExpired) as wrong:
-        return str(wrong)
+        return str(wrong).rpartition(": ")[2]
     return None
 
 

@@ -207,7 +207,7 @@ class ChaosSupervisor(Supervisor):
         injector = active.injector
         if ended_at is not None and injector.planned.lasts_s:
             ended_at = min(ended_at, active.began_at + injector.planned.lasts_s)
-        why_not = "" if injector.seen else "it was done, and nothing shows that it happened"
+        why_not = "" if injector.seen else injector.why_not
         told = Struck(injector.planned.number, injector.seen, active.began_at, ended_at, injector.how, why_not)
         self._log.struck(told)
 

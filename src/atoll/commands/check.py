@@ -13,10 +13,10 @@ from atoll.commands.progress import reading
 from atoll.commands.story import RunArgument, as_fields, indented
 
 if TYPE_CHECKING:
+    from atoll.chaos.checking import Verdict
     from atoll.core.story import Line
     from atoll.core.tape import Entry
     from atoll.sim.checkers import Checker, Violation
-    from atoll.sim.judging import Verdict
     from atoll.tape_files import RunTapes
 
 EXAMPLE = "atoll check runs/first"
@@ -51,10 +51,10 @@ def run(
 
 def judge(tapes: RunTapes, checkers: Sequence[Checker]) -> Verdict:
     """With a progress bar, where somebody watches."""
-    from atoll.sim import judging
+    from atoll.chaos import checking
 
     with reading("checking", tapes) as watched:
-        return judging.judge(tapes, checkers, watched)
+        return checking.judge(tapes, checkers, watched)
 
 
 def story_of(tapes: RunTapes, violation: Violation, last: int) -> list[Line]:
@@ -132,7 +132,7 @@ def _show_incomplete(verdict: Verdict) -> None:
     for sentence in verdict.incomplete:
         print(f"incomplete: {sentence}")
     if verdict.stopped is not None:
-        from atoll.sim.judging import has_lost_cause
+        from atoll.chaos.checking import has_lost_cause
 
         lost = next(each for each in verdict.missing if has_lost_cause(verdict.stopped, [each]))
         print(f"judged up to {lost}")
