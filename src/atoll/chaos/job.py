@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,13 +19,14 @@ from atoll.chaos.page import save_page
 from atoll.chaos.plan import Plan
 from atoll.chaos.scenario import Scenario
 from atoll.chaos.struck import PLAN
-from atoll.chaos.supervisor import LINK_FAULTS, ChaosSupervisor
+from atoll.chaos.supervisor import ChaosSupervisor
+from atoll.core.tape import TapeError
 from atoll.train.children import JobFailed, terminated_like_interrupted
 from atoll.train.data import Text
 from atoll.train.job import finish, start_job
 from atoll.train.job_settings import CONFIG, JobSettings, check_new
 from atoll.train.live_view import LiveView
-from atoll.train.published import is_finished, run_settings
+from atoll.train.published import run_settings
 from atoll.train.report import REPORT
 
 LINKS = ("auto", "relay", "netns")
@@ -65,13 +67,14 @@ def run_chaos(
     (run / FOLDER).mkdir()
     (run / FOLDER / PLAN).write_text(plan.text(), encoding="utf-8")
     ending = Ending(words)
-    with terminated_like_interrupted(), view:
+    with terminated_like_interrupted():
         try:
             without = _without_faults(settings, run, view, corpus, baseline)
             ending = replace(ending, loss=without)
             title = f"{scenario.name}, seed {plan.seed}: {_counted(len(plan.faults))}, {settings.learners} islands"
             limit_s = START_S + SLOWEST * plan.duration_s
-            ChaosSupervisor(settings, run, view, title, plan, how, limit_s).train()
+            with view:
+                ChaosSupervisor(settings, run, view, title, plan, how, limit_s).train()
             view.say("The run is over; its tapes and its model are judged.")
             report = finish(settings, run, corpus)
             loss = replace(without, final=report.eval_loss, before=report.eval_loss_before)
@@ -104,7 +107,11 @@ class Interrupted(KeyboardInterrupt):
 def _judged(run: Path, plan: Plan, scenario: Scenario, ending: Ending) -> Verdict:
     kept = run_settings(run)
     founded_at = kept.founded_at if kept is not None and any((run / "tapes").glob("*.tape")) else None
-    verdict = judge(run, plan, scenario.expect, ending, founded_at)
+    try:
+        verdict = judge(run, plan, scenario.expect, ending, founded_at)
+    except TapeError as wrong:
+        ending = replace(ending, failed=f"its tapes cannot be read: {wrong}")
+        verdict = judge(run, plan, scenario.expect, ending, None)
     verdict.save(run)
     save_page(verdict, run)
     return verdict
@@ -146,15 +153,9 @@ def _without_faults(settings: JobSettings, run: Path, view: LiveView, corpus: Te
     if not kept.is_file():
         if not wanted:
             return Loss(None, None, None, "")
-        if place.exists() and not is_finished(place):
-            import shutil
-
+        if place.exists():
             shutil.rmtree(place)  # it was interrupted
         view.say("First the same run without faults.")
         start_job(settings, place, view, corpus)
     report = json.loads(kept.read_text(encoding="utf-8"))
     return Loss(None, None, report["eval_loss"], str(place))
-
-
-def needs_links(plan: Plan) -> bool:
-    return any(fault.fault in LINK_FAULTS for fault in plan.faults)

@@ -35,7 +35,6 @@ SEEN_WAIT_S = 30.0
 ISLANDS = "islands"
 
 IN_RELAY_ONLY = frozenset({"damage"})
-LINK_FAULTS = frozenset({"cut", "thin", "delay", "flap", "damage"})
 
 
 @dataclass(slots=True)

@@ -95,7 +95,7 @@ def run(
         _show(interrupted.verdict, out, as_json)
         raise KeyboardInterrupt from None
     _show(verdict, out, as_json)
-    if verdict.failed is not None:
+    if verdict.failed is not None and as_json:
         complain(verdict.failed)
     if not verdict.passed:
         raise typer.Exit(ExitCode.FAILED)
