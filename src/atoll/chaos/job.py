@@ -35,11 +35,11 @@ SLOWEST = 5.0
 """A run that takes longer than so many times its duration, and the time to start, will not end."""
 
 
-def chosen_links(wish: str) -> tuple[str, str]:
+def chosen_links(wish: str, learners: int) -> tuple[str, str]:
     """`relay` or `netns`, and the words for the verdict. Namespaces where they can be had, unless told otherwise."""
     if wish == "relay":
         return "relay", "relays in user space"
-    why_not = netns.unavailable()
+    why_not = netns.unavailable() if learners <= netns.MOST_LINKS else f"not for more than {netns.MOST_LINKS} learners"
     if why_not is None:
         return "netns", "a network namespace per learner, shaped by tc"
     if wish == "netns":
@@ -58,7 +58,7 @@ def run_chaos(
 ) -> Verdict:
     """Ctrl-C ends everything in order, writes the verdict of what there was, and passes on as `KeyboardInterrupt`."""
     check_new(run)
-    how, words = chosen_links(links)
+    how, words = chosen_links(links, max([scenario.run.learners, *(fault.target.number for fault in plan.faults)]))
     settings = scenario.run.settings(plan.duration_s)
     corpus = Text.load(settings.data)
     settings = replace(settings, vocabulary=max(settings.vocabulary, corpus.vocabulary))

@@ -22,6 +22,7 @@ from types import TracebackType
 
 COMMAND_WAIT_S = 20.0
 MOST_LINKS = 60
+ADDRESS_TRIES = 20
 
 _NAME = re.compile(r"atoll-(\d+)-(\d+)")
 _LABEL = re.compile(r"\blo:at([0-9a-f]{6})\b")
@@ -74,12 +75,24 @@ class Namespaces:
 
     def __init__(self) -> None:
         self._owner = os.getpid()
-        self._net = secrets.randbelow(250) + 2
         self._links: dict[int, str] = {}  # learner: name of the namespace
         self._is_closed = False
         self.has_netem = False
-        self.address = f"198.18.{self._net}.1"
-        run("ip", "addr", "add", f"{self.address}/32", "dev", "lo", "label", f"lo:at{self._owner:06x}")
+        self._net, self.address = self._take_address()
+
+    def _take_address(self) -> tuple[int, str]:
+        """One that no other run on this machine has."""
+        for tries in range(ADDRESS_TRIES):
+            net = secrets.randbelow(250) + 2
+            address = f"198.18.{net}.1"
+            try:
+                run("ip", "addr", "add", f"{address}/32", "dev", "lo", "label", f"lo:at{self._owner:06x}")
+            except NetnsError as wrong:
+                if "File exists" not in str(wrong) or tries + 1 == ADDRESS_TRIES:
+                    raise
+                continue
+            return net, address
+        raise AssertionError("the last try returns or raises")
 
     def __enter__(self) -> Namespaces:
         return self

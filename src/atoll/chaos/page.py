@@ -49,7 +49,8 @@ p { margin: 4px 0 12px; } .soft { color: var(--soft); }
 .verdict { display: inline-block; padding: 2px 12px; border-radius: 4px; color: var(--paper); font-weight: 600; }
 .verdict.good { background: var(--good); color: var(--paper); }
 .verdict.bad { background: var(--bad); color: var(--paper); }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(max(150px, 22%), 1fr)); gap: 10px; margin: 16px 0; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(max(150px, 22%), 1fr)); gap: 10px;
+  margin: 16px 0; }
 .card { background: var(--card); border-radius: 6px; padding: 10px 12px; }
 .card b { display: block; font-size: 21px; font-variant-numeric: tabular-nums; }
 .card span { color: var(--soft); font-size: 13px; }
