@@ -15,6 +15,7 @@ import typer
 
 from atoll import __version__
 from atoll.commands import (
+    chaos,
     check,
     fragments,
     generate,
@@ -56,6 +57,7 @@ COMMANDS: dict[str, CommandModule] = {
     "snapshot": snapshot,
     "generate": generate,
     "fragments": fragments,
+    "chaos": chaos,
     "simulate": simulate,
     "swarm": swarm,
     "check": check,

@@ -34,7 +34,8 @@ import torch._dynamo  # the first optimizer of a process loads it, in seconds; h
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from atoll.commands.check import Verdict, judge
+from atoll.chaos.checking import Verdict
+from atoll.commands.check import judge
 from atoll.core.replay import replay
 from atoll.core.types import Limits, RunConfig
 from atoll.ml.settings import Numerics

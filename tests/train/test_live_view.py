@@ -116,3 +116,18 @@ def test_goodput_is_time_in_training_over_time_that_was_there():
     assert meter.look(20.0, 3) == 1.0
     assert meter.look(30.0, 4) == pytest.approx(0.875)
     assert meter.look(50.0, 0) == pytest.approx(0.9375)
+
+
+def test_a_view_that_shows_a_second_run_tells_its_title_and_all_its_news():
+    stream = io.StringIO()
+    view = LiveView(stream)
+    for title, news in (("first", ["one", "two"]), ("second", ["three"])):
+        with view:
+            view.show({}, Watched(title, 1, news=news))
+    assert [line for line in stream.getvalue().splitlines() if "0:00" not in line] == [
+        "first",
+        "one",
+        "two",
+        "second",
+        "three",
+    ]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,28 +13,13 @@ from atoll.commands.progress import reading
 from atoll.commands.story import RunArgument, as_fields, indented
 
 if TYPE_CHECKING:
-    from atoll.core.causality import Missing
+    from atoll.chaos.checking import Verdict
     from atoll.core.story import Line
-    from atoll.core.tape import Actor, Entry
+    from atoll.core.tape import Entry
     from atoll.sim.checkers import Checker, Violation
     from atoll.tape_files import RunTapes
 
 EXAMPLE = "atoll check runs/first"
-
-
-class Verdict(NamedTuple):
-    """What the checkers found. `finished`: the run came to its end, so its last checks were made too.
-
-    `incomplete` says what the tapes lack. Where something hangs on that, nothing can be judged any more: `stopped` is
-    the first entry that was not shown to the checkers.
-    """
-
-    entries: int
-    finished: bool
-    missing: list[Missing]
-    violation: Violation | None
-    incomplete: list[str]
-    stopped: Entry | None = None
 
 
 def run(
@@ -65,61 +50,11 @@ def run(
 
 
 def judge(tapes: RunTapes, checkers: Sequence[Checker]) -> Verdict:
-    """Show every entry to every checker, in an order in which causes come first.
+    """With a progress bar, where somebody watches."""
+    from atoll.chaos import checking
 
-    An entry whose cause is on no tape ends it: the sender's tape was cut, lost or is still being written, and what its
-    sender did unseen would look like a violation, here or at any later entry.
-    """
-    from atoll.core.protocol import Halt
-    from atoll.core.types import SYNCER
-    from atoll.sim.checkers import Violation, Watch
-
-    watch = Watch(checkers)
-    missing: list[Missing] = []
-    stopped: Entry | None = None
-    newest: dict[Actor, int] = {}
-    finished = False
-    violation: Violation | None = None
     with reading("checking", tapes) as watched:
-        try:
-            for entry in watched(tapes.merged(missing.append)):
-                if _has_lost_cause(entry, missing):
-                    stopped = entry
-                    break
-                newest[entry.actor] = entry.tick
-                if entry.tick == 1:
-                    watch.started(entry.actor, tapes.readers[entry.actor].header.restored)
-                watch.observe(entry)
-                if entry.actor.learner == SYNCER and any(
-                    type(effect) is Halt and effect.reason.code == "finish-done" for effect in entry.effects
-                ):
-                    finished = True
-            incomplete = _incomplete(tapes, missing, newest)
-            if finished and not incomplete:
-                watch.finish()
-        except Violation as found:
-            violation = found
-            incomplete = _incomplete(tapes, missing, newest)
-    return Verdict(sum(newest.values()), finished, missing, violation, incomplete, stopped)
-
-
-def _has_lost_cause(entry: Entry, missing: Sequence[Missing]) -> bool:
-    return any((lost.actor, lost.tick) == (entry.actor, entry.tick) and not lost.circular for lost in missing)
-
-
-def _incomplete(tapes: RunTapes, missing: Sequence[Missing], newest: Mapping[Actor, int]) -> list[str]:
-    """What the tapes lack: what their files show, and what other tapes have received of them."""
-    told = tapes.gaps()
-    for lost in missing:
-        if lost.circular:
-            continue
-        if lost.cause in tapes.readers:
-            sentence = f"the tape of {lost.cause} ends at tick {newest.get(lost.cause, 0)}"
-        else:
-            sentence = f"there is no tape of {lost.cause}"
-        if sentence not in told:
-            told.append(sentence)
-    return told
+        return checking.judge(tapes, checkers, watched)
 
 
 def story_of(tapes: RunTapes, violation: Violation, last: int) -> list[Line]:
@@ -197,5 +132,7 @@ def _show_incomplete(verdict: Verdict) -> None:
     for sentence in verdict.incomplete:
         print(f"incomplete: {sentence}")
     if verdict.stopped is not None:
-        lost = next(each for each in verdict.missing if _has_lost_cause(verdict.stopped, [each]))
+        from atoll.chaos.checking import has_lost_cause
+
+        lost = next(each for each in verdict.missing if has_lost_cause(verdict.stopped, [each]))
         print(f"judged up to {lost}")

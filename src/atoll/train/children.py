@@ -63,10 +63,11 @@ class Child:
         assert self.process is None, f"{self.name} runs already"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.starts += 1
-        self.process = context.Process(
+        process = context.Process(
             target=_child, args=(self.name, str(self.log), self._target, self._args), name=self.name
         )
-        self.process.start()
+        process.start()
+        self.process = process  # not before: one that could not be started cannot be ended either
 
     @property
     def pid(self) -> int | None:

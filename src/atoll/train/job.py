@@ -47,7 +47,7 @@ LOOK_S = 0.25
 END_WAIT_S = 8.0
 
 
-__all__ = ["AlreadyFinished", "JobFailed", "judge", "restore_job", "resume_job", "start_job", "title_of"]
+__all__ = ["AlreadyFinished", "JobFailed", "finish", "judge", "restore_job", "resume_job", "start_job", "title_of"]
 
 
 class AlreadyFinished(Exception):  # noqa: N818 - it is the answer to --resume, not an error
@@ -106,7 +106,7 @@ def _carry_out(settings: JobSettings, run: Path, view: LiveView, corpus: Text) -
 
             Supervisor(settings, run, view, title_of(settings, corpus)).train()
     view.say("The run is over; its model is judged on held-out text.")
-    return _finish(settings, run, corpus)
+    return finish(settings, run, corpus)
 
 
 def title_of(settings: JobSettings, corpus: Text) -> str:
@@ -118,7 +118,7 @@ def title_of(settings: JobSettings, corpus: Text) -> str:
 # The end of every job
 
 
-def _finish(settings: JobSettings, run: Path, corpus: Text) -> Report:
+def finish(settings: JobSettings, run: Path, corpus: Text) -> Report:
     """Model, evaluation and report. May be repeated, should it be interrupted."""
     torch.set_num_threads(1)  # of several the sums would differ in their last bits
     if settings.method == "decoupled":

@@ -90,6 +90,8 @@ class LiveView:
             self._live = Live(console=console, refresh_per_second=DRAWN_PER_S, transient=True, auto_refresh=False)
 
     def __enter__(self) -> LiveView:
+        self._printed_at = float("-inf")  # it may have shown another run before
+        self._told = 0
         if self._live is not None:
             self._live.start()
         return self

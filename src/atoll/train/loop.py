@@ -5,10 +5,11 @@ Every method trains through this loop, so that methods differ in how islands exc
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -104,6 +105,7 @@ class Metrics:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
         self._extra = extra
         self._fixed = {"learner": learner, "start": start}
+        self._lacks_end = False  # of the newest line only a part is in the file
         self.steps = 0
         self.tokens = 0
         self._line_at = time.monotonic()
@@ -136,7 +138,16 @@ class Metrics:
 
     def write(self, told: dict[str, Any]) -> None:
         line = {"at": time.time(), **self._fixed, **told, **(self._extra() if self._extra is not None else {})}
-        self._file.write(json.dumps(line).encode() + b"\n")
+        data = json.dumps(line).encode() + b"\n"
+        try:
+            if self._lacks_end:
+                data = b"\n" + data
+            written = self._file.write(data)
+            self._lacks_end = written < len(data)  # the disk was full in the middle of the line
+        except OSError as wrong:
+            if wrong.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+                raise
+            # Training is worth more than its record: the line is lost, and a later one is written.
 
     def close(self) -> None:
         if not self._file.closed:
@@ -162,7 +173,14 @@ def read_metrics(run: Path, learner: int) -> list[dict[str, Any]]:
         data = metrics_path(run, learner).read_bytes()
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in data.split(b"\n")[:-1]]
+    return list(_whole_lines(data.split(b"\n")[:-1]))
+
+
+def _whole_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Without those that a full disk has cut."""
+    for line in lines:
+        if line.endswith(b"}"):
+            yield json.loads(line)
 
 
 def newest_metrics(run: Path, learner: int, tail_bytes: int = 4096) -> dict[str, Any] | None:
@@ -173,5 +191,4 @@ def newest_metrics(run: Path, learner: int, tail_bytes: int = 4096) -> dict[str,
             lines = file.read().split(b"\n")[:-1]
     except FileNotFoundError:
         return None
-    found: dict[str, Any] | None = json.loads(lines[-1]) if lines else None
-    return found
+    return next(_whole_lines(reversed(lines)), None)

@@ -36,7 +36,7 @@ MOST_FAILURES = 5
 
 
 @dataclass(slots=True)
-class _Member:
+class Member:
     """A process that is kept alive."""
 
     child: Child
@@ -44,18 +44,25 @@ class _Member:
     start_at: float | None = 0.0  # when to start it next; None: it runs, or is done
     done: bool = False
     away_s: float | None = None  # after the next end, because that one was planned
+    leaves: bool = False  # its next end is for good
     trained_since_start: bool = False
 
 
 class Supervisor:
-    """Keeps one decoupled run going until it is over."""
+    """Keeps one decoupled run going until it is over.
 
-    def __init__(self, settings: JobSettings, run: Path, view: LiveView, title: str) -> None:
+    Whoever wants to hurt the run says in a subclass what the children are, and strikes in `_strike_due`.
+    """
+
+    look_s = LOOK_S
+
+    def __init__(self, settings: JobSettings, run: Path, view: LiveView, title: str, host: str = "127.0.0.1") -> None:
         self.settings = settings
         self.run = run
+        self.host = host
         self._view = view
         self._token = secrets.token_urlsafe(24)  # on a shared machine loopback alone keeps nobody out
-        self._port = _free_port()
+        self._port = _free_port(host)
         self._kills = _kills_left(settings, run)
         self._status: dict[str, Any] = {}
         self._watched = Watched(title, settings.learners)
@@ -63,15 +70,15 @@ class Supervisor:
         self._began = time.monotonic()
         self._over_at: float | None = None
         self._context = processes()
-        self._syncer = _Member(self._syncer_child())
-        self._learners = {n: _Member(self._learner_child(n)) for n in range(1, settings.learners + 1)}
+        self._syncer = Member(self._syncer_child())
+        self._learners = {n: Member(self._learner_child(n)) for n in range(1, settings.learners + 1)}
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self._port}"
+        return f"{self.host}:{self._port}"
 
     def _syncer_child(self) -> Child:
-        args = (self.settings, new_run_id(self.run), self.run, self._port, self._token)
+        args = (self.settings, new_run_id(self.run), self.run, self._port, self._token, self.host)
         return Child("syncer", self.run, serve_job, args)
 
     def _learner_child(self, learner: int) -> Child:
@@ -86,14 +93,14 @@ class Supervisor:
             while not self._is_over():
                 now = time.monotonic()
                 self._start_due(now)
-                wait_for_any([member.child for member in self._members()], LOOK_S)
+                wait_for_any([member.child for member in self._members()], self.look_s)
                 self._reap(time.monotonic())
                 self._look()
-                self._kill_due()
+                self._strike_due()
         finally:
             self._end()
 
-    def _members(self) -> list[_Member]:
+    def _members(self) -> list[Member]:
         return [self._syncer, *self._learners.values()]
 
     def _is_over(self) -> bool:
@@ -129,10 +136,14 @@ class Supervisor:
                 continue
             self._ended_early(member, code, now)
 
-    def _ended_early(self, member: _Member, code: int, now: float) -> None:
+    def _ended_early(self, member: Member, code: int, now: float) -> None:
         child, away_s = member.child, member.away_s
         if self._syncer.done:
             member.done = True  # the run is over without it
+            return
+        if member.leaves:
+            member.done = True
+            self._tell(f"{child.name} has left for good")
             return
         planned, member.away_s = away_s is not None, None
         note_fault(self.run, time.time(), child.name, signal_name(code), planned)
@@ -153,7 +164,7 @@ class Supervisor:
         self._tell(f"{child.name} was {why}; it starts again in {delay_s:.3g} s, the others train on")
         self._watched.down[self._number(member)] = f"{why}, starts again in {delay_s:.3g} s"
 
-    def _give_up(self, member: _Member, sentence: str) -> None:
+    def _give_up(self, member: Member, sentence: str) -> None:
         """Without one learner the run goes on; without the syncer or the last learner it cannot."""
         member.done = True
         self._tell(sentence)
@@ -161,7 +172,7 @@ class Supervisor:
         if member is self._syncer or all(each.done for each in self._learners.values()):
             raise JobFailed(f"{sentence} (log: {member.child.log})")
 
-    def _number(self, member: _Member) -> int:
+    def _number(self, member: Member) -> int:
         return next((number for number, each in self._learners.items() if each is member), 0)
 
     # ---------------------------------------------------------------------------------------------------- looking
@@ -198,7 +209,7 @@ class Supervisor:
 
     # ---------------------------------------------------------------------------------------------------- kills
 
-    def _kill_due(self) -> None:
+    def _strike_due(self) -> None:
         """A learner is killed once it trains: there is nothing to see in the death of one that never began."""
         for kill in list(self._kills):
             member = self._learners[kill.learner]
@@ -220,10 +231,10 @@ class Supervisor:
             end_all([self._syncer.child], END_WAIT_S)
 
 
-def serve_job(settings: JobSettings, run_id: str, run: Path, port: int, token: str) -> None:
+def serve_job(settings: JobSettings, run_id: str, run: Path, port: int, token: str, host: str = "127.0.0.1") -> None:
     """In the syncer's process, until the run is over."""
     torch.set_num_threads(1)  # the cores belong to the learners
-    if not serve_syncer(run, run_of(settings, run_id), port=port, token=token):
+    if not serve_syncer(run, run_of(settings, run_id), host=host, port=port, token=token):
         raise KeyboardInterrupt  # it was told to stop
 
 
@@ -247,7 +258,7 @@ def new_run_id(run: Path) -> str:
     return f"{run.absolute().name}-{secrets.token_hex(4)}"
 
 
-def _free_port() -> int:
+def _free_port(host: str) -> int:
     """A port that nobody listens on now. The syncer keeps it when it is started again: learners dial it.
 
     Not one that the system gives to outgoing connections: a learner that dials while the syncer is away could get that
@@ -257,7 +268,7 @@ def _free_port() -> int:
         port = 20_000 + secrets.randbelow(12_000)
         with socket.socket() as probe:
             try:
-                probe.bind(("127.0.0.1", port))
+                probe.bind((host, port))
             except OSError:
                 continue
             return port

@@ -1,0 +1,84 @@
+"""Every checker over the tapes of a real run: what `atoll check` shows, and what a run under faults is judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from atoll.core.causality import Missing
+from atoll.core.protocol import Halt
+from atoll.core.tape import Actor, Entry
+from atoll.core.types import SYNCER
+from atoll.sim.checkers import Checker, Violation, Watch
+from atoll.tape_files import RunTapes
+
+Watched = Callable[[Iterable[Entry]], Iterator[Entry]]
+"""Entries pass through it on their way to the checkers: a progress bar, perhaps."""
+
+
+class Verdict(NamedTuple):
+    """What the checkers found. `finished`: the run came to its end, so its last checks were made too.
+
+    `incomplete` says what the tapes lack. Where something hangs on that, nothing can be judged any more: `stopped` is
+    the first entry that was not shown to the checkers.
+    """
+
+    entries: int
+    finished: bool
+    missing: list[Missing]
+    violation: Violation | None
+    incomplete: list[str]
+    stopped: Entry | None = None
+
+
+def judge(tapes: RunTapes, checkers: Sequence[Checker], watched: Watched = iter) -> Verdict:
+    """Show every entry to every checker, in an order in which causes come first.
+
+    An entry whose cause is on no tape ends it: the sender's tape was cut, lost or is still being written, and what its
+    sender did unseen would look like a violation, here or at any later entry.
+    """
+    watch = Watch(checkers)
+    missing: list[Missing] = []
+    stopped: Entry | None = None
+    newest: dict[Actor, int] = {}
+    finished = False
+    violation: Violation | None = None
+    try:
+        for entry in watched(tapes.merged(missing.append)):
+            if has_lost_cause(entry, missing):
+                stopped = entry
+                break
+            newest[entry.actor] = entry.tick
+            if entry.tick == 1:
+                watch.started(entry.actor, tapes.readers[entry.actor].header.restored)
+            watch.observe(entry)
+            if entry.actor.learner == SYNCER and any(
+                type(effect) is Halt and effect.reason.code == "finish-done" for effect in entry.effects
+            ):
+                finished = True
+        incomplete = _incomplete(tapes, missing, newest)
+        if finished and not incomplete:
+            watch.finish()
+    except Violation as found:
+        violation = found
+        incomplete = _incomplete(tapes, missing, newest)
+    return Verdict(sum(newest.values()), finished, missing, violation, incomplete, stopped)
+
+
+def has_lost_cause(entry: Entry, missing: Sequence[Missing]) -> bool:
+    return any((lost.actor, lost.tick) == (entry.actor, entry.tick) and not lost.circular for lost in missing)
+
+
+def _incomplete(tapes: RunTapes, missing: Sequence[Missing], newest: Mapping[Actor, int]) -> list[str]:
+    """What the tapes lack: what their files show, and what other tapes have received of them."""
+    told = tapes.gaps()
+    for lost in missing:
+        if lost.circular:
+            continue
+        if lost.cause in tapes.readers:
+            sentence = f"the tape of {lost.cause} ends at tick {newest.get(lost.cause, 0)}"
+        else:
+            sentence = f"there is no tape of {lost.cause}"
+        if sentence not in told:
+            told.append(sentence)
+    return told

@@ -1,0 +1,212 @@
+"""Elastic data-parallel training under the same kills: torchrun starts all workers again from the last checkpoint.
+
+What the usual answer to a dead worker costs, measured on the same model, data, pace and machine. It is given two things
+for free: the dead worker's machine is back at once, and time that a step spends waiting for others counts as useful.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from atoll.chaos.elastic_worker import CHECKPOINT_S, pid_path, steps_path
+from atoll.chaos.plan import Plan, Planned
+from atoll.train.data import Text
+from atoll.train.job import judge
+from atoll.train.job_settings import CONFIG, JobSettings
+from atoll.train.live_view import LiveView
+
+FOLDER = "ddp"
+LOG = "torchrun.log"
+LOOK_S = 0.1
+SAY_EVERY_S = 10.0
+END_WAIT_S = 20.0
+SPARE_RESTARTS = 3
+START_S = 180.0
+SLOWEST = 8.0
+
+
+def train_elastic(
+    settings: JobSettings, plan: Plan, run: Path, view: LiveView, corpus: Text, interpreter: str = sys.executable
+) -> dict[str, Any]:
+    """Trains the whole budget, kills workers by the plan, and says what it came to, also where it does not end."""
+    folder = run / FOLDER
+    folder.mkdir()
+    settings = replace(settings, method="ddp", speeds=())
+    settings.save(folder / CONFIG)
+    kills = [fault for fault in plan.only_kills().faults if fault.target.number <= settings.learners]
+    same = "the same kill" if len(kills) == 1 else f"the same {len(kills)} kills"
+    view.say(f"Now elastic data-parallel training under {same}.")
+    with _torchrun(settings, folder, len(kills) + SPARE_RESTARTS, interpreter) as job:
+        fired = _watch(job, settings, plan, kills, folder, view)
+        code = job.poll()
+    loss = judge(folder, corpus).loss if code == 0 else None
+    found = figures(read_steps(folder, settings.learners))
+    return {
+        "method": "ddp",
+        "about": (
+            f"torchrun with restarts, a checkpoint every {CHECKPOINT_S:g} s. The dead worker's machine is back at once,"
+            " and waiting for others inside of a step counts as useful."
+        ),
+        "finished": code == 0,
+        "kills": fired,
+        "planned_kills": len(kills),
+        "loss": loss,
+        **found,
+    }
+
+
+@contextlib.contextmanager
+def _torchrun(
+    settings: JobSettings, folder: Path, restarts: int, interpreter: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The agent and its workers, in a group of their own. None of them is left, whatever happens."""
+    words = [interpreter, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    words += ["--nproc-per-node", str(settings.learners), "--max-restarts", str(restarts)]
+    words += ["--monitor-interval", "0.1", "-m", "atoll.chaos.elastic_worker", str(folder), str(os.getpid())]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with open(folder / LOG, "wb") as log:
+        job = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment, process_group=0
+        )
+    try:
+        yield job
+    finally:
+        if job.poll() is None:
+            job.terminate()
+            try:
+                job.wait(END_WAIT_S)
+            except subprocess.TimeoutExpired:
+                job.kill()
+                job.wait()
+        for pid in _pids(folder, settings.learners):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)  # of an agent that had to be killed
+
+
+def _watch(
+    job: subprocess.Popen[bytes],
+    settings: JobSettings,
+    plan: Plan,
+    kills: Sequence[Planned],
+    folder: Path,
+    view: LiveView,
+) -> int:
+    """Until the job ends: kills that are due, of workers that step. How many there were."""
+    waiting = list(kills)
+    began = time.monotonic()
+    said = began
+    started: float | None = None
+    struck: dict[int, int] = {}  # rank: the process that was killed
+    while job.poll() is None:
+        time.sleep(LOOK_S)
+        now = time.monotonic()
+        if now - began > START_S + SLOWEST * plan.duration_s:
+            view.say(f"ddp: it does not come to its end; it is ended after {now - began:.0f} s ({folder / LOG})")
+            break
+        newest = [_newest(folder, rank) for rank in range(settings.learners)]
+        if started is None and all(line is not None for line in newest):
+            started = now
+        if now - said >= SAY_EVERY_S and newest[0] is not None:
+            said = now
+            view.say(f"ddp: step {newest[0]['step']:,}, start {newest[0]['restart'] + 1}")
+        if started is None or not waiting or now - started < waiting[0].at_s:
+            continue
+        rank = waiting[0].target.number - 1
+        line = newest[rank]
+        if line is None or struck.get(rank) == line["pid"] or not _steps_now(newest):
+            continue  # the group is being started again
+        waiting.pop(0)
+        struck[rank] = line["pid"]
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(line["pid"], signal.SIGKILL)
+        view.say(f"ddp: worker {rank + 1} was killed")
+    return len(kills) - len(waiting)
+
+
+def _steps_now(newest: Sequence[dict[str, Any] | None]) -> bool:
+    """All workers are of the same start, and have stepped in it."""
+    return len({line["restart"] if line is not None else -1 for line in newest}) == 1 and newest[0] is not None
+
+
+def _pids(folder: Path, workers: int) -> list[int]:
+    """Workers that are there, by what the system says of them: a number may be another's by now."""
+    found = []
+    for rank in range(workers):
+        try:
+            pid = int(pid_path(folder, rank).read_text())
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except (OSError, ValueError):
+            continue
+        if str(folder).encode() in words:
+            found.append(pid)
+    return found
+
+
+def _newest(folder: Path, rank: int, tail_bytes: int = 1024) -> dict[str, Any] | None:
+    try:
+        with open(steps_path(folder, rank), "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - tail_bytes))
+            lines = file.read().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return None
+    found: dict[str, Any] | None = json.loads(lines[-1]) if lines else None
+    return found
+
+
+def read_steps(folder: Path, workers: int) -> list[list[dict[str, Any]]]:
+    found = []
+    for rank in range(workers):
+        try:
+            lines = steps_path(folder, rank).read_bytes().split(b"\n")[:-1]
+        except FileNotFoundError:
+            lines = []
+        found.append([json.loads(line) for line in lines])
+    return found
+
+
+def figures(steps: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
+    """From every step of every worker: a step that was taken again is useful once.
+
+    >>> one = {"at": 1.0, "step": 1, "took_s": 1.0}
+    >>> again = {"at": 4.0, "step": 1, "took_s": 1.0}
+    >>> figures([[one, again]])["goodput"], figures([[one, again]])["worst_pause_s"]
+    (0.25, 3.0)
+    """
+    every = [line for lines in steps for line in lines]
+    if not every:
+        return {"wall_s": 0.0, "goodput": 0.0, "worst_pause_s": 0.0, "standing_s": 0.0, "steps_again": 0}
+    begin = min(line["at"] - line["took_s"] for line in every)
+    wall_s = max(line["at"] for line in every) - begin
+    useful_s = 0.0
+    again = 0
+    worst_s = 0.0
+    for lines in steps:
+        last = {line["step"]: line for line in lines}  # the execution that counts
+        useful_s += sum(line["took_s"] for line in last.values())
+        again += len(lines) - len(last)
+        ends = [line["at"] for line in lines]
+        worst_s = max([worst_s, *(after - before for before, after in pairwise(ends))])
+    reached, stepping_s = begin, 0.0
+    for line in sorted(every, key=lambda each: float(each["at"] - each["took_s"])):
+        first, end = max(line["at"] - line["took_s"], reached), line["at"]
+        if end > first:
+            stepping_s += end - first
+            reached = end
+    return {
+        "wall_s": wall_s,
+        "goodput": min(1.0, useful_s / (len(steps) * wall_s)),
+        "worst_pause_s": worst_s,
+        "standing_s": wall_s - stepping_s,
+        "steps_again": again,
+    }

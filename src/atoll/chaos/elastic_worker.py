@@ -1,0 +1,78 @@
+"""One worker of elastic data-parallel training, as torchrun starts it: `python -m atoll.chaos.elastic_worker DIR PID`.
+
+Trains the job in DIR from its last checkpoint to its end. PID is the tool that wants to know: without it nobody does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+CHECKPOINT_S = 5.0
+"""Of paced steps between two checkpoints."""
+
+CHECKPOINT = "checkpoint.pt"
+GLOO_WAIT_S = 60.0
+
+
+def steps_path(folder: Path, rank: int) -> Path:
+    return folder / f"steps-{rank}.jsonl"
+
+
+def pid_path(folder: Path, rank: int) -> Path:
+    return folder / f"worker-{rank}.pid"
+
+
+def train(folder: Path, owner: int) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    from atoll.train.data import dealt
+    from atoll.train.job_settings import CONFIG, JobSettings
+    from atoll.train.loop import InnerLoop
+    from atoll.train.model_file import save_model
+
+    settings = JobSettings.load(folder / CONFIG)
+    rank, restart = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    pid_path(folder, rank).write_text(str(os.getpid()))
+    # Not through torchrun's own store: what an earlier start left there leads gloo to processes that are gone.
+    meeting = f"file://{(folder / f'rendezvous-{restart}').absolute()}"
+    size = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", meeting, timedelta(seconds=GLOO_WAIT_S), rank=rank, world_size=size)
+    loop = InnerLoop(settings)
+    loop.keep_pace_of(rank + 1)
+    done = 0
+    if (folder / CHECKPOINT).exists():
+        kept = torch.load(folder / CHECKPOINT, weights_only=True)
+        loop.model.load_state_dict(kept["model"])
+        loop.optimizer.load_state_dict(kept["optimizer"])
+        done = kept["steps"]
+    loop.module = DistributedDataParallel(loop.model, gradient_as_bucket_view=True)
+    total = settings.lockstep_steps(loop.config.context)
+    every = max(1, round(CHECKPOINT_S / settings.step_time_s))
+    with open(steps_path(folder, rank), "ab", buffering=0) as file:
+        for step in range(done + 1, total + 1):
+            if not os.path.exists(f"/proc/{owner}"):
+                return  # the tool was killed
+            began = time.monotonic()
+            loop.step(dealt(step - 1, rank + 1, size, settings.batch), step / total)
+            line = {"at": time.time(), "step": step, "took_s": time.monotonic() - began}
+            file.write(json.dumps({**line, "restart": restart, "pid": os.getpid()}).encode() + b"\n")
+            if rank == 0 and step % every == 0:
+                half = folder / f".{CHECKPOINT}.half"
+                model, optimizer = loop.model.state_dict(), loop.optimizer.state_dict()
+                torch.save({"model": model, "optimizer": optimizer, "steps": step}, half)
+                half.replace(folder / CHECKPOINT)
+    if rank == 0:
+        save_model(loop.model, folder)
+    dist.barrier()  # whoever goes takes its sockets along, which others may still read from
+    os._exit(0)  # without the destructors: see `baselines`
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]), int(sys.argv[2]))

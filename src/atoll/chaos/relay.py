@@ -1,0 +1,227 @@
+"""A link of a learner in user space: what it sends and gets passes here, and can be held, thinned, delayed or damaged.
+
+Needs no root. A relay is an end of TCP on both sides, so a single packet can be neither lost, doubled nor put out of
+order here: TCP would hide all three from whoever reads the stream. What a network can do to a stream is to hold it, to
+let it through slowly or late, to end it, and to change bytes (where checksums of 16 bits do not see it).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from random import Random
+from types import TracebackType
+from typing import Any, NamedTuple
+
+PIECE_BYTES = 4096
+QUEUED_PIECES = 64
+CALL_WAIT_S = 30.0
+TAKEN_TURNS = 10
+
+
+class Counts(NamedTuple):
+    """What has passed so far. `up` is towards the syncer."""
+
+    connections: int
+    up_bytes: int
+    down_bytes: int
+    damaged_bytes: int
+    slowed_pieces: int  # that waited because the link was thin or late
+
+
+class Relays:
+    """All relays of a run, in one thread with one event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="atoll-relays", daemon=True)
+        self._relays: list[Relay] = []
+        self._thread.start()
+
+    def open(self, target: str, seed: int = 0, host: str = "127.0.0.1") -> Relay:
+        """A relay that leads to `target` ("host:port"), on a port of its own."""
+        relay = Relay(self._loop, target, seed, host)
+        self._relays.append(relay)
+        relay.call(relay._start())
+        return relay
+
+    def close(self) -> None:
+        """Every connection ends, every port is free, the thread is gone. Closing twice is no mistake."""
+        if self._loop.is_closed():
+            return
+        for relay in self._relays:
+            relay.call(relay._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Relays:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Relay:
+    """One link. Everything that is set applies to bytes that arrive from then on, and to new connections."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, target: str, seed: int, host: str) -> None:
+        name, _, port = target.rpartition(":")
+        self.address = ""
+        self._loop = loop
+        self._target = name, int(port)
+        self._host = host
+        self._delay_s = 0.0
+        self._bytes_per_s: float | None = None
+        self._passing = {True: asyncio.Event(), False: asyncio.Event()}  # by direction; True is up
+        for passing in self._passing.values():
+            passing.set()
+        self._damage_every: dict[bool, float] = {}
+        self._draw = Random(f"damage/{seed}")
+        self._until_damage = {True: 0.0, False: 0.0}
+        self._free_at = {True: 0.0, False: 0.0}  # when the link has sent what it was given
+        self._counts = [0, 0, 0, 0, 0]
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    def call(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(CALL_WAIT_S)
+
+    # ------------------------------------------------------------------------------------------ called by injectors
+
+    def counts(self) -> Counts:
+        return Counts(*self._counts)
+
+    def cut(self, way: str = "both", on: bool = True) -> None:
+        """Nothing comes through, and nobody is told. What was held arrives when it ends, as TCP would send it again."""
+        for up in _directions(way):
+            self._loop.call_soon_threadsafe(self._passing[up].clear if on else self._passing[up].set)
+
+    def thin(self, bytes_per_s: float | None) -> None:
+        """For each direction, shared by all connections of the link."""
+        self._loop.call_soon_threadsafe(setattr, self, "_bytes_per_s", bytes_per_s)
+
+    def delay(self, delay_s: float) -> None:
+        self._loop.call_soon_threadsafe(setattr, self, "_delay_s", delay_s)
+
+    def damage(self, every_bytes: float | None, way: str = "both") -> None:
+        """One byte in so many, on average, is another one when it arrives. None: no more."""
+
+        def change() -> None:
+            self._damage_every.clear()
+            if every_bytes is not None:
+                for up in _directions(way):
+                    self._damage_every[up] = every_bytes
+                    self._until_damage[up] = self._draw.expovariate(1.0 / every_bytes)
+
+        self._loop.call_soon_threadsafe(change)
+
+    def reset(self) -> None:
+        """Break every connection as it stands."""
+        self.call(self._reset())
+
+    # ------------------------------------------------------------------------------------------ in the loop
+
+    async def _start(self) -> None:
+        self._server = await asyncio.start_server(self._taken, self._host, 0)
+        self.address = f"{self._host}:{self._server.sockets[0].getsockname()[1]}"
+
+    async def _stop(self) -> None:
+        if self._server is not None:
+            for sock in self._server.sockets:
+                self._loop.remove_reader(sock.fileno())  # nobody more is taken
+            for _ in range(TAKEN_TURNS):  # who was just taken gets as far as `_taken`; a closed server would lose him
+                await asyncio.sleep(0)
+            self._server.close()
+        await self._reset()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # an abort is carried out at the next turn
+
+    async def _reset(self) -> None:
+        for writer in list(self._writers):
+            writer.transport.abort()
+
+    async def _taken(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self._counts[0] += 1
+        self._writers.add(writer)
+        onward: asyncio.StreamWriter | None = None
+        try:
+            for passing in self._passing.values():  # a handshake needs both directions
+                await passing.wait()
+            back, onward = await asyncio.open_connection(*self._target)
+            self._writers.add(onward)
+            async with asyncio.TaskGroup() as group:
+                self._lead(group, reader, onward, True)
+                self._lead(group, back, writer, False)
+        except* (OSError, asyncio.CancelledError):
+            pass  # one end is gone, so is the other; or all of it is over
+        finally:
+            for end in (writer, onward):
+                if end is not None:
+                    end.transport.abort()
+                    self._writers.discard(end)
+            self._tasks.discard(task)
+
+    def _lead(
+        self, group: asyncio.TaskGroup, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, up: bool
+    ) -> None:
+        """Read, wait until the link has had time for it, and let it arrive after the delay. In order."""
+        queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(QUEUED_PIECES)
+        group.create_task(self._depart(queue, reader, up))
+        group.create_task(self._arrive(queue, writer, up))
+
+    async def _depart(self, queue: asyncio.Queue[tuple[float, bytes]], reader: asyncio.StreamReader, up: bool) -> None:
+        while data := await reader.read(PIECE_BYTES):
+            await self._take_time(len(data), up)
+            if self._delay_s or self._bytes_per_s is not None:
+                self._counts[4] += 1
+            await queue.put((self._loop.time() + self._delay_s, data))
+        await queue.put((0.0, b""))
+
+    async def _take_time(self, size: int, up: bool) -> None:
+        if self._bytes_per_s is None:
+            return
+        self._free_at[up] = max(self._loop.time(), self._free_at[up]) + size / self._bytes_per_s
+        await self._wait_until(self._free_at[up])
+
+    async def _arrive(self, queue: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter, up: bool) -> None:
+        while True:
+            due, data = await queue.get()
+            await self._wait_until(due)
+            await self._passing[up].wait()
+            if not data:
+                writer.write_eof()
+                return
+            if up in self._damage_every:
+                data = self._damaged(data, up)
+            self._counts[1 if up else 2] += len(data)
+            writer.write(data)
+            await writer.drain()
+
+    async def _wait_until(self, due: float) -> None:
+        wait = due - self._loop.time()
+        if wait > 0:
+            await asyncio.sleep(wait)
+
+    def _damaged(self, data: bytes, up: bool) -> bytes:
+        changed = bytearray(data)
+        at = self._until_damage[up]
+        while at < len(changed):
+            changed[int(at)] ^= 1 << self._draw.randrange(8)
+            self._counts[3] += 1
+            at += 1.0 + self._draw.expovariate(1.0 / self._damage_every[up])
+        self._until_damage[up] = at - len(changed)
+        return bytes(changed)
+
+
+def _directions(way: str) -> tuple[bool, ...]:
+    return {"both": (True, False), "up": (True,), "down": (False,)}[way]

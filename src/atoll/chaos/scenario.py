@@ -1,0 +1,420 @@
+"""A scenario: a small TOML file that says which faults strike what, how often or when, and what the run has to stand.
+
+about = "One learner is killed and comes back."
+
+[run]                       # of the job; every key has a default
+learners = 4
+
+[[schedule]]                # at an exact time
+fault = "kill"
+target = "learner any"
+at = "40%"                  # of the duration, or seconds: "12s"
+away = "3s"
+
+[[storm]]                   # a Poisson process
+fault = "cut"
+target = "link any"
+per_minute = 4.0
+
+[expect.goodput]            # what the verdict asks
+at_least = 0.6
+because = "..."
+
+Everything that is not understood is refused, with the file, the key and what is allowed.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from atoll.chaos.faults import KINDS, SEVERAL, FaultKind, TargetKind
+from atoll.train.job_settings import JobSettings
+
+DURATION_S = 60.0
+MOST_DURATION_S = 7 * 24 * 3600.0
+MOST_PER_MINUTE = 600.0
+STORM_SPAN = (0.1, 0.85)
+"""A storm leaves the end of the run alone: what it broke is to heal before the verdict."""
+
+
+class ScenarioError(ValueError):
+    """The file says something that cannot be done. The sentence names the file, the place and what is allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A time of the run: seconds from its start, or a share of its duration."""
+
+    value: float
+    is_share: bool
+
+    def seconds(self, duration_s: float) -> float:
+        return self.value * duration_s if self.is_share else self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What one table of faults asks for. `number` is a learner's number, 0 the syncer, or a word such as `any`."""
+
+    fault: str
+    kind: TargetKind
+    number: int | str
+    options: Mapping[str, float | str]
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    what: Wanted
+    at: Moment
+
+
+@dataclass(frozen=True, slots=True)
+class Storm:
+    what: Wanted
+    per_minute: float  # of all targets together
+    begin: Moment
+    end: Moment
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """One line that the verdict must keep, and why it is drawn there."""
+
+    figure: str
+    bound: float
+    because: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunTable:
+    """The job under fault. Small and paced, so that two cores carry four islands."""
+
+    learners: int = 4
+    duration_s: float = DURATION_S
+    step_time_s: float = 0.1
+    model: str = "100k"
+    batch: int = 4
+    context: int = 64
+    fragments: int = 8
+    every_steps: int = 16
+    overlap_steps: int = 4
+    quorum: int = 1
+    eval_tokens: int = 16_384
+    seed: int = 0
+    data: str | None = None
+
+    def settings(self, duration_s: float) -> JobSettings:
+        """As many tokens as all learners train in that time when nothing goes wrong."""
+        steps = max(1, round(duration_s / self.step_time_s))
+        return JobSettings(
+            learners=self.learners,
+            seed=self.seed,
+            tokens=self.learners * steps * self.batch * self.context,
+            model=self.model,
+            context=self.context,
+            batch=self.batch,
+            data=self.data,
+            eval_tokens=self.eval_tokens,
+            inner="adamw",
+            lr=3e-3,
+            step_time_s=self.step_time_s,
+            fragments=self.fragments,
+            every_steps=self.every_steps,
+            overlap_steps=self.overlap_steps,
+            quorum=self.quorum,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    name: str
+    about: str
+    run: RunTable
+    schedule: tuple[Scheduled, ...] = ()
+    storms: tuple[Storm, ...] = ()
+    expect: Mapping[str, Expectation] = field(default_factory=dict)
+
+
+EXPECTABLE: dict[str, tuple[str, str]] = {
+    "goodput": ("at_least", "share of the islands' time that was spent in steps"),
+    "uptime": ("at_least", "share of the time in which somebody stepped"),
+    "merged_of_alive": ("at_least", "contributions in a merge, of the learners that were alive, on average"),
+    "worst_pause_s": ("at_most", "longest gap between two steps of a learner that was not itself struck"),
+    "back_training_s": ("at_most", "from a kill to the first step of the next process, the worst one"),
+    "back_merged_s": ("at_most", "from a kill to the first merged contribution of the next process, the worst one"),
+    "loss_within": ("at_most", "final loss above that of the run without faults"),
+}
+"""Figures that a scenario may draw a line for: which side of the line is good, and what the figure is."""
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Finding
+
+
+def shipped() -> dict[str, str]:
+    """The scenarios that come with Atoll, by name: their text."""
+    folder = resources.files("atoll.chaos") / "scenarios"
+    found = {
+        each.name.removesuffix(".toml"): each.read_text(encoding="utf-8")
+        for each in folder.iterdir()
+        if each.name.endswith(".toml")
+    }
+    return dict(sorted(found.items()))
+
+
+def load(wish: str) -> Scenario:
+    """By the name of a shipped one, or by the path of a file."""
+    names = shipped()
+    if wish in names:
+        return read(names[wish], wish, f"scenario {wish}")
+    path = Path(wish)
+    if not path.is_file():
+        hint = "" if path.suffix == ".toml" or "/" in wish else f"; shipped are {', '.join(names)}"
+        raise ScenarioError(f"there is no scenario {wish!r}, neither as a shipped name nor as a file{hint}")
+    return read(path.read_text(encoding="utf-8"), path.stem, str(path))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def read(text: str, name: str, where: str) -> Scenario:
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as wrong:
+        raise ScenarioError(f"{where}: not TOML: {wrong}") from None
+    _only(raw, ("about", "run", "schedule", "storm", "expect"), where, "the file")
+    about = raw.get("about")
+    if not isinstance(about, str) or not about.strip():
+        raise ScenarioError(f"{where}: about is missing; give one sentence that says what the scenario does")
+    run = _run(_table(raw, "run", where), where)
+    scheduled, stormy = _tables(raw, "schedule", where), _tables(raw, "storm", where)
+    most = run.learners + sum(each.get("fault") == "join" for each in scheduled)  # whoever joins has a number too
+    schedule = tuple(_scheduled(each, most, f"{where}, [[schedule]] {n}") for n, each in enumerate(scheduled, 1))
+    storms = tuple(_storm(each, most, f"{where}, [[storm]] {n}") for n, each in enumerate(stormy, 1))
+    if not schedule and not storms:
+        raise ScenarioError(f"{where}: no fault at all; give a [[schedule]] or a [[storm]]")
+    scenario = Scenario(name, about.strip(), run, schedule, storms, _expect(_table(raw, "expect", where), where))
+    try:
+        run.settings(run.duration_s)
+    except ValueError as wrong:
+        raise ScenarioError(f"{where}, [run]: {wrong}") from None
+    return scenario
+
+
+_COUNTS = ("learners", "batch", "context", "fragments", "every_steps", "overlap_steps", "quorum", "eval_tokens")
+
+
+def _run(raw: Mapping[str, Any], where: str) -> RunTable:
+    place = f"{where}, [run]"
+    _only(raw, (*_COUNTS, "duration", "step_time", "model", "seed", "data"), place, "the table")
+    values: dict[str, Any] = {}
+    for key in _COUNTS:
+        if key in raw:
+            values[key] = _count(raw[key], key, place)
+    if "seed" in raw:
+        values["seed"] = _count(raw["seed"], "seed", place, least=0)
+    for key in ("duration", "step_time"):
+        if key in raw:
+            values[f"{key}_s"] = seconds(raw[key], f"{place}: {key}")
+    for key in ("model", "data"):
+        if key in raw:
+            if not isinstance(raw[key], str):
+                raise ScenarioError(f"{place}: {key} is {raw[key]!r}; give a text")
+            values[key] = raw[key]
+    run = RunTable(**values)
+    check_duration(run.duration_s, f"{place}: duration")
+    if run.step_time_s <= 0.0:
+        raise ScenarioError(f"{place}: step_time is 0; give a time such as 80ms: a verdict needs steps of a known pace")
+    return run
+
+
+def check_duration(duration_s: float, place: str) -> None:
+    if not 1.0 <= duration_s <= MOST_DURATION_S:
+        raise ScenarioError(f"{place} is {duration_s:g} s; give a time from 1s to 168h")
+
+
+def _scheduled(raw: Mapping[str, Any], most: int, place: str) -> Scheduled:
+    what = _wanted(raw, ("at",), most, place)
+    if "at" not in raw:
+        raise ScenarioError(f'{place}: at is missing; give when, as "40%" of the duration or "12s"')
+    return Scheduled(what, moment(raw["at"], f"{place}: at"))
+
+
+def _storm(raw: Mapping[str, Any], most: int, place: str) -> Storm:
+    what = _wanted(raw, ("per_minute", "from", "until"), most, place)
+    if what.number in SEVERAL:
+        raise ScenarioError(
+            f"{place}: target strikes one at a time in a storm; give a number or any, not {what.number}"
+        )
+    rate = raw.get("per_minute")
+    if not isinstance(rate, int | float) or isinstance(rate, bool) or not 0.0 < rate <= MOST_PER_MINUTE:
+        raise ScenarioError(f"{place}: per_minute is {rate!r}; give a number above 0, at most {MOST_PER_MINUTE:g}")
+    begin = moment(raw["from"], f"{place}: from") if "from" in raw else Moment(STORM_SPAN[0], True)
+    end = moment(raw["until"], f"{place}: until") if "until" in raw else Moment(STORM_SPAN[1], True)
+    return Storm(what, float(rate), begin, end)
+
+
+def _wanted(raw: Mapping[str, Any], more: tuple[str, ...], most: int, place: str) -> Wanted:
+    fault = raw.get("fault")
+    if fault not in KINDS:
+        raise ScenarioError(f"{place}: fault is {fault!r}; give one of {', '.join(KINDS)}")
+    kind = KINDS[fault]
+    own = tuple(option.name for option in kind.options)
+    _only(raw, ("fault", "target", *more, *own), place, f"a {fault} here")
+    options: dict[str, float | str] = {}
+    for option in kind.options:
+        value = raw.get(option.name, option.default)
+        spot = f"{place}: {option.name}"
+        if option.name not in raw:
+            options[option.name] = option.default
+        elif option.kind == "seconds":
+            options[option.name] = seconds(value, spot)
+        elif option.kind == "bytes_per_s":
+            options[option.name] = bytes_per_s(value, spot)
+        elif option.kind == "count":
+            options[option.name] = float(_count(value, option.name, place))
+        elif value not in option.words:
+            raise ScenarioError(f"{spot} is {value!r}; give one of {', '.join(option.words)}")
+        else:
+            options[option.name] = str(value)
+    target_kind, number = _target(raw.get("target"), kind, most, place)
+    return Wanted(fault, target_kind, number, options)
+
+
+def _target(raw: object, kind: FaultKind, most: int, place: str) -> tuple[TargetKind, int | str]:
+    allowed = _targets_in_words(kind)
+    if kind.name == "join":
+        if raw not in (None, "learner new"):
+            raise ScenarioError(f"{place}: target is {raw!r}; a learner that joins is new: leave target out")
+        return "learner", "new"
+    words = raw.split() if isinstance(raw, str) else []
+    if words == ["syncer"] and "syncer" in kind.targets:
+        return "syncer", 0
+    if len(words) == 2:
+        found = next((each for each in kind.targets if each == words[0] and each != "syncer"), None)
+        if found is not None:
+            if words[1] == "syncer" and found == "disk":
+                return found, 0
+            if words[1] == "any" or (words[1] in SEVERAL and found != "payload"):
+                return found, words[1]
+            if words[1].isdigit():
+                if not 1 <= int(words[1]) <= most:
+                    raise ScenarioError(f"{place}: target is {raw!r}; learners are 1 to {most}")
+                return found, int(words[1])
+    raise ScenarioError(f"{place}: target is {raw!r}; a {kind.name} strikes {allowed}")
+
+
+def _targets_in_words(kind: FaultKind) -> str:
+    told = []
+    for each in kind.targets:
+        if each == "syncer":
+            told.append('"syncer"')
+        elif each == "disk":
+            told.append('"disk syncer", "disk 2" or "disk any"')
+        else:
+            several = "" if each == "payload" else f', "{each} all", "{each} all-but-one"'
+            told.append(f'"{each} 2", "{each} any"{several}')
+    return " or ".join(told)
+
+
+def _expect(raw: Mapping[str, Any], where: str) -> dict[str, Expectation]:
+    _only(raw, tuple(EXPECTABLE), f"{where}, [expect]", "the table")
+    found = {}
+    for figure, line in raw.items():
+        place = f"{where}, [expect.{figure}]"
+        side = EXPECTABLE[figure][0]
+        if not isinstance(line, Mapping):
+            raise ScenarioError(f'{place} is {line!r}; give {{ {side} = 0.5, because = "why" }}')
+        _only(line, (side, "because"), place, "the table")
+        bound, because = line.get(side), line.get("because")
+        if not isinstance(bound, int | float) or isinstance(bound, bool) or bound < 0:
+            raise ScenarioError(f"{place}: {side} is {bound!r}; give a number of 0 or more")
+        if not isinstance(because, str) or not because.strip():
+            raise ScenarioError(f"{place}: because is missing; say in a sentence why the line is drawn there")
+        found[figure] = Expectation(figure, float(bound), because.strip())
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Values
+
+
+_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h)?")
+_TIMES = {"ms": 0.001, "s": 1.0, None: 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(B|kB|MB)/s")
+_SIZES = {"B": 1.0, "kB": 1e3, "MB": 1e6}
+
+
+def seconds(raw: object, place: str) -> float:
+    """
+    >>> seconds("5m", ""), seconds("80ms", ""), seconds(2, "")
+    (300.0, 0.08, 2.0)
+    """
+    if isinstance(raw, int | float) and not isinstance(raw, bool) and 0 <= raw < float("inf"):
+        return float(raw)
+    found = _TIME.fullmatch(raw.strip()) if isinstance(raw, str) else None
+    if found is None:
+        raise ScenarioError(f"{place} is {raw!r}; give a time such as 80ms, 12s, 5m or 1h")
+    return float(found[1]) * _TIMES[found[2]]
+
+
+def moment(raw: object, place: str) -> Moment:
+    """
+    >>> moment("40%", ""), moment("12s", "")
+    (Moment(value=0.4, is_share=True), Moment(value=12.0, is_share=False))
+    """
+    found = _SHARE.fullmatch(raw.strip()) if isinstance(raw, str) else None
+    if found is not None and float(found[1]) <= 100.0:
+        return Moment(float(found[1]) / 100.0, True)
+    try:
+        if found is None:
+            return Moment(seconds(raw, place), False)
+    except ScenarioError:
+        pass
+    raise ScenarioError(f'{place} is {raw!r}; give a share of the duration such as "40%", or a time such as "12s"')
+
+
+def bytes_per_s(raw: object, place: str) -> float:
+    """
+    >>> bytes_per_s("50 kB/s", "")
+    50000.0
+    """
+    found = _BYTES.fullmatch(raw.strip()) if isinstance(raw, str) else None
+    rate = float(found[1]) * _SIZES[found[2]] if found is not None else 0.0
+    if rate < 1.0:
+        raise ScenarioError(f'{place} is {raw!r}; give bytes per second, such as "50 kB/s"')
+    return rate
+
+
+def _count(raw: object, key: str, place: str, least: int = 1) -> int:
+    if not isinstance(raw, int) or isinstance(raw, bool) or raw < least:
+        raise ScenarioError(f"{place}: {key} is {raw!r}; give a whole number of at least {least}")
+    return raw
+
+
+def _only(raw: Mapping[str, Any], allowed: tuple[str, ...], place: str, what: str) -> None:
+    for key in raw:
+        if key not in allowed:
+            raise ScenarioError(f"{place}: unknown key {key!r}; {what} has {', '.join(allowed)}")
+
+
+def _table(raw: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+    found = raw.get(key, {})
+    if not isinstance(found, Mapping):
+        raise ScenarioError(f"{where}: {key} is {found!r}; write a table [{key}]")
+    return found
+
+
+def _tables(raw: Mapping[str, Any], key: str, where: str) -> list[Mapping[str, Any]]:
+    found = raw.get(key, [])
+    if not isinstance(found, list) or not all(isinstance(each, Mapping) for each in found):
+        raise ScenarioError(f"{where}: {key} is written as tables, each under its own [[{key}]]")
+    return found

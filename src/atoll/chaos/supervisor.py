@@ -1,0 +1,285 @@
+"""A decoupled run with a plan of faults: the supervisor of `atoll train`, with a hand on everything that can break."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atoll.chaos import disks, netns
+from atoll.chaos.disks import Disk
+from atoll.chaos.in_process import Orders, learn_under_faults, serve_under_faults
+from atoll.chaos.injectors import INJECTORS, Injector
+from atoll.chaos.netns import Namespaces
+from atoll.chaos.plan import Plan, Planned
+from atoll.chaos.relay import Relay, Relays
+from atoll.chaos.struck import Log, Struck
+from atoll.train.children import Child, JobFailed
+from atoll.train.job_settings import JobSettings
+from atoll.train.live_view import LiveView
+from atoll.train.published import STORE
+from atoll.train.supervisor import Member, Supervisor, new_run_id
+
+LOOK_S = 0.1
+ASK_EVERY_S = 0.2
+READY_WAIT_S = 30.0
+"""A fault waits so long for its target to be there, to train or to be connected. Then it has not fired."""
+
+SEEN_WAIT_S = 30.0
+"""A fault without a length of its own, such as poison, may take so long until it was seen."""
+
+ISLANDS = "islands"
+
+IN_RELAY_ONLY = frozenset({"damage"})
+
+
+@dataclass(slots=True)
+class Active:
+    """A fault that has begun."""
+
+    injector: Injector
+    began_at: float  # of the Unix epoch
+    until: float  # on the monotonic clock
+    is_over: bool = False  # it has ended, and is only looked at until it was seen
+
+
+class ChaosSupervisor(Supervisor):
+    """`links`: "netns" or "relay". `limit_s`: a run that takes longer has failed."""
+
+    look_s = LOOK_S
+
+    def __init__(
+        self, settings: JobSettings, run: Path, view: LiveView, title: str, plan: Plan, links: str, limit_s: float
+    ) -> None:
+        self.plan = plan
+        self.namespaces: Namespaces | None = None
+        self._cleanup = ExitStack()
+        self._log = Log(run)
+        self._limit_s = limit_s
+        self._waiting: list[Planned] = list(plan.faults)
+        self._active: list[Active] = []
+        self._started: float | None = None  # the plan's clock, on the monotonic one
+        self._relays = Relays()
+        self._cleanup.callback(self._relays.close)
+        self._by_learner: dict[int, Relay] = {}
+        self._disks: dict[int, Disk] = {}
+        self._nets: dict[int, Path] = {}
+        try:
+            netns_or_none = self._make_namespaces() if links == "netns" else None
+            self.namespaces = netns_or_none
+            host = netns_or_none.address if netns_or_none is not None else "127.0.0.1"
+            self._make_disks(run)
+            super().__init__(settings, run, view, title, host)
+            self._poller = Poller(self)
+        except BaseException:
+            self._cleanup.close()
+            raise
+
+    # ------------------------------------------------------------------------------------------ what the run stands on
+
+    def _make_namespaces(self) -> Namespaces:
+        netns.sweep()
+        made = Namespaces()
+        self._cleanup.callback(made.close)
+        return made
+
+    def _make_disks(self, run: Path) -> None:
+        """A disk of its own for each process whose disk is to fail. It must be there before the process is."""
+        disks.sweep()
+        for number in sorted({fault.target.number for fault in self.plan.faults if fault.target.kind == "disk"}):
+            folder = run / STORE if number == 0 else run / ISLANDS / f"learner-{number}"
+            self._disks[number] = Disk(folder)
+            self._cleanup.callback(self._disks[number].close)
+
+    def _needs_relay(self, learner: int) -> bool:
+        """In the kernel where it can be; a relay in between would hide from both ends what the kernel does."""
+        if self.namespaces is None:
+            return True
+        hidden = IN_RELAY_ONLY if self.namespaces.has_netem else IN_RELAY_ONLY | {"delay"}
+        return any(fault.fault in hidden and fault.target.number == learner for fault in self.plan.faults)
+
+    def _syncer_child(self) -> Child:
+        args = (self.orders(0), self.host, self.settings, new_run_id(self.run), self.run, self._port, self._token)
+        return Child("syncer", self.run, serve_under_faults, args)
+
+    def _learner_child(self, learner: int) -> Child:
+        if self.namespaces is not None:
+            self._nets[learner] = self.namespaces.add(learner)
+        if self._needs_relay(learner):
+            seed = 1000 * self.plan.seed + learner
+            self._by_learner[learner] = self._relays.open(self.address, seed, self.host)
+        address = self._by_learner[learner].address if learner in self._by_learner else self.address
+        directory = self.run / ISLANDS / f"learner-{learner}" if learner in self._disks else self.run
+        orders, net = self.orders(learner), self._nets.get(learner)
+        args = (orders, net, self.settings, learner, address, self._token, directory)
+        return Child(f"learner {learner}", self.run, learn_under_faults, args)
+
+    # ------------------------------------------------------------------------------------------ the world of injectors
+
+    def member(self, number: int) -> Member | None:
+        return self._syncer if number == 0 else self._learners.get(number)
+
+    def is_training(self, number: int) -> bool:
+        member = self.member(number)
+        return member is not None and member.child.pid is not None and member.trained_since_start and not member.leaves
+
+    def is_connected(self, number: int) -> bool:
+        told = next((each for each in self._status.get("learners", ()) if each.get("learner") == number), None)
+        return told is not None and told.get("link") == "up"
+
+    def relay(self, learner: int) -> Relay | None:
+        return self._by_learner.get(learner)
+
+    def disk(self, number: int) -> Disk:
+        return self._disks[number]
+
+    def orders(self, number: int) -> Orders:
+        return Orders(self.run, f"learner-{number}" if number else "syncer")
+
+    def add_learner(self, number: int) -> None:
+        self._learners[number] = Member(self._learner_child(number))
+        self._watched.learners = max(self._watched.learners, number)
+
+    # ------------------------------------------------------------------------------------------ striking
+
+    def _strike_due(self) -> None:
+        now = time.monotonic()
+        if now - self._began > self._limit_s:
+            raise JobFailed(f"the run has not come to its end within {self._limit_s:.0f} s")
+        if self._started is None:
+            if not all(self.is_training(number) for number in range(1, self.settings.learners + 1)):
+                return
+            self._started = now
+            self._log.began(time.time())
+            self._tell(f"all learners train; {_counted(len(self._waiting))} to come")
+        self._keep_and_end(now)
+        for planned in list(self._waiting):
+            late_s = now - self._started - planned.at_s
+            if late_s < 0.0:
+                break  # they are in the order of time
+            injector = INJECTORS[planned.fault](planned, self)
+            if injector.is_ready():
+                self._waiting.remove(planned)
+                self._begin(injector, now)
+            elif late_s > READY_WAIT_S:
+                self._waiting.remove(planned)
+                self._missed(planned, f"{planned.target} was not there within {READY_WAIT_S:.0f} s")
+
+    def _begin(self, injector: Injector, now: float) -> None:
+        planned = injector.planned
+        active = Active(injector, time.time(), now + planned.lasts_s)
+        self._active.append(active)  # before it begins: an interrupt in between is to end it too
+        self._note(active, None)
+        injector.begin()
+        self._tell(f"fault {planned.number}: {planned.sentence()}")
+
+    def _keep_and_end(self, now: float) -> None:
+        for active in list(self._active):
+            injector = active.injector
+            injector.keep()
+            lasts = injector.planned.lasts_s > 0.0
+            if lasts and not active.is_over and now >= active.until:
+                self._heal(active)
+            is_late = now >= active.until + SEEN_WAIT_S
+            if (injector.seen and (active.is_over or not lasts)) or is_late:
+                self._finish(active)
+
+    def _heal(self, active: Active) -> None:
+        active.is_over = True
+        active.injector.end()
+        if active.injector.planned.fault != "kill":
+            self._tell(f"fault {active.injector.planned.number} is over: {active.injector.planned.target} is whole")
+
+    def _finish(self, active: Active) -> None:
+        if not active.is_over:
+            active.is_over = True
+            active.injector.keep()  # a last look: the run may have been interrupted the moment after it began
+            active.injector.end()
+        self._active.remove(active)
+        self._note(active, time.time())
+
+    def _note(self, active: Active, ended_at: float | None) -> None:
+        injector = active.injector
+        if ended_at is not None and injector.planned.lasts_s:
+            ended_at = min(ended_at, active.began_at + injector.planned.lasts_s)
+        why_not = "" if injector.seen else injector.why_not
+        told = Struck(injector.planned.number, injector.seen, active.began_at, ended_at, injector.how, why_not)
+        self._log.struck(told)
+
+    def _missed(self, planned: Planned, why_not: str) -> None:
+        self._tell(f"fault {planned.number} ({planned.sentence()}) did not happen: {why_not}")
+        self._log.struck(Struck(planned.number, False, None, None, "", why_not))
+
+    # ------------------------------------------------------------------------------------------ looking, ending
+
+    def _ask(self) -> dict[str, Any] | None:
+        """The newest that the poller has heard. Asking here would wait while the syncer stands still."""
+        return self._poller.take()
+
+    def ask_now(self) -> dict[str, Any] | None:
+        return super()._ask()
+
+    def train(self) -> None:
+        self._poller.start()
+        super().train()
+
+    def _end(self) -> None:
+        """Nothing of a fault outlives the run: whoever stands goes on first, or he could not say goodbye."""
+        with self._cleanup:  # last: links, disks and relays
+            self._cleanup.callback(self._gather)
+            try:
+                self._poller.stop()
+                for active in list(self._active):
+                    self._finish(active)
+                for planned in self._waiting:
+                    self._missed(planned, "the run ended before its time came")
+            finally:
+                super()._end()
+
+    def _gather(self) -> None:
+        """What learners wrote on disks of their own is copied to where that of the others is. Runs before the disks
+        are unmounted, as exit callbacks run in the order opposite to that in which they were added."""
+        for number in self._disks:
+            island = self.run / ISLANDS / f"learner-{number}"
+            if number:
+                for path in sorted(island.rglob("*")):
+                    if path.is_file() and not path.name.startswith("."):
+                        place = self.run / path.relative_to(island)
+                        place.parent.mkdir(parents=True, exist_ok=True)
+                        shutil.copyfile(path, place)
+
+
+def _counted(faults: int) -> str:
+    return "1 fault is" if faults == 1 else f"{faults} faults are"
+
+
+class Poller:
+    """Asks the syncer for its status, again and again, in a thread of its own."""
+
+    def __init__(self, supervisor: ChaosSupervisor) -> None:
+        self._supervisor = supervisor
+        self._newest: dict[str, Any] | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._poll, name="atoll-status", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def take(self) -> dict[str, Any] | None:
+        newest, self._newest = self._newest, None
+        return newest
+
+    def _poll(self) -> None:
+        while not self._over.wait(ASK_EVERY_S):
+            told = self._supervisor.ask_now()
+            if told is not None:
+                self._newest = told

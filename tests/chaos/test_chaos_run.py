@@ -1,0 +1,280 @@
+"""Every injector in a real run of real processes: that it did what it says is read from the tapes, not from itself."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll.chaos import disks, netns
+from atoll.chaos.facts import Facts, Life, read_facts
+from atoll.chaos.struck import read_log
+from atoll.cli import main
+from tests.chaos.small_chaos import schedule, small_scenario
+from tests.train.small_jobs import processes_of, small_text
+
+NETNS = netns.unavailable() is None
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return small_text(tmp_path_factory.mktemp("data") / "text")
+
+
+def assert_nothing_is_left(run: Path, tool: int) -> None:
+    """No process, no namespace, no address, no mount."""
+    assert processes_of(run) == []
+    assert [where for _, where in disks.mounts() if where.startswith(str(run))] == []
+    if os.geteuid() == 0:
+        assert [name for name in netns.ours() if f"-{tool}-" in name] == []
+        assert [address for maker, address in netns.addresses() if maker == tool] == []
+
+
+class Done:
+    """A run under fault that is over."""
+
+    def __init__(self, run: Path, code: int, told: dict[str, Any], lines: str) -> None:
+        self.run = run
+        self.code = code
+        self.told = told
+        self.lines = lines
+        self.facts: Facts = read_facts(run)
+
+    def fault(self, name: str, target: str) -> dict[str, Any]:
+        found: dict[str, Any]
+        (found,) = (each for each in self.told["faults"] if (each["fault"], each["target"]) == (name, target))
+        assert found["fired"], found
+        return found
+
+    def life(self, learner: int, at: float) -> Life:
+        return next(life for life in self.facts.lives[learner] if life.first <= at <= life.last)
+
+
+def chaos(scenario: Path, run: Path, *words: str) -> Done:
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", out)
+        patch.setattr(sys, "stderr", err)
+        code = main(["chaos", str(scenario), "--out", str(run), "--json", *words])
+    assert out.getvalue(), err.getvalue()
+    assert_nothing_is_left(run, os.getpid())
+    return Done(run, code, json.loads(out.getvalue()), err.getvalue())
+
+
+@pytest.fixture(scope="module")
+def struck(text, tmp_path_factory):
+    """Every fault once, on three learners and their syncer, through relays. One run for all processes of the tests."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with open(folder / "struck.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        kept = folder / "struck.json"
+        if not kept.exists():
+            done = strike(text, folder)
+            kept.write_text(json.dumps([done.code, done.told, done.lines]))
+        return Done(folder / "struck", *json.loads(kept.read_text()))
+
+
+def strike(text, folder):
+    scenario = small_scenario(
+        folder / "struck.toml",
+        text,
+        15,
+        schedule("kill", "learner 1", 1.0, away="500ms"),
+        schedule("stop", "learner 2", 1.0, for_="1500ms"),
+        schedule("cut", "link 3", 1.0, for_="1500ms"),
+        schedule("join", None, 2.0),
+        schedule("full", "disk syncer", 3.5, for_="700ms"),
+        schedule("thin", "link 3", 3.5, for_="2s", rate="5 kB/s"),
+        schedule("full", "disk 3", 4.0, for_="1s"),
+        schedule("slow", "disk syncer", 5.0, for_="1s", wait="200ms"),
+        schedule("delay", "link 3", 6.0, for_="1s", delay="100ms"),
+        schedule("nan", "payload 2", 6.0, count=1),
+        schedule("damage", "link 1", 7.0, for_="1500ms", every=1000),
+        schedule("flap", "link 3", 7.5, for_="1500ms", period="300ms"),
+        schedule("infinity", "payload 2", 8.0, count=1),
+        schedule("wild", "payload 1", 8.7, count=1),
+        schedule("leave", "learner 4", 9.5),
+        schedule("kill", "syncer", 11.0, away="300ms"),
+        schedule("read-only", "disk syncer", 12.5, for_="700ms"),
+    )
+    return chaos(scenario, folder / "struck", "--links", "relay")
+
+
+def test_every_fault_fired_and_the_run_stood(struck):
+    broken = [check for check in struck.told["checks"] if check["passed"] is False]
+    # On a machine that others use a step may be late through no fault of ours.
+    assert [each for each in broken if "independence" not in each["sentence"]] == []
+    assert len(struck.told["faults"]) == 17
+    assert all(fault["fired"] for fault in struck.told["faults"])
+    assert struck.code == (1 if broken else 0)
+    assert struck.told["links"] == "relays in user space"
+
+
+def test_the_view_tells_of_every_fault(struck):
+    for fault in struck.told["faults"]:
+        assert f"fault {fault['number']}: {fault['sentence']}" in struck.lines
+
+
+def test_a_killed_learner_is_another_process_afterwards(struck):
+    fault = struck.fault("kill", "learner 1")
+    before, after = struck.facts.lives[1][:2]
+    assert before.last <= fault["began_s"] + 0.3 < after.first
+    assert after.first >= fault["began_s"] + 0.5
+    assert fault["back_training_s"] == pytest.approx(after.step_ends[0] - fault["began_s"])
+    assert fault["back_merged_s"] >= fault["back_training_s"]
+
+
+def test_a_stopped_learner_stands_for_as_long_as_it_was_told(struck):
+    fault = struck.fault("stop", "learner 2")
+    longest = max(struck.life(2, fault["began_s"]).step_times_s)
+    assert longest >= 1.4
+    assert struck.told["islands"][1]["stopped_s"] == pytest.approx(1.5, abs=0.4)
+    assert struck.told["worst_pause"]["gap_s"] < longest  # it was struck itself: that is no pause of a survivor
+
+
+def test_nothing_of_a_learner_arrives_while_its_link_is_cut(struck):
+    fault = struck.fault("cut", "link 3")
+    inside = (fault["began_s"] + 0.5, fault["ended_s"] - 0.1)
+    merged = [
+        m for m in struck.facts.merges if inside[0] < m.at < inside[1] and 3 in [who for who, _ in m.contributors]
+    ]
+    assert merged == []
+    steps = [end for end in struck.life(3, inside[0]).step_ends if inside[0] < end < inside[1]]
+    assert len(steps) > 5  # it trains on
+
+
+def test_a_new_learner_joins_and_leaves_for_good(struck):
+    (life,) = struck.facts.lives[4]
+    joined, left = struck.fault("join", "learner 4"), struck.fault("leave", "learner 4")
+    assert joined["began_s"] < life.first < left["began_s"]
+    assert life.last < left["began_s"] + 3.0
+    assert struck.facts.first_merged(4, 1) is not None
+    assert [each["learner"] for each in struck.told["islands"]] == [1, 2, 3, 4]
+    assert struck.told["islands"][3]["allocated_s"] == pytest.approx(left["began_s"] - joined["began_s"], abs=0.01)
+
+
+def test_disks_refused_writes_and_the_records_are_whole(struck):
+    words = [word.sentence for word in struck.facts.words if word.code == "persist-failed"]
+    assert any("No space" in word or "too large" in word for word in words), words
+    if os.geteuid() == 0:
+        assert any("Read-only" in word for word in words), words
+    assert struck.told["failed_writes"] >= 2
+    assert struck.fault("full", "disk 3")["how"] == struck.fault("full", "disk syncer")["how"]
+    assert (struck.run / "tapes/learner-3-i1.tape").is_file()  # it was on a disk of its own
+    assert struck.told["invariants"]["incomplete"] == []
+
+
+def test_a_slow_disk_makes_the_syncer_slow_and_nobody_else(struck):
+    fault = struck.fault("slow", "disk syncer")
+    notes = [json.loads(line) for line in (struck.run / "chaos/syncer.done.jsonl").read_text().splitlines()]
+    assert any(note["fault"] == fault["number"] for note in notes)
+
+
+def test_poison_is_refused_with_its_reason(struck):
+    log = (struck.run / "chaos/learner-2.done.jsonl").read_text()
+    assert len(log.splitlines()) == 2
+    assert sum("not finite" in sentence for sentence in struck.facts.bad) == 2
+    assert sum("wild" in sentence for sentence in struck.facts.bad) == 1
+    assert struck.told["refused_contributions"]["contribution-bad"] == 3
+    assert struck.told["unplanned_ends"] == []
+    told = {check["name"]: check["passed"] for check in struck.told["checks"]}
+    assert told["learned"]
+
+
+def test_a_damaged_link_breaks_and_heals(struck):
+    fault = struck.fault("damage", "link 1")
+    life = struck.life(1, fault["began_s"])
+    assert any(begin >= fault["began_s"] for begin, _ in life.alone) or struck.told["refused_contributions"]
+    assert fault["healed_merged_s"] is not None
+
+
+def test_the_syncer_is_another_process_after_its_kill(struck):
+    fault = struck.fault("kill", "syncer")
+    first, second = struck.facts.syncers
+    assert first.last <= fault["began_s"] + 0.3 < second.first
+    assert fault["back_merged_s"] > 0.3
+
+
+def test_the_run_leaves_its_plan_its_log_a_verdict_and_a_page(struck):
+    plan = json.loads((struck.run / "chaos/plan.json").read_text())
+    assert [fault["number"] for fault in plan["faults"]] == list(range(1, 18))
+    began, log = read_log(struck.run)
+    assert began is not None
+    assert len(log) == 17
+    kept = json.loads((struck.run / "verdict.json").read_text())
+    assert kept.pop("timeline")["rounds"]
+    assert {**kept, "directory": str(struck.run)} == struck.told
+    assert (struck.run / "verdict.html").stat().st_size > 5000
+    assert (struck.run / "model.safetensors").is_file()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# In the kernel
+
+
+@pytest.mark.skipif(not NETNS, reason="no network namespaces here")
+def test_links_in_the_kernel(text, tmp_path):
+    scenario = small_scenario(
+        tmp_path / "links.toml",
+        text,
+        5,
+        schedule("cut", "link 1", 1.0, for_="1s", way="up"),
+        schedule("thin", "link 2", 1.0, for_="1s", rate="20 kB/s"),
+        schedule("damage", "link 2", 2.5, for_="1s", every=500),
+        learners=2,
+    )
+    done = chaos(scenario, tmp_path / "run", "--links", "netns")
+    how = [fault["how"] for fault in done.told["faults"]]
+    assert how == ["network namespace, tc", "network namespace, tc", "relay"]
+    assert all(fault["fired"] for fault in done.told["faults"])
+    assert next(check for check in done.told["checks"] if check["name"] == "ended")["passed"]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Ctrl-C
+
+
+def test_ctrl_c_heals_everything_and_leaves_a_verdict(text, tmp_path):
+    scenario = small_scenario(
+        tmp_path / "long.toml",
+        text,
+        600,
+        schedule("stop", "learner 1", 0.5, for_="300s"),
+        schedule("cut", "link 2", 0.5, for_="300s"),
+        schedule("full", "disk syncer", 0.5, for_="300s"),
+        schedule("read-only", "disk 2", 0.5, for_="300s"),
+        schedule("kill", "learner 2", 500.0),
+        learners=2,
+    )
+    run = tmp_path / "run"
+    words = [sys.executable, "-m", "atoll", "chaos", str(scenario), "--out", str(run)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as tool:
+        assert tool.stdout is not None
+        assert tool.stderr is not None
+        lines = []
+        while not (line := tool.stderr.readline()).startswith("fault 4:"):
+            lines.append(line)
+            assert tool.poll() is None, lines
+        assert len(processes_of(run)) == 3
+        tool.send_signal(signal.SIGINT)
+        out, err = tool.communicate(timeout=60)
+    assert tool.returncode == 130, err
+    assert_nothing_is_left(run, tool.pid)
+    told = json.loads((run / "verdict.json").read_text())
+    assert told["interrupted"]
+    assert not told["passed"]
+    assert [fault["fired"] for fault in told["faults"]] == [True, True, True, True, False]
+    assert told["faults"][-1]["why_not"] == "the run ended before its time came"
+    assert "the run was interrupted" in out
+    assert (run / "verdict.html").is_file()
+    assert (run / "tapes/learner-2-i1.tape").is_file()

@@ -1,0 +1,44 @@
+"""Elastic data-parallel training, with a real torchrun: a killed worker takes all back to the last checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+
+from atoll.chaos.elastic import _pids, figures, read_steps, train_elastic
+from atoll.chaos.faults import Target
+from atoll.chaos.plan import Plan, Planned
+from tests.train.small_jobs import corpus_of, silent_view, small_settings, small_text
+
+
+def test_a_step_that_is_taken_again_is_useful_once():
+    def line(at, step):
+        return {"at": at, "step": step, "took_s": 1.0}
+
+    lines = [line(1.0, 1), line(2.0, 2), line(7.0, 2), line(8.0, 3)]  # 2 was lost; nobody stepped from 2 to 6
+    found = figures([lines, lines])
+    assert found == {"wall_s": 8.0, "goodput": 3 / 8, "worst_pause_s": 5.0, "standing_s": 4.0, "steps_again": 2}
+    assert figures([[], []])["goodput"] == 0.0
+
+
+@pytest.mark.slow
+def test_a_killed_worker_costs_all_of_them_their_steps_since_the_checkpoint(tmp_path):
+    settings = small_settings(small_text(tmp_path / "text"), tokens=2 * 2 * 16 * 60, step_time_s=0.05)
+    kill = Planned(1, 1.0, "kill", Target("learner", 2), {"away": 3.0}, "schedule 1")
+    cut = Planned(2, 1.5, "cut", Target("link", 1), {"for": 3.0, "way": "both"}, "schedule 2")
+    plan = Plan("test", "A test.", 1, 3.0, 2, (kill, cut), 0)
+    run = tmp_path / "run"
+    run.mkdir()
+    view, lines = silent_view()
+    found = train_elastic(settings, plan, run, view, corpus_of(settings))
+    assert found["finished"], (run / "ddp/torchrun.log").read_text()
+    assert found["kills"] == found["planned_kills"] == 1
+    assert found["loss"] < 5.6
+    steps = read_steps(run / "ddp", 2)
+    for worker in steps:
+        assert {line["step"] for line in worker} == set(range(1, 61))
+        assert {line["restart"] for line in worker} == {0, 1}
+    assert found["steps_again"] > 10  # there was no checkpoint yet
+    assert found["worst_pause_s"] > 0.5  # of the survivor too
+    assert found["goodput"] < 0.9
+    assert "worker 2 was killed" in lines.getvalue()
+    assert _pids(run / "ddp", 2) == []

@@ -1,0 +1,469 @@
+"""The judge: a sound run stands, and every kind of run that must not stand is planted and found."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import typing
+from dataclasses import fields, is_dataclass, replace
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.chaos import judge as judging
+from atoll.chaos.facts import Life, Shares, clip, overlap_s, read_facts, shares_of, states_of
+from atoll.chaos.faults import KINDS, Target
+from atoll.chaos.judge import Check, Ending, FaultReport, Loss, Verdict, Worst, judge
+from atoll.chaos.page import page
+from atoll.chaos.plan import Plan, Planned
+from atoll.chaos.scenario import EXPECTABLE, Expectation, shipped
+from atoll.chaos.struck import Log, Struck
+from atoll.core.protocol import MergeRound, StepTaken
+from atoll.core.tape import Actor
+from atoll.tape_files import tape_path
+from atoll.train.report import note_fault
+from tests.tiny_run import STEP_S, TinyRun, eventful_run
+
+FOUNDED = 1000.0
+PAGE = (Path(__file__).resolve().parents[2] / "docs/chaos.md").read_text(encoding="utf-8")
+
+KILL = Planned(1, 11.0, "kill", Target("learner", 2), {"away": 2.0}, "schedule 1")
+KILL_SYNCER = Planned(2, 19.0, "kill", Target("syncer", 0), {"away": 2.0}, "schedule 2")
+PLAN = Plan("tiny", "A test.", 7, 60.0, 3, (KILL, KILL_SYNCER), 0)
+STRUCK = (
+    Struck(1, True, FOUNDED + 12.0, FOUNDED + 14.0, "SIGKILL"),
+    Struck(2, True, FOUNDED + 20.0, FOUNDED + 22.0, "SIGKILL"),
+)
+LOSS = Loss(2.0, 5.0, 1.95, "there")
+SOUND = Ending("relays", loss=LOSS)
+
+
+def expected(figure: str, bound: float) -> dict[str, Expectation]:
+    return {figure: Expectation(figure, bound, "it is a test")}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Learner 2 is killed at 12 s and comes at 14 s, the syncer is away from 20 to 22 s; tapes and faults are kept."""
+    run = eventful_run().save(tmp_path_factory.mktemp("eventful") / "run")
+    written(run, STRUCK)
+    note_fault(run, FOUNDED + 12.0, "learner 2", "SIGKILL", True)
+    note_fault(run, FOUNDED + 20.0, "syncer", "SIGKILL", True)
+    return run
+
+
+def written(run: Path, struck: tuple[Struck, ...]) -> Path:
+    log = Log(run)
+    log.began(FOUNDED + 1.0)
+    for each in struck:
+        log.struck(each)
+    return run
+
+
+def verdict_of(run: Path, expect: dict[str, Expectation] | None = None, ending: Ending = SOUND, plan: Plan = PLAN):
+    return judge(run, plan, expect or {}, ending, FOUNDED)
+
+
+def line(verdict: Verdict, name: str) -> Check:
+    return next(check for check in verdict.checks if check.name == name)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# A sound run
+
+
+def test_a_sound_run_stands(saved):
+    found = verdict_of(saved, {**expected("goodput", 0.5), **expected("loss_within", 0.1)})
+    assert [check for check in found.checks if not check.passed] == []
+    assert found.passed
+    assert [check.name for check in found.checks][: len(judging.ALWAYS)] == list(judging.ALWAYS)
+
+
+def test_times_are_those_of_the_tapes(saved):
+    found = verdict_of(saved)
+    kill, kill_syncer = found.faults
+    facts = read_facts(saved)
+    first, second = facts.lives[2]
+    assert (kill.began_s, kill.ended_s, kill.planned_s) == (12.0, 14.0, 12.0)
+    assert kill.back_training_s == pytest.approx(second.step_ends[0] - 12.0)
+    merged = facts.first_merged(2, 2)
+    assert merged is not None
+    assert kill.back_merged_s == pytest.approx(merged - 12.0)
+    assert kill.back_merged_s >= kill.back_training_s > 2.0
+    assert kill_syncer.back_training_s is None
+    assert kill_syncer.back_merged_s > 2.0
+    assert first.last <= 12.0
+
+
+def test_the_shares_of_an_island_add_up_and_tell_where_its_time_went(saved):
+    found = verdict_of(saved)
+    for each in found.islands:
+        parts = each.stepping_s + each.stopped_s + each.away_s + each.joining_s + each.between_s
+        assert parts == pytest.approx(each.allocated_s, abs=0.01)
+    struck = found.islands[1]
+    assert 1.5 < struck.away_s < 4.5
+    assert found.islands[0].away_s < 0.5
+    assert found.goodput == pytest.approx(
+        sum(e.stepping_s for e in found.islands) / sum(e.allocated_s for e in found.islands)
+    )
+    assert found.uptime == pytest.approx(1.0, abs=0.02)
+
+
+def test_the_three_numbers_are_told_for_every_merge(saved):
+    found = verdict_of(saved)
+    rounds = found.timeline["rounds"]
+    assert len(rounds) == found.merges > 10
+    for _, alive, asked, merged in rounds:
+        assert merged <= asked <= 3
+        assert alive <= 3
+    assert min(alive for at, alive, *_ in rounds if 13.0 < at < 14.5) == 2  # while learner 2 was away
+
+
+def test_bands_cover_the_run_without_gaps(saved):
+    told = verdict_of(saved).timeline
+    for band in told["bands"]:
+        states = band["states"]
+        assert states[0][0] == told["began_s"]
+        assert states[-1][1] == told["ended_s"]
+        assert all(before[1] == after[0] for before, after in pairwise(states))
+    assert "away" in {state for _, _, state in told["bands"][1]["states"]}
+    assert "alone" in {state for _, _, state in told["bands"][0]["states"]}  # while the syncer was away
+
+
+def test_a_verdict_is_json(saved, tmp_path):
+    found = verdict_of(saved)
+    path = found.save(tmp_path)
+    assert json.loads(path.read_text()) == json.loads(json.dumps(found.to_json()))
+    assert json.loads(path.read_text())["islands"][0]["goodput"] == found.islands[0].goodput
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Runs that must not stand
+
+
+def planted(run: TinyRun, where: Path) -> Path:
+    written(run.save(where), STRUCK)
+    return where
+
+
+def test_a_pause_of_a_survivor_is_found(tmp_path):
+    run = eventful_run()
+    run.entries = [e._replace(at=e.at + 5.0) if e.actor == Actor(3, 1) and e.at > 13.0 else e for e in run.entries]
+    found = verdict_of(planted(run, tmp_path / "run"), expected("worst_pause_s", 2.0))
+    assert found.worst_pause is not None
+    assert found.worst_pause.learner == 3
+    assert found.worst_pause.gap_s == pytest.approx(5.0 + STEP_S, abs=0.1)
+    assert found.worst_pause.usual_s == STEP_S
+    assert found.worst_pause.during == (1,)  # learner 2 was dead
+    assert line(found, "worst pause").passed is False
+    assert not found.passed
+
+
+def test_a_learner_that_was_stopped_itself_is_no_survivor(tmp_path):
+    run = eventful_run()
+    run.entries = [e._replace(at=e.at + 5.0) if e.actor == Actor(3, 1) and e.at > 13.0 else e for e in run.entries]
+    stop = Planned(3, 11.5, "stop", Target("learner", 3), {"for": 5.0}, "schedule 3")
+    plan = replace(PLAN, faults=(*PLAN.faults, stop))
+    where = planted(run, tmp_path / "run")
+    Log(where).struck(Struck(3, True, FOUNDED + 12.9, FOUNDED + 18.0, "SIGSTOP"))
+    found = verdict_of(where, expected("worst_pause_s", 2.0), plan=plan)
+    assert line(found, "worst pause").passed
+    assert found.islands[2].stopped_s == pytest.approx(5.1)
+
+
+def test_tokens_that_nobody_trained_are_found(tmp_path):
+    run = eventful_run()
+    run.entries = [
+        e._replace(event=e.event._replace(tokens=1))
+        if isinstance(e.event, StepTaken) and e.actor.learner == 1 and e.at > 30
+        else e
+        for e in run.entries
+    ]
+    found = verdict_of(planted(run, tmp_path / "run"))
+    assert line(found, "ledger").passed is False
+    assert "on no learner's tape" in line(found, "ledger").sentence
+    assert not found.ledger["balanced"]
+    assert not found.passed
+
+
+def test_books_that_do_not_balance_are_found(saved):
+    facts = read_facts(saved)
+    facts.ledger[0] = facts.ledger[0]._replace(merged=facts.ledger[0].merged + 1)
+    assert judging._balance(judging._books(facts)).passed is False
+    assert "do not balance" in judging._balance(judging._books(facts)).sentence
+
+
+@pytest.mark.parametrize(
+    ("struck", "sentence"),
+    [
+        (STRUCK[:1], "the first is 2, kill syncer away 2 s: the run ended before its time came"),
+        ((STRUCK[0], Struck(2, False, None, None, "", "syncer was not there")), "syncer was not there"),
+        ((STRUCK[0], replace(STRUCK[1], fired=False, why_not="nothing shows it")), "nothing shows it"),
+    ],
+)
+def test_a_fault_that_did_not_happen_is_a_failure(saved, tmp_path, struck, sentence):
+    run = shutil.copytree(saved, tmp_path / "run")
+    (run / "chaos/struck.jsonl").unlink()
+    found = verdict_of(written(run, struck))
+    assert line(found, "faults").passed is False
+    assert sentence in line(found, "faults").sentence
+    assert not found.passed
+
+
+def test_a_plan_without_faults_shows_nothing(saved):
+    assert line(verdict_of(saved, plan=replace(PLAN, faults=())), "faults").passed is False
+
+
+def test_a_process_that_ended_unasked_is_found(saved, tmp_path):
+    run = shutil.copytree(saved, tmp_path / "run")
+    note_fault(run, FOUNDED + 30.0, "learner 3", "exit code 1", False)
+    found = verdict_of(run)
+    assert (
+        line(found, "unplanned ends").sentence == "1 processes ended unasked; the first: learner 3 ended by exit code 1"
+    )
+    assert not found.passed
+    poison = Planned(3, 25.0, "nan", Target("payload", 3), {"count": 3.0}, "schedule 3")
+    assert line(verdict_of(run, plan=replace(PLAN, faults=(*PLAN.faults, poison))), "unplanned ends").passed
+
+
+def test_a_violation_of_the_protocol_is_found(tmp_path):
+    run = eventful_run()
+    for place, entry in enumerate(run.entries):
+        if any(isinstance(effect, MergeRound) and len(effect.contributions) > 1 for effect in entry.effects):
+            effects = tuple(
+                e._replace(contributions=e.contributions[:1]) if isinstance(e, MergeRound) else e for e in entry.effects
+            )
+            run.entries[place] = entry._replace(effects=effects)
+            break
+    found = verdict_of(planted(run, tmp_path / "run"))
+    assert line(found, "invariants").passed is False
+    assert "quorum" in line(found, "invariants").sentence
+    assert not found.passed
+
+
+def test_a_lost_tape_ends_what_can_be_judged(saved, tmp_path):
+    run = shutil.copytree(saved, tmp_path / "run")
+    tape_path(run, Actor(1, 1)).unlink()
+    found = verdict_of(run)
+    assert line(found, "invariants").passed is False
+    assert "judged only up to" in line(found, "invariants").sentence
+
+
+def test_a_learner_that_never_comes_back_is_found(tmp_path):
+    run = TinyRun()
+    run.until(12.0)
+    run.kill(2)
+    run.until(40.0)
+    run.finish()
+    where = planted(run.until(80.0), tmp_path / "run")
+    found = verdict_of(where, {**expected("back_training_s", 60.0), **expected("back_merged_s", 60.0)})
+    assert line(found, "back to training").sentence == "after fault 1 (kill learner 2 away 2 s): never"
+    assert line(found, "back in a merge").passed is False
+    assert found.islands[1].away_s > 20.0
+
+
+def test_a_run_without_an_end_is_found(tmp_path):
+    found = verdict_of(planted(TinyRun().until(20.0), tmp_path / "run"))
+    assert line(found, "ended").sentence == "no syncer has said that the run is finished"
+    assert not found.passed
+
+
+@pytest.mark.parametrize(
+    ("ending", "name", "sentence"),
+    [
+        (replace(SOUND, interrupted=True), "ended", "the run was interrupted"),
+        (replace(SOUND, failed="no disk"), "ended", "the run failed: no disk"),
+        (replace(SOUND, loss=replace(LOSS, final=6.0)), "learned", "worse than at the start: loss 6.000 after 5.000"),
+        (
+            replace(SOUND, loss=replace(LOSS, final=2.5)),
+            "loss",
+            "2.500 against 1.950 without faults: +0.550, at most +0.1",
+        ),
+    ],
+)
+def test_what_only_the_tool_knows(saved, ending, name, sentence):
+    found = verdict_of(saved, expected("loss_within", 0.1), ending)
+    assert line(found, name).passed is False
+    assert sentence in line(found, name).sentence
+    assert not found.passed
+
+
+def test_what_cannot_be_judged_is_neither_kept_nor_broken(saved):
+    found = verdict_of(saved, expected("loss_within", 0.1), replace(SOUND, loss=replace(LOSS, without_faults=None)))
+    assert line(found, "loss").passed is None
+    assert "add --baseline" in line(found, "loss").sentence
+    assert found.passed
+
+
+@pytest.mark.parametrize(
+    ("figure", "kept", "broken"),
+    [
+        ("goodput", 0.5, 0.9999),
+        ("uptime", 0.9, 1.5),
+        ("merged_of_alive", 0.2, 1.5),
+        ("worst_pause_s", 1.5, 0.5),
+        ("back_training_s", 20.0, 1.0),
+        ("back_merged_s", 30.0, 1.0),
+        ("loss_within", 0.1, 0.01),
+    ],
+)
+def test_every_line_can_be_kept_and_broken(saved, figure, kept, broken):
+    assert verdict_of(saved, expected(figure, kept)).passed
+    assert not verdict_of(saved, expected(figure, broken)).passed
+
+
+def test_every_figure_has_a_test():
+    marks = next(m for m in test_every_line_can_be_kept_and_broken.pytestmark if m.name == "parametrize")
+    assert {figure for figure, _, _ in marks.args[1]} == set(EXPECTABLE)
+
+
+def test_a_run_that_never_began_has_a_verdict(tmp_path):
+    found = judge(tmp_path, PLAN, expected("goodput", 0.5), replace(SOUND, failed="no port"), None)
+    assert not found.passed
+    assert found.goodput == 0.0
+    assert "no port" in page(found)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Time
+
+
+SPANS = st.tuples(st.floats(0, 50), st.floats(0.1, 20)).map(lambda each: (each[0], each[0] + each[1]))
+
+
+@given(st.lists(SPANS, max_size=4), SPANS, st.integers(1, 60))
+def test_shares_add_up_whatever_happens(stops, span, steps):
+    life = Life(1, 1.0, 2.0 + 0.5 * steps, 2.0)
+    for number in range(1, steps):
+        life.step_ends.append(2.0 + 0.5 * number)
+        life.step_times_s.append(0.45)
+    apart = [stop for n, stop in enumerate(stops) if all(overlap_s(stop, other) == 0 for other in stops[:n])]
+    found = shares_of(1, [life], span, apart)
+    assert all(getattr(found, each.name) >= 0 for each in fields(Shares))
+    assert found.stepping_s <= found.allocated_s + 1e-9
+    bands = states_of([life], span, apart, None)
+    assert sum(end - begin for (begin, end), _ in bands) == pytest.approx(found.allocated_s)
+    assert math.isfinite(found.goodput)
+
+
+@given(SPANS, SPANS)
+def test_a_clipped_span_is_as_long_as_the_overlap(one, other):
+    found = clip(one, other)
+    assert (found[1] - found[0] if found else 0.0) == overlap_s(one, other) == overlap_s(other, one)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The page
+
+
+class Balanced(HTMLParser):
+    """Every tag is closed in order; words and attributes are kept."""
+
+    VOID = frozenset({"meta", "br", "line", "rect", "path"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.words = ""
+        self.attributes: list[tuple[str, str | None]] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.attributes += attrs
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words += data
+
+
+def parsed(text: str) -> Balanced:
+    found = Balanced()
+    found.feed(text)
+    found.close()
+    assert found.open == []
+    return found
+
+
+COMPARED = {
+    "about": "torchrun",
+    "goodput": 0.5,
+    "wall_s": 90.0,
+    "worst_pause_s": 9.0,
+    "standing_s": 20.0,
+    "steps_again": 30,
+    "loss": None,
+    "kills": 2,
+}
+
+
+def test_the_page_stands_alone(saved):
+    found = verdict_of(saved, expected("goodput", 0.9999), replace(SOUND, compare=COMPARED))
+    text = page(found)
+    read = parsed(text)
+    assert not re.search(r"https?:|<script|<link|<img|@import|url\(", text)
+    assert not [name for name, _ in read.attributes if name in ("src", "href", "onclick")]
+    assert "prefers-color-scheme: dark" in text
+    for part in ("did not stand", "learner 3", "kill syncer away 2 s", "it is a test", "torchrun", "tiny"):
+        assert part in read.words
+    ticks = next(value for name, value in read.attributes if name == "d" and value and "v16" in value)
+    assert ticks.count("M") == found.merges
+
+
+def test_the_page_believes_nobody(saved):
+    plan = replace(PLAN, about="<script>alert(1)</script>", scenario="a&b")
+    text = page(verdict_of(saved, plan=plan, ending=replace(SOUND, links="<b>")))
+    parsed(text)
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# docs/chaos.md
+
+
+SECTIONS = {
+    "verdict.json": Verdict,
+    "`checks`": Check,
+    "`worst_pause`": Worst,
+    "`islands`": Shares,
+    "`faults`": FaultReport,
+    "`loss`": Loss,
+}
+
+
+def told(heading: str, page: str = PAGE) -> list[str]:
+    found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#+ |\Z)", page, re.DOTALL | re.MULTILINE)
+    assert found, f"docs/chaos.md has no section {heading}"
+    return re.findall(r"^\| `([\w-]+)` \|", found[1], re.MULTILINE)
+
+
+@pytest.mark.parametrize(("heading", "kind"), SECTIONS.items(), ids=lambda each: getattr(each, "__name__", ""))
+def test_docs_tell_exactly_the_fields_of_the_verdict(heading, kind):
+    extra = ["goodput"] if kind is Shares else []
+    assert told(heading) == [each.name for each in fields(kind)] + extra
+
+
+def test_every_part_of_the_verdict_has_a_section():
+    hints = typing.get_type_hints(Verdict)
+    parts = {part for hint in hints.values() for part in (hint, *typing.get_args(hint)) if is_dataclass(part)}
+    assert parts <= set(SECTIONS.values())
+
+
+def test_docs_tell_of_every_fault_scenario_figure_and_line():
+    assert told("Faults") == list(KINDS)
+    assert told("Shipped scenarios") == list(shipped())
+    assert told("What a scenario may expect") == list(EXPECTABLE)
+    assert [name.replace("-", " ") for name in told("What is always asked")] == list(judging.ALWAYS)
+    assert told("Faults", PAGE.replace("| `kill` |", "| `murder` |")) != list(KINDS)

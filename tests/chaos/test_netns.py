@@ -1,0 +1,142 @@
+"""Network namespaces: what the kernel does to a link is measured through it, and nothing is left, whatever happens."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from atoll.chaos import netns
+from atoll.chaos.netns import Namespaces, enter, run
+
+pytestmark = pytest.mark.skipif(netns.unavailable() is not None, reason=f"no namespaces: {netns.unavailable()}")
+
+
+class Inside:
+    """A client in the namespace of learner 1 and a server on this side, with a connection between them."""
+
+    def __init__(self, made: Namespaces) -> None:
+        self.made = made
+        self.server = socket.create_server((made.address, 0))
+        self.namespace = made.add(1)
+        self.dialled: list[socket.socket] = []
+        thread = threading.Thread(target=self._dial)  # only this thread enters the namespace, and takes it along
+        thread.start()
+        self.taken, _ = self.server.accept()
+        thread.join()
+        (self.client,) = self.dialled
+        for end in (self.client, self.taken):
+            end.settimeout(0.4)
+
+    def _dial(self) -> None:
+        enter(self.namespace)
+        self.dialled.append(socket.create_connection(self.server.getsockname()[:2], timeout=10))
+
+    def passes(self, up: bool) -> bool:
+        sender, receiver = (self.client, self.taken) if up else (self.taken, self.client)
+        sender.sendall(b"x")
+        try:
+            return receiver.recv(16) != b""
+        except TimeoutError:
+            return False
+
+    def close(self) -> None:
+        for each in (self.client, self.taken, self.server):
+            each.close()
+
+
+@pytest.fixture
+def inside() -> Iterator[Inside]:
+    with Namespaces() as made:
+        found = Inside(made)
+        yield found
+        found.close()
+    assert_nothing_is_left(os.getpid())
+
+
+def assert_nothing_is_left(owner: int) -> None:
+    assert [name for name in netns.ours() if f"-{owner}-" in name] == []
+    assert [address for maker, address in netns.addresses() if maker == owner] == []
+    assert f"at{owner:06x}" not in run("ip", "-o", "link")
+
+
+def test_a_namespace_reaches_the_syncers_address_and_nothing_else(inside):
+    assert inside.passes(True)
+    assert inside.passes(False)
+    routes = run("ip", "-n", inside.namespace.name, "route")
+    assert "default" not in routes
+
+
+@pytest.mark.parametrize(("way", "up", "down"), [("both", False, False), ("up", False, True), ("down", True, False)])
+def test_a_cut_swallows_its_direction(inside, way, up, down):
+    inside.made.cut(1, way)
+    assert ("blackhole" in inside.made.shape(1)[0], "blackhole" in inside.made.shape(1)[1]) == (not up, not down)
+    if way == "both":
+        assert not inside.passes(True)
+        assert not inside.passes(False)
+    else:
+        assert inside.passes(up)  # TCP is not told that it arrived, but it does
+        assert not inside.passes(not up)
+    inside.made.heal(1)
+    inside.taken.settimeout(10)
+    inside.client.settimeout(10)
+    assert (inside.taken if not up else inside.client).recv(16)  # TCP sends it again
+
+
+def test_a_thin_link_takes_its_time(inside):
+    inside.made.thin(1, 50_000)
+    inside.taken.settimeout(10)
+    began = time.monotonic()
+    threading.Thread(target=inside.client.sendall, args=(bytes(40_000),)).start()
+    got = 0
+    while got < 40_000:
+        got += len(inside.taken.recv(65536))
+    assert time.monotonic() - began > 0.5
+    inside.made.heal(1)
+    assert "tbf" not in " ".join(inside.made.shape(1))
+
+
+def test_a_late_link_where_the_kernel_can(inside):
+    if not inside.made.has_netem:
+        pytest.skip("this kernel has no netem; a relay makes links late")
+    inside.made.delay(1, 0.15)
+    inside.taken.settimeout(10)
+    began = time.monotonic()
+    assert inside.passes(True)
+    assert time.monotonic() - began >= 0.15
+
+
+def test_closing_twice_and_an_error_inside_leave_nothing():
+    made = Namespaces()
+    made.add(1)
+    made.add(7)
+    made.cut(7, "both")
+    assert len([name for name in netns.ours() if f"-{os.getpid()}-" in name]) == 2
+    made.close()
+    made.close()
+    assert_nothing_is_left(os.getpid())
+    with pytest.raises(netns.NetnsError, match="File exists"), Namespaces() as made:
+        made.add(1).with_name(made.add(1).name)  # the second one cannot be made
+    assert_nothing_is_left(os.getpid())
+
+
+def test_what_a_killed_tool_has_left_is_swept_away():
+    text = "from atoll.chaos.netns import Namespaces; m = Namespaces(); m.add(3); print('there', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as tool:
+        assert tool.stdout is not None
+        assert tool.stdout.readline() == "there\n"
+        assert f"atoll-{tool.pid}-3" in netns.ours()
+        assert f"atoll-{tool.pid}-3" not in netns.sweep()  # it lives
+        tool.kill()
+    assert Path(f"/proc/{tool.pid}").exists() is False
+    assert f"atoll-{tool.pid}-3" in netns.sweep()
+    assert_nothing_is_left(tool.pid)

@@ -1,0 +1,214 @@
+"""The relay: each thing that it can do to a link is measured at both ends, and nothing of it is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+
+from atoll.chaos.relay import Relay, Relays
+
+
+class Echo:
+    """Sends back what it gets, until told to swallow it."""
+
+    def __init__(self) -> None:
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.socket.getsockname()[1]}"
+        self.got = bytearray()
+        self.arrived = threading.Condition()
+        self.threads = [threading.Thread(target=self._accept, daemon=True)]
+        self.threads[0].start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                taken, _ = self.socket.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(taken,), daemon=True).start()
+
+    def _serve(self, taken: socket.socket) -> None:
+        with taken:
+            try:
+                while data := taken.recv(65536):
+                    with self.arrived:
+                        self.got += data
+                        self.arrived.notify_all()
+                    taken.sendall(data)
+            except OSError:
+                return
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)  # a thread that waits in accept would keep it open
+        self.socket.close()
+
+    def wait_for(self, count: int, timeout_s: float) -> bool:
+        with self.arrived:
+            return self.arrived.wait_for(lambda: len(self.got) >= count, timeout_s)
+
+
+@pytest.fixture
+def echo():
+    served = Echo()
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def relay(echo):
+    with Relays() as relays:
+        yield relays.open(echo.address, seed=3)
+
+
+def dialled(relay: Relay) -> socket.socket:
+    host, _, port = relay.address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+def received(link: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        piece = link.recv(count - len(data))
+        assert piece, f"the link ended after {len(data)} of {count} bytes"
+        data += piece
+    return data
+
+
+def is_silent(link: socket.socket, for_s: float = 0.3) -> bool:
+    link.settimeout(for_s)
+    try:
+        return link.recv(1) == b"never"
+    except TimeoutError:
+        return True
+    finally:
+        link.settimeout(10)
+
+
+def test_what_is_sent_arrives_as_it_is(relay):
+    with dialled(relay) as link:
+        sent = bytes(range(256)) * 1000
+        threading.Thread(target=link.sendall, args=(sent,)).start()
+        assert received(link, len(sent)) == sent
+    counts = relay.counts()
+    assert (counts.up_bytes, counts.down_bytes, counts.damaged_bytes) == (len(sent), len(sent), 0)
+
+
+@pytest.mark.parametrize("way", ["both", "up", "down"])
+def test_a_cut_holds_its_direction_and_only_that(relay, echo, way):
+    with dialled(relay) as link:
+        link.sendall(b"a")
+        assert received(link, 1) == b"a"
+        relay.cut(way)
+        link.sendall(b"b")
+        assert echo.wait_for(2, 0.3) == (way == "down")
+        assert is_silent(link)
+        relay.cut(way, on=False)
+        assert received(link, 1) == b"b"  # it was held, not lost
+
+
+def test_a_new_connection_waits_while_the_link_is_cut(relay, echo):
+    relay.cut("down")
+    with dialled(relay) as link:
+        link.sendall(b"a")
+        assert not echo.wait_for(1, 0.3)  # a handshake needs both directions
+        relay.cut("down", on=False)
+        assert received(link, 1) == b"a"
+
+
+def test_a_thin_link_carries_so_many_bytes_per_second(relay, echo):
+    relay.thin(40_000)
+    with dialled(relay) as link:
+        began = time.monotonic()
+        threading.Thread(target=link.sendall, args=(bytes(20_000),)).start()
+        assert echo.wait_for(20_000, 10)
+        took_s = time.monotonic() - began
+    assert 0.4 <= took_s < 2.0
+    assert relay.counts().slowed_pieces >= 5
+    relay.thin(None)
+    with dialled(relay) as link:
+        began = time.monotonic()
+        link.sendall(bytes(20_000))
+        received(link, 20_000)
+        assert time.monotonic() - began < 0.4
+
+
+def test_a_late_link_is_late_in_each_direction(relay):
+    with dialled(relay) as link:
+        link.sendall(b"a")
+        received(link, 1)
+        relay.delay(0.2)
+        began = time.monotonic()
+        link.sendall(b"b")
+        received(link, 1)
+        assert 0.4 <= time.monotonic() - began < 1.5
+
+
+def test_damage_changes_about_as_many_bytes_as_asked(relay, echo):
+    relay.damage(1000, "up")
+    with dialled(relay) as link:
+        sent = bytes(200_000)
+        threading.Thread(target=link.sendall, args=(sent,)).start()
+        back = received(link, len(sent))
+    wrong = sum(byte != 0 for byte in echo.got)
+    assert 100 <= wrong <= 320
+    assert relay.counts().damaged_bytes == wrong
+    assert back == bytes(echo.got)  # on the way back nothing was changed
+    assert all(bin(byte).count("1") <= 1 for byte in echo.got)
+    relay.damage(None)
+    with dialled(relay) as link:
+        link.sendall(sent[:5000])
+        assert received(link, 5000) == sent[:5000]
+
+
+def test_damage_is_drawn_by_the_seed(echo):
+    def damaged() -> bytes:
+        echo.got.clear()
+        with Relays() as relays:
+            relay = relays.open(echo.address, seed=9)
+            relay.damage(100, "up")
+            with dialled(relay) as link:
+                link.sendall(bytes(3000))
+                received(link, 3000)
+        return bytes(echo.got)
+
+    assert damaged() == damaged() != bytes(3000)
+
+
+def test_a_reset_ends_connections_and_new_ones_work(relay):
+    with dialled(relay) as link:
+        link.sendall(b"a")
+        received(link, 1)
+        relay.reset()
+        with pytest.raises((ConnectionError, AssertionError)):
+            received(link, 1)
+    with dialled(relay) as link:
+        link.sendall(b"b")
+        assert received(link, 1) == b"b"
+
+
+def test_nobody_behind_it_ends_the_connection(echo):
+    echo.close()
+    with Relays() as relays, dialled(relays.open(echo.address)) as link:  # noqa: SIM117
+        with pytest.raises((ConnectionError, AssertionError)):
+            received(link, 1)
+
+
+def test_nothing_is_left_of_it(echo):
+    before = {thread.name for thread in threading.enumerate()}
+    relays = Relays()
+    relay = relays.open(echo.address)
+    link = dialled(relay)
+    relay.cut("both")
+    link.sendall(b"a")
+    relays.close()
+    relays.close()
+    assert {thread.name for thread in threading.enumerate()} - before <= set()
+    with pytest.raises(ConnectionError):
+        dialled(relay)
+    with link, pytest.raises((ConnectionError, AssertionError)):
+        received(link, 1)

@@ -1,0 +1,138 @@
+"""Scenario files: those that are shipped say what they do, and a wrong one is told by file, key and what is allowed."""
+
+from __future__ import annotations
+
+import pytest
+
+from atoll.chaos.faults import KINDS
+from atoll.chaos.injectors import INJECTORS
+from atoll.chaos.plan import draw_plan
+from atoll.chaos.scenario import EXPECTABLE, ScenarioError, load, read, shipped
+
+SHIPPED = (
+    "churn",
+    "disk-full",
+    "everything",
+    "flaky-links",
+    "kill-all-but-one",
+    "kill-one",
+    "poison",
+    "storm-heavy",
+    "storm-light",
+    "syncer-dies",
+)
+
+SOUND = """
+about = "A kill."
+[run]
+learners = 3
+[[schedule]]
+fault = "kill"
+target = "learner 2"
+at = "40%"
+away = "1500ms"
+[[storm]]
+fault = "cut"
+target = "link any"
+per_minute = 4.0
+way = "up"
+[expect.goodput]
+at_least = 0.5
+because = "it is a test"
+"""
+
+
+def test_the_promised_scenarios_are_shipped():
+    assert tuple(shipped()) == SHIPPED
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_scenario_is_sound_and_has_reasons(name):
+    scenario = load(name)
+    assert scenario.about.endswith(".")
+    assert len(scenario.about.splitlines()) == 1
+    assert {"goodput", "worst_pause_s", "loss_within"} <= {*scenario.expect, "goodput"}
+    assert all(len(line.because) > 10 for line in scenario.expect.values())
+    assert draw_plan(scenario, 0, scenario.run.duration_s).faults
+
+
+def test_shipped_scenarios_use_every_fault():
+    scenarios = [load(name) for name in SHIPPED]
+    used = {each.what.fault for scenario in scenarios for each in scenario.schedule}
+    used |= {each.what.fault for scenario in scenarios for each in scenario.storms}
+    assert used == set(KINDS) == set(INJECTORS)
+
+
+def test_a_sound_file_is_read():
+    scenario = read(SOUND, "mine", "mine.toml")
+    assert scenario.run.learners == 3
+    (scheduled,) = scenario.schedule
+    assert (scheduled.what.fault, scheduled.what.kind, scheduled.what.number) == ("kill", "learner", 2)
+    assert scheduled.what.options == {"away": 1.5}
+    assert scenario.storms[0].what.options == {"for": 4.0, "way": "up"}
+    assert scenario.expect["goodput"].bound == 0.5
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "sentence"),
+    [
+        ('about = "A kill."', "", "mine.toml: about is missing"),
+        ("[run]", "[runs]", "mine.toml: unknown key 'runs'; the file has about, run, schedule, storm, expect"),
+        ("learners = 3", "learner = 3", r"mine.toml, \[run\]: unknown key 'learner'; the table has learners"),
+        ("learners = 3", "learners = 0", r"mine.toml, \[run\]: learners is 0; give a whole number of at least 1"),
+        ("learners = 3", "step_time = 0", r"mine.toml, \[run\]: step_time is 0"),
+        ("learners = 3", 'duration = "0s"', r"mine.toml, \[run\]: duration is 0 s; give a time from 1s"),
+        ("learners = 3", "quorum = 9", r"mine.toml, \[run\]: quorum 9 with 4 learners never merges"),
+        ('fault = "kill"', 'fault = "smash"', r"\[\[schedule\]\] 1: fault is 'smash'; give one of kill, stop"),
+        ("learner 2", "learner 4", r"\[\[schedule\]\] 1: target is 'learner 4'; learners are 1 to 3"),
+        (
+            "learner 2",
+            "link 2",
+            r"\[\[schedule\]\] 1: target is 'link 2'; a kill strikes \"learner 2\", \"learner any\"",
+        ),
+        ('at = "40%"', "", r"\[\[schedule\]\] 1: at is missing"),
+        ('at = "40%"', 'at = "140%"', r"\[\[schedule\]\] 1: at is '140%'; give a share"),
+        ('away = "1500ms"', 'away = "soon"', r"\[\[schedule\]\] 1: away is 'soon'; give a time such as 80ms"),
+        (
+            'away = "1500ms"',
+            'for = "1s"',
+            r"\[\[schedule\]\] 1: unknown key 'for'; a kill here has fault, target, at, away",
+        ),
+        ("per_minute = 4.0", "per_minute = 0", r"\[\[storm\]\] 1: per_minute is 0; give a number above 0"),
+        ("per_minute = 4.0", "rate = 4.0", r"\[\[storm\]\] 1: unknown key 'rate'"),
+        ("link any", "link all", r"\[\[storm\]\] 1: target strikes one at a time in a storm"),
+        ('way = "up"', 'way = "left"', r"\[\[storm\]\] 1: way is 'left'; give one of both, up, down"),
+        ("[expect.goodput]", "[expect.godput]", r"\[expect\]: unknown key 'godput'; the table has goodput"),
+        (
+            "at_least = 0.5",
+            "at_most = 0.5",
+            r"\[expect.goodput\]: unknown key 'at_most'; the table has at_least, because",
+        ),
+        ("at_least = 0.5", 'at_least = "half"', r"\[expect.goodput\]: at_least is 'half'; give a number"),
+        ('because = "it is a test"', "", r"\[expect.goodput\]: because is missing"),
+        ("[run]", "[run", "mine.toml: not TOML"),
+    ],
+)
+def test_a_wrong_file_is_told_by_place_and_what_is_allowed(right, wrong, sentence):
+    assert right in SOUND
+    with pytest.raises(ScenarioError, match=sentence):
+        read(SOUND.replace(right, wrong, 1), "mine", "mine.toml")
+
+
+def test_a_file_without_faults_is_refused():
+    with pytest.raises(ScenarioError, match="no fault at all"):
+        read('about = "Nothing."', "mine", "mine.toml")
+
+
+def test_a_name_that_nobody_has(tmp_path):
+    with pytest.raises(ScenarioError, match="shipped are churn, disk-full"):
+        load("kill-two")
+    path = tmp_path / "mine.toml"
+    path.write_text(SOUND)
+    assert load(str(path)).name == "mine"
+    with pytest.raises(ScenarioError, match=r"neither as a shipped name nor as a file$"):
+        load(str(tmp_path / "other.toml"))
+
+
+def test_every_figure_that_can_be_expected_says_its_good_side():
+    assert {side for side, _ in EXPECTABLE.values()} == {"at_least", "at_most"}
