@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from atoll.core.tape import Entry
     from atoll.tape_files import RunTapes
+
+    Watched = Callable[[Iterable[Entry]], Iterator[Entry]]
 
 LONG_BYTES = 8 * 1024 * 1024
 """Tapes of this size take a few seconds to read."""
@@ -32,15 +34,23 @@ def progress(title: str, total: int, shown: bool) -> Iterator[Callable[[int], No
         yield lambda done: bar.update(task, completed=done)
 
 
-@contextmanager
-def reading(title: str, tapes: RunTapes) -> Iterator[Callable[[Iterable[Entry]], Iterator[Entry]]]:
+def reading(title: str, tapes: RunTapes) -> AbstractContextManager[Watched]:
     """Yields a function through which entries are read while the bar shows how much of the tapes is behind us."""
-    size_bytes = tapes.size_bytes()
-    with progress(title, size_bytes, size_bytes >= LONG_BYTES) as tell:
+    return _watching(title, tapes, tapes.size_bytes() >= LONG_BYTES, _ENTRIES_PER_LOOK)
+
+
+def training_again(tapes: RunTapes) -> AbstractContextManager[Watched]:
+    """The same, where an entry may be an inner step: it is long, however short the tapes are."""
+    return _watching("training again", tapes, True, 16)
+
+
+@contextmanager
+def _watching(title: str, tapes: RunTapes, shown: bool, every: int) -> Iterator[Watched]:
+    with progress(title, tapes.size_bytes(), shown) as tell:
 
         def watched(entries: Iterable[Entry]) -> Iterator[Entry]:
             for number, entry in enumerate(entries):
-                if number % _ENTRIES_PER_LOOK == 0:
+                if number % every == 0:
                     tell(tapes.bytes_read())
                 yield entry
 

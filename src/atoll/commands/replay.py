@@ -1,25 +1,36 @@
-"""`atoll replay`: does the core, told the same again, do the same again?"""
+"""`atoll replay`: does the core, told the same again, do the same? And does training end with the same bits?"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from atoll.commands.output import ExitCode, JsonOption, print_json
-from atoll.commands.progress import reading
+from atoll.commands.progress import reading, training_again
 from atoll.commands.story import RunArgument
 
 if TYPE_CHECKING:
     from atoll.core.replay import ReplayDifference
+    from atoll.train.replaying import Replayed
 
 EXAMPLE = "atoll replay runs/first"
 
 
-def run(run: RunArgument, as_json: JsonOption = False) -> None:
-    """Derive every effect of a run anew from its tapes.
+def run(
+    run: RunArgument,
+    effects_only: Annotated[
+        bool, typer.Option("--effects-only", help="Do not train again: compare only what the processes did.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Derive every effect of a run anew from its tapes, and train its model again to the last bit.
 
-    Stops at the first difference, with exit code 1.
+    First each process is told what it was told, and must do what it did. Then the training of a run of atoll train is
+    executed again from tapes and data, on this machine, one learner after the other: faults, merges and all. It ends
+    with the digest that the run had, given the same build of torch and the same kind of processor. That takes as long
+    as all islands trained together. Stops at the first difference, with exit code 1.
     """
     from atoll.core.replay import ReplayDifference, replay
     from atoll.tape_files import RunTapes
@@ -36,6 +47,15 @@ def run(run: RunArgument, as_json: JsonOption = False) -> None:
                 found = difference
                 break
     gaps = tapes.gaps()
+    if not as_json:
+        if found is None:
+            rest = ", as far as the tapes go" if gaps else ""
+            print(f"{len(tapes.readers)} tapes, {entries:,} entries: every effect came out as recorded{rest}")
+        else:
+            _show(found)
+        for gap in gaps:
+            print(f"incomplete: {gap}", flush=True)
+    trained, why = (None, "") if effects_only or found is not None else _train(run)
     if as_json:
         print_json(
             {
@@ -44,18 +64,43 @@ def run(run: RunArgument, as_json: JsonOption = False) -> None:
                 "difference": found and _fields(found),
                 "complete": not gaps,
                 "incomplete": gaps,
+                "training": trained and {**trained._asdict(), "same": trained.is_same},
+                "not_trained": why or None,
             }
         )
-    else:
-        if found is None:
-            rest = ", as far as the tapes go" if gaps else ""
-            print(f"{len(tapes.readers)} tapes, {entries:,} entries: every effect came out as recorded{rest}")
-        else:
-            _show(found)
-        for gap in gaps:
-            print(f"incomplete: {gap}")
-    if found is not None:
+    elif trained is not None:
+        print(_told(trained))
+    elif why:
+        print(f"training cannot be replayed: {why}")
+    if found is not None or (trained is not None and not trained.is_same):
         raise typer.Exit(ExitCode.FAILED)
+
+
+def _train(run: Path) -> tuple[Replayed | None, str]:
+    """The training, or why there is none; nothing of both for tapes that are no training run of ours."""
+    from atoll.tape_files import RunTapes
+
+    try:
+        from atoll.train.replaying import CannotReplay, can_replay, replay_training
+    except ModuleNotFoundError:  # the tools that need no tensors are installed alone
+        return None, ""
+    if not can_replay(run):
+        return None, ""
+    tapes = RunTapes(run)  # from the beginning
+    with training_again(tapes) as watched:
+        try:
+            return replay_training(run, tapes, watched), ""
+        except CannotReplay as cannot:
+            return None, str(cannot)
+
+
+def _told(trained: Replayed) -> str:
+    done = f"trained again: {trained.steps:,} steps, {trained.tokens:,} tokens, {trained.contributions:,} contributions"
+    if trained.recorded is None:
+        return f"{done}; digest {trained.digest}. The run has not finished, so there is none to compare it with"
+    if trained.is_same:
+        return f"{done}; the model is the same to the last bit, digest {trained.digest}"
+    return f"{done}; the model is another one: digest {trained.digest}, the run left {trained.recorded}"
 
 
 def _fields(difference: ReplayDifference) -> dict[str, object]:

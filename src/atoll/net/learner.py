@@ -162,6 +162,7 @@ class Learner:
         self._is_whole = True  # the newest event is on its way to the tape
         self._finished = False
         self._warmup_steps = 0
+        self._progress = 0.0  # at the last boundary
         self._last_end = 0.0  # of the previous boundary, on the monotonic clock
         self._began = 0.0
         self._boundary_s = 0.0
@@ -402,6 +403,9 @@ class Learner:
         actions = [action for effect in effects if (action := self._action(effect)) is not None]
         if any(type(action) is Start for action in actions):
             self._last_end = moment  # the first step begins here
+            self._progress = self._core.progress
+        elif type(event) is StepTaken:
+            self._progress = self._core.progress
         self._background.post(entry, effects)
         self._is_whole = True
         return actions
@@ -450,8 +454,11 @@ class Learner:
 
     @property
     def progress(self) -> float:
-        """Of the run's budget, 0..1, as last heard: the same for all islands, for learning-rate schedules."""
-        return self._core.progress if self._core is not None else 0.0
+        """Of the run's budget, 0..1, as heard by the last step boundary, for learning-rate schedules.
+
+        Not as heard by now: what a step depends on would then not be on the tape, and nobody could take it again.
+        """
+        return 1.0 if self._finished else self._progress
 
     @property
     def finished(self) -> bool:

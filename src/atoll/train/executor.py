@@ -72,7 +72,7 @@ class StepInfo(NamedTuple):
 
     step: int  # steps that this incarnation has taken before
     progress: float  # tokens of all learners so far, as a share of the budget; what was heard, in a run without one
-    heard: float  # the progress that the syncer last told this learner
+    heard: float  # the progress that the syncer had told this learner by the last step boundary
     lr_scale: float  # below 1 while a learner with fresh moments warms up
     samples: tuple[int, ...] = ()  # in a run with leases: the numbers that it trains on
 
@@ -105,6 +105,7 @@ class LearnerTensors:
     tokens: int = 0
     session: int = 0
     heard: float = 0.0
+    heard_at_boundary: float = 0.0
     warmup_steps: int = 0
     stopped: bool = False
     inner: bytes | None = None  # a peer's, while joining
@@ -342,6 +343,8 @@ class Execution:
             handler = _LEARNER_EFFECTS.get(type(effect))
             if handler is not None:
                 handler(self, learner, effect)
+        if type(event) is StepTaken:
+            learner.heard_at_boundary = learner.heard
 
     def _samples(self, learner: LearnerTensors, fresh: int) -> tuple[int, ...]:
         if not self.config.lease_samples or not learner.trainee.batch:
@@ -350,10 +353,11 @@ class Execution:
 
     def _train(self, learner: LearnerTensors, tokens: int, samples: tuple[int, ...]) -> None:
         budget = self.config.budget_tokens
-        progress = min(1.0, self.tokens / budget) if budget else learner.heard
-        scale = min(1.0, (learner.step + 1) / learner.warmup_steps) if learner.warmup_steps else 1.0
+        heard = learner.heard_at_boundary
+        progress = min(1.0, self.tokens / budget) if budget else heard
+        scale = min(1.0, (learner.step + 1) / (learner.warmup_steps + 1))  # as `Learner.lr_scale`
         with torch.enable_grad():
-            loss = learner.trainee.take_step(StepInfo(learner.step, progress, learner.heard, scale, samples))
+            loss = learner.trainee.take_step(StepInfo(learner.step, progress, heard, scale, samples))
         learner.step += 1
         learner.tokens += tokens
         self.tokens += tokens
@@ -453,6 +457,7 @@ class Execution:
 
     def _start(self, learner: LearnerTensors, effect: StartTraining) -> None:
         learner.warmup_steps = effect.warmup_steps
+        learner.heard_at_boundary = learner.heard
         if effect.moments.code == "moments-peer" and learner.trainee.optimizer is not None:
             assert learner.inner is not None, f"{learner.actor} starts from a peer's state that never arrived"
             inner_state.unpack(learner.inner, learner.trainee.optimizer, learner.trainee.model)

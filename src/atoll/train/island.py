@@ -29,9 +29,9 @@ def train_island(
 ) -> None:
     """Train as this learner, or as whichever the syncer says, until the run is over."""
     loop = InnerLoop(settings)
-    share = settings.learners * loop.tokens_per_step / settings.tokens  # of the run, that all train in one step each
     with Learner(loop.model, loop.optimizer, syncer, token, learner=learner, run_directory=run) as link:
         loop.keep_pace_of(link.id)
+        share = JobSettings.from_json(link.extra).share_of_a_step(loop.config.context)  # of the run as it was founded
 
         def of_the_link() -> dict[str, Any]:
             stats = link.stats()

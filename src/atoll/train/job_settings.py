@@ -182,6 +182,10 @@ class JobSettings:
     def tokens_per_step(self, context: int) -> int:
         return self.batch * context
 
+    def share_of_a_step(self, context: int) -> float:
+        """Of the run, what all learners train in one step each."""
+        return self.learners * self.tokens_per_step(context) / self.tokens
+
     def lockstep_steps(self, context: int) -> int:
         """Inner steps of each learner of a method in which all take the same number: the budget, rounded up."""
         return -(-self.tokens // (self.learners * self.tokens_per_step(context)))

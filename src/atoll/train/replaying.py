@@ -1,0 +1,107 @@
+"""A run trained once more from its tapes, on one machine: the same steps on the same samples, to the same bits.
+
+What is the same: the build of torch, the number of threads of a learner, the kind of processor, the text. Everything
+else that a step depends on is on the tapes, or follows from it: samples (leases and how many were new), the progress
+that the learner had heard at the boundary before, whose inner state it started with, what it adopted and when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from atoll.core.causality import Missing
+from atoll.core.tape import Actor, Entry
+from atoll.core.types import SYNCER
+from atoll.tape_files import RunTapes
+from atoll.train.data import Text
+from atoll.train.executor import Execution, StepInfo, Trainee, initial_values, load_values
+from atoll.train.job_settings import CONFIG, JobSettings
+from atoll.train.loop import InnerLoop, model_config
+from atoll.train.model_file import model_digest
+from atoll.train.models import build
+from atoll.train.published import is_finished, published_model, run_settings
+
+HISTORY = 4
+"""States of each fragment that are kept for a syncer that is started again: it may have died before the newest."""
+
+
+class Replayed(NamedTuple):
+    """`recorded` is the digest that the run has left; None where it has not finished, and nothing is final."""
+
+    steps: int
+    tokens: int
+    contributions: int
+    versions: int  # published values that learners rebuilt, each compared with the syncer's
+    digest: str
+    recorded: str | None
+
+    @property
+    def is_same(self) -> bool:
+        return self.recorded is None or self.digest == self.recorded
+
+
+class CannotReplay(ValueError):  # noqa: N818 - the answer to a wish that these tapes cannot grant
+    """The tapes lack something that the training depended on."""
+
+
+def can_replay(run: Path) -> bool:
+    """A decoupled run of our own trainer, with a model: loops of other people are not on the tape."""
+    if not (run / CONFIG).is_file():
+        return False
+    founded = run_settings(run)
+    return founded is not None and founded.plan is not None and JobSettings.load(run / CONFIG).method == "decoupled"
+
+
+def replay_training(
+    run: Path, tapes: RunTapes, watched: Callable[[Iterable[Entry]], Iterator[Entry]] = iter
+) -> Replayed:
+    """Train as the tapes say. Raises `CannotReplay` where one of them ends before what it has caused."""
+    settings = JobSettings.load(run / CONFIG)
+    founded = run_settings(run)
+    assert founded is not None and founded.plan is not None, "ask can_replay first"
+    torch.set_num_threads(settings.threads)
+    corpus = Text.load(settings.data)
+    founder = build(model_config(settings), settings.seed)
+    steps = 0
+
+    def make(actor: Actor) -> Trainee:
+        loop = InnerLoop(settings, corpus)
+        share = JobSettings.from_json(founded.extra).share_of_a_step(loop.config.context)
+
+        def take_step(info: StepInfo) -> float:
+            nonlocal steps
+            steps += 1
+            return loop.step(info.samples, min(1.0, info.heard + share), info.lr_scale).loss
+
+        return Trainee(loop.model, loop.optimizer, take_step, settings.batch)
+
+    initial = initial_values(founder, founded.plan)
+    execution = Execution(founded.config, founded.numerics, founded.plan, initial, make, HISTORY, check_digests=True)
+    for entry in watched(tapes.merged(_refuse)):
+        if entry.actor.learner == SYNCER and entry.tick == 1:
+            _start_syncer(execution, tapes, entry.actor)
+        execution.apply(entry)
+    load_values(founder, founded.plan, execution.published())
+    recorded = model_digest(published_model(run, settings)) if is_finished(run) else None
+    return Replayed(
+        steps, execution.tokens, execution.contributions, execution.compared, model_digest(founder), recorded
+    )
+
+
+def _start_syncer(execution: Execution, tapes: RunTapes, actor: Actor) -> None:
+    restored = tapes.readers[actor].header.restored
+    first = min(each.start for each in tapes.readers if each.learner == SYNCER)
+    if actor.start == first and restored is not None and restored.versions:
+        raise CannotReplay(
+            "the first tape of the syncer begins in the middle: the run was restored from another one, or its first"
+            " tape is lost"
+        )
+    execution.started(actor, restored)
+
+
+def _refuse(missing: Missing) -> None:
+    raise CannotReplay(f"the tapes are incomplete: {missing}")
