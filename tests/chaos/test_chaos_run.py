@@ -98,11 +98,11 @@ def strike(text, folder):
         schedule("full", "disk 3", 4.0, for_="1s"),
         schedule("slow", "disk syncer", 5.0, for_="1s", wait="200ms"),
         schedule("delay", "link 3", 6.0, for_="1s", delay="100ms"),
-        schedule("nan", "payload 2", 6.0, count=1),
+        schedule("nan", "payload 2", 6.0, count=2),
         schedule("damage", "link 1", 7.0, for_="1500ms", every=1000),
         schedule("flap", "link 3", 7.5, for_="1500ms", period="300ms"),
-        schedule("infinity", "payload 2", 8.0, count=1),
-        schedule("wild", "payload 1", 8.7, count=1),
+        schedule("wild", "payload 1", 8.7, count=2),
+        schedule("infinity", "payload 2", 9.2, count=1),
         schedule("leave", "learner 4", 9.5),
         schedule("kill", "syncer", 11.0, away="300ms"),
         schedule("read-only", "disk syncer", 12.5, for_="700ms"),
@@ -181,11 +181,12 @@ def test_a_slow_disk_makes_the_syncer_slow_and_nobody_else(struck):
 
 
 def test_poison_is_refused_with_its_reason(struck):
+    """One that comes too late is refused for that; that its values are unfit is on the tape all the same."""
     log = (struck.run / "chaos/learner-2.done.jsonl").read_text()
-    assert len(log.splitlines()) == 2
-    assert sum("not finite" in sentence for sentence in struck.facts.bad) == 2
-    assert sum("wild" in sentence for sentence in struck.facts.bad) == 1
-    assert struck.told["refused_contributions"]["contribution-bad"] == 3
+    assert len(log.splitlines()) == 3
+    kinds = {"not finite" if "not finite" in sentence else "wild" for sentence in struck.facts.unfit}
+    assert kinds == {"not finite", "wild"}, struck.facts.unfit
+    assert struck.told["refused_contributions"].get("contribution-bad", 0) <= len(struck.facts.unfit) <= 5
     assert struck.told["unplanned_ends"] == []
     told = {check["name"]: check["passed"] for check in struck.told["checks"]}
     assert told["learned"]

@@ -96,7 +96,7 @@ class Facts:
     ledger: list[Line]  # one per fragment, of the newest syncer
     words: list[Word]
     refused: dict[str, int]  # contributions that the syncer refused, by reason
-    bad: list[str]  # why, of those with unfit values
+    unfit: list[str]  # what was wrong with values that arrived, whatever they were refused for
     failed_writes: int
 
     @property
@@ -196,6 +196,10 @@ def _read_syncer(reader: TapeReader, facts: Facts) -> None:
             facts.merges.append(Merge(entry.at, core.epoch, record.fragment, record.version, alive, asked, who))
         elif type(entry.event) is PersistFailed:
             facts.failed_writes += 1
+        elif type(entry.event) is MessageArrived and type(entry.event.envelope.body) is Contribution:
+            problem = entry.event.envelope.body.problem
+            if problem is not None:
+                facts.unfit.append(problem)
         for effect in entry.effects:
             if type(effect) is MergeRound:
                 fragment = effect.round.fragment
@@ -205,8 +209,6 @@ def _read_syncer(reader: TapeReader, facts: Facts) -> None:
             elif type(effect) is Send and type(effect.envelope.body) is RefuseContribution:
                 why = effect.envelope.body.reason
                 facts.refused[why.code] = facts.refused.get(why.code, 0) + 1
-                if why.code == "contribution-bad":
-                    facts.bad.append(str(why))
             elif type(effect) is Say and effect.reason.code in TOLD:
                 facts.words.append(Word(entry.at, effect.reason.code, effect.subject, str(effect.reason)))
     if first is not None and last is not None:
