@@ -27,9 +27,9 @@ import torch
 
 from atoll.net import durable, store
 from atoll.net.store import Fenced, InUse, Store, StoreDamaged
-from tests.net.store_samples import FRAGMENTS, InPlace, NoClaims, founded, members, same, snapshot, tensors, version
+from tests.net.store_samples import FRAGMENTS, InPlace, founded, members, same, snapshot, tensors, version
 
-STORES: dict[str, type[Store]] = {"Store": Store, "InPlace": InPlace, "NoClaims": NoClaims}
+STORES: dict[str, type[Store]] = {"Store": Store, "InPlace": InPlace}
 NUMEL = 2**15  # a file is written in several pieces, whatever its size
 CODE = {durable.__file__, store.__file__, str(Path(__file__).with_name("store_samples.py"))}
 

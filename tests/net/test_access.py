@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from atoll.net import reaching
 from atoll.net.learner import Learner
 from atoll.net.learner_errors import LearnerRefused
 from atoll.net.run_settings import RunSettings
@@ -32,14 +33,19 @@ PATHS = [
     ("PUT", "/v1/state"),
     ("GET", "/v1/state/1/1"),
     ("GET", "/v1/status"),
+    ("POST", "/v1/snapshot"),
+    ("GET", "/v1/snapshot/1000001"),
     ("POST", "/v1/finish"),
     ("GET", "/anything/else"),
 ]
 
 
 def everything_written(directory: Path) -> str:
-    """Logs, tapes, settings and names of a run."""
-    texts = [path.read_bytes().decode("utf-8", "replace") for path in directory.rglob("*") if path.is_file()]
+    """Logs, tapes, settings and names of a run; not what a killed syncer leaves for commands of its own user."""
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    private = [path for path in files if path == directory / reaching.NAME]
+    assert all(path.stat().st_mode & 0o077 == 0 for path in private), "others may read the token"
+    texts = [path.read_bytes().decode("utf-8", "replace") for path in files if path not in private]
     return "\n".join([*texts, *(str(path) for path in directory.rglob("*"))])
 
 

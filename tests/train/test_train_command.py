@@ -20,7 +20,7 @@ from atoll.sim.checkers import all_checkers
 from atoll.tape_files import RunTapes
 from atoll.train.children import JobFailed
 from atoll.train.job import AlreadyFinished, resume_job, start_job
-from atoll.train.job_settings import JobSettings, Kill
+from atoll.train.job_settings import SNAPSHOT_PASSES, JobSettings, Kill
 from atoll.train.live_view import LiveView
 from atoll.train.loop import read_metrics
 from atoll.train.model_file import load_model, model_digest
@@ -359,7 +359,8 @@ def test_help_tells_the_defaults_that_a_job_has(capsys):
     told = " ".join(capsys.readouterr().out.split())
     settings = JobSettings()
     renamed = {name: option for option, name in job_options.RENAMED.items()}
-    shown = {"tokens": f"{settings.tokens / 1e6:g}M"}
+    shown: dict[str, object] = {"tokens": f"{settings.tokens / 1e6:g}M", "norm_clip": 0}
+    shown["snapshot_every"] = f"{SNAPSHOT_PASSES} of each fragment"
     values = {each.name: getattr(settings, each.name) for each in fields(settings)}
     values |= {each.name: getattr(settings.numerics, each.name) for each in fields(settings.numerics)}
     missing = []

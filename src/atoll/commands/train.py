@@ -39,8 +39,8 @@ def run(
         typer.Option(
             "--restore",
             metavar="RUN[@N]",
-            help="Start a new run in --out from snapshot N of another, or its newest, by its settings; only "
-            "--learners, --tokens and --kill may change.",
+            help="Start a new run in --out from snapshot N of another, or its newest, by its settings; only learners, "
+            "tokens and kills may be given anew.",
         ),
     ] = None,
     method: Annotated[
