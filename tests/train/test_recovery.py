@@ -16,10 +16,12 @@ import pytest
 import torch
 
 from atoll.cli import main
+from atoll.core.protocol import Lease, Send
 from atoll.net.durable import read_file, read_tensor_file
 from atoll.net.parts import list_parts, part_path
 from atoll.net.reaching import NAME
 from atoll.net.snapshot_files import list_snapshots
+from atoll.tape_files import RunTapes
 from atoll.train.published import published_tensors
 from atoll.train.restoring import find_source, restore
 from tests.train.small_jobs import processes_of, small_text
@@ -169,6 +171,22 @@ def test_a_snapshot_is_restored_into_a_new_run(stopped, tmp_path, capsys, learne
     assert report["eval_loss"] < report["eval_loss_before"]
     assert_tapes_are_sound(run)
     assert main(["replay", str(run)]) == 0
+    assert "the run was restored from another one" in capsys.readouterr().out
+    assert_goes_on_with_the_data(run, source, told["snapshot"])
+
+
+def assert_goes_on_with_the_data(run: Path, source: Path, number: int) -> None:
+    """What the versions of the cut hold is not trained again; what they do not is trained first."""
+    cut = next(each.record for each in list_snapshots(source) if each.number == number)
+    assert cut is not None
+    assert cut.next_sample > 0
+    leases = [e.envelope.body for entry in RunTapes(run).merged() for e in entry.effects if type(e) is Send]
+    given = [lease for lease in leases if type(lease) is Lease]
+    assert given, "nothing was leased"
+    for lease in given:
+        inside = any(begin <= lease.begin and lease.end <= end for begin, end in cut.unmerged)
+        assert inside or lease.begin >= cut.next_sample, f"{lease} was trained before the cut"
+    assert min(lease.begin for lease in given) == min([begin for begin, _ in cut.unmerged] or [cut.next_sample])
 
 
 def test_a_restored_run_starts_with_the_values_of_the_cut(stopped, tmp_path):

@@ -129,6 +129,10 @@ class LeaseBooks:
         self.pool = joined([*self.pool, *returned])
         return count_of(returned)
 
+    def unmerged(self) -> tuple[Interval, ...]:
+        """Everything that was leased and is in no durable version, whoever has it."""
+        return tuple(joined([*self.pool, *(i for h in self.holders.values() for i in h.unmerged())]))
+
     # ---------------------------------------------------------------------------------------------------- records
 
     def record(self, serial: int) -> LeaseRecord:

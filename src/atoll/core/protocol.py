@@ -321,6 +321,8 @@ class SnapshotRecord(NamedTuple):
     parts: tuple[tuple[LearnerId, SnapshotPart], ...]
     in_flight: tuple[tuple[LearnerId, RoundId], ...]
     left_out: tuple[LearnerId, ...]
+    next_sample: int = 0  # the first that was never leased
+    unmerged: tuple[tuple[int, int], ...] = ()  # samples before it that these versions do not hold
 
     def key(self) -> RecordKey:
         return RecordKey("snapshot", self.snapshot, 0)

@@ -47,7 +47,7 @@ class Snapshots(Members):
         self.marker += 1
         wanted = {m.id for m in self.live.values()}
         deadline = now + max((self._part_patience(m) for m in self.live.values()), default=0.0)
-        self.cut = Cut(self.marker, self._versions(), wanted, deadline)
+        self.cut = Cut(self.marker, self._versions(), self.leases, wanted, deadline)
         self._say("run", 0, "snapshot-started", self.marker, len(wanted))
         for member in self.live.values():
             self._send(member, Marker(self.marker))
@@ -111,7 +111,9 @@ class Snapshots(Members):
         cut.saving = True
         parts = tuple(sorted(cut.parts.items()))
         in_flight = tuple(sorted(cut.in_flight))
-        self._out.append(Persist(SnapshotRecord(cut.id, cut.versions, parts, in_flight, tuple(sorted(cut.left_out)))))
+        left_out = tuple(sorted(cut.left_out))
+        record = SnapshotRecord(cut.id, cut.versions, parts, in_flight, left_out, cut.next_sample, cut.unmerged)
+        self._out.append(Persist(record))
 
     def _leave_out(self, now: float, learner: LearnerId, code: str = "snapshot-gone") -> None:
         """A lost learner is left out of the snapshot and comes back by joining."""

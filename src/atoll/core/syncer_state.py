@@ -187,11 +187,22 @@ class Member:
 class Cut:
     """A snapshot that is being taken."""
 
-    __slots__ = ("deadline", "id", "in_flight", "left_out", "parts", "saving", "versions", "wanted")
+    __slots__ = (
+        "deadline", "id", "in_flight", "left_out", "next_sample", "parts", "saving", "unmerged", "versions", "wanted",
+    )  # fmt: skip
 
-    def __init__(self, snapshot: int, versions: tuple[Version, ...], wanted: set[LearnerId], deadline: float) -> None:
+    def __init__(
+        self,
+        snapshot: int,
+        versions: tuple[Version, ...],
+        leases: LeaseBooks,
+        wanted: set[LearnerId],
+        deadline: float,
+    ) -> None:
         self.id = snapshot
         self.versions = versions  # of every owned fragment at the syncer's cut
+        self.next_sample = leases.next  # at the syncer's cut, as all that follows
+        self.unmerged = leases.unmerged()
         self.wanted = wanted  # learners whose part is not complete
         self.parts: dict[LearnerId, SnapshotPart] = {}
         self.in_flight: dict[tuple[LearnerId, RoundId], None] = {}  # arrived after our cut, sent before the learner's

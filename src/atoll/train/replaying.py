@@ -63,6 +63,7 @@ def replay_training(
     settings = JobSettings.load(run / CONFIG)
     founded = run_settings(run)
     assert founded is not None and founded.plan is not None, "ask can_replay first"
+    _check_beginning(tapes)
     torch.set_num_threads(settings.threads)
     corpus = Text.load(settings.data)
     founder = build(model_config(settings), settings.seed)
@@ -83,7 +84,7 @@ def replay_training(
     execution = Execution(founded.config, founded.numerics, founded.plan, initial, make, HISTORY, check_digests=True)
     for entry in watched(tapes.merged(_refuse)):
         if entry.actor.learner == SYNCER and entry.tick == 1:
-            _start_syncer(execution, tapes, entry.actor)
+            execution.started(entry.actor, tapes.readers[entry.actor].header.restored)
         execution.apply(entry)
     load_values(founder, founded.plan, execution.published())
     recorded = model_digest(published_model(run, settings)) if is_finished(run) else None
@@ -92,15 +93,16 @@ def replay_training(
     )
 
 
-def _start_syncer(execution: Execution, tapes: RunTapes, actor: Actor) -> None:
-    restored = tapes.readers[actor].header.restored
-    first = min(each.start for each in tapes.readers if each.learner == SYNCER)
-    if actor.start == first and restored is not None and restored.versions:
+def _check_beginning(tapes: RunTapes) -> None:
+    first = min((actor for actor in tapes.readers if actor.learner == SYNCER), default=None)
+    if first is None:
+        raise CannotReplay("there is no tape of the syncer")
+    restored = tapes.readers[first].header.restored
+    if restored is not None and restored.versions:
         raise CannotReplay(
-            "the first tape of the syncer begins in the middle: the run was restored from another one, or its first"
+            "the first tape of the syncer begins with versions: the run was restored from another one, or its first"
             " tape is lost"
         )
-    execution.started(actor, restored)
 
 
 def _refuse(missing: Missing) -> None:

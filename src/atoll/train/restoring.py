@@ -24,7 +24,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from atoll.core import tape
-from atoll.core.protocol import MembersRecord, VersionRecord
+from atoll.core.protocol import LeaseRecord, MembersRecord, VersionRecord
 from atoll.core.types import FragmentId, RoundId
 from atoll.net.durable import make_folder, put_file, read_file, read_tensor_file, tensor_file
 from atoll.net.parts import list_parts, part_path, read_part
@@ -132,6 +132,11 @@ def _write_store(
                 round_id = RoundId(p, 0, store.epoch, 1)
                 store.write(VersionRecord(p, 1, round_id, (), (), record.merged_tokens), tensors)
         store.write(MembersRecord(1, (), (), done))
+        cut = source.info.record
+        if cut is not None and cut.next_sample:
+            # What was trained after the cut is not in this model: it is leased again, with all that nobody had merged.
+            left = sum(end - begin for begin, end in cut.unmerged)
+            store.write(LeaseRecord(1, cut.next_sample, cut.unmerged, (), cut.next_sample - left))
         store.write_settings(made.to_json())
 
 
