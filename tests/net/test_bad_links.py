@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,15 @@ def test_a_thin_link_carries_reports_while_fragments_are_on_their_way(tmp_path):
 
 
 def test_a_long_link_gets_its_fragments_although_each_is_old_when_its_request_arrives(tmp_path):
-    """60 ms one way; a version of the only fragment lives for a few milliseconds."""
+    """A request is under way for as long as twenty versions of the only fragment live, however quick the machine is."""
     with Run(tmp_path, endless(fragments=1, every_steps=1)) as run, Relay(run.address) as relay:
         near = run.start(LearnerSpec(1, pace_s=0.001))
         near.hear("joined")
         near.order("go")
-        relay.delay_s = 0.06
+        run.until(run.merges(10), "versions come")
+        began, merges = time.monotonic(), run.status()["merges"]
+        run.until(run.merges(merges + 20), "versions come")
+        relay.delay_s = time.monotonic() - began
         merges = run.status()["merges"]
         far = run.start(2, relay.address)
         far.hear("joined")

@@ -106,12 +106,12 @@ def test_a_tape_that_is_lost_is_said_and_no_model_is_made_up(killed, tmp_path, c
 
 def test_a_run_that_was_stopped_and_resumed_on_fewer_islands_replays(text, tmp_path, capsys):
     run = tmp_path / "run"
-    words = small(text, "--learners", "3", "--tokens", str(TOKENS), "--kill", "none", "--step-time", "20ms")
+    words = small(text, "--learners", "3", "--tokens", str(4 * TOKENS), "--kill", "none", "--step-time", "20ms")
     with training(run, words) as process:
         for _ in range(600):
             assert process.poll() is None, process.communicate()
             store = run / "store" / "fragments" / "000"
-            if store.is_dir() and len(list(store.iterdir())) > 3:
+            if store.is_dir() and max(each.name for each in store.iterdir()) > "000000003":
                 break
             try:
                 process.wait(0.05)

@@ -47,8 +47,7 @@ class Report(NamedTuple):
 
 
 class Contribution(NamedTuple):
-    """The answer to a pull; the delta A_p - theta_p travels beside it. `problem` is set by the receiving driver when
-    the values are unfit (not finite, wrong size, wrong digest)."""
+    """The answer to a pull; the delta A_p - theta_p travels beside it. `problem`: unfit, says the receiving driver."""
 
     round: RoundId
     copied_at: int
@@ -437,8 +436,7 @@ class SnapshotSaveFailed(NamedTuple):
 
 
 class MomentsFound(NamedTuple):
-    """While it joins: the driver holds inner state that `learner` saved as its part of `snapshot`, checked and fitting.
-    It is for the case that no peer gives any."""
+    """While it joins: the driver holds inner state that `learner` saved for `snapshot`, if no peer gives any."""
 
     learner: LearnerId
     snapshot: int

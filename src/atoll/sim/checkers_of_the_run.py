@@ -165,8 +165,13 @@ class OneAnswer(Checker):
         self._answer(entry, event.key)
 
     def _answer_fenced(self, entry: Entry, event: StoreFenced) -> None:
-        """Whatever else is being written is refused in the same way; a syncer that was told once writes no more."""
-        self._open = {key: count for key, count in self._open.items() if key[0] != entry.actor}
+        """Whatever else is being written is refused in the same way; a syncer that was told once writes no more.
+
+        A merge is no write: it may be under way, and is answered.
+        """
+        over = [key for key in self._open if key[0] == entry.actor and type(key[1]) is RecordKey]
+        for key in over:
+            del self._open[key]
 
     def _ask_merge(self, entry: Entry, effect: MergeRound) -> None:
         self._ask(entry, effect.round)
