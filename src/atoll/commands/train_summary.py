@@ -109,6 +109,8 @@ def _next(report: Report, run: Path) -> Iterator[str]:
         struck = next((fault.who.split()[-1] for fault in report.faults if fault.who.startswith("learner")), "1")
         commands[f"atoll check {run}"] = "every invariant of the protocol, over the tapes"
         commands[f"atoll story {run} --learner {struck}"] = "what happened to one learner"
+        commands[f"atoll ledger {run}"] = "who trained which samples, and where they were merged"
+        commands[f"atoll replay {run}"] = "train it again from the tapes, to the same bits"
     width = max(map(len, commands))
     for command, meaning in commands.items():
         yield f"  {command:<{width}}   {meaning}"
