@@ -73,6 +73,33 @@ def test_a_full_disk_publishes_nothing_keeps_what_is_merged_and_tries_again():
     assert [body.version for _, body in talk.bodies(Published)] == [1]
 
 
+def test_when_the_disk_takes_one_version_again_all_that_wait_are_written_at_once():
+    talk = SyncerTalk(RunConfig(fragments=2, every_steps=1, rounds_in_flight=2))
+    one = talk.joined(1)
+    one.reports(1.0, step=1)
+    for fragment in (0, 1):
+        one.contributes(1.1, fragment)
+        talk.merged(1.2)
+
+    def asked() -> list[int]:
+        return [effect.record.key().number for effect in talk.awaited if type(effect) is Persist]
+
+    for _ in range(6):  # until both wait for long
+        assert sorted(asked()) == [0, 1]
+        talk.persist_failed(talk.now)
+        talk.persist_failed(talk.now)
+        while len(asked()) < 2:
+            talk.fires(talk.core.next_deadline())
+    talk.persist_failed(talk.now)
+    (left,) = asked()
+    talk.persisted(talk.now)
+    assert asked() == [1 - left], "it waits although the disk has space"
+    until = talk.now + 60.0
+    while (due := talk.core.next_deadline()) is not None and due < until:
+        talk.fires(due)
+        assert asked() == [1 - left], "it is asked for twice"
+
+
 def test_a_version_record_has_the_contributions_and_everybodys_last_mark():
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=1))
     one, two = talk.joined(1), talk.joined(2)

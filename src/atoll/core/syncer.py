@@ -160,6 +160,8 @@ class SyncerCore(Ending):
 
     def _on_persisted(self, now: float, event: Persisted) -> None:
         key = event.key
+        if self.unsaved:
+            self._save_unsaved()
         if key.kind == "version":
             f = self.fragments[key.number]
             assert f.phase is Phase.MERGING and f.merged and key.version == f.version + 1, f"unasked {key}"

@@ -319,10 +319,19 @@ class Rounds(SyncerState, ABC):
         delay = backoff_s(f.save_tries, f.id, self.limits)
         f.save_tries += 1
         f.reason = self._say("fragment", f.id, "persist-failed", f.version + 1, why, delay)
+        self.unsaved[f.id] = None
         self._arm(now + delay, "save", f.id)
 
     def _on_save_timer(self, now: float, fragment: FragmentId) -> None:
-        self._save_version(self.fragments[fragment])
+        if fragment in self.unsaved:
+            del self.unsaved[fragment]
+            self._save_version(self.fragments[fragment])
+
+    def _save_unsaved(self) -> None:
+        """The disk takes something again: nobody waits for the end of a delay that was meant for a full one."""
+        waiting, self.unsaved = self.unsaved, {}
+        for fragment in waiting:
+            self._save_version(self.fragments[fragment])
 
     def _version_saved(self, now: float, f: Fragment) -> None:
         self._phase(f, "durable")

@@ -228,6 +228,7 @@ class SyncerState:
         self.by_opening: dict[FragmentId, Fragment] = dict(self.fragments)
         self.retrying: dict[FragmentId, Fragment] = {}  # after an abandoned round; ripe again after few steps
         self.in_flight = 0  # fragments that are not IDLE
+        self.unsaved: dict[FragmentId, None] = {}  # merged, refused by the disk, and waiting to be written again
         self.pulling: dict[FragmentId, Fragment] = {}  # of those, PULLING
         self.members: dict[LearnerId, Member] = {}
         self.live: dict[LearnerId, Member] = {}  # standing LIVE, by id
