@@ -50,7 +50,7 @@ from atoll.ml.plan import FragmentPlan
 from atoll.net.door import RETRY_S, SAY_EVERY_S, Door, fragment_sizes
 from atoll.net.island_tensors import FragmentTensors
 from atoll.net.learner_errors import BackgroundFailed
-from atoll.net.learner_link import Fetched, LearnerLink, Refusal, why
+from atoll.net.learner_link import Fetched, LearnerLink, LinkGone, Refusal, why
 from atoll.net.part_keeper import PartKeeper
 from atoll.net.parts import TakenPart
 from atoll.net.run_settings import RunSettings
@@ -399,7 +399,8 @@ class Background:
             fragment.release(copied.buffer, copied.anchor)
         number = CODEC_NUMBERS[self._settings.numerics.up]
         try:
-            await self._link.put("/v1/contribution", Kind.CONTRIBUTION, number, envelope, data)
+            put = self._link.put("/v1/contribution", Kind.CONTRIBUTION, number, envelope, data)
+            await self._link.while_open(put)
         except Refusal as refusal:
             self.log.info("the contribution to fragment %d was not taken: %s", fragment.p, refusal)
         except (aiohttp.ClientError, OSError, TimeoutError) as wrong:
@@ -516,7 +517,9 @@ class Background:
                 async with self._fetches:
                     if p in self._noticed:
                         return None  # a newer one
-                    return await self._link.fragment(p, body.version, body.base, sizes)
+                    return await self._link.while_open(self._link.fragment(p, body.version, body.base, sizes))
+            except LinkGone:
+                return None  # everything that is missing is told of on the next one
             except (Refusal, WireError) as wrong:
                 problem = str(wrong)
                 break

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
 from aiohttp import WSMsgType
@@ -43,12 +43,19 @@ MOST_ERROR_BYTES = 64 * 1024
 MOST_ANSWER_BYTES = 64 * 2**20
 
 
+T = TypeVar("T")
+
+
 class Refusal(Exception):  # noqa: N818 - an answer, not an accident
     """The syncer has answered, and the answer is no."""
 
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
         self.status = status
+
+
+class LinkGone(OSError):  # noqa: N818 - nothing failed that is not told of already
+    """The link of a transfer has ended before it."""
 
 
 class Fetched(NamedTuple):
@@ -140,6 +147,24 @@ class LearnerLink:
             closed.set()
             reading.cancel()
         self._on_closed(number, broken or (reading.result() if reading.done() else "it was given up"))
+
+    async def while_open(self, transfer: Coroutine[Any, Any, T]) -> T:
+        """A transfer that ends with the link to which it belongs: nobody wants what comes later.
+
+        Without it a syncer that stands still, and whose work another one has taken over, would hold what is under way
+        until a silent connection is given up: a minute or two in which its fragment stands still with it.
+        """
+        closed = self._closed
+        work, end = asyncio.ensure_future(transfer), asyncio.ensure_future(closed.wait())
+        try:
+            await asyncio.wait((work, end), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise LinkGone("the link was closed meanwhile")
+            return work.result()
+        finally:
+            end.cancel()
+            work.cancel()
+            await asyncio.wait((work,))
 
     async def _connect(self) -> aiohttp.ClientWebSocketResponse | None:
         """At the first of the addresses that answers, beginning with the one that answered last."""
