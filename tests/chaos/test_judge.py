@@ -283,7 +283,7 @@ def test_a_run_without_an_end_is_found(tmp_path):
         (
             replace(SOUND, loss=replace(LOSS, final=2.5)),
             "loss",
-            "2.500 against 1.950 without faults: +0.550, at most +0.1",
+            "2.500 against 1.950 without faults: +28.21 %, at most +10 %",
         ),
     ],
 )
@@ -305,6 +305,7 @@ def test_what_cannot_be_judged_is_neither_kept_nor_broken(saved):
     ("figure", "kept", "broken"),
     [
         ("goodput", 0.5, 0.9999),
+        ("goodput_up", 0.9, 1.5),
         ("uptime", 0.9, 1.5),
         ("merged_of_alive", 0.2, 1.5),
         ("worst_pause_s", 1.5, 0.5),

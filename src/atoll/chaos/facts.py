@@ -236,6 +236,11 @@ class Shares:
     def goodput(self) -> float:
         return self.stepping_s / self.allocated_s if self.allocated_s > 0.0 else 0.0
 
+    @property
+    def up_s(self) -> float:
+        """There was a process that could do something."""
+        return self.allocated_s - self.away_s - self.stopped_s
+
 
 def shares_of(learner: int, lives: Sequence[Life], span: Span, stops: Sequence[Span]) -> Shares:
     """`span`: in which the learner should have trained. `stops`: in which its process stood by SIGSTOP."""

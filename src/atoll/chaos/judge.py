@@ -108,6 +108,7 @@ class Verdict:
     checks: tuple[Check, ...]
     wall_s: float
     goodput: float
+    goodput_up: float
     uptime: float
     merged_of_alive: float | None
     worst_pause: Worst | None
@@ -165,9 +166,12 @@ def judge(
     unplanned = _unplanned(run, plan)
     wall_s = max(0.0, span[1] - span[0])
     goodput = sum(each.stepping_s for each in islands) / allocated_s if allocated_s else 0.0
+    up_s = sum(each.up_s for each in islands)
+    goodput_up = sum(each.stepping_s for each in islands) / up_s if up_s > 0.0 else 0.0
     uptime = stepping_union_s(facts, span) / wall_s if wall_s else 0.0
     figures = {
         "goodput": goodput,
+        "goodput_up": goodput_up,
         "uptime": uptime,
         "merged_of_alive": merged_of_alive,
         "worst_pause_s": pause.gap_s if pause is not None else None,
@@ -198,6 +202,7 @@ def judge(
         checks=tuple(checks),
         wall_s=wall_s,
         goodput=goodput,
+        goodput_up=goodput_up,
         uptime=uptime,
         merged_of_alive=merged_of_alive,
         worst_pause=pause,
@@ -391,7 +396,7 @@ def _unplanned(run: Path, plan: Plan) -> list[str]:
 
 
 def _loss_above(loss: Loss) -> float | None:
-    return None if loss.final is None or loss.without_faults is None else loss.final - loss.without_faults
+    return None if loss.final is None or loss.without_faults is None else loss.final / loss.without_faults - 1.0
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -466,6 +471,7 @@ def _learned(loss: Loss) -> Check:
 
 _WORDS = {
     "goodput": "goodput",
+    "goodput_up": "goodput while up",
     "uptime": "uptime",
     "merged_of_alive": "merged of alive",
     "worst_pause_s": "worst pause",
@@ -503,7 +509,8 @@ def _held(line: Expectation, value: float, ending: Ending) -> str:
     if line.figure == "loss_within":
         loss = ending.loss
         return (
-            f"{loss.final:.3f} against {loss.without_faults:.3f} without faults: {value:+.3f}, {side} +{line.bound:g}"
+            f"{loss.final:.3f} against {loss.without_faults:.3f} without faults: {100.0 * value:+.2f} %,"
+            f" {side} +{100.0 * line.bound:g} %"
         )
     return f"{100.0 * value:.1f} %, {side} {100.0 * line.bound:g} %"
 

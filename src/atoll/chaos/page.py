@@ -117,6 +117,7 @@ def _cards(verdict: Verdict) -> Iterator[str]:
     loss = verdict.loss
     cards = [
         (_percent(verdict.goodput), "goodput: islands' time in steps"),
+        (_percent(verdict.goodput_up), "of the time in which they were up"),
         (_percent(verdict.uptime), "uptime: somebody trained"),
         (_percent(verdict.merged_of_alive), "of the living are in a merge"),
         (

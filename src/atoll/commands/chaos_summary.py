@@ -57,8 +57,9 @@ def _after(fault: FaultReport) -> str:
 
 def _figures(verdict: Verdict) -> Iterator[str]:
     yield (
-        f"Goodput was {100.0 * verdict.goodput:.1f} % over {verdict.wall_s:.0f} s, and somebody trained in"
-        f" {100.0 * verdict.uptime:.1f} % of the time."
+        f"Goodput was {100.0 * verdict.goodput:.1f} % over {verdict.wall_s:.0f} s"
+        f" ({100.0 * verdict.goodput_up:.1f} % of the time in which learners were up),"
+        f" and somebody trained in {100.0 * verdict.uptime:.1f} % of the time."
     )
     rest = {
         "away": sum(each.away_s for each in verdict.islands),
