@@ -9,22 +9,26 @@ from typing import Any
 
 import pytest
 
+from atoll.chaos.relay import relay_to
 from atoll.core.protocol import FragmentDamaged, Published, Report, Resync
 from atoll.core.types import Limits
 from atoll.ml.settings import Numerics
 from tests.net.planted import struck
-from tests.net.relay import Relay
 from tests.net.runs import LearnerSpec, Run, config, endless
 from tests.net.tapes_of_runs import events, heard, sent_together
 
 
 def test_a_thin_link_carries_reports_while_fragments_are_on_their_way(tmp_path):
     """2 MB of model at 1 MB/s: a fragment takes longer than many steps, and newer versions come meanwhile."""
-    with Run(tmp_path, endless(fragments=4, every_steps=8), Numerics(plan="rows")) as run, Relay(run.address) as relay:
+    with (
+        Run(tmp_path, endless(fragments=4, every_steps=8), Numerics(plan="rows")) as run,
+        relay_to(run.address) as relay,
+    ):
         near, far = run.start(LearnerSpec(1, "wide", pace_s=0.01)), run.start(LearnerSpec(2, "wide"), relay.address)
         for learner in (near, far):
             learner.hear("joined")
-        relay.bytes_per_s, relay.delay_s = 1e6, 0.03
+        relay.thin(1e6)
+        relay.delay(0.03)
         before = relay.counts()
         merges = run.status()["merges"]
         run.go(near, far)
@@ -40,7 +44,7 @@ def test_a_thin_link_carries_reports_while_fragments_are_on_their_way(tmp_path):
         assert shown is not None
         assert (shown["standing"], shown["incarnation"]) == ("live", 1)
         assert thin["merges"] > merges + 8, "the near one does not wait for the far one"
-        relay.bytes_per_s = None
+        relay.thin(None)
         run.end()
         run.assert_same(run.finish(near, far), 1, 2)
         assert not run.log_lines(run.syncer, "learner 2: silent"), "reports were starved"
@@ -60,21 +64,21 @@ def test_a_thin_link_carries_reports_while_fragments_are_on_their_way(tmp_path):
 
 def test_a_long_link_gets_its_fragments_although_each_is_old_when_its_request_arrives(tmp_path):
     """A request is under way for as long as twenty versions of the only fragment live, however quick the machine is."""
-    with Run(tmp_path, endless(fragments=1, every_steps=1)) as run, Relay(run.address) as relay:
+    with Run(tmp_path, endless(fragments=1, every_steps=1)) as run, relay_to(run.address) as relay:
         near = run.start(LearnerSpec(1, pace_s=0.001))
         near.hear("joined")
         near.order("go")
         run.until(run.merges(10), "versions come")
         began, merges = time.monotonic(), run.status()["merges"]
         run.until(run.merges(merges + 20), "versions come")
-        relay.delay_s = time.monotonic() - began
+        relay.delay(time.monotonic() - began)
         merges = run.status()["merges"]
         far = run.start(2, relay.address)
         far.hear("joined")
         assert run.status()["merges"] > merges + 20, "the versions were not quick enough to show anything"
         far.order("go")
         run.until(lambda _: len(heard(run, 2, Published, until=1e9)) > 6, "versions arrive")
-        relay.delay_s = 0.0
+        relay.delay(0.0)
         run.end()
         run.assert_same(run.finish(near, far), 1, 2)
         assert events(run, 2, FragmentDamaged) == []
@@ -84,10 +88,10 @@ def test_a_long_link_gets_its_fragments_although_each_is_old_when_its_request_ar
 def test_a_thin_link_is_not_filled_with_beginnings_of_the_same_contribution(tmp_path):
     """An upload takes longer than the patience of the syncer, who asks again for what is on its way."""
     settings = endless(fragments=1, every_steps=4, limits=Limits(first_wait_s=0.25, backoff_first_s=0.05))
-    with Run(tmp_path, settings) as run, Relay(run.address) as relay:
+    with Run(tmp_path, settings) as run, relay_to(run.address) as relay:
         one = run.start(LearnerSpec(1, "tall"), relay.address)
         one.hear("joined")
-        relay.bytes_per_s = 60_000.0  # the fragment has 104 KB
+        relay.thin(60_000.0)  # the fragment has 104 KB
         before = relay.counts().up_bytes
         one.order("go")
         run.until(lambda _: run.log_lines(run.syncer, "asking 1 learners again"), "the syncer is impatient")
@@ -99,7 +103,7 @@ def test_a_thin_link_is_not_filled_with_beginnings_of_the_same_contribution(tmp_
 
 
 def test_a_reset_in_the_middle_of_everything_is_dialled_again(tmp_path):
-    with Run(tmp_path, endless()) as run, Relay(run.address) as relay:
+    with Run(tmp_path, endless()) as run, relay_to(run.address) as relay:
         one, two = run.start(1, relay.address), run.start(2)
         for learner in (one, two):
             learner.hear("joined")
@@ -118,18 +122,18 @@ def test_a_reset_in_the_middle_of_everything_is_dialled_again(tmp_path):
 
 def test_a_black_hole_is_noticed_by_both_sides_and_healed(tmp_path):
     impatient = Limits(first_wait_s=0.5, backoff_first_s=0.05, backoff_most_s=0.5)
-    with Run(tmp_path, endless(limits=impatient)) as run, Relay(run.address) as relay:
+    with Run(tmp_path, endless(limits=impatient)) as run, relay_to(run.address) as relay:
         one, two = run.start(1, relay.address), run.start(2)
         for learner in (one, two):
             learner.hear("joined")
         run.go(one, two)
         run.until(run.merges(4), "the run is under way")
-        relay.black_hole()
+        relay.cut()
         run.until(run.learner(1, standing="away"), "the syncer gives the link up")
         run.until(lambda _: run.log_lines(one, "did not answer 3 pings"), "the learner gives the link up")
         merges = run.status()["merges"]
         run.until(run.merges(merges + 3), "the other goes on")
-        relay.black_hole(False)
+        relay.cut(on=False)
         back = run.until(run.learner(1, standing="live", link="up"), "it is back")
         assert back["incarnation"] == 1
         run.end()
@@ -154,12 +158,12 @@ class Flip:
 
 
 def test_a_byte_that_changes_on_the_way_is_noticed_and_the_whole_value_is_fetched(tmp_path):
-    with Run(tmp_path, endless()) as run, Relay(run.address) as relay:
+    with Run(tmp_path, endless()) as run, relay_to(run.address) as relay:
         flip = Flip(4)
         one, two = run.start(1, relay.address), run.start(2)
         for learner in (one, two):
             learner.hear("joined")
-        relay.alter_down = flip
+        relay.change(flip, "down")
         run.go(one, two)
         run.until(lambda _: flip.left == 0, "bytes were changed")
         merges = run.status()["merges"]

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from atoll.chaos.relay import relay_to
 from atoll.net.learner import Learner
 from atoll.net.learner_errors import JoinTimeout, LearnerRefused, SyncerUnreachable
 from tests.net.in_process import learner_of, train
-from tests.net.relay import Relay
 from tests.net.runs import LIMIT_S, LearnerSpec, Run, config
 from tests.net.small_models import values, work
 
@@ -43,13 +43,13 @@ def test_a_black_hole_does_not_hold_a_learner_beyond_its_time_to_join():
 def test_the_link_falls_silent_while_a_learner_joins(tmp_path):
     """The black hole opens after the number was given, before the link: the join timeout counts all of it."""
     job = work()
-    with Run(tmp_path) as run, Relay(run.address) as relay:
+    with Run(tmp_path) as run, relay_to(run.address) as relay:
         learner = Learner(job.model, job.optimizer, relay.address, learner=1, join_timeout_s=1.5)
         ask = learner._background.ask_for_number
 
         def and_then_silence(*args: Any) -> tuple[int, int]:
             number = ask(*args)
-            relay.black_hole()
+            relay.cut()
             return number
 
         learner._background.ask_for_number = and_then_silence  # type: ignore[method-assign, assignment]

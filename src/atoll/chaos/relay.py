@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from functools import partial
 from random import Random
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -65,6 +67,13 @@ class Relays:
         self.close()
 
 
+@contextmanager
+def relay_to(target: str) -> Iterator[Relay]:
+    """One relay alone, for as long as it is needed."""
+    with Relays() as relays:
+        yield relays.open(target)
+
+
 class Relay:
     """One link. Everything that is set applies to bytes that arrive from then on, and to new connections."""
 
@@ -79,7 +88,7 @@ class Relay:
         self._passing = {True: asyncio.Event(), False: asyncio.Event()}  # by direction; True is up
         for passing in self._passing.values():
             passing.set()
-        self._damage_every: dict[bool, float] = {}
+        self._changes: dict[bool, Callable[[bytes], bytes]] = {}
         self._draw = Random(f"damage/{seed}")
         self._until_damage = {True: 0.0, False: 0.0}
         self._free_at = {True: 0.0, False: 0.0}  # when the link has sent what it was given
@@ -111,14 +120,19 @@ class Relay:
     def damage(self, every_bytes: float | None, way: str = "both") -> None:
         """One byte in so many, on average, is another one when it arrives. None: no more."""
 
-        def change() -> None:
-            self._damage_every.clear()
+        def begin() -> None:
+            self._changes.clear()
             if every_bytes is not None:
                 for up in _directions(way):
-                    self._damage_every[up] = every_bytes
                     self._until_damage[up] = self._draw.expovariate(1.0 / every_bytes)
+                    self._changes[up] = partial(self._damaged, up=up, every_bytes=every_bytes)
 
-        self._loop.call_soon_threadsafe(change)
+        self._loop.call_soon_threadsafe(begin)
+
+    def change(self, how: Callable[[bytes], bytes], way: str = "both") -> None:
+        """Every piece arrives as `how` makes it: for damage at a place of one's own choice."""
+        for up in _directions(way):
+            self._loop.call_soon_threadsafe(self._changes.__setitem__, up, how)
 
     def reset(self) -> None:
         """Break every connection as it stands."""
@@ -201,8 +215,8 @@ class Relay:
             if not data:
                 writer.write_eof()
                 return
-            if up in self._damage_every:
-                data = self._damaged(data, up)
+            if up in self._changes:
+                data = self._changes[up](data)
             self._counts[1 if up else 2] += len(data)
             writer.write(data)
             await writer.drain()
@@ -212,13 +226,13 @@ class Relay:
         if wait > 0:
             await asyncio.sleep(wait)
 
-    def _damaged(self, data: bytes, up: bool) -> bytes:
+    def _damaged(self, data: bytes, up: bool, every_bytes: float) -> bytes:
         changed = bytearray(data)
         at = self._until_damage[up]
         while at < len(changed):
             changed[int(at)] ^= 1 << self._draw.randrange(8)
             self._counts[3] += 1
-            at += 1.0 + self._draw.expovariate(1.0 / self._damage_every[up])
+            at += 1.0 + self._draw.expovariate(1.0 / every_bytes)
         self._until_damage[up] = at - len(changed)
         return bytes(changed)
 
