@@ -82,6 +82,49 @@ def test_one_learner_gives_its_inner_state_to_two_at_the_same_boundary(tmp_path)
         run.assert_clean()
 
 
+def test_a_peer_that_dies_while_it_gives_its_state_is_followed_by_the_next_and_then_by_fresh_moments(tmp_path):
+    patient = Limits(first_wait_s=5.0, least_wait_s=5.0)
+    with Run(tmp_path, endless(limits=patient)) as run:
+        peers = dict(zip((1, 2), run.joined(1, 2), strict=True))
+        run.go(*peers.values())
+        run.until(run.merges(6), "the run is under way")
+        for peer in peers.values():  # whoever is asked gives at its next step, so it is caught before it has given
+            peer.order("hold")
+            peer.hear("held")
+        third = run.start(3)
+        _kill_who_gives_to(run, 3, peers)
+        ((left, last),) = peers.items()
+        last.order("go")
+        assert third.hear("joined")["moments"] > 0
+        assert run.log_lines(third, f"training starts: inner state from learner {left}")
+
+        last.order("hold")
+        last.hear("held")
+        third.kill()
+        run.until(run.learner(3, standing="away"), "the loss is noticed")
+        fourth = run.start(4)
+        _kill_who_gives_to(run, 4, peers)
+        told = fourth.hear("joined")
+        assert told["moments"] == 0
+        assert told["lr_scale"] < 1.0
+        assert run.log_lines(fourth, "training starts: fresh inner moments")
+        fourth.order("go")
+        merges = run.status()["merges"]
+        run.until(run.merges(merges + 3), "it goes on from the published model")
+        run.end()
+        run.assert_same(run.finish(fourth), 4)
+        run.assert_clean()
+
+
+def _kill_who_gives_to(run: Run, number: int, peers: dict[int, Child]) -> None:
+    def asked() -> list[int]:
+        words = f"gives its inner state to learner {number}"
+        return [peer for peer in peers if run.log_lines(run.syncer, f"learner {peer} {words}")]
+
+    run.until(lambda _: asked(), "a peer is asked")
+    peers.pop(asked()[0]).kill()
+
+
 def test_an_old_process_that_comes_back_after_its_successor_is_told_and_ends(tmp_path):
     """A learner that was taken for dead is started again while its first process only stood still."""
     with Run(tmp_path, endless()) as run:
