@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import pytest
 
+from atoll.chaos.scenario import shipped
 from atoll.core import protocol
 from atoll.core.learner import LearnerCore
 from atoll.core.reasons import REASONS, Reason
@@ -343,3 +344,26 @@ def test_the_contribution_of_the_worked_example_is_what_the_core_sends():
 
 def test_the_worked_example_has_all_its_cases():
     assert [row["case"] for row in example_rows(TEXT)] == ["merged", "missed", "refused", "overwritten"]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# docs/recovery.md
+
+
+def unknown_of_the_faults(page: str) -> list[str]:
+    """Names in the table of faults that are neither a test nor a scenario."""
+    tests = {
+        name
+        for path in ROOT.glob("tests/**/test_*.py")
+        for name in re.findall(r"^(?:async )?def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    rows = section(page, "Every fault, its test and its scenario").splitlines()
+    cells = [name for row in rows if row.startswith("|") for name in re.findall(r"`([\w-]+)`", row)]
+    return [name for name in cells if name not in tests | shipped().keys()]
+
+
+def test_every_fault_has_tests_and_a_scenario_that_there_are():
+    page = (ROOT / "docs/recovery.md").read_text(encoding="utf-8")
+    assert unknown_of_the_faults(page) == []
+    assert set(shipped()) - {"everything"} <= coded(section(page, "Every fault, its test and its scenario"))
+    assert unknown_of_the_faults(page.replace("`kill-one`", "`kill-none`")) == ["kill-none"]
