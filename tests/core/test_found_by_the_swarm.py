@@ -10,6 +10,7 @@ from atoll.core.protocol import (
     LinkClosed,
     Marker,
     MergeRound,
+    Ping,
     Pull,
     SaveSnapshot,
     Send,
@@ -40,8 +41,10 @@ def test_patience_that_was_measured_too_short_grows_until_the_answer_comes():
         answers(0.001 * step)
     before = talk.fragment(0).version
     for step in range(9, 49):
-        at = 3.0 * step
-        talk.fires(at)
+        at = 3.0 * (step - 8)
+        for tenth in range(1, 30):  # it is heard all the time: this is not about silence
+            talk.fires(at - 3.0 + 0.1 * tenth)
+            one.says(at - 3.0 + 0.1 * tenth, Ping(tenth))
         answers(at)
         one.reports(at, step, step_time_s=3.0)
     assert talk.fragment(0).version > before + 2

@@ -417,13 +417,13 @@ def test_a_learner_that_leaves_says_so_and_is_not_waited_for():
     one.reports(0.5, step=1)
     one.contributes(0.6)
     talk.merges_and_persists(0.7)
-    two.reports(0.8, step=2)
-    one.reports(1.0, step=3)
+    two.reports(1.8, step=2)
+    one.reports(2.0, step=3)
     assert len(talk.bodies(Pull)) == 2
-    one.says(1.2, Leave("the operator said so"))
+    one.says(2.2, Leave("the operator said so"))
     assert talk.member(1).standing == "left"
     assert talk.fragment(0).waiting_for == (2,)
-    two.contributes(1.3)
+    two.contributes(2.3)
     assert [a.learner for a in talk.one(MergeRound).contributions] == [2]
 
 

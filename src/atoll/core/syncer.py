@@ -210,7 +210,7 @@ class SyncerCore(Ending):
             merged=max((len(f.last_contributors) for f in self.fragments.values()), default=0),
             step_s=self._step_s(),
             quorum_s=self.quorum_time.mean,
-            sync_s=self.sync_time.mean,
+            sync_s=self._sync_time().mean,
             fragments=tuple(self._view_fragment(f) for f in self.fragments.values()),
             members=tuple(self._view_member(m) for _, m in sorted(self.members.items())),
             ledger=tuple(self.ledger.line(p) for p in self.fragments),

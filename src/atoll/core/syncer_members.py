@@ -36,6 +36,8 @@ from atoll.core.tables import Phase, Stage, Standing
 from atoll.core.types import MOST_SECONDS, MOST_TOKENS, MOST_TOKENS_PER_STEP, NOTHING, LearnerId
 
 STRANGERS = ("refused-id", "refused-run", "refused-fingerprint")
+MEASURED_GAPS = 4
+"""Between messages of a learner, before its silence is judged by them."""
 CONNECTED = (Standing.JOINING, Standing.LIVE, Standing.SUSPECT)
 
 
@@ -101,7 +103,7 @@ class Members(Leasing):
             self._stand(old, "superseded")
             member.standing = old.standing
             # Timers belong to the id: those that are armed go on for the new process, or each start would add one.
-            member.silence_timer = old.silence_timer
+            member.silence_at = old.silence_at
             member.publish_timer = old.publish_timer
             self._retire(now, old, "replaced by a new incarnation")
         else:
@@ -206,7 +208,7 @@ class Members(Leasing):
 
     def _welcome(self, now: float, member: Member, body: Hello) -> None:
         member.hello = None
-        member.last_heard = now
+        member.last_heard = member.back_at = now
         member.step = max(member.step, body.step)
         self._count_from_here(member)
         member.training = body.training
@@ -224,9 +226,7 @@ class Members(Leasing):
                 assert f.round is not None
                 self._send(member, Pull(f.round))
         self._resend_finish(member)
-        if not member.silence_timer:
-            member.silence_timer = True
-            self._arm(now + self._silence_limit(member), "silence", member.id)
+        self._watch_silence(now + self._silence_limit(member), member)
 
     def _count_from_here(self, member: Member) -> None:
         """Steps that it took while it was away are not counted for fragments that were opened meanwhile: nobody knows
@@ -269,7 +269,10 @@ class Members(Leasing):
         silent_s = now - member.last_heard
         member.gap.add(silent_s)
         member.last_heard = now
+        if member.gap.count == MEASURED_GAPS:
+            self._watch_silence(now + self._silence_limit(member), member)  # until now its limit was a guess
         if member.standing is Standing.SUSPECT:
+            member.back_at = now
             self._stand(member, "heard")
             self._say("learner", member.id, "member-heard", silent_s)
 
@@ -285,6 +288,7 @@ class Members(Leasing):
             self._trains(now, member, self._note(Reason("moments-kept")))  # its word that it is ready was lost
         member.step = body.step
         member.reported_at = now
+        member.quick_s = min(body.step_time_s, 1.1 * member.quick_s) if member.pace.count else body.step_time_s
         self.ledger.tell(member.id, body.trained)
         member.pace.add(body.step_time_s)
         if member.standing is Standing.LIVE:
@@ -300,15 +304,21 @@ class Members(Leasing):
 
     def _silence_limit(self, member: Member) -> float:
         """Four times the high value of the gaps between its messages: a stutter is no silence."""
-        if member.gap.count < 4:
+        if member.gap.count < MEASURED_GAPS:
             return self.limits.first_wait_s
         return patience(member.gap, 4, self.limits)
 
+    def _watch_silence(self, at: float, member: Member) -> None:
+        """Look at its silence then, or earlier if that is due anyway. A later look that was due becomes stale."""
+        if member.silence_at is None or at < member.silence_at:
+            member.silence_at = at
+            self._arm(at, "silence", member.id)
+
     def _on_silence_timer(self, now: float, learner: LearnerId) -> None:
         member = self.members.get(learner)
-        if member is None or not member.silence_timer:
+        if member is None or member.silence_at is None or now < member.silence_at:
             return
-        member.silence_timer = False
+        member.silence_at = None
         if member.standing not in CONNECTED:
             return
         limit = self._silence_limit(member)
@@ -327,8 +337,7 @@ class Members(Leasing):
         due = member.last_heard + limit if silent_s < limit else now + limit
         if member.standing is Standing.JOINING:
             due = min(due, now + self.limits.first_wait_s)  # it may train at any moment, and then has another limit
-        member.silence_timer = True
-        self._arm(max(due, now + self.limits.least_wait_s), "silence", member.id)
+        self._watch_silence(max(due, now + self.limits.least_wait_s), member)
 
     def _unwait(self, now: float, member: Member) -> None:
         """Nobody waits for a learner that is not live; it stays asked, in case it is heard again in time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 
 from atoll.core.policy import backoff_s, flight_limit, grace_window, patience
@@ -25,7 +26,7 @@ from atoll.core.protocol import (
 from atoll.core.reasons import Reason
 from atoll.core.syncer_state import Fragment, Member, Owed, SyncerState
 from atoll.core.tables import Phase, Stage, Standing
-from atoll.core.types import Accepted, FragmentId, Mark, RoundId, is_positive, weight_of
+from atoll.core.types import Accepted, FragmentId, LearnerId, Mark, RoundId, is_positive, weight_of
 
 
 class Rounds(SyncerState, ABC):
@@ -60,9 +61,16 @@ class Rounds(SyncerState, ABC):
         return self._steps_ready(f) >= self.config.quorum
 
     def _steps_ready(self, f: Fragment) -> int:
+        """Live learners with enough steps since the last opening. Reports that a link has held up arrive together and
+        tell of steps from before it: nobody takes that many in less than half of their time."""
         need = f.need_steps
         opened = f.open_steps
-        return sum(1 for m in self.live.values() if m.step - opened.get(m.id, m.first_step) >= need)
+        since_s = self.now - f.opened_at if f.latest_round is not None else math.inf
+        return sum(
+            1
+            for m in self.live.values()
+            if m.step - opened.get(m.id, m.first_step) >= need and m.quick_s * need <= 2 * since_s
+        )
 
     def _askable(self, f: Fragment) -> list[Member]:
         """Live learners with at least one step on the fragment."""
@@ -268,9 +276,11 @@ class Rounds(SyncerState, ABC):
         assert f.round is not None
         self._phase(f, "quorum")
         step_s = self._step_s()
-        window_s, reason = grace_window(self.config, len(f.contributions), step_s, self.quorum_time, self.sync_time)
-        terms = (step_s, self.quorum_time.mean, self.sync_time.mean)
-        self.quorum_time.add(now - f.opened_at)
+        sync_time = self._sync_time()
+        window_s, reason = grace_window(self.config, len(f.contributions), step_s, self.quorum_time, sync_time)
+        terms = (step_s, self.quorum_time.mean, sync_time.mean)
+        if not any(self._was_cut_off(i, f.opened_at) for i in f.contributions):
+            self.quorum_time.add(now - f.opened_at)
         f.reason = self._note(reason)
         f.grace_until = now + window_s
         self._out.append(OpenGrace(f.round, window_s, *terms, reason))
@@ -356,7 +366,7 @@ class Rounds(SyncerState, ABC):
             f.final = True
         if self.lease_closing:
             self._settle_leases()
-        self.flight_limit = flight_limit(self.config, self._step_s(), self.quorum_time, self.sync_time)
+        self.flight_limit = flight_limit(self.config, self._step_s(), self.quorum_time, self._sync_time())
 
     # ---------------------------------------------------------------------------------------------------- publishing
 
@@ -423,8 +433,13 @@ class Rounds(SyncerState, ABC):
         if news and owed.tries == 1:
             # A version that was sent twice says nothing about the time of either sending.
             member.ack.add(now - owed.sent_at)
-            if body.version == f.version and owed.sent_at == f.published_at:
-                self.sync_time.add(now - f.published_at + f.merge_s)
+            newest = body.version == f.version and owed.sent_at == f.published_at
+            if newest and not self._was_cut_off(member.id, f.published_at):
+                member.sync.add(now - f.published_at + f.merge_s)
+
+    def _was_cut_off(self, learner: LearnerId, since: float) -> bool:
+        """It was away or silent at some time since: what took until now says nothing about its way."""
+        return self.members[learner].back_at > since
 
     def _on_resync(self, now: float, member: Member, envelope: Envelope, body: Resync) -> None:
         f = self.fragments.get(body.fragment)

@@ -126,6 +126,7 @@ class Member:
         "ack",
         "admitted_by",
         "answer",
+        "back_at",
         "counted",
         "finish_acked",
         "finish_due",
@@ -141,15 +142,17 @@ class Member:
         "owed",
         "pace",
         "publish_timer",
+        "quick_s",
         "reason",
         "received",
         "reported_at",
         "seen",
         "session",
-        "silence_timer",
+        "silence_at",
         "standing",
         "step",
         "strikes",
+        "sync",
         "training",
     )
 
@@ -162,7 +165,9 @@ class Member:
         self.first_step = 0  # local step when it joined: its count begins there for fragments not opened since
         self.counted = False  # it has been welcomed in this epoch
         self.gone_at = 0.0  # when it was last lost
+        self.back_at = 0.0  # when it was last welcomed, or heard again after a silence
         self.reported_at = -1.0  # when it told of that step
+        self.quick_s = 0.0  # a low estimate of its step time: one long step hardly raises it
         self.training = False  # it has said that it trains
         self.last_heard = 0.0
         self.received: dict[FragmentId, Version] = {}  # newest version that it has acknowledged
@@ -174,13 +179,14 @@ class Member:
         self.pace = Estimate()  # its step time
         self.answer = Estimate()  # from a pull to its contribution
         self.ack = Estimate()  # from sending a version to its acknowledgement
+        self.sync = Estimate()  # from the seal of a round to its acknowledgement of the version
         self.strikes = 0
         self.reason: Reason | None = None  # why it is away, out or in quarantine
         self.finish_acked = False
         self.finish_tries = 0  # on this link
         self.finish_due = 0.0  # when it is told again
         self.seen = 0  # its newest tick that reached us
-        self.silence_timer = False
+        self.silence_at: float | None = None  # when its silence is looked at next
         self.publish_timer = False
 
 
@@ -234,8 +240,7 @@ class SyncerState:
         self.live: dict[LearnerId, Member] = {}  # standing LIVE, by id
         self.ledger = SyncerLedger(ids)
         self.quorum_time = Estimate()  # xi_quorum
-        self.sync_time = Estimate()  # xi_sync
-        self.flight_limit = flight_limit(config, 0.0, self.quorum_time, self.sync_time)
+        self.flight_limit = flight_limit(config, 0.0, self.quorum_time, Estimate())
         self.merges = 0  # sum of all versions
         self.marker = epoch * 1_000_000  # newest snapshot; rises across restarts because the epoch does
         self.cut: Cut | None = None
@@ -382,6 +387,12 @@ class SyncerState:
         """xi_step: the median of the live learners' moving averages. One that stood still for minutes, or says so, has
         not made the run's steps longer, nor anybody's grace."""
         return middle([m.pace.mean for m in self.live.values() if m.pace.count])
+
+    def _sync_time(self) -> Estimate:
+        """xi_sync: of the live learner in the middle. One whose link is slow, or was cut while a version was on its
+        way, has not made the run's synchronisations longer, and takes nobody's grace away."""
+        known = sorted((m.sync for m in self.live.values() if m.sync.count), key=lambda each: each.mean)
+        return known[(len(known) - 1) // 2] if known else Estimate()
 
     def _versions(self) -> tuple[Version, ...]:
         return tuple(f.version for f in self.fragments.values())

@@ -1,0 +1,90 @@
+"""A link that is cut for a while, and what it must not do to everybody else: taken from the tapes of a storm."""
+
+from __future__ import annotations
+
+from atoll.core.protocol import MergeRound, OpenGrace, Pull
+from atoll.core.types import RunConfig
+from tests.core.conversation import SyncerTalk, Voice
+
+
+def _rounds(talk: SyncerTalk, voices: list[Voice], steps: range, silent: Voice | None = None) -> None:
+    """Steps of one second each. Everybody answers and acknowledges at once; who is silent does nothing."""
+    heard = [voice for voice in voices if voice is not silent]
+    for step in steps:
+        for voice in heard:
+            voice.reports(float(step), step)
+        for voice in heard:
+            for fragment in list(voice.pulls):
+                voice.contributes(step + 0.1, fragment)
+                del voice.pulls[fragment]
+        talk.fires(step + 0.2)
+        while any(isinstance(effect, MergeRound) for effect in talk.awaited):
+            talk.merges_and_persists(step + 0.2)
+        for voice in heard:
+            voice.acknowledges(step + 0.3)
+
+
+def test_one_link_that_was_cut_takes_nobodys_grace_away():
+    """(1) A version is on its way to a learner whose link is cut, (2) its acknowledgement comes seconds later, (3)
+    taken for the time of a synchronisation it leaves no slack, (4) and merges go without all but the first."""
+    talk = SyncerTalk(RunConfig(fragments=4, every_steps=4, overlap_steps=1, grace_margin=0.9))
+    voices = [talk.joined(i) for i in (1, 2, 3)]
+    _rounds(talk, voices, range(1, 21))
+    before = talk.core.view().sync_s
+    _rounds(talk, voices, range(21, 24), silent=voices[2])
+    assert talk.member(3).standing == "live", "shorter than its limit: this is not about silence"
+    voices[2].acknowledges(23.9)
+    assert talk.core.view().sync_s < before + 0.1
+    voices[0].reports(24.0, step=24)
+    voices[1].reports(24.0, step=24)
+    voices[0].contributes(24.1, next(iter(voices[0].pulls)))
+    assert talk.one(OpenGrace).window_s > 0.5
+    assert talk.of(MergeRound) == []
+
+
+def test_what_took_until_a_cut_was_over_is_no_time_of_a_synchronisation():
+    """Also where everybody was cut off, and no other learner could tell."""
+    talk = SyncerTalk(RunConfig(fragments=1, every_steps=2, overlap_steps=4))
+    one = talk.joined(1)
+    _rounds(talk, [one], range(1, 21))
+    one.reports(21.0, step=21)
+    one.contributes(21.1)
+    talk.merges_and_persists(21.2)
+    before = talk.core.view().sync_s
+    now = 21.2
+    while talk.member(1).standing == "live":
+        now += 0.5
+        talk.fires(now)
+        assert now < 60
+    one.acknowledges(now)
+    assert talk.member(1).standing == "live"
+    assert talk.core.view().sync_s == before
+
+
+def test_silence_is_noticed_soon_after_a_learner_has_begun_to_train():
+    """The limit of a learner that joins is long, and so was the time until its silence was looked at for the first
+    time: half a minute in which it counted as alive whatever became of it."""
+    talk = SyncerTalk(RunConfig(fragments=1, every_steps=99))
+    one, two = talk.joined(1), talk.joined(2)
+    for tenth in range(1, 8):
+        one.reports(0.1 * tenth, tenth, step_time_s=0.1)
+        two.reports(0.1 * tenth, tenth, step_time_s=0.1)
+    talk.fires(4.0)
+    assert (talk.member(1).standing, talk.core.view().alive) == ("suspect", 0)
+
+
+def test_reports_that_arrive_together_do_not_make_a_round_ripe():
+    """(1) A round opens while a learner's reports are held up, (2) they arrive together, (3) counted as steps since the
+    opening they would open the next round at once, without those who have just been asked."""
+    talk = SyncerTalk(RunConfig(fragments=1, every_steps=4))
+    one, two = talk.joined(1), talk.joined(2)
+    _rounds(talk, [one, two], range(1, 10))
+    _rounds(talk, [one, two], range(10, 14), silent=two)
+    version = talk.fragment(0).version
+    assert talk.core.fragments[0].opened_at == 13.0
+    for step in range(10, 18):
+        two.reports(13.5, step)
+        assert talk.bodies(Pull) == []
+    assert talk.fragment(0).phase == "idle"
+    _rounds(talk, [one], range(14, 18))
+    assert talk.fragment(0).version == version + 1
