@@ -100,21 +100,22 @@ def test_learners_do_not_all_come_back_at_once():
 def test_eq_3_worked_out_by_hand():
     """slack = 3 * 2.0 - (1.0 + 2.0) = 3.0; grace = min(0.5 * 3.0, 2.0) = 1.5."""
     config = RunConfig(overlap_steps=3, grace_margin=0.5)
-    grace = grace_window(config, 1, 2.0, measured(1.0), measured(2.0))
+    grace = grace_window(config, 1, 2.0, 0.0, measured(1.0), measured(2.0))
     assert grace.window_s == 1.5
     assert str(grace.reason) == "quorum 1 of 1; waiting 1.5 s more, slack 3 s"
 
 
-def test_grace_is_capped_by_one_step():
-    grace = grace_window(RunConfig(overlap_steps=10), 1, 2.0, measured(1.0), measured(1.0))
-    assert grace.window_s == 2.0
+@pytest.mark.parametrize(("awaited_s", "window_s"), [(0.0, 2.0), (1.5, 2.0), (4.0, 4.0), (1e9, 9.0)])
+def test_grace_is_capped_by_one_step_of_those_who_are_awaited_and_by_the_slack(awaited_s, window_s):
+    grace = grace_window(RunConfig(overlap_steps=10), 1, 2.0, awaited_s, measured(1.0), measured(1.0))
+    assert grace.window_s == window_s
 
 
 @pytest.mark.parametrize("missing", [0, 1, 2])
 def test_grace_is_zero_until_all_three_averages_are_known(missing):
     step_s = 0.0 if missing == 0 else 1.0
     quorum, sync = (Estimate() if missing == place else measured(0.1) for place in (1, 2))
-    grace = grace_window(RunConfig(overlap_steps=10), 3, step_s, quorum, sync)
+    grace = grace_window(RunConfig(overlap_steps=10), 3, step_s, 0.0, quorum, sync)
     assert grace == (0.0, because("grace-unmeasured", 3))
 
 
@@ -122,15 +123,17 @@ def test_grace_is_zero_until_all_three_averages_are_known(missing):
     st.integers(1, 20),
     st.floats(0, 0.999),
     seconds,
+    seconds,
     st.lists(seconds, min_size=1, max_size=5),
     st.lists(seconds, min_size=1, max_size=5),
 )
-def test_grace_is_never_negative_and_never_exceeds_its_bound(tau, gamma, step_s, quorums, syncs):
+def test_grace_is_never_negative_and_never_exceeds_its_bound(tau, gamma, step_s, awaited_s, quorums, syncs):
     config = RunConfig(overlap_steps=tau, grace_margin=gamma)
     quorum, sync = measured(*quorums), measured(*syncs)
-    window = grace_window(config, 1, step_s, quorum, sync).window_s
+    window = grace_window(config, 1, step_s, awaited_s, quorum, sync).window_s
     slack = tau * step_s - (quorum.mean + sync.mean)
-    assert 0 <= window <= min(gamma * max(slack, 0.0), step_s, config.limits.most_wait_s) * (1 + 1e-12)
+    bound = min(gamma * max(slack, 0.0), max(step_s, awaited_s), config.limits.most_wait_s)
+    assert 0 <= window <= bound * (1 + 1e-12)
 
 
 def test_the_middle_is_not_moved_by_a_wild_minority():

@@ -149,7 +149,7 @@ def test_a_round_takes_a_fragment_from_v_to_v_plus_1_and_then_it_is_idle():
     accepted = Accepted(1, 1, 1, 1, 100, 100, 0, 10_000.0)
     talk.expect(
         Accumulate(FIRST, accepted),
-        OpenGrace(FIRST, 0.0, 1.0, 0.0, 0.0, because("grace-unmeasured", 1)),
+        OpenGrace(FIRST, 0.0, 1.0, 1.0, 0.0, 0.0, because("grace-unmeasured", 1)),
         MergeRound(FIRST, (accepted,), because("sealed-all", 1)),
     )
     talk.merged(1.6)
@@ -334,6 +334,16 @@ def test_the_grace_window_never_exceeds_one_step():
     talk = _measured(tau=8, gamma=0.5)
     talk.voices[1].contributes(10.25)
     assert talk.one(OpenGrace).window_s == pytest.approx(1.0)
+
+
+def test_the_grace_window_is_long_enough_for_the_slowest_who_is_awaited():
+    """slack = 8 * 1.0 - 1.0 = 7.0; xi_awaited = 1 + (5 - 1) / 8 = 1.5; grace = min(0.5 * 7.0, 1.5) = 1.5."""
+    talk = _measured(tau=8, gamma=0.5)
+    talk.voices[2].reports(10.1, step=3, step_time_s=5.0)
+    assert talk.core.view().step_s == pytest.approx(1.0), "the lower median is not moved"
+    talk.voices[1].contributes(10.25)
+    grace = talk.one(OpenGrace)
+    assert (grace.step_s, grace.awaited_s, grace.window_s) == pytest.approx((1.0, 1.5, 1.5))
 
 
 def test_there_is_no_grace_without_slack():

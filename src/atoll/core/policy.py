@@ -62,10 +62,13 @@ class Grace(NamedTuple):
     reason: Reason
 
 
-def grace_window(config: RunConfig, contributions: int, step_s: float, quorum: Estimate, sync: Estimate) -> Grace:
-    """Eq. 3: slack = tau * xi_step - (xi_quorum + xi_sync); grace = min(gamma * max(slack, 0), xi_step).
+def grace_window(
+    config: RunConfig, contributions: int, step_s: float, awaited_s: float, quorum: Estimate, sync: Estimate
+) -> Grace:
+    """Eq. 3: slack = tau * xi_step - (xi_quorum + xi_sync); grace = min(gamma * max(slack, 0), longest step awaited).
 
-    Zero until all three averages are known.
+    Who is asked answers at the end of its step, so it pays to wait for the longest step of those who are awaited, and
+    no longer. Zero until all three averages are known.
     """
     if config.grace_margin == 0:
         return Grace(0.0, Reason("grace-off", (contributions,)))
@@ -74,7 +77,7 @@ def grace_window(config: RunConfig, contributions: int, step_s: float, quorum: E
     slack = config.overlap_steps * step_s - (quorum.mean + sync.mean)
     if slack <= 0:
         return Grace(0.0, Reason("grace-no-slack", (contributions, slack)))
-    window = min(config.grace_margin * slack, step_s, config.limits.most_wait_s)
+    window = min(config.grace_margin * slack, max(step_s, awaited_s), config.limits.most_wait_s)
     return Grace(window, Reason("grace-waiting", (contributions, config.quorum, window, slack)))
 
 

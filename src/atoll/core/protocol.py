@@ -515,6 +515,7 @@ class OpenGrace(NamedTuple):
     round: RoundId
     window_s: float
     step_s: float
+    awaited_s: float  # the longest step of those who are awaited, not less than step_s
     quorum_s: float
     sync_s: float
     reason: Reason

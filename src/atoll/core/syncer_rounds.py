@@ -277,8 +277,11 @@ class Rounds(SyncerState, ABC):
         self._phase(f, "quorum")
         step_s = self._step_s()
         sync_time = self._sync_time()
-        window_s, reason = grace_window(self.config, len(f.contributions), step_s, self.quorum_time, sync_time)
-        terms = (step_s, self.quorum_time.mean, sync_time.mean)
+        awaited_s = max((m.pace.mean for m in self._waiting(f)), default=0.0)
+        window_s, reason = grace_window(
+            self.config, len(f.contributions), step_s, awaited_s, self.quorum_time, sync_time
+        )
+        terms = (step_s, max(step_s, awaited_s), self.quorum_time.mean, sync_time.mean)
         if not any(self._was_cut_off(i, f.opened_at) for i in f.contributions):
             self.quorum_time.add(now - f.opened_at)
         f.reason = self._note(reason)
