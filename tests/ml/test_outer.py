@@ -53,6 +53,31 @@ def test_sgd_gives_the_bits_of_plain_torch_on_the_tensors_themselves(outer, seed
     assert same_bits(got, parameter.detach())
 
 
+@pytest.mark.parametrize("outer", ["nesterov", "sgd"])
+def test_a_ramp_begins_near_plain_averaging_and_ends_at_the_settings(outer):
+    """eta_n = 1 + (0.5 - 1) n / 4 and mu_n = 0.8 n / 4, up to n = 4: worked out here in f64."""
+    numerics = Numerics(outer=outer, outer_lr=0.5, outer_momentum=0.8, outer_ramp=4)
+    ramped = OuterStep(plan_of(("weight", 8)), 0, numerics, normal(0, 8))
+    theta, buffer = normal(0, 8).double(), torch.zeros(8, dtype=torch.float64)
+    for number, (eta, mu) in enumerate([(0.875, 0.2), (0.75, 0.4), (0.625, 0.6), (0.5, 0.8), (0.5, 0.8)], 1):
+        delta = normal(number, 8)
+        ramped.step(delta, number)
+        buffer = mu * buffer + delta.double()
+        theta -= eta * (delta.double() + mu * buffer if outer == "nesterov" else buffer)
+        assert torch.allclose(ramped.value.double(), theta, rtol=1e-5, atol=1e-6)
+
+
+def test_a_ramp_goes_on_after_a_restart_where_it_was():
+    numerics = Numerics(outer_lr=0.5, outer_momentum=0.8, outer_ramp=6)
+    first = OuterStep(MIXED, 0, numerics, normal(0, MIXED.numel(0)))
+    first.step(normal(1, MIXED.numel(0)), 1)
+    second = OuterStep(MIXED, 0, numerics, first.value.clone())
+    second.load({name: tensor.clone() for name, tensor in first.state().items()})
+    for outer in (first, second):
+        outer.step(normal(2, MIXED.numel(0)), 2)
+    assert same_bits(first.value, second.value)
+
+
 def test_adam_is_that_of_torch():
     parameter = nn.Parameter(normal(0, 100))
     plain = torch.optim.Adam([parameter], lr=0.1, betas=(0.8, 0.999))

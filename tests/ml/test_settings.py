@@ -19,7 +19,7 @@ JSON = st.recursive(
 
 
 def test_every_field_comes_back_from_json():
-    numerics = Numerics("rows", "average", "AdamW", 1, 0.0, "int4", "f32", ("wte*", "*.embed"))
+    numerics = Numerics("rows", "average", "sgd", 1, 0.0, 20, "int4", "f32", ("wte*", "*.embed"))
     assert Numerics.from_json(json.loads(json.dumps(numerics.to_json()))) == numerics
 
 
@@ -34,6 +34,9 @@ def test_every_field_comes_back_from_json():
         ("outer_lr", math.nan),
         ("outer_lr", math.inf),
         ("outer_lr", "0.4"),
+        ("outer_ramp", -1),
+        ("outer_ramp", 2.5),
+        ("outer_ramp", True),
         ("outer_momentum", 1.0),
         ("outer_momentum", -0.1),
         ("outer_momentum", math.nan),

@@ -179,7 +179,15 @@ OuterMomentum = Annotated[
     typer.Option(
         "--outer-momentum",
         metavar="MU",
-        help="Its momentum. [default: 0.6; diloco and streaming: 0.9]",
+        help="Its momentum. [default: 0.8; diloco and streaming: 0.9]",
+    ),
+]
+OuterRamp = Annotated[
+    int | None,
+    typer.Option(
+        "--outer-ramp",
+        metavar="MERGES",
+        help="Merges of a fragment in which both rise from plain averaging. [default: 20; diloco and streaming: 0]",
     ),
 ]
 Up = Annotated[
@@ -215,8 +223,8 @@ Speeds = Annotated[
 # What they become
 
 _OF_METHOD: dict[str, dict[str, Any]] = {
-    "diloco": {"outer_momentum": 0.9},
-    "streaming": {"outer_momentum": 0.9, "adopt": "blend", "fragments": 4},
+    "diloco": {"outer_momentum": 0.9, "outer_ramp": 0},
+    "streaming": {"outer_momentum": 0.9, "outer_ramp": 0, "adopt": "blend", "fragments": 4},
 }
 """Where a method is better off with another default than the decoupled one."""
 
@@ -244,6 +252,7 @@ SHARED = (
     "outer",
     "outer_lr",
     "outer_momentum",
+    "outer_ramp",
     "up",
     "down",
     "eval_tokens",
@@ -253,7 +262,7 @@ SHARED = (
 FLAGS = {"context_tokens": "context"}
 """Parameters whose flag is another word."""
 
-_NUMERIC = ("plan", "merge", "norm_clip", "outer", "outer_lr", "outer_momentum", "up", "down")
+_NUMERIC = ("plan", "merge", "norm_clip", "outer", "outer_lr", "outer_momentum", "outer_ramp", "up", "down")
 RENAMED = {  # parameters whose setting is called otherwise
     "context_tokens": "context",
     "every": "every_steps",

@@ -1,8 +1,12 @@
 """The outer optimizer of one fragment at the syncer, and what of its value has been published.
 
-Nesterov, with D the merged delta: b <- mu b + D; Theta <- Theta - eta (D + mu b). Optimizers are those of torch.optim,
-on flat parameters that share their memory with the value. Only elementwise ones will do: a fragment is a run of pieces
-of many tensors, and what it is cut into must not change the result. That is tried out, not listed.
+Nesterov, with D the merged delta: b <- mu b + D; Theta <- Theta - eta (D + mu b). With a ramp of R the n-th step has
+eta_n = 1 + (eta - 1) min(1, n / R) and mu_n = mu min(1, n / R): at first all learners go the same way and their average
+is the step; only later, when what they differ in is noise, the outer optimizer has to make up for it.
+
+Optimizers are those of torch.optim, on flat parameters that share their memory with the value. Only elementwise ones
+will do: a fragment is a run of pieces of many tensors, and what it is cut into must not change the result. That is
+tried out, not listed.
 """
 
 from __future__ import annotations
@@ -156,9 +160,14 @@ class OuterStep:
         self._parameters = [nn.Parameter(self.value[begin:end]) for begin, end in self._even]
         self._parameters += [rest.parameter for rest in self._rests]
         self._optimizer = _build(numerics, self._parameters) if self._parameters else None
+        self._ramp = numerics.outer_ramp
+        self._eta, self._mu = numerics.outer_lr, numerics.outer_momentum
 
-    def step(self, delta: Tensor) -> None:
-        """One outer step with the merged delta D, which stays as it is."""
+    def step(self, delta: Tensor, number: int | None = None) -> None:
+        """One outer step with the merged delta D, which stays as it is.
+
+        `number`: which one it is of this fragment, from 1 on; None: one beyond every ramp.
+        """
         if delta.shape != self.value.shape or delta.dtype != torch.float32:
             raise ValueError(f"{self.value.numel()} f32 values are needed, got {delta.dtype} {tuple(delta.shape)}")
         for begin, end in self._buffers:
@@ -170,11 +179,19 @@ class OuterStep:
         gradients = [delta[begin:end] for begin, end in self._even] + [rest.gradient for rest in self._rests]
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
+        if self._ramp:
+            self._set_ramp(1.0 if number is None else min(1.0, number / self._ramp))
         self._optimizer.step()
         for parameter in self._parameters:
             parameter.grad = None  # the delta is the caller's again
         for rest in self._rests:
             rest.give()
+
+    def _set_ramp(self, share: float) -> None:
+        assert self._optimizer is not None
+        for group in self._optimizer.param_groups:
+            group["lr"] = 1.0 + (self._eta - 1.0) * share
+            group["momentum"] = self._mu * share
 
     def state(self) -> dict[str, Tensor]:
         """The optimizer's own tensors, not copies, by name; empty before the first step. With `value` it is all."""

@@ -11,6 +11,11 @@ PlanHow = Literal["balanced", "layers", "rows"]
 MergeHow = Literal["average", "radial", "trimmed"]
 CodecName = Literal["f32", "bf16", "int8", "int4"]
 
+RAMPED = ("nesterov", "sgd")
+"""Outer optimizers that are the plain average at eta = 1 and mu = 0."""
+
+MOST_RAMP = 1_000_000
+
 MOST_PATTERNS = 100
 """Of embedding names. Each is matched against every parameter."""
 
@@ -30,6 +35,7 @@ class Numerics:
     outer: str = "nesterov"  # nesterov, sgd, adam, or the name of a class of torch.optim
     outer_lr: float = 1.0  # eta
     outer_momentum: float = 0.0  # mu; of Adam the first beta
+    outer_ramp: int = 0  # outer steps in which eta goes from 1 and mu from 0 to their values; 0: they are there at once
     up: CodecName = "bf16"  # deltas, from learner to syncer
     down: CodecName = "bf16"  # updates, from syncer to learner
     embeddings: tuple[str, ...] = ()  # patterns of names that count as embeddings beside the weights of nn.Embedding
@@ -46,6 +52,12 @@ class Numerics:
             raise ValueError(f"outer_lr is {self.outer_lr!r}; give a number above 0, such as 0.4")
         if not (_is_number(self.outer_momentum) and 0.0 <= self.outer_momentum < 1.0):
             raise ValueError(f"outer_momentum is {self.outer_momentum!r}; give a number from 0 up to, not with, 1")
+        if not (type(self.outer_ramp) is int and 0 <= self.outer_ramp <= MOST_RAMP):
+            raise ValueError(f"outer_ramp is {self.outer_ramp!r}; give a number of merges, such as 20, or 0 for none")
+        if self.outer_ramp and self.outer not in RAMPED:
+            raise ValueError(
+                f"outer_ramp begins with plain averaging, which {self.outer} is not; give {' or '.join(RAMPED)}"
+            )
         if not (_is_number(self.norm_clip) and (self.norm_clip == 0.0 or 1.0 <= self.norm_clip < math.inf)):
             raise ValueError(f"norm_clip is {self.norm_clip!r}; give a number from 1 on, such as 3, or 0 for none")
         if not isinstance(self.embeddings, tuple) or len(self.embeddings) > MOST_PATTERNS:
