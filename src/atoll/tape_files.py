@@ -1,19 +1,21 @@
 """Tapes as files: `TapeWriter` writes one, `TapeReader` reads one, `RunTapes` finds those of a run.
 
 A run's directory has a folder `tapes` with one file per process: `syncer-e1.tape`, `learner-3-i2.tape`. A process that
-is killed may leave half a line at the end; that is tolerated and nothing else is.
+is killed may leave half a line at the end; that is tolerated and nothing else is. Beside the folder of a simulated run
+is `simulated.json`, see `Simulated`.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from atoll import __version__
 from atoll.core.causality import Missing, merged
@@ -35,6 +37,12 @@ FOLDER = "tapes"
 SUFFIX = ".tape"
 MOST_LINE_BYTES = 16 * 1024 * 1024
 """A longer line is no line: something else was written over the file."""
+
+SIMULATED = "simulated.json"
+SIMULATED_NOTE = "simulated"
+"""In the header of a tape of `atoll simulate`."""
+
+SIMULATED_FORMAT = 1
 
 AnyPath: TypeAlias = str | PathLike[str]
 
@@ -248,6 +256,11 @@ class RunTapes:
     def config(self) -> RunConfig:
         return next(iter(self.readers.values())).header.config
 
+    @property
+    def is_simulated(self) -> bool:
+        """Written by `atoll simulate`: no model was trained."""
+        return next(iter(self.readers.values())).header.note == SIMULATED_NOTE
+
     def learners(self) -> list[int]:
         """Ids of the learners that left a tape."""
         return sorted({actor.learner for actor in self.readers if actor.learner != SYNCER})
@@ -282,6 +295,36 @@ class RunTapes:
             *(f"{path.name} has no header: its process ended before it wrote one" for path in self.unstarted),
             *(f"there is no tape of {actor}" for actor in self.lost()),
         ]
+
+
+class Simulated(NamedTuple):
+    """What `atoll simulate` leaves beside its tapes, which say how many tokens a step had but not how many it could."""
+
+    full_step_tokens: dict[int, int]  # by learner: of a step with all slices of its island
+    outcome: Mapping[str, Any]  # the JSON object that the command can print
+
+    def save(self, run: AnyPath) -> None:
+        full = {str(learner): tokens for learner, tokens in self.full_step_tokens.items()}
+        told = {"format": SIMULATED_FORMAT, "full_step_tokens": full, "outcome": self.outcome}
+        Path(run, SIMULATED).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, run: AnyPath) -> Simulated:
+        path = Path(run, SIMULATED)
+        try:
+            told = json.loads(path.read_text(encoding="utf-8"))
+            if told["format"] != SIMULATED_FORMAT:
+                raise ValueError(f"format {told['format']!r}, this Atoll reads {SIMULATED_FORMAT}")
+            full = {int(learner): int(tokens) for learner, tokens in told["full_step_tokens"].items()}
+            if min(full.values(), default=1) < 1:
+                raise ValueError("a full step without tokens")
+            return cls(full, told["outcome"])
+        except FileNotFoundError:
+            raise ValueError(
+                f"{path} is missing: the simulation was stopped before its end, or is of an older Atoll; simulate again"
+            ) from None
+        except (AttributeError, KeyError, TypeError, ValueError) as wrong:
+            raise ValueError(f"{path} is not readable ({wrong}); simulate again") from None
 
 
 def _told_of_run(header: Header) -> dict[str, str]:

@@ -1,4 +1,7 @@
-"""`atoll replay`: does the core, told the same again, do the same? And does training end with the same bits?"""
+"""`atoll replay`: does the core, told the same again, do the same? And does training end with the same bits?
+
+Tapes of a simulated run have no bits to compare with; a model can be trained on them, see `replay_simulated`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from atoll.commands import job_options as options
+from atoll.commands import replay_simulated
 from atoll.commands.output import ExitCode, JsonOption, print_json
 from atoll.commands.progress import reading, training_again
 from atoll.commands.story import RunArgument
@@ -14,15 +19,36 @@ from atoll.commands.story import RunArgument
 if TYPE_CHECKING:
     from atoll.core.replay import ReplayDifference
     from atoll.train.replaying import Replayed
+    from atoll.train.synthetic import Trained
 
 EXAMPLE = "atoll replay runs/first"
 
 
+# long: the list of options
 def run(
+    context: typer.Context,
     run: RunArgument,
     effects_only: Annotated[
         bool, typer.Option("--effects-only", help="Do not train again: compare only what the processes did.")
     ] = False,
+    tokens: options.Tokens = None,
+    model: options.Model = None,
+    experts: options.Experts = None,
+    context_tokens: options.Context = None,
+    data: options.Data = None,
+    batch: options.Batch = None,
+    seed: options.Seed = 0,
+    inner: options.Inner = None,
+    lr: options.Lr = None,
+    merge: options.Merge = None,
+    norm_clip: options.NormClip = None,
+    plan: options.Plan = None,
+    outer: options.Outer = None,
+    outer_lr: options.OuterLr = None,
+    outer_momentum: options.OuterMomentum = None,
+    up: options.Up = None,
+    down: options.Down = None,
+    eval_tokens: options.EvalTokens = None,
     as_json: JsonOption = False,
 ) -> None:
     """Derive every effect of a run anew from its tapes, and train its model again to the last bit.
@@ -31,11 +57,16 @@ def run(
     executed again from tapes and data, on this machine, one learner after the other: faults, merges and all. It ends
     with the digest that the run had, given the same build of torch and the same kind of processor. That takes as long
     as all islands trained together. Stops at the first difference, with exit code 1.
+
+    Tapes of atoll simulate have no model. Say what to train, and a real model is trained under the failures of the
+    simulated chips: --model 100k --batch 2 --tokens 2M. The batch is that of an island with all its slices. Training
+    ends after the tokens or with the tapes. All options from --tokens to --eval-tokens are for such tapes only.
     """
     from atoll.core.replay import ReplayDifference, replay
     from atoll.tape_files import RunTapes
 
     tapes = RunTapes(run)
+    wished = replay_simulated.settings_for(context, tapes)
     entries = 0
     found: ReplayDifference | None = None
     with reading("replaying", tapes) as watched:
@@ -50,13 +81,22 @@ def run(
     if not as_json:
         if found is None:
             rest = ", as far as the tapes go" if gaps else ""
-            print(f"{len(tapes.readers)} tapes, {entries:,} entries: every effect came out as recorded{rest}")
+            print(
+                f"{len(tapes.readers)} tapes, {entries:,} entries: every effect came out as recorded{rest}", flush=True
+            )
         else:
             _show(found)
         for gap in gaps:
             print(f"incomplete: {gap}", flush=True)
-    trained, why = (None, "") if effects_only or found is not None else _train(run)
+    trained: Replayed | None = None
+    simulated: Trained | None = None
+    why = ""
+    if found is None and wished is not None:
+        simulated = replay_simulated.train(tapes, wished)
+    elif found is None and not effects_only:
+        trained, why = _train(run)
     if as_json:
+        training = trained and {**trained._asdict(), "same": trained.is_same}
         print_json(
             {
                 "tapes": len(tapes.readers),
@@ -64,10 +104,13 @@ def run(
                 "difference": found and _fields(found),
                 "complete": not gaps,
                 "incomplete": gaps,
-                "training": trained and {**trained._asdict(), "same": trained.is_same},
+                "training": training if simulated is None else replay_simulated.fields(simulated),
                 "not_trained": why or None,
             }
         )
+    elif simulated is not None:
+        for line in replay_simulated.told(simulated):
+            print(line)
     elif trained is not None:
         print(_told(trained))
     elif why:
@@ -80,13 +123,15 @@ def _train(run: Path) -> tuple[Replayed | None, str]:
     """The training, or why there is none; nothing of both for tapes that are no training run of ours."""
     from atoll.tape_files import RunTapes
 
+    tapes = RunTapes(run)  # from the beginning
+    if tapes.is_simulated:
+        return None, replay_simulated.what_to_add(tapes)
     try:
         from atoll.train.replaying import CannotReplay, can_replay, replay_training
     except ModuleNotFoundError:  # the tools that need no tensors are installed alone
         return None, ""
     if not can_replay(run):
         return None, ""
-    tapes = RunTapes(run)  # from the beginning
     with training_again(tapes) as watched:
         try:
             return replay_training(run, tapes, watched), ""

@@ -16,6 +16,7 @@ from atoll.sim.estimates import Figure, over_seeds
 from atoll.sim.fleet import FleetConfig
 from atoll.sim.goodput import GoodputResult, simulate
 from atoll.sim.published import Metric, published_percent
+from atoll.tape_files import Simulated
 
 
 class CoreRun(NamedTuple):
@@ -24,6 +25,7 @@ class CoreRun(NamedTuple):
     result: DecoupledResult
     fleet: GoodputResult | None
     tapes: TapesWritten | None
+    full_step_tokens: dict[int, int]  # by learner
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,10 @@ def simulate_run(wish: Wish) -> Outcome:
     results = run_all("simulating", tasks, wish.processes, weights)
     cores = [result for result in results if isinstance(result, CoreRun)]
     fleets = [result for result in results if isinstance(result, GoodputResult)]
-    return _outcome(wish, detail, cores, fleets)
+    outcome = _outcome(wish, detail, cores, fleets)
+    if wish.tape is not None:
+        Simulated(cores[0].full_step_tokens, outcome_fields(outcome)).save(wish.tape)
+    return outcome
 
 
 def _run_fleet(wish: Wish, seed: int, tell: Tell) -> GoodputResult:
@@ -135,7 +140,8 @@ def _run_cores(wish: Wish, detail: Detail, seed: int, tell: Tell) -> CoreRun:
             tapes.finished = run.finish()
             tapes.merges = run.syncer.merges
     fleet = None if wish.protocol.lockstep else _fleet(wish, days, seed)
-    return CoreRun(result, fleet, None if tapes is None else tapes.written())
+    full_step_tokens = {learner.place: round(learner.tokens_per_step) for learner in run.learners}
+    return CoreRun(result, fleet, None if tapes is None else tapes.written(), full_step_tokens)
 
 
 def _shares(values: list[float]) -> Figure:

@@ -10,9 +10,7 @@ from typing import NamedTuple
 from atoll.core.syncer_state import Restored
 from atoll.core.tape import Actor, Entry
 from atoll.core.types import SYNCER, RunConfig
-from atoll.tape_files import TapeWriter, new_header, tape_path
-
-NOTE = "simulated"
+from atoll.tape_files import SIMULATED_NOTE, TapeWriter, new_header, tape_path
 
 
 class TapesWritten(NamedTuple):
@@ -29,7 +27,7 @@ class TapesWritten(NamedTuple):
 class Tapes:
     """One open tape per process that is running."""
 
-    def __init__(self, directory: Path, config: RunConfig, seed: int, note: str = NOTE) -> None:
+    def __init__(self, directory: Path, config: RunConfig, seed: int, note: str = SIMULATED_NOTE) -> None:
         self._directory = directory
         self._config = config
         self._seed = seed
