@@ -29,7 +29,6 @@ import math
 import os
 import platform
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -39,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts its threads
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import nn
@@ -52,6 +52,7 @@ from atoll.train.data import Sampler, Text, dealt
 from atoll.train.executor import Execution, StepInfo, Trainee, initial_values, load_values, mean_of_learners
 from atoll.train.lockstep import PATIENT, Lockstep, Paced
 from atoll.train.models import SIZES, build, clip_, inner_optimizer, parameter_count, schedule, set_lr
+from benchmarks.many_runs import read_results, setting_in, work_through
 
 METHODS = ("ddp", "single", "diloco", "streaming", "decoupled")
 
@@ -349,49 +350,9 @@ def all_settings(options: argparse.Namespace) -> list[Setting]:
     return list(found)
 
 
-def read_results(path: Path) -> list[dict[str, Any]]:
-    """A line that was cut off by a full disk or a kill is passed over: its run is done again."""
-    lines = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            print(f"{path}: passed over a broken line", file=sys.stderr)
-    return lines
-
-
-def setting_in(line: dict[str, Any]) -> Setting:
-    return Setting(**{f.name: line.get(f.name, f.default) for f in dataclasses.fields(Setting)})
-
-
-def work_through(settings: list[Setting], results: Path, processes: int) -> int:
-    """All settings that are not in the results yet, `processes` at a time. Returns how many failed."""
-    done = {setting_in(line) for line in read_results(results)}
-    left = [s for s in settings if s not in done]
-    print(f"{len(settings)} runs, {len(settings) - len(left)} of them done before", flush=True)
-    running: list[tuple[Setting, subprocess.Popen[str]]] = []
-    failed = 0
-    while left or running:
-        while left and len(running) < processes:
-            setting = left.pop(0)
-            command = [sys.executable, __file__, "--one", json.dumps(dataclasses.asdict(setting))]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-            running.append((setting, subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)))
-        time.sleep(0.2)
-        for setting, child in [r for r in running if r[1].poll() is not None]:
-            running.remove((setting, child))
-            assert child.stdout is not None
-            line = child.stdout.read().strip()
-            if child.returncode or not line:
-                failed += 1
-                print(f"failed: {setting}", flush=True)
-                continue
-            with results.open("a") as f:
-                f.write(line + "\n")
-            found = json.loads(line)
-            shown = [f"{found[k]:.4f}" if found.get(k) is not None else "-" for k in ("loss", "loss_mean")]
-            print(f"{describe(setting)}: loss {shown[0]} mean {shown[1]}, {found['wall_s']} s", flush=True)
-    return failed
+def told(setting: Setting, found: dict[str, Any]) -> str:
+    shown = [f"{found[k]:.4f}" if found.get(k) is not None else "-" for k in ("loss", "loss_mean")]
+    return f"{describe(setting)}: loss {shown[0]} mean {shown[1]}, {found['wall_s']} s"
 
 
 def describe(setting: Setting) -> str:
@@ -421,7 +382,7 @@ def table(path: Path, final: str) -> str:
         loss = math.nan if loss is None else loss
         best = reference.get(_where(line))
         gap = None if best is None else 100 * (loss / best - 1)
-        rows.setdefault(dataclasses.replace(setting_in(line), seed=0), []).append((loss, gap))
+        rows.setdefault(dataclasses.replace(setting_in(Setting, line), seed=0), []).append((loss, gap))
     shown = sorted(rows.items(), key=lambda r: (r[0].size, r[0].tokens, sum(x for x, _ in r[1]) / len(r[1])))
     out = ["| size | tokens | method | differs in | seeds | loss | spread | gap to ddp % |", "|---" * 8 + "|"]
     for setting, found in shown:
@@ -457,7 +418,7 @@ def main() -> int:
             print(describe(setting))
         print(f"{len(settings)} runs; give --results FILE to run them")
         return 0
-    return 1 if work_through(settings, options.results, options.processes) else 0
+    return 1 if work_through(__file__, settings, options.results, options.processes, told) else 0
 
 
 if __name__ == "__main__":

@@ -85,7 +85,8 @@ def run(
         typer.Option(
             "--tape",
             metavar="DIR",
-            help="Write the tapes of one decoupled run into DIR, for check, story and replay.",
+            help="Write the tapes of one decoupled run into DIR, for check, story and replay; replay can train a model "
+            "on them, if they have every fragment: give --full for long ones.",
         ),
     ] = None,
     full: Annotated[
