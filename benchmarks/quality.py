@@ -118,7 +118,10 @@ BASELINES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """What defines the published methods. Where a method does not read a field, it is left at the default."""
 
-PROTOCOL = "h h_start p tau k grace adopt alpha merge plan outer outer_lr outer_momentum outer_ramp up down speeds delay bulk"
+PROTOCOL = (
+    "h h_start p tau k grace adopt alpha merge plan outer outer_lr outer_momentum outer_ramp"
+    " up down speeds delay bulk"
+)
 
 UNUSED = {
     "ddp": PROTOCOL,
