@@ -119,8 +119,7 @@ BASELINES: dict[str, dict[str, Any]] = {
 """What defines the published methods. Where a method does not read a field, it is left at the default."""
 
 PROTOCOL = (
-    "h h_start p tau k grace adopt alpha merge plan outer outer_lr outer_momentum outer_ramp"
-    " up down speeds delay bulk"
+    "h h_start p tau k grace adopt alpha merge plan outer outer_lr outer_momentum outer_ramp up down speeds delay bulk"
 )
 
 UNUSED = {
