@@ -53,6 +53,7 @@ COVERED = {
     "final_tries": "test_final_tries_attempts_at_the_last_round_and_then_it_is_skipped",
     "finish_tries": "test_finish_tries_sendings_of_the_manifest_and_then_a_learner_is_left_behind",
     "strikes": "test_strikes_bad_contributions_and_then_a_learner_is_quarantined",
+    "gone_after_s": "test_a_learner_that_is_away_for_gone_after_s_is_lost",
     "backoff_first_s": "test_the_first_redial_waits_backoff_first_s_and_its_spread",
     "backoff_most_s": "test_redials_wait_at_most_backoff_most_s_and_its_spread",
     "most_learners": "test_most_learners_and_then_a_hello_is_refused_and_tried_again_later",
@@ -75,6 +76,17 @@ def keep_reporting(talk: SyncerTalk, until, *voices: Voice, most_s: float = 5_00
             if until():
                 return at
         assert at < most_s, "it did not happen; the story is printed above"
+
+
+@pytest.mark.parametrize("gone_after_s", [1800.0, 7.0])
+def test_a_learner_that_is_away_for_gone_after_s_is_lost(gone_after_s):
+    talk = SyncerTalk(RunConfig(fragments=1, limits=Limits(gone_after_s=gone_after_s)))
+    one = talk.joined(1)
+    talk.tell(1.0, LearnerDisconnected(one.id, 1, 1, "the host is gone"))
+    talk.fires(0.99 + gone_after_s)
+    assert talk.member(1).standing == "away"
+    talk.fires(1.0 + gone_after_s)
+    assert talk.member(1).standing == "lost"
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def test_a_syncer_that_stood_still_counts_nobodys_silence():
     talk.tell(10_000.0, TimerFired())
     assert talk.codes() == ["member-stalled"]
     assert talk.member(1).standing == "live"
-    talk.fires(20_000.0)
+    talk.fires(10_400.0)
     assert talk.member(1).standing == "away", "after that its silence counts as usual"
 
 

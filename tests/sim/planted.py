@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from atoll.core.learner import LearnerCore
 from atoll.core.learner_state import Copy
@@ -11,6 +11,7 @@ from atoll.core.protocol import (
     AdoptFragment,
     Contribution,
     Envelope,
+    Hello,
     Lease,
     LeaseRecord,
     MergeRound,
@@ -325,6 +326,32 @@ class ReturnsWhatARoundHolds(SyncerCore):
         return False
 
 
+class WelcomesTheLost(SyncerCore):
+    """One that was given up goes on as what it was."""
+
+    def _hello_refusal(self, envelope: Envelope, body: Hello, member: Member | None) -> Reason | None:
+        refusal = super()._hello_refusal(envelope, body, member)
+        if refusal is None or refusal.code != "refused-lost":
+            return refusal
+        assert member is not None
+        member.standing = Standing.AWAY
+        self.ledger.open(member.id, member.incarnation)
+        return None
+
+
+class NeverGivesUp(SyncerCore):
+    def _give_up(self, now: float, member: Member, away_s: float) -> None:
+        """What it holds, it holds for ever."""
+
+
+class ForgetsWhoIsLost(SyncerCore):
+    """After a restart takes the lost for those who have left, and answers them nothing."""
+
+    def _restore(self, restored: Restored) -> None:
+        members = restored.members._replace(lost=()) if restored.members is not None else None
+        super()._restore(replace(restored, members=members))
+
+
 class ForgetsMarksOfLeases(SyncerCore):
     """After a restart takes the last record of leases for all that there is to know."""
 
@@ -399,6 +426,9 @@ PLANTED: tuple[Planted, ...] = (
     Planted("return the leases of the absent", ("leased-once",), syncer=ReturnsLeasesOfTheAbsent),
     Planted("return leases too early", ("leased-once",), syncer=ReturnsLeasesBeforeTheEndIsDurable),
     Planted("return what a round still holds", ("samples-once",), syncer=ReturnsWhatARoundHolds),
+    Planted("welcome one that was given up", ("current",), syncer=WelcomesTheLost),
+    Planted("never give up", ("liveness",), syncer=NeverGivesUp),
+    Planted("forget who is lost", ("liveness",), syncer=ForgetsWhoIsLost),
     Planted("forget marks of leases", ("samples-once",), syncer=ForgetsMarksOfLeases),
     Planted("lease new samples first", ("returned-first",), syncer=NewSamplesFirst),
     Planted("count a lease twice", ("lease-held",), learner=CountsLeasesTwice),

@@ -83,6 +83,7 @@ class DataHistory:
         self._leased: dict[tuple[Key, int], int] = {}  # when, as a count
         self._merges: dict[Key, list[_Merge]] = {}  # each further than the one before
         self._members: MembersRecord | None = None
+        self._out: dict[Key, str] = {}  # incarnations that left or were lost, and which of the two
         self._versions: dict[FragmentId, Version] = dict.fromkeys(config.fragment_ids(), 0)
         self._merged_tokens: dict[tuple[Key, FragmentId], int] = {}
         self._dropped_tokens: dict[tuple[Key, FragmentId], int] = {}
@@ -125,6 +126,9 @@ class DataHistory:
         elif type(record) is MembersRecord:
             if self._members is None or record.serial > self._members.serial:
                 self._members = record
+                for key in record.incarnations:
+                    if key[0] in record.left:
+                        self._out.setdefault(key, "lost" if key[0] in record.lost else "left")
         elif type(record) is LeaseRecord:
             self._leases(record)
 
@@ -168,10 +172,10 @@ class DataHistory:
         """Why this incarnation is gone for good; nothing if it is not."""
         if self._members is None:
             return ""
+        if key in self._out:
+            return self._out[key]
         current = dict(self._members.incarnations).get(key[0], 0)
-        if key[1] < current:
-            return f"replaced by incarnation {current}"
-        return "left" if key[0] in self._members.left and key[1] == current else ""
+        return f"replaced by incarnation {current}" if key[1] < current else ""
 
     def _stays(self, key: Key) -> Iterator[tuple[Interval, int, Stay]]:
         """Pieces of its leases, each with one fate, and when they were leased."""
@@ -241,7 +245,7 @@ class DataHistory:
                 rest = max(self.trained.get(key, 0), own + over) - own - over
                 merged += own
                 why = self.end_of(key)
-                reason = "left" if why == "left" else "replaced by a new incarnation"  # as the syncer has it
+                reason = why if why in ("left", "lost") else "replaced by a new incarnation"  # as the syncer has it
                 for cause, lost in (("adopted over", over), (reason, rest if why else 0)):
                     if lost:
                         dropped[cause] = dropped.get(cause, 0) + lost

@@ -234,7 +234,7 @@ class LearnerCore(Joining):
         if not body.final:
             self._hang_up(now, body.reason)
             return
-        if body.reason.code == "refused-incarnation":
+        if body.reason.code in ("refused-incarnation", "refused-lost"):
             self.refused_for = body.current
         self._turn("stopped")
         self.reason = self._note(Reason("learner-refused", (str(body.reason),)))

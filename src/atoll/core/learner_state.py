@@ -91,7 +91,7 @@ class LearnerState:
         self.lease_time = Estimate()  # from a request to a lease
         self.final: tuple[Version, ...] = ()
         self.final_merges = 0
-        self.refused_for: Incarnation | None = None  # the newer incarnation, if that is why we were refused
+        self.refused_for: Incarnation | None = None  # the newest incarnation, if we were refused for our number
         self.dials = 0
         self.hellos = 0
         self.pings = 0

@@ -290,12 +290,13 @@ class VersionRecord(NamedTuple):
 
 
 class MembersRecord(NamedTuple):
-    """The newest incarnation of every learner, those of them that have left, and the tokens of all who are gone."""
+    """The newest incarnation of every learner, those that are out (of them the lost), and the tokens of all who are."""
 
     serial: int
     incarnations: tuple[tuple[LearnerId, Incarnation], ...]
     left: tuple[LearnerId, ...]
     retired_tokens: int
+    lost: tuple[LearnerId, ...] = ()
 
     def key(self) -> RecordKey:
         return RecordKey("members", self.serial, 0)

@@ -131,6 +131,7 @@ class SyncerCore(Ending):
                 self._timer_handlers[kind](self, now, key)
 
     def _on_started(self, now: float, event: Started) -> None:
+        self._watch_absences(now)
         if self.stage is Stage.RUNNING:
             self._check_budget(now)
         elif self.stage is Stage.FINISHED:
@@ -256,7 +257,7 @@ class SyncerCore(Ending):
         elif m.standing is Standing.ADMITTING:
             reason = Reason("member-admitting", (m.incarnation,))
         text = str(reason)
-        if m.standing in (Standing.AWAY, Standing.LEFT, Standing.QUARANTINED):
+        if m.standing in (Standing.AWAY, Standing.LEFT, Standing.LOST, Standing.QUARANTINED):
             text = str(m.reason) if m.reason is not None else "known from before a restart"
         return MemberView(m.id, m.incarnation, m.standing.value, m.step, len(m.owed), m.strikes, text)
 
@@ -320,6 +321,7 @@ _TIMERS: Table = (
     ("save", "_on_save_timer"),
     ("publish", "_on_publish_timer"),
     ("silence", "_on_silence_timer"),
+    ("gone", "_on_gone_timer"),
     ("members", "_on_members_timer"),
     ("leases", "_on_leases_timer"),
     ("snapshot", "_on_snapshot_timer"),

@@ -76,6 +76,8 @@ class Members(Leasing):
         known = member is not None and member.incarnation == envelope.incarnation
         if known and member is not None and member.standing is Standing.QUARANTINED:
             return Reason("refused-quarantined")
+        if known and member is not None and member.standing is Standing.LOST and self._is_durably_lost(member):
+            return Reason("refused-lost", (member.incarnation,))
         if not known and self.stage is not Stage.RUNNING:
             return Reason("refused-finished")
         if member is None and len(self.members) >= self.limits.most_learners:
@@ -105,6 +107,7 @@ class Members(Leasing):
             # Timers belong to the id: those that are armed go on for the new process, or each start would add one.
             member.silence_at = old.silence_at
             member.publish_timer = old.publish_timer
+            member.gone_timer = old.gone_timer
             self._retire(now, old, "replaced by a new incarnation")
         else:
             self._stand(member, "hello")
@@ -145,7 +148,9 @@ class Members(Leasing):
         members = [m for _, m in sorted(self.members.items())]
         incarnations = tuple((m.id, m.incarnation) for m in members)
         left = tuple(m.id for m in members if m.id not in self.ledger.accounts)
-        self._out.append(Persist(MembersRecord(self.members_serial, incarnations, left, self.ledger.closed_trained)))
+        lost = tuple(m.id for m in members if m.standing is Standing.LOST)
+        retired = self.ledger.closed_trained
+        self._out.append(Persist(MembersRecord(self.members_serial, incarnations, left, retired, lost)))
 
     def _next_members_serial(self) -> int:
         """Of the record that will hold what is known now."""
@@ -163,6 +168,7 @@ class Members(Leasing):
                 continue
             if member.hello is None:
                 self._stand(member, "gone")  # its link broke meanwhile
+                self._watch_absence(now, member)
             else:
                 self._stand(member, "admitted training" if member.hello.training else "admitted")
                 self._welcome(now, member, member.hello)
@@ -189,6 +195,9 @@ class Members(Leasing):
         fresh_link = envelope.session > member.session
         if member.standing is Standing.LEFT:
             self._ignore("hello after leaving")
+            return
+        if member.standing is Standing.LOST:
+            self._ignore("hello of one whose loss is not durable yet")  # it says it again, and is refused then
             return
         if member.standing is Standing.ADMITTING:
             member.session = envelope.session
@@ -350,6 +359,7 @@ class Members(Leasing):
         self._say("run", 0, "member-stalled", stood_s)
         for member in self.members.values():
             member.last_heard += stood_s
+            member.away_since += stood_s
 
     # ---------------------------------------------------------------------------------------------------- going
 
@@ -372,6 +382,7 @@ class Members(Leasing):
         member.reason = self._say("learner", member.id, reason.code, *reason.args)
         self._stand(member, "gone")
         member.gone_at = now
+        self._watch_absence(now, member)
         member.owed.clear()
         self._leave_out(now, member.id)
         self._unwait(now, member)
@@ -391,8 +402,56 @@ class Members(Leasing):
             member.reason = self._say("learner", member.id, "member-quarantined", member.strikes, str(reason))
             self._stand(member, "quarantined")
             self._forget(now, member)
+            self._watch_absence(now, member)
             # It hears why when it dials again.
             self._out.append(Hangup(member.id, member.incarnation, member.session, reason))
+
+    def _watch_absence(self, now: float, member: Member) -> None:
+        """From now on it is away. One timer per id, however often it comes and goes."""
+        member.away_since = now
+        if not member.gone_timer:
+            member.gone_timer = True
+            self._arm(now + self.limits.gone_after_s, "gone", member.id)
+
+    def _watch_absences(self, now: float) -> None:
+        """A syncer that starts again does not know for how long they have been away: it counts from here."""
+        for member in self.members.values():
+            if member.standing is Standing.AWAY:
+                self._watch_absence(now, member)
+
+    def _on_gone_timer(self, now: float, learner: LearnerId) -> None:
+        member = self.members.get(learner)
+        if member is None or not member.gone_timer:
+            return
+        member.gone_timer = False
+        # At the end nothing is leased any more, and whoever returns is told that the run is over.
+        if member.standing not in (Standing.AWAY, Standing.QUARANTINED) or self.stage is not Stage.RUNNING:
+            return
+        due = member.away_since + self.limits.gone_after_s
+        if now < due:
+            member.gone_timer = True
+            self._arm(due, "gone", member.id)
+            return
+        self._give_up(now, member, now - member.away_since)
+
+    def _give_up(self, now: float, member: Member, away_s: float) -> None:
+        """Dead without a word, most likely. Its books are closed, and what it had not merged is leased again once the
+        record that says so is durable; so it must not come back as what it was:
+
+        1. Learner 1 was frozen; its samples are leased to learner 2, which is merged with them.
+        2. Learner 1 wakes and goes on as the same incarnation.
+        3. Its next contribution holds the same samples: they are merged twice.
+        """
+        args = (away_s, self.limits.gone_after_s, member.incarnation)
+        member.reason = self._say("learner", member.id, "member-given-up", *args)
+        self._stand(member, "given up")
+        self._retire(now, member, "lost")
+        self._save_members(now)
+        member.admitted_by = self._next_members_serial()
+        self._close_leases(member, member.admitted_by)
+
+    def _is_durably_lost(self, member: Member) -> bool:
+        return member.admitted_by <= self.members_durable
 
     def _superseded(self, epoch: int) -> None:
         """A learner has met a syncer of a later epoch: this process is the past and must not write another version."""

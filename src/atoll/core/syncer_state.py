@@ -126,6 +126,7 @@ class Member:
         "ack",
         "admitted_by",
         "answer",
+        "away_since",
         "back_at",
         "counted",
         "finish_acked",
@@ -133,6 +134,7 @@ class Member:
         "finish_tries",
         "gap",
         "gone_at",
+        "gone_timer",
         "heard_rounds",
         "hello",
         "first_step",
@@ -165,6 +167,7 @@ class Member:
         self.first_step = 0  # local step when it joined: its count begins there for fragments not opened since
         self.counted = False  # it has been welcomed in this epoch
         self.gone_at = 0.0  # when it was last lost
+        self.away_since = 0.0  # the same, and later by as long as the syncer itself stood still since
         self.back_at = 0.0  # when it was last welcomed, or heard again after a silence
         self.reported_at = -1.0  # when it told of that step
         self.quick_s = 0.0  # a low estimate of its step time: one long step hardly raises it
@@ -174,7 +177,7 @@ class Member:
         self.owed: dict[FragmentId, Owed] = {}  # sent and not acknowledged
         self.heard_rounds: dict[FragmentId, RoundId] = {}  # newest contribution that arrived, accepted or not
         self.hello: Hello | None = None  # waiting for its admission to be durable
-        self.admitted_by = 0  # serial of the members record that admits it
+        self.admitted_by = 0  # serial of the members record that admits it, or says that it is lost
         self.gap = Estimate()  # between two of its messages
         self.pace = Estimate()  # its step time
         self.answer = Estimate()  # from a pull to its contribution
@@ -188,6 +191,7 @@ class Member:
         self.seen = 0  # its newest tick that reached us
         self.silence_at: float | None = None  # when its silence is looked at next
         self.publish_timer = False
+        self.gone_timer = False  # it is looked at whether it was away for too long
 
 
 class Cut:
@@ -278,7 +282,9 @@ class SyncerState:
             for learner, incarnation in restored.members.incarnations:
                 member = Member(learner, incarnation, session=-1)
                 self.members[learner] = member
-                if learner in restored.members.left:
+                if learner in restored.members.lost:
+                    self._stand(member, "known to be lost")
+                elif learner in restored.members.left:
                     self._stand(member, "known to have left")
                 else:
                     self.ledger.open(learner, incarnation)

@@ -32,6 +32,7 @@ class Standing(StrEnum):
     AWAY = "away"
     QUARANTINED = "quarantined"
     LEFT = "left"
+    LOST = "lost"
 
 
 class Stage(StrEnum):
@@ -80,6 +81,7 @@ MEMBER_TABLE: dict[tuple[Standing, str], Standing] = {
     (Standing.UNKNOWN, "hello"): Standing.ADMITTING,
     (Standing.UNKNOWN, "known"): Standing.AWAY,
     (Standing.UNKNOWN, "known to have left"): Standing.LEFT,
+    (Standing.UNKNOWN, "known to be lost"): Standing.LOST,
     (Standing.ADMITTING, "admitted"): Standing.JOINING,
     (Standing.ADMITTING, "admitted training"): Standing.LIVE,
     (Standing.ADMITTING, "superseded"): Standing.ADMITTING,
@@ -99,8 +101,11 @@ MEMBER_TABLE: dict[tuple[Standing, str], Standing] = {
     (Standing.AWAY, "resumed"): Standing.LIVE,
     (Standing.AWAY, "resumed joining"): Standing.JOINING,
     (Standing.AWAY, "superseded"): Standing.ADMITTING,
+    (Standing.AWAY, "given up"): Standing.LOST,
     (Standing.QUARANTINED, "superseded"): Standing.ADMITTING,
+    (Standing.QUARANTINED, "given up"): Standing.LOST,
     (Standing.LEFT, "superseded"): Standing.ADMITTING,
+    (Standing.LOST, "superseded"): Standing.ADMITTING,
 }
 
 RUN_TABLE: dict[tuple[Stage, str], Stage] = {

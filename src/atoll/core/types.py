@@ -105,6 +105,7 @@ class Limits:
     final_tries: int = 2  # attempts at the last round of a fragment
     finish_tries: int = 5  # sendings of the final manifest before a learner is left behind
     strikes: int = 3  # bad messages before a learner is quarantined
+    gone_after_s: float = 1800.0  # away for so long, an incarnation is lost: its samples go to others
     backoff_first_s: float = 0.5
     backoff_most_s: float = 30.0
     most_learners: int = 1024
@@ -113,6 +114,8 @@ class Limits:
     def __post_init__(self) -> None:
         if not 0 < self.least_wait_s <= self.first_wait_s <= self.most_wait_s:
             raise ValueError("limits need 0 < least_wait_s <= first_wait_s <= most_wait_s")
+        if not self.gone_after_s > 0:
+            raise ValueError("limits.gone_after_s must be above 0: nobody could ever come back")
         for name in ("pull_tries", "publish_tries", "hello_tries", "ping_tries", "final_tries", "finish_tries"):
             if getattr(self, name) < 1:
                 raise ValueError(f"limits.{name} must be at least 1: nothing is ever sent with 0 tries")

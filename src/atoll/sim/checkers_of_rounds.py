@@ -132,28 +132,45 @@ class Once(Durable):
 
 class Current(Durable):
     name = "current"
-    sentence = "every contribution is of the current incarnation and of the version that the merge replaces"
+    sentence = (
+        "every contribution is of the current incarnation and of the version that the merge replaces, and none that is"
+        " lost comes back"
+    )
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.effects[Accumulate] = self._on_accumulate
         self.effects[MergeRound] = self._on_merge
+        self.sent = {Welcome: self._on_welcome}
         self._newest: dict[LearnerId, int] = {}
+        self._lost: set[tuple[LearnerId, int]] = set()
 
     def on_save(self, entry: Entry, record: Record) -> None:
         if isinstance(record, MembersRecord):
             self._newest.update(record.incarnations)
+            self._lost.update(key for key in record.incarnations if key[0] in record.lost)
 
     def started(self, actor: Actor, restored: Restored | None) -> None:
         super().started(actor, restored)
-        if actor.learner == SYNCER and restored is not None and restored.members is not None:
+        if actor.learner != SYNCER:
+            return
+        self._lost = set()  # of what was not durable nobody knows
+        if restored is not None and restored.members is not None:
             self._newest = dict(restored.members.incarnations)
+            self._lost = {key for key in restored.members.incarnations if key[0] in restored.members.lost}
+
+    def _on_welcome(self, entry: Entry, envelope: Envelope) -> None:
+        if self.is_current(entry) and (envelope.learner, envelope.incarnation) in self._lost:
+            what = f"incarnation {envelope.incarnation} was given up, and is welcomed"
+            self.fail(entry, ("learner", envelope.learner), what)
 
     def _on_accumulate(self, entry: Entry, effect: Accumulate) -> None:
         if not self.is_current(entry):
             return
         a = effect.accepted
         newest = self._newest.get(a.learner)
+        if (a.learner, a.incarnation) in self._lost:
+            self.fail(entry, ("learner", a.learner), f"incarnation {a.incarnation} was given up, and was accepted")
         if a.incarnation != newest:
             what = f"incarnation {a.incarnation} of learner {a.learner} was accepted, {newest} is current"
             self.fail(entry, ("learner", a.learner), what)

@@ -7,7 +7,7 @@ from random import Random
 
 from atoll.core.types import Limits, RunConfig
 
-FAULTS = (
+DRAWN = (
     "kill learner",
     "pause learner",
     "second start",
@@ -30,6 +30,7 @@ FAULTS = (
     "fail merge",
     "slow down",
 )
+FAULTS = (*DRAWN, "die")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,9 @@ def draw(seed: int, small: bool = False) -> Plan:
         disk_s=rng.choice((0.0, 0.01, 0.3, 1.0)),
         tight=tight,
     )
-    return _with_leases(plan) if seed % 8 < 5 else plan
+    if seed % 8 < 5:
+        plan = _with_leases(plan)
+    return _with_deaths(plan) if seed % 8 in (1, 4, 6) else plan
 
 
 def _with_leases(plan: Plan) -> Plan:
@@ -123,6 +126,21 @@ def _with_leases(plan: Plan) -> Plan:
     batches = [batch for batch in (1, 3, 8) if batch <= lease_samples * ahead]  # or nobody could ever take one
     config = replace(plan.config, lease_samples=lease_samples, leases_ahead=ahead)
     return replace(plan, config=config, samples={i: rng.choice(batches) for i in plan.step_times_s})
+
+
+def _with_deaths(plan: Plan) -> Plan:
+    """Learners that die for good, and a syncer that soon gives up whoever is away. Drawn apart, as leases are."""
+    rng = Random(plan.seed ^ 0xDEAD)
+    leave = {fault.learner for fault in plan.faults if fault.kind == "leave"}
+    may_die = [i for i in plan.starts_s if i not in leave]
+    most = max(0, len(may_die) - plan.config.quorum)  # enough must stay for a quorum
+    deaths = [
+        Fault(rng.uniform(0, plan.faulty_s), "die", learner, 0.0, rng.choice((2.0, 10.0)))
+        for learner in rng.sample(may_die, rng.randint(0, most))
+    ]
+    limits = replace(plan.config.limits, gone_after_s=rng.choice((2.0, 8.0, 30.0)))
+    faults = tuple(sorted((*plan.faults, *deaths), key=lambda f: f.at_s))
+    return replace(plan, config=replace(plan.config, limits=limits), faults=faults)
 
 
 def _draw_link(rng: Random, tight: bool) -> LinkDraw:
@@ -138,7 +156,7 @@ def _draw_link(rng: Random, tight: bool) -> LinkDraw:
 
 def _draw_faults(rng: Random, learners: int, quorum: int, faulty_s: float) -> tuple[Fault, ...]:
     """A world has a character: a few kinds of faults, often repeated, find more than a little of everything."""
-    kinds = rng.sample(FAULTS, rng.randint(0, 6))
+    kinds = rng.sample(DRAWN, rng.randint(0, 6))
     faults: list[Fault] = []
     leavers = max(0, learners - quorum)  # enough must stay for a quorum after everything is healed
     for _ in range(rng.randint(0, 12) if kinds else 0):

@@ -150,7 +150,8 @@ class Driver:
         self.processes: list[Process] = []  # every learner process that runs, zombies included
         self.by_actor: dict[tuple[LearnerId, int], Process] = {}  # the same
         self.incarnations: Counter[LearnerId] = Counter()
-        self.gone: set[LearnerId] = set()  # left for good
+        self.gone: set[LearnerId] = set()  # left for good, or died
+        self.died: set[LearnerId] = set()  # of those, without a word
         self.parts: dict[LearnerId, int] = {}  # snapshot of the newest part that each has on its disk
         self.old_syncers: list[Process] = []  # cut off, and unaware that another has taken over
         self.cut_up: dict[LearnerId, float] = {}  # until when messages towards the syncer vanish

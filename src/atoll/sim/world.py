@@ -7,6 +7,7 @@ ends with the published versions and that the ledger balances.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from atoll.core.protocol import (
     Envelope,
@@ -42,6 +43,7 @@ class World(Driver):
         self.engine.run_until(self.plan.faulty_s)
         self._heal()
         self._demand("rounds complete", self._rounds_complete)
+        self._demand("what the dead had leased returns", self._dead_settled)
         self.engine.at(self.engine.now, self._ask_finish)
         self._demand("everybody ends with the published versions", self._all_stopped)
         self._check_cores()
@@ -65,6 +67,16 @@ class World(Driver):
             proc.core.mode is Mode.TRAINING for i, proc in self.learners.items() if i not in self.gone
         )
 
+    def _dead_settled(self) -> bool:
+        """Nobody who died for good holds samples, nor has an open account."""
+        core = self._syncer_core()
+        if core is None:
+            return False
+        if core.stage is not Stage.RUNNING:
+            return True
+        holding = {key[0] for key in core.leases.holders} | set(core.ledger.accounts)
+        return not holding & self.died
+
     def _all_stopped(self) -> bool:
         core = self._syncer_core()
         return (
@@ -86,6 +98,8 @@ class World(Driver):
         for p, f in core.fragments.items():
             if core.stage is Stage.RUNNING and f.version < self._target.get(p, 0):
                 return ("fragment", p), f"fragment {p} is {f.phase.value} at version {f.version}: {core.explain(f)}"
+        if not self._dead_settled():
+            return None, f"some of {sorted(self.died)}, who died for good, hold samples or an open account"
         for i, proc in self.learners.items():
             if i not in self.gone and proc.core.mode is not Mode.STOPPED:
                 return ("learner", i), f"learner {i} is {proc.core.mode.value}, link {proc.core.link.value}"
@@ -260,6 +274,18 @@ class World(Driver):
             self.engine.at(self.engine.now + fault.lasts_s, self._come_back, fault.learner)
         return True
 
+    def _fault_die(self, fault: Fault) -> bool:
+        """For good: with a reset link, or with its whole host, which tells nobody."""
+        proc = self._running(fault.learner)
+        if proc is None:
+            return False
+        if fault.size > 5:
+            self._fault_cut_both(replace(fault, lasts_s=self.plan.faulty_s))
+        self.gone.add(fault.learner)
+        self.died.add(fault.learner)
+        self._kill_learner(proc)
+        return True
+
     def _come_back(self, learner: LearnerId) -> None:
         self.gone.discard(learner)
         self._start_if_down(learner)
@@ -304,4 +330,5 @@ _FAULTS: dict[str, Callable[[World, Fault], bool]] = {
     "snapshot": World._fault_snapshot,
     "fail merge": World._fault_fail_merge,
     "slow down": World._fault_slow_down,
+    "die": World._fault_die,
 }

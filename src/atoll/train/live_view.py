@@ -32,6 +32,7 @@ _STANDINGS = {
     "away": ("away", "red"),
     "quarantined": ("quarantined", "red"),
     "left": ("done", "dim"),
+    "lost": ("lost", "red"),
 }
 
 
