@@ -23,7 +23,7 @@ from atoll.net.reaching import NAME
 from atoll.net.snapshot_files import list_snapshots
 from atoll.tape_files import RunTapes
 from atoll.train.published import published_tensors
-from atoll.train.restoring import find_source, restore
+from atoll.train.restoring import BEGINNING, find_source, restore
 from tests.train.small_jobs import processes_of, small_text
 from tests.train.test_train_command import assert_tapes_are_sound, small
 
@@ -171,8 +171,19 @@ def test_a_snapshot_is_restored_into_a_new_run(stopped, tmp_path, capsys, learne
     assert report["eval_loss"] < report["eval_loss_before"]
     assert_tapes_are_sound(run)
     assert main(["replay", str(run)]) == 0
-    assert "the run was restored from another one" in capsys.readouterr().out
+    assert "the same to the last bit" in capsys.readouterr().out
+    assert_nothing_is_made_up(run, capsys)
     assert_goes_on_with_the_data(run, source, told["snapshot"])
+
+
+def assert_nothing_is_made_up(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without what it began with, a restored run is not replayed from anything else."""
+    (run / BEGINNING / "000.safetensors").unlink()
+    assert main(["replay", str(run)]) == 0
+    assert "what the run was restored from cannot be read" in capsys.readouterr().out
+    shutil.rmtree(run / BEGINNING)
+    assert main(["replay", str(run)]) == 0
+    assert "the run was restored from another one" in capsys.readouterr().out
 
 
 def assert_goes_on_with_the_data(run: Path, source: Path, number: int) -> None:

@@ -169,7 +169,7 @@ class Store:
             self._put(self.directory / _NAMES[type(record)], small_file(tape.encode(record)))
 
     def _put_version(self, fragment: FragmentId, version: Version, note: str, tensors: Mapping[str, Tensor]) -> None:
-        path = self._version_path(fragment, version)
+        path = self.version_path(fragment, version)
         self.check_epoch()
         make_folder(path.parent)
         pieces = tensor_file(note, tensors)
@@ -184,7 +184,7 @@ class Store:
         while len(kept) > self._keep:
             # What cannot be removed now is found and removed after the next start. The new version is durable anyway.
             with contextlib.suppress(OSError):
-                self._version_path(fragment, kept[0]).unlink(missing_ok=True)
+                self.version_path(fragment, kept[0]).unlink(missing_ok=True)
             kept.pop(0)
 
     def hold(self, snapshot: int, versions: tuple[Version, ...]) -> None:
@@ -200,7 +200,7 @@ class Store:
         for fragment, version in zip(fragments, versions, strict=True):
             name = folder / f"{fragment:03d}.safetensors"
             if not name.exists():  # then it was held before; in the folder of this number it is no other version
-                _second_name(self._version_path(fragment, version), name)
+                _second_name(self.version_path(fragment, version), name)
 
     def let_go(self, snapshot: int) -> None:
         """The snapshot did not come about."""
@@ -259,7 +259,7 @@ class Store:
         version = self._newest(fragment)
         if version is None:
             raise ValueError(f"fragment {fragment} has no version in {self.directory}: the run was not founded")
-        path = self._version_path(fragment, version)
+        path = self.version_path(fragment, version)
         try:
             note, tensors = read_tensor_file(read_file(path))
             record = tape.decode(note) if note else None
@@ -319,7 +319,7 @@ class Store:
         versions = self._versions.get(fragment)
         return versions[-1] if versions else None
 
-    def _version_path(self, fragment: FragmentId, version: Version) -> Path:
+    def version_path(self, fragment: FragmentId, version: Version) -> Path:
         return self.directory / "fragments" / f"{fragment:03d}" / f"{version:09d}.safetensors"
 
     def _snapshot_folder(self, number: int) -> Path:
@@ -336,7 +336,7 @@ class Store:
         self._look_for_versions()
         for fragment, found in self._versions.items():
             for old in found[: -self._keep]:
-                self._version_path(fragment, old).unlink(missing_ok=True)
+                self.version_path(fragment, old).unlink(missing_ok=True)
             self._versions[fragment] = found[-self._keep :]
 
     def _look_for_versions(self) -> None:

@@ -225,6 +225,14 @@ class Execution:
         self._given: dict[InnerState, bytes] = {}
         self._parts: dict[LearnerId, dict[int, bytes]] = {}  # inner state of the newest snapshots of each learner
 
+    def found(self, p: FragmentId, round_id: RoundId, state: FragmentState) -> None:
+        """The first syncer finds this version, which no entry tells of: the run was restored from another one."""
+        self._durable[p][round_id] = state
+
+    def found_part(self, learner: LearnerId, snapshot: int, inner: bytes) -> None:
+        """A part that was there before any learner of this run."""
+        self._parts.setdefault(learner, {})[snapshot] = inner
+
     # ---------------------------------------------------------------------------------------------------- processes
 
     def started(self, actor: Actor, restored: Restored | None = None) -> None:

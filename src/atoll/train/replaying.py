@@ -13,17 +13,23 @@ from typing import NamedTuple
 
 import torch
 
+from atoll.core import tape
 from atoll.core.causality import Missing
+from atoll.core.protocol import VersionRecord
 from atoll.core.tape import Actor, Entry
 from atoll.core.types import SYNCER
+from atoll.ml import inner_state
+from atoll.net.durable import read_file, read_tensor_file
+from atoll.net.parts import Part, list_parts, part_path, read_part
 from atoll.tape_files import RunTapes
 from atoll.train.data import Text
-from atoll.train.executor import Execution, StepInfo, Trainee, initial_values, load_values
+from atoll.train.executor import Execution, FragmentState, StepInfo, Trainee, initial_values, load_values
 from atoll.train.job_settings import CONFIG, JobSettings
 from atoll.train.loop import InnerLoop, model_config
 from atoll.train.model_file import model_digest
 from atoll.train.models import build
 from atoll.train.published import is_finished, published_model, run_settings
+from atoll.train.restoring import BEGINNING, kept_fragment
 
 HISTORY = 4
 """States of each fragment that are kept for a syncer that is started again: it may have died before the newest."""
@@ -63,7 +69,7 @@ def replay_training(
     settings = JobSettings.load(run / CONFIG)
     founded = run_settings(run)
     assert founded is not None and founded.plan is not None, "ask can_replay first"
-    _check_beginning(tapes)
+    beginning = _beginning(run, tapes, len(founded.plan.fragments))
     torch.set_num_threads(settings.threads)
     corpus = Text.load(settings.data)
     founder = build(model_config(settings), settings.seed)
@@ -81,8 +87,12 @@ def replay_training(
         return Trainee(loop.model, loop.optimizer, take_step, settings.batch)
 
     initial = initial_values(founder, founded.plan)
+    if beginning is not None:
+        initial = [kept.state.published for kept in beginning.fragments]
     execution = Execution(founded.config, founded.numerics, founded.plan, initial, make, HISTORY, check_digests=True)
-    for entry in watched(tapes.merged(_refuse)):
+    if beginning is not None:
+        beginning.give(execution)
+    for entry in watched(tapes.merged(_refuse_all_but(beginning))):
         if entry.actor.learner == SYNCER and entry.tick == 1:
             execution.started(entry.actor, tapes.readers[entry.actor].header.restored)
         execution.apply(entry)
@@ -93,17 +103,70 @@ def replay_training(
     )
 
 
-def _check_beginning(tapes: RunTapes) -> None:
+class KeptFragment(NamedTuple):
+    """What a restored run began with. `record` None: with version 0, of which there is nothing but the value."""
+
+    record: VersionRecord | None
+    state: FragmentState
+
+
+class Beginning(NamedTuple):
+    syncer: Actor  # the first
+    fragments: list[KeptFragment]
+    parts: list[Part]
+
+    def give(self, execution: Execution) -> None:
+        for p, kept in enumerate(self.fragments):
+            if kept.record is not None:
+                execution.found(p, kept.record.round, kept.state)
+        for part in self.parts:
+            inner = inner_state.Taken(dict(part.note["inner"]), part.inner_tensors(), [])
+            execution.found_part(part.learner, part.snapshot, inner_state.pack_taken(inner))
+
+
+def _beginning(run: Path, tapes: RunTapes, fragments: int) -> Beginning | None:
+    """None: with a new model. Otherwise the run was restored, and has kept what it was restored from."""
     first = min((actor for actor in tapes.readers if actor.learner == SYNCER), default=None)
     if first is None:
         raise CannotReplay("there is no tape of the syncer")
     restored = tapes.readers[first].header.restored
-    if restored is not None and restored.versions:
-        raise CannotReplay(
-            "the first tape of the syncer begins with versions: the run was restored from another one, or its first"
-            " tape is lost"
-        )
+    versions = restored.versions if restored is not None else {}
+    if not (run / BEGINNING).is_dir():
+        if versions:
+            raise CannotReplay(
+                "the first tape of the syncer begins with versions: it is not the first, or the run was restored from"
+                f" another one and {BEGINNING} is gone"
+            )
+        return None
+    try:
+        kept = [_kept(kept_fragment(run, p)) for p in range(fragments)]
+        there = list_parts(run / BEGINNING)
+        parts = [read_part(part_path(run / BEGINNING, i, number)) for i, numbers in there.items() for number in numbers]
+    except (OSError, ValueError) as wrong:
+        raise CannotReplay(f"what the run was restored from cannot be read: {wrong}") from None
+    if any(versions.get(p) != each.record for p, each in enumerate(kept)):
+        raise CannotReplay(f"the first tape of the syncer begins with other versions than {BEGINNING} holds")
+    return Beginning(first, kept, parts)
 
 
-def _refuse(missing: Missing) -> None:
-    raise CannotReplay(f"the tapes are incomplete: {missing}")
+def _kept(path: Path) -> KeptFragment:
+    note, tensors = read_tensor_file(read_file(path))
+    record = tape.decode(note) if note else None
+    if record is None:
+        value = tensors["published"]
+        return KeptFragment(None, FragmentState(value, {}, value))
+    if not isinstance(record, VersionRecord):
+        raise ValueError(f"{path} holds {type(record).__name__}, no version")
+    momentum = {name.removeprefix("outer."): each for name, each in tensors.items() if name.startswith("outer.")}
+    state = FragmentState(tensors["precise"], momentum, tensors["published"], tensors["usual"])
+    return KeptFragment(record, state)
+
+
+def _refuse_all_but(beginning: Beginning | None) -> Callable[[Missing], None]:
+    """What the first syncer of a restored run found is on no tape of that run, and is kept beside them."""
+
+    def refuse(missing: Missing) -> None:
+        if beginning is None or missing.actor != beginning.syncer or missing.cause_tick is not None:
+            raise CannotReplay(f"the tapes are incomplete: {missing}")
+
+    return refuse

@@ -9,11 +9,15 @@ Nothing of the other run is changed, and it may go on. What is taken over:
 | parts of learners | parts of the new run: whoever finds no peer starts from one, whatever its number |
 
 Work that was in flight or not merged is in the parts of the old run and in no published value: it is not taken over.
+
+The new run keeps what it began with in `beginning`, under second names, so that it can be replayed when its store and
+its learners hold none of it any more.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -33,6 +37,9 @@ from atoll.net.snapshot_files import SNAPSHOTS, STORE, SnapshotInfo, list_snapsh
 from atoll.net.store import Store
 from atoll.train.job_settings import CONFIG, JobSettings, check_new
 from atoll.train.published import run_settings
+
+BEGINNING = "beginning"
+"""Within a run that was restored: what it began with."""
 
 
 class Source(NamedTuple):
@@ -131,6 +138,7 @@ def _write_store(
             if record is not None:
                 round_id = RoundId(p, 0, store.epoch, 1)
                 store.write(VersionRecord(p, 1, round_id, (), (), record.merged_tokens), tensors)
+            _keep(store.version_path(p, 0 if record is None else 1), kept_fragment(run, p))
         store.write(MembersRecord(1, (), (), done))
         cut = source.info.record
         if cut is not None and cut.next_sample:
@@ -159,8 +167,22 @@ def _write_parts(source: Source, run: Path, run_id: str, say: Callable[[str], No
             make_folder(target.parent)
             note = json.dumps({**part.note, "run": run_id}, separators=(",", ":"))
             put_file(target, tensor_file(note, part.tensors), lambda: None, replace=True)
+            _keep(target, part_path(run / BEGINNING, learner, number))
             taken.append(learner)
             break
         else:
             say(f"learner {learner} has no part of snapshot {source.info.number} in {source.run}")
     return taken
+
+
+def kept_fragment(run: Path, p: FragmentId) -> Path:
+    return run / BEGINNING / f"{p:03d}.safetensors"
+
+
+def _keep(path: Path, name: Path) -> None:
+    """Under a second name, which costs nothing; a copy where there are no links."""
+    make_folder(name.parent)
+    try:
+        os.link(path, name)
+    except OSError:
+        put_file(name, [read_file(path)], lambda: None, replace=True)
