@@ -46,6 +46,7 @@ def run(
     outer: options.Outer = None,
     outer_lr: options.OuterLr = None,
     outer_momentum: options.OuterMomentum = None,
+    outer_ramp: options.OuterRamp = None,
     up: options.Up = None,
     down: options.Down = None,
     eval_tokens: options.EvalTokens = None,

@@ -30,6 +30,7 @@ WHAT_TO_TRAIN = (
     "outer",
     "outer_lr",
     "outer_momentum",
+    "outer_ramp",
     "up",
     "down",
     "eval_tokens",
