@@ -1,8 +1,7 @@
 """What is said and done: message bodies, the envelope around them, events and effects.
 
-Bodies travel between a learner and the syncer. Events (past tense) are what a core is told; effects (imperative) are
-what it asks its driver to do. All are frozen. Named tuples of different types but equal fields compare equal, so
-comparisons that matter go through `tape.canonical`, which carries the type's name.
+Bodies travel between learner and syncer. A core is told events (past tense) and asks its driver for effects
+(imperative). Named tuples with equal fields compare equal whatever their type; `tape.canonical` tells them apart.
 
 Ordering contract, for every driver:
 
