@@ -59,23 +59,31 @@ def test_a_ramp_begins_near_plain_averaging_and_ends_at_the_settings(outer):
     numerics = Numerics(outer=outer, outer_lr=0.5, outer_momentum=0.8, outer_ramp=4)
     ramped = OuterStep(plan_of(("weight", 8)), 0, numerics, normal(0, 8))
     theta, buffer = normal(0, 8).double(), torch.zeros(8, dtype=torch.float64)
-    for number, (eta, mu) in enumerate([(0.875, 0.2), (0.75, 0.4), (0.625, 0.6), (0.5, 0.8), (0.5, 0.8)], 1):
-        delta = normal(number, 8)
-        ramped.step(delta, number)
+    for turn, (eta, mu) in enumerate([(0.875, 0.2), (0.75, 0.4), (0.625, 0.6), (0.5, 0.8), (0.5, 0.8)]):
+        delta = normal(1 + turn, 8)
+        ramped.step(delta)
         buffer = mu * buffer + delta.double()
         theta -= eta * (delta.double() + mu * buffer if outer == "nesterov" else buffer)
         assert torch.allclose(ramped.value.double(), theta, rtol=1e-5, atol=1e-6)
 
 
-def test_a_ramp_goes_on_after_a_restart_where_it_was():
+def test_a_ramp_goes_on_from_a_stored_state_where_it_was():
     numerics = Numerics(outer_lr=0.5, outer_momentum=0.8, outer_ramp=6)
-    first = OuterStep(MIXED, 0, numerics, normal(0, MIXED.numel(0)))
-    first.step(normal(1, MIXED.numel(0)), 1)
-    second = OuterStep(MIXED, 0, numerics, first.value.clone())
-    second.load({name: tensor.clone() for name, tensor in first.state().items()})
-    for outer in (first, second):
-        outer.step(normal(2, MIXED.numel(0)), 2)
+    numel = MIXED.numel(0)
+    first, anew = (OuterStep(MIXED, 0, numerics, normal(0, numel)) for _ in range(2))
+    for turn in range(3):
+        first.step(normal(1 + turn, numel))
+    stored = load(save({"value": first.value, **first.state()}))
+    second = OuterStep(MIXED, 0, numerics, stored.pop("value").clone())
+    second.load(stored)
+    anew.value.copy_(first.value)
+    anew.load({**stored, "steps": torch.tensor(0)})
+    for outer in (first, second, anew):
+        outer.step(normal(9, numel))
     assert same_bits(first.value, second.value)
+    assert not same_bits(first.value, anew.value), "the count makes no difference, so nothing is shown"
+    with pytest.raises(ValueError, match="steps has shape nothing"):
+        second.load({name: tensor for name, tensor in stored.items() if name != "steps"})
 
 
 def test_adam_is_that_of_torch():

@@ -24,6 +24,9 @@ from atoll.ml.settings import Numerics
 
 SHORT_NAMES = {"nesterov": "SGD", "sgd": "SGD", "adam": "Adam"}
 
+STEPS = "steps"
+"""Name of the count in the state of an optimizer with a ramp."""
+
 LANES = 64
 """Values that fill the vector registers of every CPU evenly. Torch's fused kernels round the values after the last full
 register in another way (in f64), so no parameter here has such: the rest of a run is stepped in padded memory."""
@@ -162,12 +165,10 @@ class OuterStep:
         self._optimizer = _build(numerics, self._parameters) if self._parameters else None
         self._ramp = numerics.outer_ramp
         self._eta, self._mu = numerics.outer_lr, numerics.outer_momentum
+        self._steps = 0  # counted for the ramp
 
-    def step(self, delta: Tensor, number: int | None = None) -> None:
-        """One outer step with the merged delta D, which stays as it is.
-
-        `number`: which one it is of this fragment, from 1 on; None: one beyond every ramp.
-        """
+    def step(self, delta: Tensor) -> None:
+        """One outer step with the merged delta D, which stays as it is."""
         if delta.shape != self.value.shape or delta.dtype != torch.float32:
             raise ValueError(f"{self.value.numel()} f32 values are needed, got {delta.dtype} {tuple(delta.shape)}")
         for begin, end in self._buffers:
@@ -180,7 +181,8 @@ class OuterStep:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
         if self._ramp:
-            self._set_ramp(1.0 if number is None else min(1.0, number / self._ramp))
+            self._steps += 1
+            self._set_ramp(min(1.0, self._steps / self._ramp))
         self._optimizer.step()
         for parameter in self._parameters:
             parameter.grad = None  # the delta is the caller's again
@@ -201,6 +203,8 @@ class OuterStep:
             for name, value in state.items():
                 if value is not None:
                     found[f"{place}.{name}"] = _tensor(value)
+        if self._ramp and self._steps:
+            found[STEPS] = torch.tensor(self._steps)
         return found
 
     def load(self, state: dict[str, Tensor]) -> None:
@@ -210,6 +214,8 @@ class OuterStep:
             for place, parameter in enumerate(self._parameters)
             for name, long in self._state_names.items()
         }
+        if self._ramp and self._optimizer is not None:
+            expected[STEPS] = ()
         got = {name: tuple(value.shape) for name, value in state.items()}
         if got and got != expected:
             name = min(name for name in {*got, *expected} if got.get(name) != expected.get(name))
@@ -219,6 +225,7 @@ class OuterStep:
             )
         if self._optimizer is None:
             return
+        self._steps = int(state[STEPS]) if STEPS in state else 0
         self._optimizer.state.clear()
         for place, parameter in enumerate(self._parameters if got else ()):
             self._optimizer.state[parameter] = {

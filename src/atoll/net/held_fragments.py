@@ -86,7 +86,7 @@ class HeldFragment:
         """The outer step, and the next published value. It is served once it is durable."""
         assert self._round == round_id and self._sums is not None, f"nothing of {round_id} was accumulated"
         assert self._sums.count == contributions, f"{self._sums.count} sums where {contributions} were sealed"
-        self.outer.step(self._sums.result(), round_id.base + 1)
+        self.outer.step(self._sums.result())
         self._sums.reset()
         self._round = None
         self.usual.note(self._sizes)

@@ -140,7 +140,6 @@ class Deltas:
         self._offsets = [(p + 1) * self._every // len(self._outer) for p in range(len(self._outer))]
         self._open: dict[int, _Open] = {}
         self._steps = 0
-        self._merged = [0] * len(self._outer)  # rounds
         self._opened_at = [0] * len(self._outer)  # steps, when the newest round of the fragment began
 
     def after_step(self, steps: int, step: Step) -> None:
@@ -171,8 +170,7 @@ class Deltas:
             round_.work.wait()
         self.waited_s += time.monotonic() - began
         outer = self._outer[p]
-        self._merged[p] += 1
-        outer.step(round_.total.div_(self._processes), self._merged[p])
+        outer.step(round_.total.div_(self._processes))
         self._view.adopt(p, how, outer.value, round_.copy, self._alpha)
         self.rounds += 1
 

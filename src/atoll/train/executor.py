@@ -165,7 +165,7 @@ class SyncerTensors:
     def step(self, round_id: RoundId) -> None:
         p = round_id.fragment
         sums, sizes = self.rounds.pop(round_id)
-        self.outer[p].step(sums.result(), round_id.base + 1)
+        self.outer[p].step(sums.result())
         self.usual[p].note(sizes)
         moving = outer.Published(self._down, self.published[p].clone())
         update = moving.advance(self.outer[p].value)
