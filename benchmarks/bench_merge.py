@@ -28,11 +28,13 @@ from atoll.ml.codecs import Codec, codec
 from atoll.ml.merge import Accumulator
 from atoll.ml.outer import OuterStep, Published
 from atoll.ml.plan import FragmentPlan, TensorInfo, make_plan
+from atoll.ml.robust import sums_of
 from atoll.ml.settings import Numerics
 
 MIB = 1 << 20
 NUMERICS = Numerics(merge="radial", outer_lr=0.4, outer_momentum=0.9)  # the codecs are those of the table
 CODECS = ("f32", "bf16", "int8", "int4")
+MERGES = ("average", "clipped", "radial", "trimmed")
 LEARNERS = 4  # of the rate
 REPEATS = 7
 
@@ -185,6 +187,22 @@ def measure_way(way: str, learners: int, mib: int) -> dict[str, Any]:
     return {"way": way, "learners": learners, "seconds": seconds, "peak_mib": peak_mib() - before}
 
 
+def measure_merge(how: str, mib: int) -> dict[str, Any]:
+    """Seconds per round and memory of one way to merge, `clipped` being the average with a norm clip."""
+    coder, plan = codec("bf16"), plan_of(mib * MIB // 4)
+    data = coder.encode(torch.randn(plan.numel(0), generator=torch.Generator().manual_seed(1)))
+    before = peak_mib()
+    sums = sums_of(plan, 0, "average" if how == "clipped" else how)
+
+    def one_round() -> None:
+        for learner in range(LEARNERS):
+            sums.add_encoded(coder, data, 1.0 + learner, 0.5 if how == "clipped" else 1.0)
+        sums.result()
+        sums.reset()
+
+    return {"merge": how, "seconds": min(timed(one_round) for _ in range(REPEATS)), "peak_mib": peak_mib() - before}
+
+
 def in_a_child(*arguments: object) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, __file__, "--child", *map(str, arguments)], capture_output=True, text=True, check=True
@@ -222,6 +240,16 @@ def show_ways(ways: list[dict[str, Any]], mib: int) -> None:
         )
 
 
+def show_merges(merges: list[dict[str, Any]], mib: int) -> None:
+    print(f"\nways to merge {LEARNERS} contributions, without the outer step, bf16, a fragment of {mib} MiB in f32")
+    plain = merges[0]["seconds"]
+    for row in merges:
+        print(
+            f"  {row['merge']:10}{1e3 * row['seconds']:>8.1f} ms{row['seconds'] / plain:>8.2f}"
+            f"{row['peak_mib']:>8.0f} MiB"
+        )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
@@ -233,17 +261,22 @@ def main() -> int:
         kind, *rest = options.child
         if kind == "rate":
             print(json.dumps(measure_rate(rest[0], int(rest[1]))))
+        elif kind == "merge":
+            print(json.dumps(measure_merge(rest[0], int(rest[1]))))
         else:
             print(json.dumps(measure_way(kind, int(rest[0]), int(rest[1]))))
         return 0
     small = max(options.mib // 4, 1)
     rates = [in_a_child("rate", name, options.mib) for name in CODECS]
     ways = [in_a_child(way, learners, small) for learners in (2, 8, 64) for way in ("streaming", "keeping")]
+    merges = [in_a_child("merge", how, options.mib) for how in MERGES]
     if options.json:
-        print(json.dumps({"mib": options.mib, "rates": rates, "ways_mib": small, "ways": ways}, indent=2))
+        found = {"mib": options.mib, "rates": rates, "ways_mib": small, "ways": ways, "merges": merges}
+        print(json.dumps(found, indent=2))
         return 0
     show_rates(rates, options.mib)
     show_ways(ways, small)
+    show_merges(merges, options.mib)
     return 0
 
 
