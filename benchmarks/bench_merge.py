@@ -188,10 +188,9 @@ def measure_way(way: str, learners: int, mib: int) -> dict[str, Any]:
 
 
 def measure_merge(how: str, mib: int) -> dict[str, Any]:
-    """Seconds per round and memory of one way to merge, `clipped` being the average with a norm clip."""
+    """Seconds per round of one way to merge, `clipped` being the average with a norm clip."""
     coder, plan = codec("bf16"), plan_of(mib * MIB // 4)
     data = coder.encode(torch.randn(plan.numel(0), generator=torch.Generator().manual_seed(1)))
-    before = peak_mib()
     sums = sums_of(plan, 0, "average" if how == "clipped" else how)
 
     def one_round() -> None:
@@ -200,7 +199,7 @@ def measure_merge(how: str, mib: int) -> dict[str, Any]:
         sums.result()
         sums.reset()
 
-    return {"merge": how, "seconds": min(timed(one_round) for _ in range(REPEATS)), "peak_mib": peak_mib() - before}
+    return {"merge": how, "seconds": min(timed(one_round) for _ in range(REPEATS))}
 
 
 def in_a_child(*arguments: object) -> dict[str, Any]:
@@ -244,10 +243,7 @@ def show_merges(merges: list[dict[str, Any]], mib: int) -> None:
     print(f"\nways to merge {LEARNERS} contributions, without the outer step, bf16, a fragment of {mib} MiB in f32")
     plain = merges[0]["seconds"]
     for row in merges:
-        print(
-            f"  {row['merge']:10}{1e3 * row['seconds']:>8.1f} ms{row['seconds'] / plain:>8.2f}"
-            f"{row['peak_mib']:>8.0f} MiB"
-        )
+        print(f"  {row['merge']:10}{1e3 * row['seconds']:>8.1f} ms{row['seconds'] / plain:>8.2f}")
 
 
 def main() -> int:
