@@ -84,11 +84,11 @@ class Setting:
     grace: float = 0.9
     adopt: str = "carry"
     alpha: float = 0.5
-    merge: str = "average"
+    merge: str = "radial"
     plan: str = "balanced"
     outer: str = "nesterov"
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.8
+    outer_lr: float = 0.4
+    outer_momentum: float = 0.85
     outer_ramp: int = 20  # merges of a fragment in which the outer step rises from plain averaging
     up: str = "bf16"
     down: str = "bf16"

@@ -139,7 +139,7 @@ Merge = Annotated[
         "--merge",
         metavar="HOW",
         help="average; radial: mean direction and mean length apart; trimmed: per value without the smallest and the "
-        "largest, against a learner gone wild. [default: average]",
+        "largest, against a learner gone wild. [default: radial; diloco and streaming: average]",
     ),
 ]
 NormClip = Annotated[
@@ -171,7 +171,7 @@ OuterLr = Annotated[
     typer.Option(
         "--outer-lr",
         metavar="RATE",
-        help="Its learning rate. [default: 0.7]",
+        help="Its learning rate. [default: 0.4; diloco and streaming: 0.7]",
     ),
 ]
 OuterMomentum = Annotated[
@@ -179,7 +179,7 @@ OuterMomentum = Annotated[
     typer.Option(
         "--outer-momentum",
         metavar="MU",
-        help="Its momentum. [default: 0.8; diloco and streaming: 0.9]",
+        help="Its momentum. [default: 0.85; diloco and streaming: 0.9]",
     ),
 ]
 OuterRamp = Annotated[
@@ -222,9 +222,10 @@ Speeds = Annotated[
 # --------------------------------------------------------------------------------------------------------------------
 # What they become
 
+_PUBLISHED = {"merge": "average", "outer_lr": 0.7, "outer_momentum": 0.9, "outer_ramp": 0}
 _OF_METHOD: dict[str, dict[str, Any]] = {
-    "diloco": {"outer_momentum": 0.9, "outer_ramp": 0},
-    "streaming": {"outer_momentum": 0.9, "outer_ramp": 0, "adopt": "blend", "fragments": 4},
+    "diloco": _PUBLISHED,
+    "streaming": _PUBLISHED | {"adopt": "blend", "fragments": 4},
 }
 """Where a method is better off with another default than the decoupled one."""
 

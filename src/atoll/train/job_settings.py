@@ -113,7 +113,9 @@ class JobSettings:
     snapshot_every: int | None = None  # merges; 0: only on request; None: SNAPSHOT_PASSES of each fragment
     adopt: AdoptHow = "carry"
     blend_alpha: float = 0.5
-    numerics: Numerics = field(default_factory=lambda: Numerics(outer_lr=0.7, outer_momentum=0.8, outer_ramp=20))
+    numerics: Numerics = field(
+        default_factory=lambda: Numerics(merge="radial", outer_lr=0.4, outer_momentum=0.85, outer_ramp=20)
+    )
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
