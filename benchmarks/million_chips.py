@@ -37,7 +37,7 @@ from atoll.commands.simulate_wish import Wish
 from atoll.sim.decoupled import DecoupledConfig
 from atoll.sim.fleet import FleetConfig
 from atoll.tape_files import RunTapes
-from atoll.train.job_settings import JobSettings
+from atoll.train.job_settings import FOR_ADAMW, JobSettings
 from atoll.train.loop import model_config
 from atoll.train.synthetic import Trained, train_simulated, with_fitting_plan
 from benchmarks.many_runs import read_results, setting_in, work_through
@@ -85,7 +85,7 @@ class Setting:
     def replay_words(self) -> str:
         return (
             f"atoll replay DIR --model {self.model} --context {self.context} --batch {self.batch}"
-            f" --tokens {self.tokens} --seed {self.seed} --eval-tokens {self.eval_tokens}"
+            f" --tokens {self.tokens} --seed {self.seed} --eval-tokens {self.eval_tokens} --inner adamw"
         )
 
     def job(self) -> JobSettings:
@@ -97,6 +97,9 @@ class Setting:
             tokens=self.tokens,
             seed=self.seed,
             eval_tokens=self.eval_tokens,
+            inner="adamw",
+            lr=0.004,
+            numerics=FOR_ADAMW,
         )
         model_config(settings)  # an unknown model is told before anything is simulated
         return with_fitting_plan(settings, self.fragments)

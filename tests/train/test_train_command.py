@@ -20,7 +20,7 @@ from atoll.sim.checkers import all_checkers
 from atoll.tape_files import RunTapes
 from atoll.train.children import JobFailed
 from atoll.train.job import AlreadyFinished, resume_job, start_job
-from atoll.train.job_settings import SNAPSHOT_PASSES, JobSettings, Kill
+from atoll.train.job_settings import FOR_ADAMW, SNAPSHOT_PASSES, JobSettings, Kill
 from atoll.train.live_view import LiveView
 from atoll.train.loop import read_metrics
 from atoll.train.model_file import load_model, model_digest
@@ -378,6 +378,10 @@ def test_help_tells_the_defaults_that_a_job_has(capsys):
 def test_a_method_has_defaults_of_its_own():
     assert job_options.make_settings({"method": "diloco"}).numerics.outer_lr == 0.7
     assert job_options.make_settings({"method": "streaming"}).adopt == "blend"
+    assert job_options.make_settings({"inner": "adamw"}).numerics == FOR_ADAMW
+    assert job_options.make_settings({"inner": "adamw"}).lr == 0.004
+    mixed = job_options.make_settings({"inner": "adamw", "method": "diloco", "outer_lr": 0.3}).numerics
+    assert (mixed.merge, mixed.outer_lr, mixed.outer_momentum, mixed.outer_ramp) == ("average", 0.3, 0.9, 0)
     assert job_options.make_settings({"method": "streaming", "adopt": "carry"}).adopt == "carry"
     assert job_options.make_settings({"method": "single"}).learners == 1
     assert job_options.make_settings({}) == JobSettings()

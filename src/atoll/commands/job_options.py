@@ -80,7 +80,7 @@ Lr = Annotated[
     typer.Option(
         "--lr",
         metavar="RATE",
-        help="Highest learning rate of the inner steps. [default: 0.012]",
+        help="Highest learning rate of the inner steps. [default: 0.012; with --inner adamw: 0.004]",
     ),
 ]
 EvalTokens = Annotated[
@@ -139,7 +139,7 @@ Merge = Annotated[
         "--merge",
         metavar="HOW",
         help="average; radial: mean direction and mean length apart; trimmed: per value without the smallest and the "
-        "largest, against a learner gone wild. [default: radial; diloco and streaming: average]",
+        "largest, against a learner gone wild. [default: average; with --inner adamw: radial]",
     ),
 ]
 NormClip = Annotated[
@@ -171,7 +171,7 @@ OuterLr = Annotated[
     typer.Option(
         "--outer-lr",
         metavar="RATE",
-        help="Its learning rate. [default: 0.4; diloco and streaming: 0.7]",
+        help="Its learning rate. [default: 0.7; with --inner adamw: 0.4]",
     ),
 ]
 OuterMomentum = Annotated[
@@ -179,7 +179,7 @@ OuterMomentum = Annotated[
     typer.Option(
         "--outer-momentum",
         metavar="MU",
-        help="Its momentum. [default: 0.85; diloco and streaming: 0.9]",
+        help="Its momentum. [default: 0.6; with --inner adamw: 0.85; diloco and streaming: 0.9]",
     ),
 ]
 OuterRamp = Annotated[
@@ -187,7 +187,7 @@ OuterRamp = Annotated[
     typer.Option(
         "--outer-ramp",
         metavar="MERGES",
-        help="Merges of a fragment in which both rise from plain averaging. [default: 20; diloco and streaming: 0]",
+        help="Merges of a fragment in which both rise from plain averaging. [default: 0; with --inner adamw: 20]",
     ),
 ]
 Up = Annotated[
@@ -290,10 +290,14 @@ def make_settings(given: dict[str, Any]) -> JobSettings:
     """The job that these options describe; those that are None were not given."""
     from dataclasses import replace
 
-    from atoll.train.job_settings import JobSettings, Kill
+    from atoll.train.job_settings import FOR_ADAMW, JobSettings, Kill
 
     method = given.get("method") or "decoupled"
-    values = {**_OF_METHOD.get(method, {}), **{name: value for name, value in given.items() if value is not None}}
+    values: dict[str, Any] = {}
+    if given.get("inner") == "adamw":
+        values = {"lr": 0.004, **{name: getattr(FOR_ADAMW, name) for name in _NUMERIC}}
+    values |= _OF_METHOD.get(method, {})
+    values |= {name: value for name, value in given.items() if value is not None}
     if "tokens" in values:
         values["tokens"] = read_count("--tokens", values["tokens"])
     if "step_time" in values:

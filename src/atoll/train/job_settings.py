@@ -36,6 +36,9 @@ AWAY_S = 4.0
 SNAPSHOT_PASSES = 10
 """Merges of each fragment between two snapshots: about 10 H inner steps."""
 
+FOR_ADAMW = Numerics(merge="radial", outer_lr=0.4, outer_momentum=0.85, outer_ramp=20)
+"""The outer step that suits AdamW inside; benchmarks/README.md has what was tried. With Muon the defaults below do."""
+
 _KILL = re.compile(r"(\d+)@([\d.]+%?)(?:\+([\d.]+)s?)?")
 
 
@@ -113,9 +116,7 @@ class JobSettings:
     snapshot_every: int | None = None  # merges; 0: only on request; None: SNAPSHOT_PASSES of each fragment
     adopt: AdoptHow = "carry"
     blend_alpha: float = 0.5
-    numerics: Numerics = field(
-        default_factory=lambda: Numerics(merge="radial", outer_lr=0.4, outer_momentum=0.85, outer_ramp=20)
-    )
+    numerics: Numerics = field(default_factory=lambda: Numerics(outer_lr=0.7, outer_momentum=0.6))
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
