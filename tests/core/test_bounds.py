@@ -78,7 +78,7 @@ def keep_reporting(talk: SyncerTalk, until, *voices: Voice, most_s: float = 5_00
         assert at < most_s, "it did not happen; the story is printed above"
 
 
-@pytest.mark.parametrize("gone_after_s", [1800.0, 7.0])
+@pytest.mark.parametrize("gone_after_s", [21600.0, 7.0])
 def test_a_learner_that_is_away_for_gone_after_s_is_lost(gone_after_s):
     talk = SyncerTalk(RunConfig(fragments=1, limits=Limits(gone_after_s=gone_after_s)))
     one = talk.joined(1)

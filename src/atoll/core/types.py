@@ -105,7 +105,7 @@ class Limits:
     final_tries: int = 2  # attempts at the last round of a fragment
     finish_tries: int = 5  # sendings of the final manifest before a learner is left behind
     strikes: int = 3  # bad messages before a learner is quarantined
-    gone_after_s: float = 1800.0  # away for so long, an incarnation is lost: its samples go to others
+    gone_after_s: float = 21600.0  # away for so long, an incarnation is lost: its samples go to others
     backoff_first_s: float = 0.5
     backoff_most_s: float = 30.0
     most_learners: int = 1024
