@@ -86,6 +86,37 @@ def test_a_ramp_goes_on_from_a_stored_state_where_it_was():
         second.load({name: tensor for name, tensor in stored.items() if name != "steps"})
 
 
+def test_a_merge_from_which_learners_are_missing_is_a_smaller_step():
+    """Usual is the largest breadth of late: 400, after one merge 392; 98 of it is a quarter."""
+    delta = torch.ones(MIXED.numel(0))
+    buffers = [(begin, end) for piece, begin, end in MIXED.spans(0) if piece.kind == "buffer"]
+    for breadths, wanted in (((400.0, 400.0), 1.0), ((400.0, 98.0), 0.25), ((100.0, 400.0), 1.0), ((400.0, 0.0), 1.0)):
+        outer = OuterStep(MIXED, 0, Numerics(), torch.zeros(MIXED.numel(0)))
+        outer.step(torch.zeros(MIXED.numel(0)), breadths[0])
+        outer.step(delta, breadths[1])
+        for begin, end in buffers:  # they are the mean of whoever is there
+            assert bool((outer.value[begin:end] == -1.0).all())
+            outer.value[begin:end] = -wanted
+        assert torch.allclose(outer.value, torch.full_like(delta, -wanted))
+    assert bool((delta == 1.0).all()), "D is the caller's"
+
+
+def test_the_breadth_can_be_left_alone_and_is_kept():
+    plain = OuterStep(MIXED, 0, Numerics(outer_breadth=False), torch.zeros(MIXED.numel(0)))
+    for breadth in (400.0, 100.0):
+        plain.step(torch.ones(MIXED.numel(0)), breadth)
+    assert bool((plain.value == -2.0).all())
+    numerics = Numerics(outer_momentum=0.5)
+    first = OuterStep(MIXED, 0, numerics, normal(0, MIXED.numel(0)))
+    first.step(normal(1, MIXED.numel(0)), 400.0)
+    stored = load(save({"value": first.value, **first.state()}))
+    second = OuterStep(MIXED, 0, numerics, stored.pop("value").clone())
+    second.load(stored)
+    for outer in (first, second):
+        outer.step(normal(2, MIXED.numel(0)), 300.0)
+    assert same_bits(first.value, second.value)
+
+
 def test_adam_is_that_of_torch():
     parameter = nn.Parameter(normal(0, 100))
     plain = torch.optim.Adam([parameter], lr=0.1, betas=(0.8, 0.999))

@@ -19,7 +19,7 @@ JSON = st.recursive(
 
 
 def test_every_field_comes_back_from_json():
-    numerics = Numerics("rows", "average", "sgd", 1, 0.0, 20, "int4", "f32", ("wte*", "*.embed"))
+    numerics = Numerics("rows", "average", "sgd", 1, 0.0, 20, False, "int4", "f32", ("wte*", "*.embed"))
     assert Numerics.from_json(json.loads(json.dumps(numerics.to_json()))) == numerics
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from atoll.core.types import RoundId, RunConfig
+from atoll.core.types import Accepted, RoundId, RunConfig
 from atoll.ml.codecs import Codec
 from atoll.ml.plan import FragmentPlan
 from atoll.ml.settings import Numerics
@@ -127,9 +127,9 @@ class ForgetsMomentum(SyncerTensors):
 class WeighsTheLast(SyncerTensors):
     """The mean is not one: who comes later counts more."""
 
-    def accumulate(self, round_id: RoundId, up: Codec, data: Tensor, weight: float, steps: int) -> None:
+    def accumulate(self, round_id: RoundId, up: Codec, data: Tensor, accepted: Accepted) -> None:
         before = self.rounds[round_id][0].count if round_id in self.rounds else 0
-        super().accumulate(round_id, up, data, weight * (1 + before * 1e-6), steps)
+        super().accumulate(round_id, up, data, accepted._replace(weight=accepted.weight * (1 + before * 1e-6)))
 
 
 class Forgetful(Execution):

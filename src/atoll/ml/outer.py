@@ -4,6 +4,10 @@ Nesterov, with D the merged delta: b <- mu b + D; Theta <- Theta - eta (D + mu b
 eta_n = 1 + (eta - 1) min(1, n / R) and mu_n = mu min(1, n / R): at first all learners go the same way and their average
 is the step; only later, when what they differ in is noise, the outer optimizer has to make up for it.
 
+The breadth of a merge is the number of tokens per inner step behind it: sum(tokens / steps) over its contributions. A
+merge from which learners are missing says less and comes sooner after the last one (in tokens), so D is multiplied by
+breadth / usual breadth, where usual is the largest of late. All learners present, or one alone: the factor is 1.
+
 Optimizers are those of torch.optim, on flat parameters that share their memory with the value. Only elementwise ones
 will do: a fragment is a run of pieces of many tensors, and what it is cut into must not change the result. That is
 tried out, not listed.
@@ -26,6 +30,10 @@ SHORT_NAMES = {"nesterov": "SGD", "sgd": "SGD", "adam": "Adam"}
 
 STEPS = "steps"
 """Name of the count in the state of an optimizer with a ramp."""
+
+BREADTH = "breadth"
+FORGETTING = 0.98
+"""By which the usual breadth falls with every merge: when a learner has left for good, some 15 merges are too small."""
 
 LANES = 64
 """Values that fill the vector registers of every CPU evenly. Torch's fused kernels round the values after the last full
@@ -166,15 +174,20 @@ class OuterStep:
         self._ramp = numerics.outer_ramp
         self._eta, self._mu = numerics.outer_lr, numerics.outer_momentum
         self._steps = 0  # counted for the ramp
+        self._by_breadth = numerics.outer_breadth
+        self._usual_breadth = 0.0
 
-    def step(self, delta: Tensor) -> None:
-        """One outer step with the merged delta D, which stays as it is."""
+    def step(self, delta: Tensor, breadth: float = 0.0) -> None:
+        """One outer step with the merged delta D, which stays as it is. `breadth` 0: as usual."""
         if delta.shape != self.value.shape or delta.dtype != torch.float32:
             raise ValueError(f"{self.value.numel()} f32 values are needed, got {delta.dtype} {tuple(delta.shape)}")
         for begin, end in self._buffers:
             self.value[begin:end].sub_(delta[begin:end])
         if self._optimizer is None:
             return
+        share = self._share(breadth)
+        if share < 1.0:
+            delta = delta * share
         for rest in self._rests:
             rest.take(delta)
         gradients = [delta[begin:end] for begin, end in self._even] + [rest.gradient for rest in self._rests]
@@ -188,6 +201,13 @@ class OuterStep:
             parameter.grad = None  # the delta is the caller's again
         for rest in self._rests:
             rest.give()
+
+    def _share(self, breadth: float) -> float:
+        if not self._by_breadth or breadth <= 0.0:
+            return 1.0
+        self._usual_breadth = max(breadth, FORGETTING * self._usual_breadth)
+        share = breadth / self._usual_breadth
+        return 1.0 if share > 1.0 - 1e-9 else share  # the same learners in another order
 
     def _set_ramp(self, share: float) -> None:
         assert self._optimizer is not None
@@ -205,6 +225,8 @@ class OuterStep:
                     found[f"{place}.{name}"] = _tensor(value)
         if self._ramp and self._steps:
             found[STEPS] = torch.tensor(self._steps)
+        if self._usual_breadth:
+            found[BREADTH] = torch.tensor(self._usual_breadth, dtype=torch.float64)
         return found
 
     def load(self, state: dict[str, Tensor]) -> None:
@@ -216,6 +238,8 @@ class OuterStep:
         }
         if self._ramp and self._optimizer is not None:
             expected[STEPS] = ()
+        if BREADTH in state:
+            expected[BREADTH] = ()
         got = {name: tuple(value.shape) for name, value in state.items()}
         if got and got != expected:
             name = min(name for name in {*got, *expected} if got.get(name) != expected.get(name))
@@ -226,6 +250,7 @@ class OuterStep:
         if self._optimizer is None:
             return
         self._steps = int(state[STEPS]) if STEPS in state else 0
+        self._usual_breadth = float(state[BREADTH]) if BREADTH in state else 0.0
         self._optimizer.state.clear()
         for place, parameter in enumerate(self._parameters if got else ()):
             self._optimizer.state[parameter] = {

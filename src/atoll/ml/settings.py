@@ -36,6 +36,7 @@ class Numerics:
     outer_lr: float = 1.0  # eta
     outer_momentum: float = 0.0  # mu; of Adam the first beta
     outer_ramp: int = 0  # outer steps in which eta goes from 1 and mu from 0 to their values; 0: they are there at once
+    outer_breadth: bool = True  # a merge of fewer tokens per step than usual is a smaller step, in proportion
     up: CodecName = "bf16"  # deltas, from learner to syncer
     down: CodecName = "bf16"  # updates, from syncer to learner
     embeddings: tuple[str, ...] = ()  # patterns of names that count as embeddings beside the weights of nn.Embedding
@@ -58,6 +59,8 @@ class Numerics:
             raise ValueError(
                 f"outer_ramp begins with plain averaging, which {self.outer} is not; give {' or '.join(RAMPED)}"
             )
+        if type(self.outer_breadth) is not bool:
+            raise ValueError(f"outer_breadth is {self.outer_breadth!r}; give true or false")
         if not (_is_number(self.norm_clip) and (self.norm_clip == 0.0 or 1.0 <= self.norm_clip < math.inf)):
             raise ValueError(f"norm_clip is {self.norm_clip!r}; give a number from 1 on, such as 3, or 0 for none")
         if not isinstance(self.embeddings, tuple) or len(self.embeddings) > MOST_PATTERNS:

@@ -57,6 +57,7 @@ class HeldFragment:
         self._old: dict[Version, Served] = {}  # of those, the versions that are not the newest any more
         self._sums: Sums | None = None
         self._sizes: list[float] = []  # of the contributions to the round
+        self._breadth = 0.0  # tokens per step of all of them
         self._round: RoundId | None = None
 
     # ------------------------------------------------------------------------------------------- in the merge thread
@@ -70,12 +71,14 @@ class HeldFragment:
         if self._round != round_id:
             self._sums.reset()
             self._sizes = []
+            self._breadth = 0.0
             self._round = round_id
         if norm is None:
             norm = codec(up).examine(data, self._plan.numel(self.id))[1]
         size = size_of(norm, accepted.steps)
         self._sums.add_encoded(codec(up), data, accepted.weight, self.usual.scale(size, self._clip))
         self._sizes.append(size)
+        self._breadth += accepted.tokens / accepted.steps
 
     def discard(self, round_id: RoundId) -> None:
         if self._round == round_id and self._sums is not None:
@@ -86,7 +89,7 @@ class HeldFragment:
         """The outer step, and the next published value. It is served once it is durable."""
         assert self._round == round_id and self._sums is not None, f"nothing of {round_id} was accumulated"
         assert self._sums.count == contributions, f"{self._sums.count} sums where {contributions} were sealed"
-        self.outer.step(self._sums.result())
+        self.outer.step(self._sums.result(), self._breadth)
         self._sums.reset()
         self._round = None
         self.usual.note(self._sizes)

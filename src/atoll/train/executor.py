@@ -55,7 +55,7 @@ from atoll.core.protocol import (
 )
 from atoll.core.syncer_state import Restored
 from atoll.core.tape import Actor, Entry
-from atoll.core.types import NOTHING, SYNCER, FragmentId, Interval, LearnerId, RoundId, RunConfig, Version
+from atoll.core.types import NOTHING, SYNCER, Accepted, FragmentId, Interval, LearnerId, RoundId, RunConfig, Version
 from atoll.ml import inner_state, outer
 from atoll.ml.codecs import Codec, Feedback, codec
 from atoll.ml.model import ModelView
@@ -137,7 +137,7 @@ class SyncerTensors:
         self.published: list[Tensor] = []  # never changed in place: messages on their way hold them
         self.versions: list[Version] = [0] * len(states)
         self.updates: list[Tensor | None] = [None] * len(states)  # from the version before
-        self.rounds: dict[RoundId, tuple[Sums, list[float]]] = {}  # sums, and sizes of what is in them
+        self.rounds: dict[RoundId, tuple[Sums, list[float], list[float]]] = {}  # sums, sizes and breadths in them
         self.usual: list[UsualSize] = []
         self.merged: dict[FragmentId, tuple[Tensor, Tensor]] = {}  # value and update, not durable yet
         self._plan = plan
@@ -153,19 +153,20 @@ class SyncerTensors:
                 self.usual[p].load(state.usual)
             self.published.append(state.published)
 
-    def accumulate(self, round_id: RoundId, up: Codec, data: Tensor, weight: float, steps: int) -> None:
+    def accumulate(self, round_id: RoundId, up: Codec, data: Tensor, accepted: Accepted) -> None:
         p = round_id.fragment
         if round_id not in self.rounds:
-            self.rounds[round_id] = (sums_of(self._plan, p, self._numerics.merge), [])
-        sums, sizes = self.rounds[round_id]
-        size = size_of(up.examine(data, self._plan.numel(p))[1], steps)
-        sums.add_encoded(up, data, weight, self.usual[p].scale(size, self._numerics.norm_clip))
+            self.rounds[round_id] = (sums_of(self._plan, p, self._numerics.merge), [], [])
+        sums, sizes, breadths = self.rounds[round_id]
+        size = size_of(up.examine(data, self._plan.numel(p))[1], accepted.steps)
+        sums.add_encoded(up, data, accepted.weight, self.usual[p].scale(size, self._numerics.norm_clip))
         sizes.append(size)
+        breadths.append(accepted.tokens / accepted.steps)
 
     def step(self, round_id: RoundId) -> None:
         p = round_id.fragment
-        sums, sizes = self.rounds.pop(round_id)
-        self.outer[p].step(sums.result())
+        sums, sizes, breadths = self.rounds.pop(round_id)
+        self.outer[p].step(sums.result(), sum(breadths))
         self.usual[p].note(sizes)
         moving = outer.Published(self._down, self.published[p].clone())
         update = moving.advance(self.outer[p].value)
@@ -297,7 +298,7 @@ class Execution:
                 actor = Actor(effect.accepted.learner, effect.accepted.incarnation)
                 round_id, data = self._contributions.pop((actor, effect.round.fragment))
                 assert round_id == effect.round, f"{actor} sent {round_id}, the syncer adds {effect.round}"
-                syncer.accumulate(effect.round, self.up, data, effect.accepted.weight, effect.accepted.steps)
+                syncer.accumulate(effect.round, self.up, data, effect.accepted)
                 self.contributions += 1
             elif type(effect) is DiscardRound:
                 syncer.rounds.pop(effect.round, None)
