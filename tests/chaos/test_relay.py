@@ -29,7 +29,7 @@ class Echo:
                 taken, _ = self.socket.accept()
             except OSError:
                 return
-            threading.Thread(target=self._serve, args=(taken,), daemon=True).start()
+            threading.Thread(target=self._serve, args=(taken,), name="echo", daemon=True).start()
 
     def _serve(self, taken: socket.socket) -> None:
         with taken:
@@ -202,13 +202,14 @@ def test_nothing_is_left_of_it(echo):
     before = {thread.name for thread in threading.enumerate()}
     relays = Relays()
     relay = relays.open(echo.address)
-    link = dialled(relay)
-    relay.cut("both")
-    link.sendall(b"a")
-    relays.close()
-    relays.close()
-    assert {thread.name for thread in threading.enumerate()} - before <= set()
-    with pytest.raises(ConnectionError):
-        dialled(relay)
-    with link, pytest.raises((ConnectionError, AssertionError)):
-        received(link, 1)
+    with dialled(relay) as link:
+        relay.cut("both")
+        link.sendall(b"a")
+        relays.close()
+        relays.close()
+        left = {thread.name for thread in threading.enumerate()} - before
+        assert left <= {"echo"}, "the other end may not have noticed yet; of the relay nothing is left"
+        with pytest.raises(ConnectionError):
+            dialled(relay)
+        with pytest.raises((ConnectionError, AssertionError)):
+            received(link, 1)
