@@ -152,6 +152,7 @@ class Driver:
         self.incarnations: Counter[LearnerId] = Counter()
         self.gone: set[LearnerId] = set()  # left for good, or died
         self.died: set[LearnerId] = set()  # of those, without a word
+        self.doubled: set[LearnerId] = set()  # started a second time beside a process that lived
         self.parts: dict[LearnerId, int] = {}  # snapshot of the newest part that each has on its disk
         self.old_syncers: list[Process] = []  # cut off, and unaware that another has taken over
         self.cut_up: dict[LearnerId, float] = {}  # until when messages towards the syncer vanish

@@ -163,6 +163,7 @@ class World(Driver):
         if self._running(fault.learner) is None:
             return False
         self._start_learner(fault.learner)
+        self.doubled.add(fault.learner)
         return True
 
     def _fault_reset(self, fault: Fault) -> bool:
@@ -277,7 +278,7 @@ class World(Driver):
     def _fault_die(self, fault: Fault) -> bool:
         """For good: with a reset link, or with its whole host, which tells nobody."""
         proc = self._running(fault.learner)
-        if proc is None:
+        if proc is None or fault.learner in self.doubled:  # an older process of it may live on
             return False
         if fault.size > 5:
             self._fault_cut_both(replace(fault, lasts_s=self.plan.faulty_s))
