@@ -7,11 +7,11 @@
     python benchmarks/bench_faults.py FILE.toml --json
 
 Each is a scenario of `atoll chaos`: shipped, or a file in benchmarks/faults. A seed draws the plan of the faults and is
-that of the run too: model, data. Runs with a line for the loss or for syncer kills are trained without faults first.
+that of the run too: model, data. Scenarios with a line for the loss are trained without faults first.
 Everything is measured from tapes. The run's directories stay in `--out`, with a page (verdict.html) for each.
 
 Steps are paced, so that two cores carry the islands; the step time below is the mean time from one step's end to the
-next one's, of processes that were not struck themselves.
+next one's of one process; where a scenario stops processes (SIGSTOP), that time is in it.
 """
 
 from __future__ import annotations
