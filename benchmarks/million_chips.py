@@ -37,7 +37,7 @@ from atoll.commands.simulate_wish import Wish
 from atoll.sim.decoupled import DecoupledConfig
 from atoll.sim.fleet import FleetConfig
 from atoll.tape_files import RunTapes
-from atoll.train.job_settings import FOR_ADAMW, JobSettings
+from atoll.train.job_settings import ADAMW_LR, FOR_ADAMW, JobSettings
 from atoll.train.loop import model_config
 from atoll.train.synthetic import Trained, train_simulated, with_fitting_plan
 from benchmarks.many_runs import read_results, setting_in, work_through
@@ -98,7 +98,7 @@ class Setting:
             seed=self.seed,
             eval_tokens=self.eval_tokens,
             inner="adamw",
-            lr=0.004,
+            lr=ADAMW_LR,
             numerics=FOR_ADAMW,
         )
         model_config(settings)  # an unknown model is told before anything is simulated

@@ -50,6 +50,7 @@ from atoll.ml.plan import make_plan, tensors_of
 from atoll.ml.settings import Numerics
 from atoll.train.data import Sampler, Text, dealt
 from atoll.train.executor import Execution, StepInfo, Trainee, initial_values, load_values, mean_of_learners
+from atoll.train.job_settings import ADAMW_LR
 from atoll.train.lockstep import PATIENT, Lockstep, Paced
 from atoll.train.models import SIZES, build, clip_, inner_optimizer, parameter_count, schedule, set_lr
 from benchmarks.many_runs import read_results, setting_in, work_through
@@ -71,7 +72,7 @@ class Setting:
     tokens: int = 0  # of all learners together; 0: 2 M
     batch: int = 2  # windows of one learner's step
     inner: str = "adamw"
-    lr: float = 4e-3
+    lr: float = ADAMW_LR
     warmup: float = 0.05  # share of the run
     floor: float = 0.03  # the learning rate at the end, as a share
     weight_decay: float = 0.1

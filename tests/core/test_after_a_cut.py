@@ -88,3 +88,18 @@ def test_reports_that_arrive_together_do_not_make_a_round_ripe():
     assert talk.fragment(0).phase == "idle"
     _rounds(talk, [one], range(14, 18))
     assert talk.fragment(0).version == version + 1
+
+
+def test_a_burst_of_messages_that_were_held_up_leaves_a_limit_of_four_steps():
+    """Forty reports at one instant bring the gaps to nothing; the next message still takes a step to come."""
+    talk = SyncerTalk(RunConfig(fragments=1, every_steps=999))
+    one = talk.joined(1)
+    for step in range(1, 21):
+        one.reports(float(step), step)
+        talk.fires(float(step))
+    for step in range(21, 61):
+        one.reports(22.0, step)
+    talk.fires(25.9)
+    assert talk.member(1).standing == "live"
+    talk.fires(30.1)
+    assert talk.member(1).standing == "suspect"

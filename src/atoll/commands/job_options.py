@@ -190,6 +190,13 @@ OuterRamp = Annotated[
         help="Merges of a fragment in which both rise from plain averaging. [default: 0; with --inner adamw: 20]",
     ),
 ]
+OuterBreadth = Annotated[
+    bool | None,
+    typer.Option(
+        "--outer-breadth/--no-outer-breadth",
+        help="A merge from which learners are missing is a smaller step. [default: True]",
+    ),
+]
 Up = Annotated[
     str | None,
     typer.Option(
@@ -254,16 +261,31 @@ SHARED = (
     "outer_lr",
     "outer_momentum",
     "outer_ramp",
+    "outer_breadth",
     "up",
     "down",
     "eval_tokens",
 )
-"""Names of the parameters that both commands have."""
+"""Names of the parameters that `train` and `syncer` have."""
+
+PROTOCOL = ("step_time", "speeds", "fragments", "every", "tau", "quorum", "grace", "snapshot_every", "adopt")
+"""Those of them that say how learners and syncer work together; the rest says what is trained."""
 
 FLAGS = {"context_tokens": "context"}
 """Parameters whose flag is another word."""
 
-_NUMERIC = ("plan", "merge", "norm_clip", "outer", "outer_lr", "outer_momentum", "outer_ramp", "up", "down")
+_NUMERIC = (
+    "plan",
+    "merge",
+    "norm_clip",
+    "outer",
+    "outer_lr",
+    "outer_momentum",
+    "outer_ramp",
+    "outer_breadth",
+    "up",
+    "down",
+)
 RENAMED = {  # parameters whose setting is called otherwise
     "context_tokens": "context",
     "every": "every_steps",
@@ -290,12 +312,12 @@ def make_settings(given: dict[str, Any]) -> JobSettings:
     """The job that these options describe; those that are None were not given."""
     from dataclasses import replace
 
-    from atoll.train.job_settings import FOR_ADAMW, JobSettings, Kill
+    from atoll.train.job_settings import ADAMW_LR, FOR_ADAMW, JobSettings, Kill
 
     method = given.get("method") or "decoupled"
     values: dict[str, Any] = {}
     if given.get("inner") == "adamw":
-        values = {"lr": 0.004, **{name: getattr(FOR_ADAMW, name) for name in _NUMERIC}}
+        values = {"lr": ADAMW_LR, **{name: getattr(FOR_ADAMW, name) for name in _NUMERIC}}
     values |= _OF_METHOD.get(method, {})
     values |= {name: value for name, value in given.items() if value is not None}
     if "tokens" in values:

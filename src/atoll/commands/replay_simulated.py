@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from atoll.commands.job_options import FLAGS, is_given, make_settings
+from atoll.commands.job_options import FLAGS, PROTOCOL, SHARED, is_given, make_settings
 from atoll.commands.progress import progress
 
 if TYPE_CHECKING:
@@ -14,27 +14,7 @@ if TYPE_CHECKING:
     from atoll.train.job_settings import JobSettings
     from atoll.train.synthetic import Trained
 
-WHAT_TO_TRAIN = (
-    "tokens",
-    "model",
-    "experts",
-    "context_tokens",
-    "data",
-    "batch",
-    "seed",
-    "inner",
-    "lr",
-    "merge",
-    "norm_clip",
-    "plan",
-    "outer",
-    "outer_lr",
-    "outer_momentum",
-    "outer_ramp",
-    "up",
-    "down",
-    "eval_tokens",
-)
+WHAT_TO_TRAIN = ("seed", *(name for name in SHARED if name not in PROTOCOL))
 """Parameters of the command that describe a model and its training; the protocol is that of the tapes."""
 
 

@@ -89,6 +89,7 @@ def run(
     outer_lr: options.OuterLr = None,
     outer_momentum: options.OuterMomentum = None,
     outer_ramp: options.OuterRamp = None,
+    outer_breadth: options.OuterBreadth = None,
     up: options.Up = None,
     down: options.Down = None,
     eval_tokens: options.EvalTokens = None,

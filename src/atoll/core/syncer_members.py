@@ -312,10 +312,13 @@ class Members(Leasing):
     # ---------------------------------------------------------------------------------------------------- silence
 
     def _silence_limit(self, member: Member) -> float:
-        """Four times the high value of the gaps between its messages: a stutter is no silence."""
+        """Four times the high value of the gaps between its messages: a stutter is no silence.
+
+        Never below four of its steps: messages that were held up come in one burst and make the gaps look short.
+        """
         if member.gap.count < MEASURED_GAPS:
             return self.limits.first_wait_s
-        return patience(member.gap, 4, self.limits)
+        return max(patience(member.gap, 4, self.limits), min(4 * member.pace.mean, self.limits.most_wait_s))
 
     def _watch_silence(self, at: float, member: Member) -> None:
         """Look at its silence then, or earlier if that is due anyway. A later look that was due becomes stale."""

@@ -36,8 +36,10 @@ AWAY_S = 4.0
 SNAPSHOT_PASSES = 10
 """Merges of each fragment between two snapshots: about 10 H inner steps."""
 
+ADAMW_LR = 0.004
 FOR_ADAMW = Numerics(merge="radial", outer_lr=0.4, outer_momentum=0.85, outer_ramp=20)
-"""The outer step that suits AdamW inside; benchmarks/README.md has what was tried. With Muon the defaults below do."""
+"""For AdamW inside: its learning rate, and the outer step that suits it. With Muon the defaults below do; what was
+tried is in benchmarks/README.md."""
 
 _KILL = re.compile(r"(\d+)@([\d.]+%?)(?:\+([\d.]+)s?)?")
 
