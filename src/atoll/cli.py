@@ -17,6 +17,7 @@ from atoll import __version__
 from atoll.commands import (
     chaos,
     check,
+    dash,
     fragments,
     generate,
     learner,
@@ -54,6 +55,7 @@ COMMANDS: dict[str, CommandModule] = {
     "train": train,
     "syncer": syncer,
     "learner": learner,
+    "dash": dash,
     "snapshot": snapshot,
     "generate": generate,
     "fragments": fragments,

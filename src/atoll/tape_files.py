@@ -152,21 +152,12 @@ class TapeReader:
         return next(self._lines(), None) is not None
 
     def __iter__(self) -> Iterator[Entry]:
-        expected = 0
-        actor: Actor | None = None
+        entries = _Entries(self)
         for number, line in self._lines():
-            if actor is None:
-                actor = self._read_header(line).actor
-                continue
-            expected += 1
-            try:
-                entry = decode_entry(line, actor)
-            except TapeError as wrong:
-                raise self._wrong(number, wrong.what) from None
-            if entry.tick != expected:
-                raise self._wrong(number, f"tick {entry.tick} where {expected} was due: {_gap(entry.tick, expected)}")
-            yield entry
-        if actor is None:
+            entry = entries.take(number, line)
+            if entry is not None:
+                yield entry
+        if self._header is None:
             raise self._wrong(1, "no header: the process ended before it wrote one")
 
     def _read_header(self, line: bytes) -> Header:
@@ -192,12 +183,18 @@ class TapeReader:
                 continue
             offset += len(piece)
             self.bytes_read = offset
-            *lines, rest = (rest + piece).split(b"\n")
+            lines, rest = self._cut(rest + piece, number)
             for line in lines:
                 number += 1
                 yield number, line
-            if len(rest) > MOST_LINE_BYTES:
-                raise self._wrong(number + 1, f"a line of more than {MOST_LINE_BYTES} bytes: this is no tape")
+
+    def _cut(self, data: bytes, number: int) -> tuple[list[bytes], bytes]:
+        """Complete lines, and what is left; `number` lines were before them."""
+        *lines, rest = data.split(b"\n")
+        if len(rest) > MOST_LINE_BYTES:
+            number += len(lines) + 1
+            raise self._wrong(number, f"a line of more than {MOST_LINE_BYTES} bytes: this is no tape")
+        return lines, rest
 
     def _piece(self, offset: int, number: int) -> bytes:
         with open(self.path, "rb", buffering=0) as file:
@@ -206,6 +203,78 @@ class TapeReader:
                 raise self._wrong(number, f"the file became shorter while it was read: {end} bytes after {offset}")
             file.seek(offset)
             return file.read(self._piece_bytes)
+
+
+class _Entries:
+    """Lines to entries, each with the tick that is due."""
+
+    def __init__(self, reader: TapeReader) -> None:
+        self._reader = reader
+        self._actor: Actor | None = None
+        self.tick = 0
+
+    def skip_to(self, tick: int) -> None:
+        """The header was read before, and the entries up to this one."""
+        self._actor = self._reader.header.actor
+        self.tick = tick
+
+    def take(self, number: int, line: bytes) -> Entry | None:
+        """None: it was the header."""
+        if self._actor is None:
+            self._actor = self._reader._read_header(line).actor
+            return None
+        self.tick += 1
+        try:
+            entry = decode_entry(line, self._actor)
+        except TapeError as wrong:
+            raise self._reader._wrong(number, wrong.what) from None
+        if entry.tick != self.tick:
+            gap = _gap(entry.tick, self.tick)
+            raise self._reader._wrong(number, f"tick {entry.tick} where {self.tick} was due: {gap}")
+        return entry
+
+
+class Place(NamedTuple):
+    """Between two lines of a tape."""
+
+    offset: int  # of the next line
+    tick: int  # of the entry before it
+
+
+class TapeTail:
+    """A growing file, read on from where the last look ended; from a `Place` of an earlier reading, if there is one."""
+
+    def __init__(self, path: AnyPath, begin: Place | None = None) -> None:
+        self.reader = TapeReader(path)
+        self.offset = begin.offset if begin is not None else 0
+        self._taken = self.offset  # bytes of the lines that were handed out
+        self._number = begin.tick + 1 if begin is not None else 0
+        self._rest = b""
+        self._waiting: list[bytes] = []  # complete lines of the newest piece, the next one last
+        self._entries = _Entries(self.reader)
+        if begin is not None:
+            self._entries.skip_to(begin.tick)
+
+    def place(self) -> Place:
+        return Place(self._taken, self._entries.tick)
+
+    def new_entries(self) -> Iterator[Entry]:
+        """What is there and was not read yet. May be left in the middle: the next look goes on after it."""
+        waiting = self._waiting
+        while True:
+            while waiting:
+                self._number += 1
+                line = waiting.pop()
+                entry = self._entries.take(self._number, line)
+                self._taken += len(line) + 1
+                if entry is not None:
+                    yield entry
+            piece = self.reader._piece(self.offset, self._number + 1)
+            if not piece:
+                return
+            self.offset += len(piece)
+            lines, self._rest = self.reader._cut(self._rest + piece, self._number)
+            waiting.extend(reversed(lines))
 
 
 def _gap(tick: int, expected: int) -> str:
@@ -219,7 +288,7 @@ class RunTapes:
         self.run = Path(run)
         self.readers: dict[Actor, TapeReader] = {}
         self.unstarted: list[Path] = []
-        for actor, path in sorted(_named(self._folder())):
+        for actor, path in sorted(_named(_folder_of(self.run))):
             reader = TapeReader(path)
             if not reader.started():
                 self.unstarted.append(path)
@@ -228,16 +297,8 @@ class RunTapes:
                 raise TapeError(f"the header says {reader.header.actor}, the name of the file {actor}", f"{path}:1")
             self.readers[actor] = reader
         if not self.readers:
-            raise TapeError("there are no tapes here", str(self._folder()))
+            raise TapeError("there are no tapes here", str(_folder_of(self.run)))
         self._check_same_run()
-
-    def _folder(self) -> Path:
-        if not self.run.is_dir():
-            raise TapeError("no such run directory", str(self.run))
-        folder = self.run / FOLDER
-        if not folder.is_dir():
-            raise TapeError(f"not a run directory: it has no folder {FOLDER!r}", str(self.run))
-        return folder
 
     def _check_same_run(self) -> None:
         """Ids alone say little: whoever runs twice by the same command has given the same id twice."""
@@ -284,7 +345,7 @@ class RunTapes:
         newest: dict[int, int] = {SYNCER: 1}  # every run has a syncer
         for actor in self.readers:
             newest[actor.learner] = max(newest.get(actor.learner, 1), actor.start)
-        known = {*self.readers, *(actor for actor, _ in _named(self._folder()))}
+        known = {*self.readers, *(actor for actor, _ in _named(_folder_of(self.run)))}
         every = (Actor(learner, start) for learner, most in newest.items() for start in range(1, most + 1))
         return sorted(actor for actor in every if actor not in known)
 
@@ -338,6 +399,20 @@ def _ends_in_half_a_line(path: Path) -> bool:
         end = file.seek(0, 2)
         file.seek(max(0, end - 1))
         return file.read(1) not in (b"", b"\n")
+
+
+def tapes_in(run: AnyPath) -> list[tuple[Actor, Path]]:
+    """Every tape of a run, by actor, whether it has a header yet or not; TapeError where this is no run."""
+    return list(_named(_folder_of(Path(run))))
+
+
+def _folder_of(run: Path) -> Path:
+    if not run.is_dir():
+        raise TapeError("no such run directory", str(run))
+    folder = run / FOLDER
+    if not folder.is_dir():
+        raise TapeError(f"not a run directory: it has no folder {FOLDER!r}", str(run))
+    return folder
 
 
 def _named(folder: Path) -> Iterator[tuple[Actor, Path]]:

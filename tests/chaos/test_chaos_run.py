@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from atoll.chaos import disks, netns
-from atoll.chaos.facts import Facts, Life, read_facts
+from atoll.chaos.facts import Facts, read_facts
 from atoll.chaos.struck import read_log
 from atoll.cli import main
+from atoll.dash.facts import Life
 from tests.chaos.small_chaos import schedule, small_scenario
 from tests.train.small_jobs import processes_of, small_text
 

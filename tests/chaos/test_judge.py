@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.chaos import judge as judging
-from atoll.chaos.facts import Life, Shares, clip, overlap_s, read_facts, shares_of, states_of
+from atoll.chaos.facts import read_facts
 from atoll.chaos.faults import KINDS, Target
 from atoll.chaos.judge import Check, Ending, FaultReport, Loss, Verdict, Worst, judge
 from atoll.chaos.page import page
@@ -26,6 +26,8 @@ from atoll.chaos.scenario import EXPECTABLE, Expectation, shipped
 from atoll.chaos.struck import Log, Struck
 from atoll.core.protocol import MergeRound, StepTaken
 from atoll.core.tape import Actor
+from atoll.dash.accounting import Shares, clip, overlap_s, shares_of, states_of
+from atoll.dash.facts import Life
 from atoll.tape_files import tape_path
 from atoll.train.report import note_fault
 from tests.tiny_run import STEP_S, TinyRun, eventful_run
@@ -342,8 +344,7 @@ SPANS = st.tuples(st.floats(0, 50), st.floats(0.1, 20)).map(lambda each: (each[0
 def test_shares_add_up_whatever_happens(stops, span, steps):
     life = Life(1, 1.0, 2.0 + 0.5 * steps, 2.0)
     for number in range(1, steps):
-        life.step_ends.append(2.0 + 0.5 * number)
-        life.step_times_s.append(0.45)
+        life.add_step(2.0 + 0.5 * number, 0.45, 1, 10)
     apart = [stop for n, stop in enumerate(stops) if all(overlap_s(stop, other) == 0 for other in stops[:n])]
     found = shares_of(1, [life], span, apart)
     assert all(getattr(found, each.name) >= 0 for each in fields(Shares))

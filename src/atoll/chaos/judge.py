@@ -12,21 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from atoll.chaos.checking import judge as check_tapes
-from atoll.chaos.facts import (
-    Facts,
-    Life,
-    Shares,
-    Span,
-    nothing,
-    read_facts,
-    shares_of,
-    states_of,
-    stepping_union_s,
-    worst_pause,
-)
+from atoll.chaos.facts import Facts, nothing, read_facts, stepping_union_s, worst_pause
 from atoll.chaos.plan import Plan, Planned
 from atoll.chaos.scenario import EXPECTABLE, Expectation
 from atoll.chaos.struck import Struck, read_log
+from atoll.dash.accounting import Shares, shares_of, states_of
+from atoll.dash.facts import Life, Span
 from atoll.sim.checkers import all_checkers
 from atoll.tape_files import RunTapes
 from atoll.train.report import read_faults

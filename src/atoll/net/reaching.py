@@ -79,9 +79,12 @@ def where(directory: Path) -> Reachable | None:
         raise ValueError(f"{path} is not what a syncer writes: remove it, and give --syncer HOST:PORT") from None
 
 
-def ask(address: str, token: str | None, method: str, path: str, timeout_s: float) -> Any:
+def ask(address: str, token: str | None, method: str, path: str, timeout_s: float, body: Any = None) -> Any:
     """One request; the JSON of its answer, None where there is none. Raises `Refused` and `NoAnswer`."""
-    request = urllib.request.Request(f"http://{address}{path}", method=method)
+    data = json.dumps(body).encode() if body is not None else None
+    request = urllib.request.Request(f"http://{address}{path}", data, method=method)
+    if data is not None:
+        request.add_header("Content-Type", "application/json")
     if token is not None:
         request.add_header("Authorization", f"Bearer {token}")
     try:

@@ -1,0 +1,51 @@
+"""`atoll dash`: a page in the browser that shows a run, live or finished, or two side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from atoll.commands.syncer import Token
+
+EXAMPLE = "atoll dash runs/first"
+
+
+def run(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN [RUN]", help="Directory of a run; a second one is shown beside it.")
+    ],
+    host: Annotated[
+        str, typer.Option("--host", metavar="HOST", help="Listen there; others need a token.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int | None,
+        typer.Option("--port", metavar="PORT", help="[default: the first free one from 7410]", min=0, max=65535),
+    ] = None,
+    token: Token = None,
+    rules: Annotated[
+        Path | None, typer.Option("--rules", metavar="FILE", help="TOML with limits for alerts; docs/dash.md has them.")
+    ] = None,
+    webhook: Annotated[
+        str | None,
+        typer.Option("--webhook", metavar="URL", help="Alerts are posted there as JSON, when they come and go."),
+    ] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="The run may begin later: its directory need not hold tapes yet.")
+    ] = False,
+    open_browser: Annotated[bool, typer.Option("--open", help="Open the page in the browser of this machine.")] = False,
+) -> None:
+    """Show a run in the browser: islands, rounds, curves, books and stories, now or at any moment before.
+
+    Reads the tapes and metrics of the run's directory and never disturbs it. Works on a run that trains, on a finished
+    one and on the tapes of atoll simulate. Without a token it only shows, and only to this machine. With the token of
+    the run (--token, ATOLL_TOKEN) it can also pause, resume and change it. Ctrl-C ends the page, not the run.
+    """
+    if len(runs) > 2:
+        raise ValueError(f"{len(runs)} runs are too many for one page: give one, or two to compare")
+    try:
+        from atoll.dash.serve import serve
+    except ModuleNotFoundError as missing:
+        raise ValueError(f"the page needs {missing.name}: pip install 'atoll[dash]'") from None
+    serve(runs, host, port, token or None, rules, webhook, wait, open_browser)

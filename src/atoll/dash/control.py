@@ -1,0 +1,83 @@
+"""What somebody may ask of a run through the page: checked here, said in words, and passed on to its syncer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from atoll.net.reaching import NoAnswer, ask, where
+from atoll.net.reaching import Refused as Declined
+
+ANSWER_S = 20.0
+MOST_NAME = 80
+WHAT = ("pause", "resume", "snapshot", "drain", "quorum", "grace")
+
+
+class Refused(Exception):  # noqa: N818 - an answer
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
+class Wish(NamedTuple):
+    what: str
+    value: float | None
+    who: str
+    sure: bool
+
+    @classmethod
+    def parse(cls, raw: Any) -> Wish:
+        """From JSON that anybody may have sent; ValueError says what is wrong with it."""
+        if not isinstance(raw, dict) or raw.get("what") not in WHAT:
+            raise ValueError(f"say what is wanted: one of {', '.join(WHAT)}")
+        what, value, who = raw["what"], raw.get("value"), raw.get("who")
+        if not isinstance(who, str) or not who.strip() or len(who) > MOST_NAME:
+            raise ValueError("say who asks: a name, so that the tape can tell")
+        if what in ("drain", "quorum") and (type(value) is not int or value < 1):
+            raise ValueError(f"{what} needs a whole number from 1")
+        if what == "grace" and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1):
+            raise ValueError("grace needs a number from 0 to 1")
+        needs_none = what in ("pause", "resume", "snapshot")
+        return cls(what, None if needs_none else value, who.strip(), raw.get("sure") is True)
+
+    def question(self) -> str:
+        """What will happen, asked before it does."""
+        return {
+            "pause": "All islands stand still after their current step, until somebody resumes the run. Pause it?",
+            "resume": "All islands go on training. Resume the run?",
+            "snapshot": "A snapshot of the whole run is taken while it trains. Take it?",
+            "drain": f"Learner {self.value} hands in what it has, leaves for good and is not restarted. Drain it?",
+            "quorum": f"From now on a merge waits for at least {self.value} contributions. Change it?",
+            "grace": f"From now on {self.value} of the slack is waited for more contributions. Change it?",
+        }[self.what]
+
+
+def is_reachable(run: Path) -> bool:
+    """A syncer has told of itself here. It may be gone all the same."""
+    try:
+        return where(run) is not None
+    except (OSError, ValueError):
+        return False
+
+
+def carry_out(run: Path, wish: Wish) -> str:
+    """Passed on to the run's syncer; its sentence."""
+    try:
+        found = where(run)
+    except (OSError, ValueError) as wrong:
+        raise Refused(503, str(wrong)) from None
+    if found is None:
+        raise Refused(503, "no syncer of this run can be reached from here")
+    try:
+        if wish.what == "snapshot":
+            told = ask(found.address, found.token, "POST", "/v1/snapshot", ANSWER_S)
+            return f"snapshot {told['snapshot']} is being taken"
+        body = {"what": wish.what, "value": wish.value, "who": wish.who}
+        told = ask(found.address, found.token, "POST", "/v1/control", ANSWER_S, body)
+        return str(told["done"])
+    except Declined as declined:
+        raise Refused(declined.status if declined.status in (400, 404, 409) else 502, str(declined)) from None
+    except NoAnswer as nobody:
+        raise Refused(503, str(nobody)) from None
+    except (KeyError, TypeError):
+        raise Refused(502, "the syncer's answer was not understood") from None

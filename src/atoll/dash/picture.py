@@ -1,0 +1,410 @@
+"""A run as people look at it: everything that tapes and metrics say, at any moment of it, while it grows.
+
+`RunPicture.grow` reads what is new, for as long as it is given. Nothing is computed that a tape does not say: the state
+of rounds, members and books is that of the syncer's own core, told again what it was told; the rest is sums and rates.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from atoll.core.tape import Actor, Entry, TapeError
+from atoll.core.types import SYNCER, RunConfig
+from atoll.dash.accounting import Shares, shares_of
+from atoll.dash.alerts import Rules
+from atoll.dash.facts import Life, Merge, Reign, Span, Standing
+from atoll.dash.samples import Sample, Samples, sample_of
+from atoll.dash.told import Lines, Told
+from atoll.tape_files import FOLDER, SIMULATED_NOTE, Place, TapeTail, tapes_in
+
+RATE_S = 10.0
+"""Rates are of so long; simulated runs take so many steps."""
+
+RECENT_MERGES = 3
+"""Of every fragment: who weighs how much lately."""
+
+STANDINGS = {
+    "live": "training",
+    "suspect": "suspected",
+    "joining": "recovering",
+    "admitting": "recovering",
+    "away": "gone",
+    "left": "left",
+    "lost": "gone",
+    "quarantined": "quarantined",
+}
+
+STALE_S = 5.0
+"""A run without a new entry for so long is perhaps not being written."""
+
+
+class Mark(NamedTuple):
+    at: float
+    who: str
+    kind: str
+    text: str
+
+    def fields(self) -> dict[str, Any]:
+        return self._asdict()
+
+
+class Band(NamedTuple):
+    begin: float
+    end: float
+    state: str
+
+
+class RunPicture:
+    """One run directory: of this machine, of a syncer that serves islands elsewhere, or simulated."""
+
+    def __init__(self, run: Path, rules: Rules | None = None) -> None:
+        self.run = run
+        self.rules = rules if rules is not None else Rules()
+        self.lives: dict[int, list[Life]] = {}
+        self.reigns: list[Reign] = []
+        self.samples = Samples()
+        self.told = Told(run)
+        self.to = 0.0  # time of the newest entry
+        self.grown_at = 0.0  # monotonic time at which something new was found
+        self.config: RunConfig | None = None
+        self.simulated = False
+        self.version = 0  # rises whenever something new was read
+        self.damaged: list[str] = []  # tapes that cannot be read any further
+        self._tails: dict[Actor, TapeTail] = {}
+        self._takes: dict[Actor, Callable[[Entry], None]] = {}
+        self.places: dict[Actor, list[tuple[float, Place]]] = {}  # every so many entries: the time before, and where
+        self.lines = Lines(run)
+        self._bytes_read = 0
+        list(self._find())  # a wrong directory is told now, not when somebody looks
+
+    # ---------------------------------------------------------------------------------------------------- growing
+
+    def grow(self, for_s: float = 0.5) -> bool:
+        """Read on. True: there is still more than that time allowed."""
+        until = time.monotonic() + for_s
+        before = self.version
+        for actor in self._find():
+            if not self._read(actor, until):
+                self.version += 1
+                self.grown_at = time.monotonic()
+                return True
+        if self.lines.look():
+            self.version += 1
+        self.told.look()
+        if self.version != before:
+            self.grown_at = time.monotonic()
+        return False
+
+    def loading(self) -> float | None:
+        """How much of the tapes is read, as a share; None where it is all."""
+        whole = sum(_size(tail.reader.path) for tail in self._tails.values())
+        done = sum(tail.offset for tail in self._tails.values())
+        return done / whole if whole - done > 4 * 2**20 else None
+
+    def _find(self) -> Iterator[Actor]:
+        """All tapes, those of syncers first: they say what the others mean."""
+        found = tapes_in(self.run)
+        if not found:
+            raise TapeError("there are no tapes here", str(self.run / FOLDER))
+        for actor, path in sorted(found):
+            if actor not in self._tails:
+                tail = TapeTail(path)
+                if not tail.reader.started():
+                    continue
+                self._tails[actor] = tail
+                self._takes[actor] = self._taker(actor, tail)
+            yield actor
+
+    def _taker(self, actor: Actor, tail: TapeTail) -> Callable[[Entry], None]:
+        header = tail.reader.header
+        if self.config is None:
+            self.config = header.config
+            self.simulated = header.note == SIMULATED_NOTE
+        if actor.learner != SYNCER:
+            lives = self.lives.setdefault(actor.learner, [])
+            return lambda entry: self._take_learner(lives, actor.start, entry)
+        reign = Reign(header)
+        self.reigns.append(reign)
+        return lambda entry: self._take_syncer(reign, entry)
+
+    def _read(self, actor: Actor, until: float) -> bool:
+        """All of one tape that is new; False: time is over."""
+        take = self._takes.get(actor)
+        if take is None:
+            return True
+        count, tail = 0, self._tails[actor]
+        try:
+            for entry in tail.new_entries():
+                take(entry)
+                if entry.at > self.to:
+                    self.to = entry.at
+                count += 1
+                if count % 256 == 0:
+                    self.places.setdefault(actor, []).append((entry.at, tail.place()))
+                    if time.monotonic() > until:
+                        return False
+        except (TapeError, OSError) as wrong:
+            self.damaged.append(str(wrong))
+            del self._takes[actor]  # it is read no further; all others are
+        if count:
+            self.version += 1
+        return True
+
+    def _take_learner(self, lives: list[Life], incarnation: int, entry: Entry) -> None:
+        if not lives or lives[-1].incarnation != incarnation:
+            lives.append(Life(incarnation, entry.at, entry.at))
+        lives[-1].take(entry)
+
+    def _take_syncer(self, reign: Reign, entry: Entry) -> None:
+        if self.samples.is_due(entry.at) and reign.first is not None:
+            self.samples.add(sample_of(reign, entry.at))
+        reign.take(entry)
+
+    def entries(self, actor: Actor, begin: float, end: float) -> Iterator[Entry]:
+        """Of one tape, in this span of time, read again from the file."""
+        places = self.places.get(actor, [])
+        index = bisect_left(places, begin, key=lambda each: each[0])
+        tail = TapeTail(self._tails[actor].reader.path, places[index - 1][1] if index else None)
+        for entry in tail.new_entries():
+            if entry.at > end:
+                return
+            if entry.at >= begin:
+                yield entry
+
+    def actors(self) -> list[Actor]:
+        return list(self._tails)
+
+    # ---------------------------------------------------------------------------------------------------- looking
+
+    @property
+    def begin(self) -> float:
+        """Where the run begins on its own clock."""
+        firsts = [reign.first for reign in self.reigns if reign.first is not None]
+        return min(firsts, default=0.0)
+
+    @property
+    def reign(self) -> Reign | None:
+        return self.reigns[-1] if self.reigns else None
+
+    @property
+    def wall0(self) -> float | None:
+        return None if self.simulated else self.told.founded_at
+
+    def sample(self, at: float | None) -> Sample | None:
+        """The syncer's own view: now, or the newest one that was kept before this moment."""
+        if at is not None and at < self.to:
+            return self.samples.before(at)
+        reign = self.reign
+        return sample_of(reign, reign.last) if reign is not None and reign.first is not None else None
+
+    def learners(self) -> list[int]:
+        known = {learner for reign in self.reigns for learner in reign.standings}
+        return sorted(known | set(self.lives))
+
+    def merges(self, begin: float, end: float) -> Iterator[Merge]:
+        for reign in self.reigns:
+            if reign.merges and reign.merges[0].at <= end and reign.merges[-1].at >= begin:
+                for index in range(
+                    bisect_right(reign.merges, begin, key=_at), bisect_right(reign.merges, end, key=_at)
+                ):
+                    yield reign.merges[index]
+
+    def merges_until(self, at: float) -> int:
+        return sum(bisect_right(reign.merges, at, key=_at) for reign in self.reigns)
+
+    def newest_merges(self, at: float, count: int) -> list[Merge]:
+        """The last so many before this moment, newest first."""
+        found: list[Merge] = []
+        for reign in reversed(self.reigns):
+            end = bisect_right(reign.merges, at, key=_at)
+            found += reversed(reign.merges[max(0, end - (count - len(found))) : end])
+            if len(found) >= count:
+                break
+        return found
+
+    # ---------------------------------------------------------------------------------------------------- islands
+
+    def standing(self, learner: int, at: float) -> Standing | None:
+        """In the eyes of the syncer that reigned then."""
+        for reign in reversed(self.reigns):
+            if reign.first is None or reign.first > at:
+                continue
+            track = reign.standings.get(learner, [])
+            index = bisect_right(track, at, key=_at)
+            if index:
+                return track[index - 1]
+        return None
+
+    def bands(self, learner: int, begin: float, end: float) -> list[Band]:
+        """What an island did when, without gaps: its own tapes where they are here, else what the syncer saw."""
+        states = self._own_bands(learner) if self.lives.get(learner) else self._seen_bands(learner)
+        found: list[Band] = []
+        for band in states:
+            clipped = Band(max(band.begin, begin), min(band.end, end), band.state)
+            if clipped.end <= clipped.begin:
+                continue
+            if found and found[-1].state == clipped.state and clipped.begin - found[-1].end < 1e-9:
+                found[-1] = found[-1]._replace(end=clipped.end)
+            else:
+                found.append(clipped)
+        return found
+
+    def _seen_bands(self, learner: int) -> Iterator[Band]:
+        changes = [each for reign in self.reigns for each in reign.standings.get(learner, ())]
+        for change, following in zip(changes, [*changes[1:], None], strict=True):
+            state = STANDINGS.get(change.standing, change.standing)
+            yield from self._with_pauses(Band(change.at, following.at if following else self.to, state))
+
+    def _own_bands(self, learner: int) -> Iterator[Band]:
+        """Joining, training and being away from its tapes; what the syncer thinks of it lies over its training."""
+        lives = self.lives[learner]
+        covers = sorted([*((span, "alone") for life in lives for span in life.all_alone()), *self._suspicions(learner)])
+        at = min(self.begin, lives[0].first)
+        for number, life in enumerate(lives):
+            if life.first > at:
+                yield Band(at, life.first, "gone")
+            began = life.began if life.began is not None else life.last
+            yield Band(life.first, began, "recovering")
+            end = life.last
+            if number == len(lives) - 1 and self._is_on(learner, life):
+                end = max(end, self.to)
+            yield from self._covered(Band(began, end, "training"), covers)
+            at = max(at, end)
+        if at < self.to:
+            last = self.standing(learner, self.to)
+            yield Band(at, self.to, "left" if last is not None and last.standing == "left" else "gone")
+
+    def _is_on(self, learner: int, life: Life) -> bool:
+        """Its process is there as far as anybody knows: between two steps its tape says nothing."""
+        last = self.standing(learner, self.to)
+        if last is None or last.incarnation != life.incarnation:
+            return False
+        return last.standing in ("live", "suspect", "joining")
+
+    def _suspicions(self, learner: int) -> Iterator[tuple[Span, str]]:
+        changes = [each for reign in self.reigns for each in reign.standings.get(learner, ())]
+        for change, following in zip(changes, [*changes[1:], None], strict=True):
+            if change.standing in ("suspect", "quarantined"):
+                yield (change.at, following.at if following else self.to), STANDINGS[change.standing]
+
+    def _covered(self, band: Band, covers: list[tuple[Span, str]]) -> Iterator[Band]:
+        at = band.begin
+        for (begin, end), state in covers:
+            begin, end = max(begin, at), min(end, band.end)
+            if end <= begin:
+                continue
+            if begin > at:
+                yield from self._with_pauses(Band(at, begin, band.state))
+            yield Band(begin, end, state)
+            at = end
+        if at < band.end:
+            yield from self._with_pauses(Band(at, band.end, band.state))
+
+    def _with_pauses(self, band: Band) -> Iterator[Band]:
+        if band.state != "training":
+            yield band
+            return
+        at = band.begin
+        for begin, end in self.pauses():
+            begin, end = max(begin, at), min(end, band.end)
+            if end <= begin:
+                continue
+            if begin > at:
+                yield Band(at, begin, band.state)
+            yield Band(begin, end, "paused")
+            at = end
+        if at < band.end:
+            yield Band(at, band.end, band.state)
+
+    def pauses(self) -> list[Span]:
+        """In which the run stood still because somebody asked for it."""
+        return []
+
+    def state(self, learner: int, at: float) -> Band:
+        """What it does at this moment, and since when."""
+        newest = Band(at, at, "gone")
+        for band in self.bands(learner, self.begin, max(at, self.begin) + 1e-6):
+            if band.begin <= at:
+                newest = band
+        return newest
+
+    def shares(self, learner: int, at: float) -> Shares | None:
+        """Where its time went until then; None where its tapes are elsewhere."""
+        lives = self.lives.get(learner)
+        began = self.trains_since()
+        if not lives or began is None:
+            return None
+        span = began, max(began, min(at, self.ended()))
+        waited_s, copied_s = (self.lines.value(name, learner, at) or 0.0 for name in ("waited_s", "boundary_s"))
+        return shares_of(learner, lives, span, (), self.pauses(), waited_s, copied_s)
+
+    def trains_since(self) -> float | None:
+        """The first learner may train."""
+        began = [life.began for lives in self.lives.values() for life in lives if life.began is not None]
+        return min(began, default=None)
+
+    def ended(self) -> float:
+        """The last step of anybody once the run is over, else now."""
+        reign = self.reign
+        if reign is not None and reign.core.stage.value == "finished":
+            ends = [life.step_ends[-1] for lives in self.lives.values() for life in lives if life.step_ends]
+            return max(ends, default=self.to)
+        return self.to
+
+    def progress_of(self, learner: int, at: float) -> tuple[int, float]:
+        """Steps of its newest process, and tokens of all, by then."""
+        steps, tokens = 0, 0.0
+        for life in self.lives.get(learner, ()):
+            if life.first > at:
+                break
+            index = bisect_right(life.step_ends, at)
+            steps = life.steps_taken[index - 1] if index else 0
+            tokens += life.trained[index - 1] if index else 0.0
+        if learner in self.lives:
+            return steps, tokens
+        for reign in self.reigns:
+            told = reign.told.get(learner)
+            index = bisect_right(told.at, at) if told is not None else 0
+            if told is not None and index:
+                steps, tokens = told.step[index - 1], told.trained[index - 1]
+        return steps, tokens
+
+    def tokens_until(self, at: float) -> float:
+        return sum(self.progress_of(learner, at)[1] for learner in self.learners())
+
+    def usual_step_s(self, learner: int, at: float, most: int = 32) -> float | None:
+        """The median of its last steps."""
+        for life in reversed(self.lives.get(learner, ())):
+            index = bisect_right(life.step_ends, at)
+            if index:
+                counts = life.steps_taken
+                recent = range(max(1, index - most), index)
+                each = [life.step_times_s[i] / max(1, counts[i] - counts[i - 1]) for i in recent]
+                return median(each or [life.step_times_s[0] / max(1, counts[0])])
+        for reign in reversed(self.reigns):
+            told = reign.told.get(learner)
+            index = bisect_right(told.at, at) if told is not None else 0
+            if told is not None and index:
+                return median(told.step_time_s[max(0, index - most) : index])
+        return None
+
+    def rate_span_s(self, at: float) -> float:
+        """Over which rates are taken: long enough for some steps."""
+        steps = [s for s in (self.usual_step_s(learner, at) for learner in self.learners()) if s is not None]
+        return max(RATE_S, 5 * median(steps)) if steps else RATE_S
+
+
+def _at(each: Any) -> float:
+    return float(each.at)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,359 @@
+"""A picture as JSON, in the shapes of docs/dash.md. Figures that nobody knows are null."""
+
+from __future__ import annotations
+
+import time
+from statistics import fmean, median
+from typing import Any
+
+from atoll.core.types import RunConfig
+from atoll.dash.accounting import Shares
+from atoll.dash.alerts import Alert, alerts_at
+from atoll.dash.facts import Merge
+from atoll.dash.picture import RECENT_MERGES, STALE_S, Mark, RunPicture
+from atoll.dash.samples import Sample
+
+MOST_ROUNDS = 2000
+"""Of a timeline, drawn one by one."""
+
+
+def picture_at(picture: RunPicture, at: float | None = None) -> dict[str, Any]:
+    """The run at a moment; None: now."""
+    now = at is None or at >= picture.to
+    when = picture.to if at is None else min(max(at, picture.begin), picture.to)
+    sample = picture.sample(None if now else when)
+    live = now and is_live(picture, sample)
+    islands = [_island(picture, learner, when, sample) for learner in _known(picture, when)]
+    _add_speeds(islands)
+    return {
+        "at": when,
+        "wall0": picture.wall0,
+        "from": picture.begin,
+        "to": picture.to,
+        "now": now,
+        "live": live,
+        "age_s": _age_s(picture) if live else None,
+        "loading": picture.loading(),
+        "damaged": picture.damaged,
+        "stage": sample.view.stage if sample is not None else "waiting",
+        "progress": sample.view.progress if sample is not None else 0.0,
+        "paused": bool(picture.pauses() and picture.pauses()[-1][1] >= when),
+        "headline": _headline(picture, when, sample, islands),
+        "syncer": _syncer(picture, when, live),
+        "islands": islands,
+        "fragments": [] if sample is None else _fragments(sample, when),
+        "ledger": None if sample is None else _ledger(sample),
+        "alerts": [shown_alert(each) for each in alerts_at(picture, when, sample, islands, live)],
+    }
+
+
+def is_live(picture: RunPicture, sample: Sample | None) -> bool:
+    """Somebody still writes it, as far as one can tell from here."""
+    if picture.simulated or picture.told.report is not None:
+        return False
+    return sample is None or sample.view.stage != "finished"
+
+
+def _age_s(picture: RunPicture) -> float | None:
+    if picture.wall0 is None:
+        return None
+    return max(0.0, time.time() - picture.wall0 - picture.to)
+
+
+def _known(picture: RunPicture, at: float) -> list[int]:
+    """Learners that had come by then."""
+    known = []
+    for learner in picture.learners():
+        lives = picture.lives.get(learner)
+        if picture.standing(learner, at) is not None or (lives and lives[0].first <= at):
+            known.append(learner)
+    return known
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Parts
+
+
+def _headline(picture: RunPicture, at: float, sample: Sample | None, islands: list[dict[str, Any]]) -> dict[str, Any]:
+    view = sample.view if sample is not None else None
+    span_s = picture.rate_span_s(at)
+    done = picture.tokens_until(at)
+    per_s = (done - picture.tokens_until(at - span_s)) / span_s if at > picture.begin else None
+    recent = picture.newest_merges(at, _recent_count(picture))
+    losses = [(each["loss"], each["tokens_per_s"] or 0.0) for each in islands if each["loss"] is not None]
+    budget = picture.config.budget_tokens if picture.config is not None else None
+    remaining_s = None
+    if budget is not None and per_s and view is not None and view.stage == "running":
+        remaining_s = max(0.0, budget - view.trained) / per_s
+    return {
+        "loss": fmean(loss for loss, _ in losses) if losses else None,
+        "tokens": int(done),
+        "tokens_per_s": per_s,
+        "goodput": goodput_until(picture, at),
+        "uptime": _uptime(picture, at),
+        "alive": view.alive if view is not None else None,
+        "asked": fmean(m.asked for m in recent) if recent else None,
+        "merged": fmean(len(m.contributors) for m in recent) if recent else None,
+        "learners": len(islands),
+        "bytes_up_per_s": _rate(picture, "bytes_up", at, span_s),
+        "bytes_down_per_s": _rate(picture, "bytes_down", at, span_s),
+        "effective_h": _effective_h(recent),
+        "remaining_s": remaining_s,
+        "merges": picture.merges_until(at),
+        "rounds_in_flight": view.rounds_in_flight if view is not None else None,
+        "quorum": sample.quorum if sample is not None else None,
+        "grace_margin": sample.grace_margin if sample is not None else None,
+    }
+
+
+def _recent_count(picture: RunPicture) -> int:
+    fragments = len(picture.config.fragment_ids()) if picture.config is not None else 1
+    return RECENT_MERGES * fragments
+
+
+def _effective_h(recent: list[Merge]) -> float | None:
+    """Steps that a contributor had taken since its last merge of the same fragment."""
+    steps = [m.steps for m in recent if m.contributors]
+    return fmean(steps) if steps else None
+
+
+def _rate(picture: RunPicture, name: str, at: float, span_s: float) -> float | None:
+    rates = [picture.lines.rate(name, learner, at - span_s, at) for learner in picture.learners()]
+    known = [rate for rate in rates if rate is not None]
+    return sum(known) if known else None
+
+
+def goodput_until(picture: RunPicture, at: float) -> float | None:
+    """Share of all islands' time since the first of them might train that was spent in steps."""
+    shares = [picture.shares(learner, at) for learner in _known(picture, at)]
+    whole = sum(share.allocated_s for share in shares if share is not None)
+    return sum(share.stepping_s for share in shares if share is not None) / whole if whole > 0 else None
+
+
+def _uptime(picture: RunPicture, at: float) -> float | None:
+    """Share of the time in which at least one island might train."""
+    since = picture.trains_since()
+    end = min(at, picture.ended())
+    if since is None or end <= since:
+        return None
+    spans = sorted((life.began, life.last) for lives in picture.lives.values() for life in lives if life.began)
+    covered, reached = 0.0, since
+    for begin, last in spans:
+        begin, last = max(begin, reached), min(last, end)
+        if last > begin:
+            covered += last - begin
+            reached = last
+    return min(1.0, covered / (end - since))
+
+
+def _island(picture: RunPicture, learner: int, at: float, sample: Sample | None) -> dict[str, Any]:
+    band = picture.state(learner, at)
+    member = sample.members.get(learner) if sample is not None else None
+    step, tokens = picture.progress_of(learner, at)
+    span_s = picture.rate_span_s(at)
+    per_s = (tokens - picture.progress_of(learner, at - span_s)[1]) / span_s
+    shares = picture.shares(learner, at)
+    trains = band.state in ("training", "alone", "suspected")
+    return {
+        "learner": learner,
+        "state": band.state,
+        "since": band.begin,
+        "incarnation": member.incarnation if member is not None else None,
+        "step": step,
+        "tokens": int(tokens),
+        "tokens_per_s": per_s if trains else 0.0,
+        "step_s": picture.usual_step_s(learner, at) if trains else None,
+        "speed": None,
+        "loss": picture.lines.value("loss", learner, at),
+        "link": _link(member.standing if member is not None else None, band.state),
+        "staleness_s": _staleness_s(picture, learner, at),
+        "weight": _weight(picture, learner, at),
+        "goodput": shares.goodput if shares is not None else None,
+        "split": split_of(shares) if shares is not None else None,
+        "reason": member.reason if member is not None else None,
+        "last_words": _last_words(picture, learner, at, band.state),
+    }
+
+
+def _add_speeds(islands: list[dict[str, Any]]) -> None:
+    steps = [each["step_s"] for each in islands if each["step_s"]]
+    usual = median(steps) if steps else None
+    for each in islands:
+        if usual and each["step_s"]:
+            each["speed"] = usual / each["step_s"]
+
+
+def split_of(shares: Shares) -> dict[str, float]:
+    return {
+        "stepping": shares.stepping_s,
+        "waiting": shares.waiting_s,
+        "copying": shares.copying_s + shares.between_s,
+        "recovering": shares.joining_s,
+        "paused": shares.paused_s + shares.stopped_s,
+        "gone": shares.away_s,
+    }
+
+
+def _link(standing: str | None, state: str) -> str | None:
+    if state == "alone":
+        return "down"
+    return None if standing is None else "up" if standing in ("live", "suspect", "joining", "admitting") else "down"
+
+
+def _staleness_s(picture: RunPicture, learner: int, at: float) -> float | None:
+    """Since it was last in a merge."""
+    for merge in picture.newest_merges(at, _recent_count(picture)):
+        if any(who == learner for who, _ in merge.contributors):
+            return at - merge.at
+    return None
+
+
+def _weight(picture: RunPicture, learner: int, at: float) -> float | None:
+    """Its share in the newest merges, those without it counted as nothing."""
+    recent = picture.newest_merges(at, _recent_count(picture))
+    if not recent:
+        return None
+    mine = [w for m in recent for (who, _), w in zip(m.contributors, m.weights, strict=True) if who == learner]
+    return sum(mine) / len(recent)
+
+
+def _last_words(picture: RunPicture, learner: int, at: float, state: str) -> str | None:
+    """Of the newest process of it that died, while it has not come back."""
+    if state not in ("gone", "recovering", "quarantined"):
+        return None
+    died = [fault for fault in picture.told.faults if fault.who == f"learner {learner}" and fault.at <= at]
+    if not died:
+        return None
+    words = picture.told.last_words(died[-1].who)
+    return f"{died[-1].what} at {died[-1].at:.1f} s" + (f": {words}" if words else "")
+
+
+def _syncer(picture: RunPicture, at: float, live: bool) -> dict[str, Any]:
+    bands = [band for band in syncer_bands(picture, live) if band[0] <= at]
+    state = bands[-1][2] if bands else "down"
+    reigns = [reign for reign in picture.reigns if reign.first is not None and reign.first <= at]
+    epoch = reigns[-1].epoch if reigns else None
+    return {"state": state, "epoch": epoch, "since": bands[-1][0] if bands else picture.begin}
+
+
+def syncer_bands(picture: RunPicture, live: bool) -> list[list[Any]]:
+    """Up from the first to the last entry of each of its processes."""
+    bands: list[list[Any]] = []
+    for number, reign in enumerate(picture.reigns):
+        if reign.first is None:
+            continue
+        if bands and reign.first > bands[-1][1]:
+            bands.append([bands[-1][1], reign.first, "down"])
+        end = reign.last
+        newest = number == len(picture.reigns) - 1
+        age_s = _age_s(picture) if live and newest else None
+        if newest and (not live or age_s is None or age_s < STALE_S):
+            end = max(end, picture.to)
+        bands.append([reign.first, end, "up"])
+        if newest and end < picture.to:
+            bands.append([end, picture.to, "down"])
+    return bands
+
+
+def _fragments(sample: Sample, at: float) -> list[dict[str, Any]]:
+    return [
+        {
+            "fragment": each.fragment,
+            "version": each.version,
+            "phase": each.phase,
+            "age_s": at - sample.merged_at[each.fragment] if each.fragment in sample.merged_at else None,
+            "contributors": list(each.last_contributors),
+            "asked": each.asked,
+            "contributions": each.contributions,
+            "waiting_for": list(each.waiting_for),
+            "reason": each.reason,
+        }
+        for each in sample.fragments
+    ]
+
+
+def _ledger(sample: Sample) -> dict[str, Any]:
+    books = sample.books
+    return {**books._asdict(), "balanced": sample.is_balanced}
+
+
+def shown_alert(alert: Alert) -> dict[str, Any]:
+    return alert._asdict()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The timeline
+
+
+def timeline(picture: RunPicture, begin: float | None, end: float | None, width: int) -> dict[str, Any]:
+    begin = picture.begin if begin is None else max(begin, picture.begin)
+    end = picture.to if end is None else min(end, picture.to)
+    live = is_live(picture, picture.sample(None))
+    return {
+        "from": begin,
+        "to": end,
+        "islands": [
+            {"learner": learner, "bands": [list(band) for band in picture.bands(learner, begin, end)]}
+            for learner in picture.learners()
+        ],
+        "syncer": [
+            [max(b, begin), min(e, end), state] for b, e, state in syncer_bands(picture, live) if e > begin and b < end
+        ],
+        "marks": [mark.fields() for mark in marks(picture) if begin <= mark.at <= end],
+        "rounds": rounds(picture, begin, end, min(max(width, 50), MOST_ROUNDS)),
+    }
+
+
+def rounds(picture: RunPicture, begin: float, end: float, width: int) -> list[dict[str, Any]]:
+    """Merges in this span; where there are more than `width`, neighbours are joined."""
+    found = sorted(picture.merges(begin, end), key=lambda merge: merge.at)
+    if len(found) <= width:
+        return [_round([merge]) for merge in found]
+    span = (end - begin) / width or 1.0
+    joined: dict[int, list[Merge]] = {}
+    for merge in found:
+        joined.setdefault(int((merge.at - begin) / span), []).append(merge)
+    return [_round(each) for each in joined.values()]
+
+
+def _round(merges: list[Merge]) -> dict[str, Any]:
+    return {
+        "at": fmean(m.at for m in merges),
+        "fragment": merges[0].fragment if len(merges) == 1 else None,
+        "contributions": fmean(len(m.contributors) for m in merges),
+        "asked": fmean(m.asked for m in merges),
+        "alive": fmean(m.alive for m in merges),
+        "count": len(merges),
+    }
+
+
+def marks(picture: RunPicture) -> list[Mark]:
+    """Faults and returns, from what the supervisor wrote and from the tapes."""
+    found = [
+        Mark(fault.at, fault.who, "killed" if fault.what.startswith("SIG") else "failed", fault.what)
+        for fault in picture.told.faults
+    ]
+    for learner in picture.learners():
+        who = f"learner {learner}"
+        for number, life in enumerate(picture.lives.get(learner, ())):
+            if number:
+                found.append(Mark(life.first, who, "restarted", f"incarnation {life.incarnation} begins"))
+            elif picture.reigns and life.first > picture.begin + 60:
+                found.append(Mark(life.first, who, "joined", "a new learner"))
+        for reign in picture.reigns:
+            for change in reign.standings.get(learner, ()):
+                kind = {"suspect": "suspected", "quarantined": "quarantined", "left": "left"}.get(change.standing)
+                if kind is not None:
+                    found.append(Mark(change.at, who, kind, change.sentence or kind))
+    for reign in picture.reigns[1:]:
+        if reign.first is not None:
+            found.append(Mark(reign.first, "syncer", "syncer-restarted", f"epoch {reign.epoch} begins"))
+    return sorted(found)
+
+
+def told_config(picture: RunPicture) -> dict[str, Any]:
+    config: RunConfig | None = picture.config
+    told = picture.told.config
+    if told is None and config is not None:
+        told = {"run": config.run_id, "fragments": config.fragments, "every_steps": config.every_steps}
+    return {"config": told, "report": picture.told.report}
