@@ -42,12 +42,10 @@ class Sample(NamedTuple):
         for line in lines:
             for why, tokens in line.dropped.items():
                 dropped[why] = dropped.get(why, 0) + tokens
-        return Line(
-            max((line.trained for line in lines), default=0),
-            sum(line.merged for line in lines) // count,
-            sum(line.pending for line in lines) // count,
-            {why: tokens // count for why, tokens in dropped.items()},
-        )
+        trained = max((line.trained for line in lines), default=0)
+        merged = sum(line.merged for line in lines) // count
+        dropped = {why: tokens // count for why, tokens in dropped.items()}
+        return Line(trained, merged, trained - merged - sum(dropped.values()), dropped)  # what is rounded is pending
 
     @property
     def is_balanced(self) -> bool:

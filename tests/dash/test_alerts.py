@@ -1,0 +1,97 @@
+"""Every rule fires when it should, says so in words, and can be switched off."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from atoll.dash.alerts import Rules, alerts_at
+from atoll.dash.picture import RunPicture
+from atoll.dash.shown import picture_at
+from tests.tiny_run import TinyRun
+
+
+def pictured(run, rules=None):
+    found = RunPicture(run, rules)
+    while found.grow():
+        pass
+    return found
+
+
+def rules_of(picture, at=None):
+    return {(each["rule"], each["subject"]) for each in picture_at(picture, at)["alerts"]}
+
+
+def test_a_healthy_run_raises_nothing(tmp_path):
+    picture = pictured(TinyRun().until(60.0).save(tmp_path))
+    assert rules_of(picture) == set()
+    assert rules_of(picture, 30.0) == set()
+
+
+def test_an_island_that_stays_away(tmp_path):
+    run = TinyRun().until(10.0)
+    run.kill(2)
+    picture = pictured(run.until(200.0).save(tmp_path))
+    assert rules_of(picture) == {("island-gone", "learner 2")}
+    assert rules_of(picture, 20.0) == set(), "not yet for long"
+    assert rules_of(pictured(tmp_path, Rules(gone_s=0.0))) == set(), "switched off"
+
+
+def test_no_merge_for_long(tmp_path):
+    """All learners but one are dead, and the quorum is two."""
+    run = TinyRun().until(10.0)
+    run.kill(2)
+    run.kill(3)
+    picture = pictured(run.until(100.0).save(tmp_path), Rules(gone_s=0.0))
+    assert rules_of(picture) == {("no-merge", "the run")}
+    assert "no merge for" in picture_at(picture)["alerts"][0]["text"]
+    assert rules_of(picture, 12.0) == set()
+
+
+def test_an_island_that_trains_without_a_link(tmp_path):
+    run = TinyRun().until(10.0)
+    run.kill(0)
+    run.until(300.0)
+    picture = pictured(run.save(tmp_path))
+    assert {rule for rule, _ in rules_of(picture)} >= {"island-alone"}
+
+
+def test_a_loss_that_jumps(tmp_path):
+    picture = pictured(TinyRun().until(120.0).save(tmp_path))
+    for at, loss in ((10.0, 2.0), (40.0, 1.9), (100.0, 3.1)):
+        picture.lines._add("loss.learner.3", at, loss)
+    assert rules_of(picture) == {("loss-spike", "learner 3")}
+    assert rules_of(picture, 90.0) == set()
+
+
+def test_books_that_do_not_balance(tmp_path):
+    picture = pictured(TinyRun().until(20.0).save(tmp_path))
+    sample = picture.sample(None)
+    wrong = sample.view.ledger[0]._replace(merged=sample.view.ledger[0].merged + 1)
+    broken = sample._replace(view=sample.view._replace(ledger=(wrong, *sample.view.ledger[1:])))
+    assert [each.rule for each in alerts_at(picture, 20.0, broken, [], False)] == ["ledger"]
+    assert alerts_at(picture, 20.0, sample, [], False) == []
+
+
+def test_a_run_that_is_written_no_more(tmp_path):
+    run = TinyRun().until(20.0).save(tmp_path)
+    (run / "store").mkdir()
+    (run / "store" / "run.json").write_text(json.dumps({"value": {"founded_at": 1.0e9}}))
+    picture = pictured(run)
+    assert rules_of(picture) == {("old", "syncer")}
+    assert picture_at(picture)["age_s"] > 1e6
+
+
+def test_rules_come_from_a_file(tmp_path):
+    file = tmp_path / "rules.toml"
+    file.write_text("gone_s = 30\nloss_spike = 2.5\n")
+    assert Rules.load(file) == Rules(gone_s=30.0, loss_spike=2.5)
+    for text, said in (
+        ("gone = 3", "no rule 'gone'"),
+        ("gone_s = 'x'", "gone_s is 'x'"),
+        ("gone_s = -1", "number from 0"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=said):
+            Rules.load(file)

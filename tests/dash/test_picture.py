@@ -1,0 +1,296 @@
+"""A run as a picture: what is shown of an eventful run, at any moment of it, however its tapes grow."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atoll.chaos.facts import read_facts
+from atoll.core.tape import TapeError
+from atoll.core.types import SYNCER
+from atoll.dash.accounting import shares_of
+from atoll.dash.figures import Curve, as_csv, catalogue, curve, thinned
+from atoll.dash.picture import RunPicture
+from atoll.dash.samples import Samples, sample_of
+from atoll.dash.shown import goodput_until, picture_at, rounds, timeline
+from atoll.dash.stories import story_until
+from atoll.tape_files import TapeTail, tape_path
+from tests.tiny_run import TinyRun, eventful_run
+
+KILLED_AT, BACK_AT = 12.0, 14.0
+SYNCER_KILLED_AT, SYNCER_BACK_AT = 20.0, 22.0
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return eventful_run().save(tmp_path_factory.mktemp("eventful"))
+
+
+@pytest.fixture(scope="module")
+def picture(run):
+    found = RunPicture(run)
+    while found.grow():
+        pass
+    return found
+
+
+def island(shown, learner):
+    return next(each for each in shown["islands"] if each["learner"] == learner)
+
+
+def as_json(value):
+    """What a browser would get: no NaN, nothing that JSON does not know."""
+    return json.loads(json.dumps(value, allow_nan=False))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Now and before
+
+
+def test_the_end_of_an_eventful_run(picture):
+    shown = as_json(picture_at(picture))
+    assert (shown["stage"], shown["now"], shown["loading"]) == ("finished", True, None)
+    assert {each["state"] for each in shown["islands"]} == {"left"}
+    assert shown["headline"]["learners"] == 3
+    assert shown["ledger"]["balanced"]
+    books = shown["ledger"]
+    assert books["trained"] == books["merged"] + books["pending"] + sum(books["dropped"].values())
+    assert shown["syncer"]["epoch"] == 2
+
+
+def test_travel_in_time_shows_each_island_as_it_was(picture):
+    states = {at: island(picture_at(picture, at), 2)["state"] for at in (5.0, 13.0, 30.0)}
+    assert states == {5.0: "training", 13.0: "gone", 30.0: "training"}
+    assert island(picture_at(picture, 13.0), 1)["state"] == "training"
+    before, after = picture_at(picture, 10.0), picture_at(picture, 40.0)
+    assert before["headline"]["tokens"] < after["headline"]["tokens"]
+    assert before["headline"]["merges"] < after["headline"]["merges"]
+    assert not before["now"]
+
+
+def test_while_the_syncer_is_gone_islands_train_alone(picture):
+    shown = picture_at(picture, 21.0)
+    assert shown["syncer"]["state"] == "down"
+    assert {each["state"] for each in shown["islands"]} == {"alone"}
+    assert {each["link"] for each in shown["islands"]} == {"down"}
+    assert picture_at(picture, 30.0)["syncer"] == {
+        "state": "up",
+        "epoch": 2,
+        "since": pytest.approx(SYNCER_BACK_AT, abs=0.1),
+    }
+
+
+def test_a_moment_before_the_beginning_shows_nobody(picture):
+    shown = as_json(picture_at(picture, -5.0))
+    assert shown["at"] == picture.begin
+
+
+def test_the_splits_of_an_island_add_up_to_its_time(picture):
+    shown = picture_at(picture, 50.0)
+    since = picture.trains_since()
+    assert since is not None
+    for each in shown["islands"]:
+        assert sum(each["split"].values()) == pytest.approx(50.0 - since, abs=1e-6)
+    assert island(shown, 2)["split"]["gone"] == pytest.approx(BACK_AT - KILLED_AT, abs=1.1)
+    assert island(shown, 2)["goodput"] < island(shown, 1)["goodput"]
+
+
+def test_weights_of_all_islands_are_one_whole(picture):
+    shown = picture_at(picture, 50.0)
+    assert sum(each["weight"] for each in shown["islands"]) == pytest.approx(1.0)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The timeline
+
+
+def test_bands_have_no_gaps_and_tell_the_kill(picture):
+    shown = as_json(timeline(picture, None, None, 500))
+    for each in shown["islands"]:
+        bands = each["bands"]
+        assert bands[0][0] == pytest.approx(shown["from"])
+        assert bands[-1][1] == pytest.approx(shown["to"])
+        assert all(before[1] == pytest.approx(after[0]) for before, after in pairwise(bands))
+    second = next(each["bands"] for each in shown["islands"] if each["learner"] == 2)
+    away = [band for band in second if band[2] == "gone" and band[0] > 1.0]
+    assert len(away) == 1
+    assert away[0][0] == pytest.approx(KILLED_AT, abs=1.1)
+    assert away[0][1] == pytest.approx(BACK_AT, abs=0.1)
+
+
+def test_marks_tell_of_restarts(picture):
+    marks = {(each["who"], each["kind"]) for each in timeline(picture, None, None, 500)["marks"]}
+    assert ("learner 2", "restarted") in marks
+    assert ("syncer", "syncer-restarted") in marks
+
+
+def test_rounds_are_joined_where_they_do_not_fit(picture):
+    alone = timeline(picture, None, None, 2000)["rounds"]
+    joined = rounds(picture, picture.begin, picture.to, 10)
+    assert all(each["count"] == 1 for each in alone)
+    assert len(joined) <= 11 < len(alone)
+    assert sum(each["count"] for each in joined) == len(alone) == len(read_facts(picture.run).merges)
+    assert {each["fragment"] for each in joined if each["count"] > 1} == {None}
+
+
+def test_a_part_of_the_timeline_is_the_same_cut_out(picture):
+    whole, part = timeline(picture, None, None, 2000), timeline(picture, 10.0, 20.0, 2000)
+    assert part["rounds"] == [each for each in whole["rounds"] if 10.0 < each["at"] <= 20.0]
+    assert all(band[0] >= 10.0 and band[1] <= 20.0 for each in part["islands"] for band in each["bands"])
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Growing
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(1, 40_000), max_size=12))
+def test_however_a_tape_grows_its_tail_reads_what_a_reader_reads(tmp_path_factory, cuts):
+    folder = tmp_path_factory.mktemp("growing")
+    saved = eventful_run().save(folder / "whole")
+    whole = tape_path(saved, next(iter(eventful_run().headers)))
+    data, growing = whole.read_bytes(), folder / whole.name
+    growing.write_bytes(b"")
+    tail, found, places = TapeTail(growing), [], []
+    for end in [*sorted(cuts), len(data)]:
+        growing.write_bytes(data[:end])
+        for entry in tail.new_entries():
+            found.append(entry)
+            places.append(tail.place())
+    assert found == list(TapeTail(whole).new_entries())
+    middle = len(found) // 2
+    assert list(TapeTail(growing, places[middle]).new_entries()) == found[middle + 1 :]
+
+
+def test_a_picture_that_grew_is_the_one_that_was_read_at_once(tmp_path):
+    run = TinyRun()
+    pieces = []
+    for end in (5.0, 13.0, 40.0):
+        run.until(end)
+        pieces.append(len(run.entries))
+    growing = None
+    for number, count in enumerate(pieces):
+        part = TinyRun()
+        part.headers, part.entries = dict(run.headers), run.entries[:count]
+        target = tmp_path / "growing"
+        for tape in target.glob("tapes/*"):
+            tape.unlink()
+        part.save(target)
+        growing = growing or RunPicture(target)
+        before = growing.version
+        while growing.grow():
+            pass
+        assert growing.version > before, f"piece {number} brought nothing"
+    at_once = RunPicture(run.save(tmp_path / "once"))
+    while at_once.grow(0.0):  # as little at a time as it can
+        pass
+    assert growing is not None
+    one, other = (as_json(picture_at(each)) for each in (growing, at_once))
+    assert one == other
+
+
+def test_a_damaged_tape_is_told_and_the_others_are_read(tmp_path):
+    run = eventful_run().save(tmp_path / "run")
+    path = tape_path(run, next(actor for actor in eventful_run().headers if actor.learner == 3))
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([*lines[:20], b"garbage", *lines[21:]]))
+    found = RunPicture(run)
+    while found.grow():
+        pass
+    shown = picture_at(found)
+    assert len(shown["damaged"]) == 1
+    assert path.name in shown["damaged"][0]
+    assert shown["stage"] == "finished"
+
+
+def test_a_folder_without_tapes_is_refused(tmp_path):
+    with pytest.raises(TapeError, match="not a run directory"):
+        RunPicture(tmp_path)
+    (tmp_path / "tapes").mkdir()
+    with pytest.raises(TapeError, match="no tapes"):
+        RunPicture(tmp_path)
+
+
+def test_islands_whose_tapes_are_elsewhere_are_shown_as_the_syncer_saw_them(tmp_path):
+    """As with learners on other machines: only the syncer's tapes are in its directory."""
+    run = eventful_run().save(tmp_path / "run")
+    for path in (run / "tapes").glob("learner-*"):
+        path.unlink()
+    found = RunPicture(run)
+    while found.grow():
+        pass
+    shown = as_json(picture_at(found, 13.0))
+    assert island(shown, 2)["state"] == "gone"
+    assert island(shown, 1)["state"] == "training"
+    assert island(shown, 1)["step"] > 5
+    assert island(shown, 1)["step_s"] == pytest.approx(1.0)
+    assert island(shown, 1)["split"] is None
+    assert shown["headline"]["tokens"] > 0
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Samples, curves, stories
+
+
+def test_samples_are_bounded_and_evenly_spread(picture):
+    samples = Samples(most=16)
+    reign = picture.reigns[0]
+    for tenth in range(5000):
+        at = tenth / 10.0
+        if samples.is_due(at):
+            samples.add(sample_of(reign, at))
+    kept = [each.at for each in samples.all()]
+    assert 8 <= len(kept) <= 16
+    gaps = [after - before for before, after in pairwise(kept)]
+    assert max(gaps) < 2.1 * min(gaps)
+    assert samples.before(kept[3] + 0.01).at == kept[3]
+    assert samples.before(-1.0) is None
+
+
+def test_every_series_of_the_catalogue_has_a_curve(picture):
+    for series in catalogue(picture):
+        for x in ("time", "tokens"):
+            found = curve(picture, series.name, x, points=50)
+            assert len(found.x) == len(found.y) <= 50
+            assert all(before <= after for before, after in pairwise(found.x)), series.name
+            as_json([list(found.x), list(found.y)])
+    assert max(curve(picture, "merges.contributions").y) == 3
+    with pytest.raises(KeyError):
+        curve(picture, "loss.learner.77")
+
+
+def test_goodput_is_the_one_of_the_accounting(picture):
+    facts = read_facts(picture.run)
+    shares = [shares_of(n, lives, (picture.trains_since(), 50.0)) for n, lives in facts.lives.items()]
+    whole = sum(each.allocated_s for each in shares)
+    assert goodput_until(picture, 50.0) == pytest.approx(sum(each.stepping_s for each in shares) / whole)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(2, 50))
+def test_thinned_curves_keep_their_mean_and_range(values, points):
+    found = thinned(Curve(sorted(values), values), points)
+    assert len(found.y) <= max(points, 1)
+    assert min(values) - 1e-6 <= min(found.y) <= max(found.y) <= max(values) + 1e-6
+
+
+def test_csv_has_a_line_per_point(picture):
+    text = as_csv(picture, ["merges.contributions", "goodput"], "time")
+    lines = text.splitlines()
+    assert lines[0] == "series,time,value"
+    assert sum(line.startswith("merges.contributions,") for line in lines) == len(read_facts(picture.run).merges)
+
+
+def test_a_story_is_the_end_of_the_whole_story(picture):
+    whole = story_until(picture, ("learner", 2), None, 100_000)
+    assert not whole.more
+    told = story_until(picture, ("learner", 2), None, 10)
+    assert told.more
+    assert told.lines == whole.lines[-10:]
+    early = story_until(picture, ("learner", 2), 15.0, 20)
+    assert all(line.at <= 15.0 for line in early.lines)
+    assert any("incarnation 2" in line.sentence for line in early.lines)
+    assert story_until(picture, ("run", SYNCER), None, 5).lines
