@@ -247,7 +247,9 @@ def test_samples_are_bounded_and_evenly_spread(picture):
     assert 8 <= len(kept) <= 16
     gaps = [after - before for before, after in pairwise(kept)]
     assert max(gaps) < 2.1 * min(gaps)
-    assert samples.before(kept[3] + 0.01).at == kept[3]
+    found = samples.before(kept[3] + 0.01)
+    assert found is not None
+    assert found.at == kept[3]
     assert samples.before(-1.0) is None
 
 

@@ -9,13 +9,14 @@ import typer
 
 from atoll.commands import job_options as options
 from atoll.commands.output import ExitCode, JsonOption, complain, print_json
+from atoll.commands.page_beside import Dash, DashPort, page_beside
 
 if TYPE_CHECKING:
     from atoll.train.job_settings import JobSettings
 
 EXAMPLE = "atoll syncer --host 0.0.0.0 --out runs/two-hosts"
 
-RESUMED = {"out", "resume", "standby", "take_over_after", "host", "port", "token", "as_json"}
+RESUMED = {"out", "resume", "standby", "take_over_after", "host", "port", "token", "dash", "dash_port", "as_json"}
 """Options that a run which goes on does not have settings of its own for."""
 
 Token = Annotated[
@@ -87,6 +88,8 @@ def run(
     up: options.Up = None,
     down: options.Down = None,
     eval_tokens: options.EvalTokens = None,
+    dash: Dash = False,
+    dash_port: DashPort = None,
     as_json: JsonOption = False,
 ) -> None:
     """Serve a run to learners on any machine that can reach this one.
@@ -115,7 +118,8 @@ def run(
         check_new(out)
         out.mkdir(parents=True, exist_ok=True)
         settings.save(out / CONFIG)
-    _serve(out, settings, host, port, token, take_over_after if standby else None, as_json)
+    with page_beside(dash, out, dash_port, token):
+        _serve(out, settings, host, port, token, take_over_after if standby else None, as_json)
 
 
 # long: from the wait of a standby to the model

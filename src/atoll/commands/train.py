@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import typer
 
 from atoll.commands import job_options as options
 from atoll.commands.output import ExitCode, JsonOption, complain, print_json
+from atoll.commands.page_beside import Dash, DashPort, page_beside
 
 if TYPE_CHECKING:
     from atoll.train.job_settings import JobSettings
@@ -93,6 +95,8 @@ def run(
     up: options.Up = None,
     down: options.Down = None,
     eval_tokens: options.EvalTokens = None,
+    dash: Dash = False,
+    dash_port: DashPort = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train a small language model on islands that never wait for each other.
@@ -127,12 +131,13 @@ def run(
         from atoll.train.job import AlreadyFinished, JobFailed
 
     try:
-        if resume:
-            settings, report = _resumed(out, learners)
-        elif restore is not None:
-            settings, report = _restored(restore, out, learners, tokens, kill)
-        else:
-            settings, report = _started(settings, out)
+        with page_beside(dash, out, dash_port, secrets.token_urlsafe(16)):
+            if resume:
+                settings, report = _resumed(out, learners)
+            elif restore is not None:
+                settings, report = _restored(restore, out, learners, tokens, kill)
+            else:
+                settings, report = _started(settings, out)
     except AlreadyFinished:
         _show_finished(out, as_json)
         return
@@ -194,14 +199,15 @@ def _to_resume(context: typer.Context, out: Path | None) -> Path:
     """The run to go on with. Refuses what would be ignored: it has settings of its own."""
     if out is None:
         raise ValueError("say which run to go on with: --out runs/first --resume")
-    options.refuse_with_resume(context, {"out", "resume", "learners", "as_json"})
+    options.refuse_with_resume(context, {"out", "resume", "learners", "dash", "dash_port", "as_json"})
     return out
 
 
 def _to_restore(context: typer.Context, out: Path | None) -> Path:
     from atoll.train.job_settings import check_new
 
-    options.refuse_with_resume(context, {"out", "restore", "learners", "tokens", "kill", "as_json"}, "--restore")
+    allowed = {"out", "restore", "learners", "tokens", "kill", "dash", "dash_port", "as_json"}
+    options.refuse_with_resume(context, allowed, "--restore")
     out = out if out is not None else next_run(RUNS, "decoupled")
     check_new(out)
     return out

@@ -34,6 +34,7 @@ def serve(
     rules: Path | None,
     webhook: str | None,
     wait: bool,
+    while_stdin: bool,
     open_browser: bool,
 ) -> None:
     """Until Ctrl-C or SIGTERM. ValueError and TapeError for whatever is wrong with what was asked."""
@@ -43,7 +44,7 @@ def serve(
         raise ValueError(f"--webhook {webhook!r} is no address: give one such as https://example.org/alerts")
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(message)s")
     limits = Rules.load(rules) if rules is not None else None
-    asyncio.run(_serve(runs, limits, host, port, token, webhook, wait, open_browser))
+    asyncio.run(_serve(runs, limits, host, port, token, webhook, wait, while_stdin, open_browser))
 
 
 async def _serve(
@@ -54,6 +55,7 @@ async def _serve(
     token: str | None,
     webhook: str | None,
     wait: bool,
+    while_stdin: bool,
     open_browser: bool,
 ) -> None:
     watched = [Watched(run, rules) for run in runs]
@@ -70,7 +72,7 @@ async def _serve(
         print(_what(token), flush=True)
         if open_browser:
             webbrowser.open(address)
-        await _until_told()
+        await _until_told(while_stdin)
     finally:
         await runner.cleanup()
 
@@ -81,9 +83,12 @@ def _what(token: str | None) -> str:
     return "Whoever has this address can see and control the run. Ctrl-C ends the page, not the run."
 
 
-async def _until_told() -> None:
+async def _until_told(while_stdin: bool) -> None:
+    """By a signal; beside a job also by its end, whatever that was: then nobody holds the other end of stdin."""
     told = asyncio.Event()
     loop = asyncio.get_running_loop()
+    if while_stdin:
+        loop.add_reader(sys.stdin, told.set)  # nothing is ever written there
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, told.set)
     await told.wait()
