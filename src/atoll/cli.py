@@ -30,6 +30,7 @@ from atoll.commands import (
     syncer,
     train,
     version,
+    watch,
 )
 from atoll.commands.output import ExitCode, complain, flush_stdout, give_up_stdout, interruptible, open_streams
 
@@ -56,6 +57,7 @@ COMMANDS: dict[str, CommandModule] = {
     "syncer": syncer,
     "learner": learner,
     "dash": dash,
+    "watch": watch,
     "snapshot": snapshot,
     "generate": generate,
     "fragments": fragments,

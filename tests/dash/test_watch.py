@@ -1,0 +1,64 @@
+"""`atoll watch`: the picture in a terminal, in a log and as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from atoll.cli import main
+from atoll.dash.terminal import STATES
+from tests.tiny_run import eventful_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return eventful_run().save(tmp_path_factory.mktemp("eventful"))
+
+
+def test_a_finished_run_is_shown_once(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["watch", str(run)]) == 0
+    told = capsys.readouterr().out
+    assert "finished" in told
+    assert "trained" in told
+    assert told.count("left") >= 3
+
+
+def test_a_moment_of_the_past_says_so(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["watch", str(run), "--at", "13"]) == 0
+    told = capsys.readouterr().out
+    assert "as it was then" in told
+    line = next(line for line in told.splitlines() if line.startswith("2 "))
+    assert "gone" in line
+    assert STATES["gone"][2] in line, "who sees no colours reads letters"
+
+
+def test_json_is_the_picture_of_the_page(run, capsys):
+    assert main(["watch", str(run), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["stage"] == "finished"
+    assert len(shown["islands"]) == 3
+
+
+@pytest.mark.parametrize("width", ["40", "80", "200"])
+def test_it_fits_into_any_terminal(run, width):
+    """On a real one: nothing is wider than it."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "COLUMNS": width, "LINES": "40", "TERM": "xterm"}
+    command = [sys.executable, "-m", "atoll", "watch", str(run), "--once"]
+    done = subprocess.run(command, stdin=theirs, stdout=subprocess.PIPE, env=environment, timeout=60, check=True)
+    os.close(ours)
+    os.close(theirs)
+    lines = done.stdout.decode().splitlines()
+    assert max(map(len, lines)) <= int(width)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
+    assert main(["watch", str(tmp_path)]) != 0
+    assert "not a run directory" in capsys.readouterr().err
