@@ -37,7 +37,7 @@ from atoll.commands.simulate_wish import Wish
 from atoll.sim.decoupled import DecoupledConfig
 from atoll.sim.fleet import FleetConfig
 from atoll.tape_files import RunTapes
-from atoll.train.job_settings import ADAMW_LR, FOR_ADAMW, JobSettings
+from atoll.train.job_settings import ADAMW_BETA2, ADAMW_LR, FOR_ADAMW, JobSettings
 from atoll.train.loop import model_config
 from atoll.train.synthetic import Trained, train_simulated, with_fitting_plan
 from benchmarks.many_runs import read_results, setting_in, work_through
@@ -99,6 +99,7 @@ class Setting:
             eval_tokens=self.eval_tokens,
             inner="adamw",
             lr=ADAMW_LR,
+            beta2=ADAMW_BETA2,
             numerics=FOR_ADAMW,
         )
         model_config(settings)  # an unknown model is told before anything is simulated

@@ -50,7 +50,7 @@ from atoll.ml.plan import make_plan, tensors_of
 from atoll.ml.settings import Numerics
 from atoll.train.data import Sampler, Text, dealt
 from atoll.train.executor import Execution, StepInfo, Trainee, initial_values, load_values, mean_of_learners
-from atoll.train.job_settings import ADAMW_LR
+from atoll.train.job_settings import ADAMW_BETA2, ADAMW_LR
 from atoll.train.lockstep import PATIENT, Lockstep, Paced
 from atoll.train.models import SIZES, build, clip_, inner_optimizer, parameter_count, schedule, set_lr
 from benchmarks.many_runs import read_results, setting_in, work_through
@@ -73,6 +73,7 @@ class Setting:
     batch: int = 2  # windows of one learner's step
     inner: str = "adamw"
     lr: float = ADAMW_LR
+    beta2: float = ADAMW_BETA2
     warmup: float = 0.05  # share of the run
     floor: float = 0.03  # the learning rate at the end, as a share
     weight_decay: float = 0.1
@@ -160,7 +161,7 @@ def run_plain(setting: Setting, corpus: Text) -> dict[str, Any]:
     learners = setting.learners if setting.method == "ddp" else 1
     sampler = Sampler(corpus, setting.seed, config.context)
     model = build(config, setting.seed)
-    optimizer = inner_optimizer(model, setting.inner, setting.lr, weight_decay=setting.weight_decay)
+    optimizer = inner_optimizer(model, setting.inner, setting.lr, setting.beta2, setting.weight_decay)
 
     def batches(step: int) -> tuple[torch.Tensor, torch.Tensor]:
         return sampler.batch(dealt(step, 1, 1, learners * setting.batch))  # the batches of all learners in one
@@ -217,7 +218,7 @@ def run_protocol(setting: Setting, corpus: Text) -> dict[str, Any]:
 
     def make(actor: Actor) -> Trainee:
         model = build(shape, setting.seed)
-        optimizer = inner_optimizer(model, setting.inner, setting.lr, weight_decay=setting.weight_decay)
+        optimizer = inner_optimizer(model, setting.inner, setting.lr, setting.beta2, setting.weight_decay)
         sampler = Sampler(corpus, setting.seed, shape.context)
 
         def batches(step: int) -> tuple[torch.Tensor, torch.Tensor]:

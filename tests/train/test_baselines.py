@@ -43,7 +43,7 @@ class Reference:
         count = settings.learners
         self.models = [build(config, settings.seed) for _ in range(count)]
         self.optimizers = [
-            inner_optimizer(model, settings.inner, lr=settings.lr, weight_decay=settings.weight_decay)
+            inner_optimizer(model, settings.inner, settings.lr, settings.beta2, settings.weight_decay)
             for model in self.models
         ]
         self.sampler = Sampler(corpus, settings.seed, config.context)

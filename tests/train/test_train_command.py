@@ -381,6 +381,7 @@ def test_a_method_has_defaults_of_its_own():
     assert job_options.make_settings({"method": "streaming"}).adopt == "blend"
     assert job_options.make_settings({"inner": "adamw"}).numerics == FOR_ADAMW
     assert job_options.make_settings({"inner": "adamw"}).lr == 0.004
+    assert job_options.make_settings({"inner": "adamw"}).beta2 == 0.99
     mixed = job_options.make_settings({"inner": "adamw", "method": "diloco", "outer_lr": 0.3}).numerics
     assert (mixed.merge, mixed.outer_lr, mixed.outer_momentum, mixed.outer_ramp) == ("average", 0.3, 0.9, 0)
     assert job_options.make_settings({"method": "streaming", "adopt": "carry"}).adopt == "carry"

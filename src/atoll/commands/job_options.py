@@ -83,6 +83,14 @@ Lr = Annotated[
         help="Highest learning rate of the inner steps. [default: 0.012; with --inner adamw: 0.004]",
     ),
 ]
+Beta2 = Annotated[
+    float | None,
+    typer.Option(
+        "--beta2",
+        metavar="BETA",
+        help="Second beta of AdamW inside. [default: 0.95; with --inner adamw: 0.99]",
+    ),
+]
 EvalTokens = Annotated[
     int | None,
     typer.Option(
@@ -245,6 +253,7 @@ SHARED = (
     "batch",
     "inner",
     "lr",
+    "beta2",
     "step_time",
     "speeds",
     "fragments",
@@ -312,12 +321,12 @@ def make_settings(given: dict[str, Any]) -> JobSettings:
     """The job that these options describe; those that are None were not given."""
     from dataclasses import replace
 
-    from atoll.train.job_settings import ADAMW_LR, FOR_ADAMW, JobSettings, Kill
+    from atoll.train.job_settings import ADAMW_BETA2, ADAMW_LR, FOR_ADAMW, JobSettings, Kill
 
     method = given.get("method") or "decoupled"
     values: dict[str, Any] = {}
     if given.get("inner") == "adamw":
-        values = {"lr": ADAMW_LR, **{name: getattr(FOR_ADAMW, name) for name in _NUMERIC}}
+        values = {"lr": ADAMW_LR, "beta2": ADAMW_BETA2} | {name: getattr(FOR_ADAMW, name) for name in _NUMERIC}
     values |= _OF_METHOD.get(method, {})
     values |= {name: value for name, value in given.items() if value is not None}
     if "tokens" in values:

@@ -40,6 +40,7 @@ def run(
     seed: options.Seed = 0,
     inner: options.Inner = None,
     lr: options.Lr = None,
+    beta2: options.Beta2 = None,
     merge: options.Merge = None,
     norm_clip: options.NormClip = None,
     plan: options.Plan = None,

@@ -68,6 +68,7 @@ def run(
     seed: options.Seed = 0,
     inner: options.Inner = None,
     lr: options.Lr = None,
+    beta2: options.Beta2 = None,
     step_time: options.StepTime = None,
     speeds: options.Speeds = None,
     fragments: options.Fragments = None,

@@ -58,7 +58,7 @@ class InnerLoop:
         self.config = model_config(settings)
         self.model: GPT = build(self.config, settings.seed)
         self.module: nn.Module = self.model
-        self.optimizer = inner_optimizer(self.model, settings.inner, lr=settings.lr, weight_decay=settings.weight_decay)
+        self.optimizer = inner_optimizer(self.model, settings.inner, settings.lr, settings.beta2, settings.weight_decay)
         self.corpus = Text.load(settings.data) if corpus is None else corpus
         self.tokens_per_step = settings.tokens_per_step(self.config.context)
         self.sampler = Sampler(self.corpus, settings.seed, self.config.context)

@@ -231,7 +231,7 @@ def inner_optimizer(
     model: nn.Module,
     name: str = "adamw",
     lr: float = 3e-3,
-    betas: tuple[float, float] = (0.9, 0.95),
+    beta2: float = 0.95,
     weight_decay: float = 0.1,
     momentum: float = 0.95,
 ) -> torch.optim.Optimizer:
@@ -243,7 +243,7 @@ def inner_optimizer(
     matrices = [p for _, p in parameters if p.ndim >= 2]
     vectors = [p for _, p in parameters if p.ndim < 2]
     if name == "adamw":
-        return _adamw(matrices, vectors, lr, betas, weight_decay)
+        return _adamw(matrices, vectors, lr, beta2, weight_decay)
     if name == "sgd":
         return torch.optim.SGD([p for _, p in parameters], lr=lr, momentum=momentum)
     if name == "muon":
@@ -255,7 +255,7 @@ def inner_optimizer(
         muon = torch.optim.Muon(
             inside, lr=lr, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"
         )
-        return Together(muon, _adamw(outside, vectors, lr, betas, weight_decay))
+        return Together(muon, _adamw(outside, vectors, lr, beta2, weight_decay))
     raise ValueError(f"inner optimizer {name!r} is not known; choose adamw, muon or sgd")
 
 
@@ -263,11 +263,11 @@ def _adamw(
     matrices: list[nn.Parameter],
     vectors: list[nn.Parameter],
     lr: float,
-    betas: tuple[float, float],
+    beta2: float,
     weight_decay: float,
 ) -> torch.optim.Optimizer:
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=1e-8, fused=True)
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=(0.9, beta2), eps=1e-8, fused=True)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
