@@ -6,6 +6,7 @@ import csv
 import io
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 from atoll.dash.facts import Merge
@@ -62,6 +63,8 @@ def catalogue(picture: RunPicture) -> list[Series]:
     for n in learners:
         if f"loss.learner.{n}" in tracks:
             found.append(Series(f"loss.learner.{n}", "loss", f"learner {n}", "nats"))
+    if any(f"loss.learner.{n}" in tracks for n in learners):
+        found.append(Series("loss", "loss", "mean of the islands", "nats"))
     if _published(picture).x:
         found.append(Series("loss.published", "loss", "published model, held-out text", "nats"))
     for name, label in (("bytes_up", "up"), ("bytes_down", "down")):
@@ -108,6 +111,8 @@ def _whole(picture: RunPicture, name: str, begin: float, end: float) -> Curve:
         return _bytes(picture, name, begin, end)
     if name == "loss.published":
         return _published(picture)
+    if name == "loss":
+        return _on_grid(picture, begin, end, lambda at: _mean_loss(picture, at))
     track = picture.lines.tracks[name]
     return _part(track, begin, end)
 
@@ -152,6 +157,12 @@ def _bytes(picture: RunPicture, name: str, begin: float, end: float) -> Curve:
         return sum(known) if known else None
 
     return _on_grid(picture, begin, end, rate)
+
+
+def _mean_loss(picture: RunPicture, at: float) -> float | None:
+    losses = [picture.lines.value("loss", learner, at) for learner in picture.learners()]
+    known = [loss for loss in losses if loss is not None]
+    return fmean(known) if known else None
 
 
 def _published(picture: RunPicture) -> Curve:
