@@ -7,6 +7,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,11 +21,15 @@ from atoll.commands.check import judge
 from atoll.sim.checkers import all_checkers
 from atoll.tape_files import RunTapes
 from atoll.train.children import JobFailed
+from atoll.train.data import Text
+from atoll.train.evaluation import held_out_loss
 from atoll.train.job import AlreadyFinished, resume_job, start_job
 from atoll.train.job_settings import FOR_ADAMW, SNAPSHOT_PASSES, JobSettings, Kill
 from atoll.train.live_view import LiveView
 from atoll.train.loop import read_metrics
 from atoll.train.model_file import load_model, model_digest
+from atoll.train.on_the_way import Evaluations
+from atoll.train.published import published_model
 from tests.train.small_jobs import corpus_of, processes_of, silent_view, small_settings, small_text
 
 STEP = 2 * 16  # tokens of one step of one learner
@@ -77,6 +82,27 @@ def test_the_learner_was_killed_and_came_back(finished):
     assert [island["starts"] for island in report["islands"]] == [1, 2, 1]
     assert "learner 2 was killed on purpose" in lines
     assert "learner 2 is started again" in lines
+
+
+def test_the_published_model_is_judged_on_the_way(finished, tmp_path):
+    """Once for every tenth of the run that is reached, whatever was missed between them."""
+    run = shutil.copytree(finished[0], tmp_path / "run")
+    lines = run / "metrics" / "eval.jsonl"
+    lines.unlink(missing_ok=True)
+    settings = JobSettings.load(run / "config.json")
+    corpus = Text.load(settings.data)
+    watch = Evaluations(settings, run, corpus)
+    for progress in (0.05, 0.12, 0.15, 0.48, 0.49, 1.0):
+        watch.look(progress)
+        watch.end()
+    told = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [each["progress"] for each in told] == [0.12, 0.48]
+    model = published_model(run, settings)
+    assert told[0]["loss"] == held_out_loss(model, corpus, model.config.context, settings.eval_tokens).loss
+    shutil.rmtree(run / "store")
+    watch.look(0.9)
+    watch.end()
+    assert len(lines.read_text().splitlines()) == 2, "without a store there is nothing to judge, and nothing breaks"
 
 
 def test_the_report_is_the_file_and_tells_of_the_whole_budget(finished):

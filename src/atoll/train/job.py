@@ -39,6 +39,7 @@ from atoll.train.live_view import GoodputMeter, LiveView, Watched, training_coun
 from atoll.train.loop import model_config, newest_metrics
 from atoll.train.model_file import MODEL, load_model, model_digest, save_model
 from atoll.train.models import build, parameter_count
+from atoll.train.on_the_way import Evaluations
 from atoll.train.published import is_finished, published_model, run_settings
 from atoll.train.report import REPORT, Judged, Report, baseline_report, decoupled_report
 from atoll.train.restoring import find_source, restore
@@ -104,7 +105,8 @@ def _carry_out(settings: JobSettings, run: Path, view: LiveView, corpus: Text) -
         elif not is_finished(run):
             from atoll.train.supervisor import Supervisor
 
-            Supervisor(settings, run, view, title_of(settings, corpus)).train()
+            evaluations = Evaluations(settings, run, corpus)
+            Supervisor(settings, run, view, title_of(settings, corpus), evaluations=evaluations).train()
     view.say("The run is over; its model is judged on held-out text.")
     return finish(settings, run, corpus)
 

@@ -99,6 +99,7 @@ class JobSettings:
     data: str | None = None  # a folder of text or a file of tokens; None: the standard library's sources
     batch: int = 8  # sequences of one step of one learner
     eval_tokens: int = 65_536  # held-out tokens on which the final model is judged
+    evaluations: int = 10  # of the published model while the run goes, evenly spread, on fewer tokens
     # inner steps
     inner: str = "muon"
     lr: float = 0.012
@@ -132,6 +133,7 @@ class JobSettings:
         _at_least("experts", self.experts, 0)
         _at_least("vocabulary", self.vocabulary, 2)
         _at_least("seed", self.seed, 0)
+        _at_least("evaluations", self.evaluations, 0)
         if self.context is not None:
             _at_least("context", self.context, 1)
         if self.snapshot_every is not None:

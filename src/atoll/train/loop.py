@@ -47,6 +47,7 @@ class Step(NamedTuple):
     gradient_s: float  # forward and backward
     work_s: float  # and the optimizer
     step_s: float  # and the wait for its pace, where steps are paced
+    waited_s: float = 0.0  # of `gradient_s`, for data
 
 
 class InnerLoop:
@@ -63,6 +64,7 @@ class InnerLoop:
         self.tokens_per_step = settings.tokens_per_step(self.config.context)
         self.sampler = Sampler(self.corpus, settings.seed, self.config.context)
         self._least_s = 0.0
+        self._waited_s = 0.0
 
     def keep_pace_of(self, learner: int) -> None:
         """Where steps are paced, as this learner's. Told later: who asks the syncer for a number needs its model."""
@@ -70,7 +72,9 @@ class InnerLoop:
 
     def gradient(self, samples: Sequence[int]) -> float:
         """Forward and backward on these samples, without an update: the loss."""
+        began = time.monotonic()
         x, y = self.sampler.batch(samples)
+        self._waited_s = time.monotonic() - began
         self.optimizer.zero_grad(set_to_none=True)
         loss: torch.Tensor = self.module(x, y)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -89,7 +93,7 @@ class InnerLoop:
         work_s = time.monotonic() - began
         if work_s < self._least_s:
             time.sleep(self._least_s - work_s)
-        return Step(loss, self.tokens_per_step, gradient_s, work_s, time.monotonic() - began)
+        return Step(loss, self.tokens_per_step, gradient_s, work_s, time.monotonic() - began, self._waited_s)
 
 
 class Metrics:
@@ -108,12 +112,14 @@ class Metrics:
         self._lacks_end = False  # of the newest line only a part is in the file
         self.steps = 0
         self.tokens = 0
+        self.waited_s = 0.0
         self._line_at = time.monotonic()
         self._of_line: list[Step] = []
 
     def step(self, step: Step) -> None:
         self.steps += 1
         self.tokens += step.tokens
+        self.waited_s += step.waited_s
         self._of_line.append(step)
         if len(self._of_line) >= _LINE_STEPS or time.monotonic() - self._line_at >= _LINE_S:
             self.flush()
@@ -131,6 +137,7 @@ class Metrics:
                 "step_s": sum(s.step_s for s in steps) / len(steps),
                 "work_s": sum(s.work_s for s in steps) / len(steps),
                 "tokens_per_s": sum(s.tokens for s in steps) / max(now - self._line_at, 1e-9),
+                "waited_s": self.waited_s,
             }
         )
         self._line_at = now

@@ -22,6 +22,7 @@ from atoll.train.children import FINE, REFUSED, Child, JobFailed, end_all, proce
 from atoll.train.island import train_island
 from atoll.train.job_settings import JobSettings, Kill
 from atoll.train.live_view import GoodputMeter, LiveView, Watched, training_count
+from atoll.train.on_the_way import Evaluations
 from atoll.train.report import note_fault, read_faults
 
 LOOK_S = 0.25
@@ -56,11 +57,20 @@ class Supervisor:
 
     look_s = LOOK_S
 
-    def __init__(self, settings: JobSettings, run: Path, view: LiveView, title: str, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        settings: JobSettings,
+        run: Path,
+        view: LiveView,
+        title: str,
+        host: str = "127.0.0.1",
+        evaluations: Evaluations | None = None,
+    ) -> None:
         self.settings = settings
         self.run = run
         self.host = host
         self._view = view
+        self._evaluations = evaluations
         self._token = secrets.token_urlsafe(24)  # on a shared machine loopback alone keeps nobody out
         self._port = _free_port(host)
         self._kills = _kills_left(settings, run)
@@ -192,6 +202,8 @@ class Supervisor:
             present = sum(1 for member in self._learners.values() if member.child.pid is not None)
             training = min(present, training_count(self._status))
             self._watched.goodput = self._meter.look(self._watched.elapsed_s, training)
+            if self._evaluations is not None:
+                self._evaluations.look(self._status["progress"])
         self._view.show(self._status, self._watched)
 
     def _ask(self) -> dict[str, Any] | None:
@@ -229,6 +241,8 @@ class Supervisor:
             end_all([member.child for member in self._learners.values()], END_WAIT_S)
         finally:
             end_all([self._syncer.child], END_WAIT_S)
+            if self._evaluations is not None:
+                self._evaluations.end()
 
 
 def serve_job(settings: JobSettings, run_id: str, run: Path, port: int, token: str, host: str = "127.0.0.1") -> None:
