@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from atoll.ml import merge, outer
 from atoll.ml.codecs import Codec, codec
 from atoll.ml.merge import Accumulator
 from atoll.ml.outer import OuterStep, Published
@@ -202,6 +203,38 @@ def measure_merge(how: str, mib: int) -> dict[str, Any]:
     return {"merge": how, "seconds": min(timed(one_round) for _ in range(REPEATS))}
 
 
+def measure_figures(name: str, how: str, mib: int) -> dict[str, Any]:
+    """Seconds per round with everything that the syncer measures at a merge, and without, turn by turn."""
+    coder, plan = codec(name), plan_of(mib * MIB // 4)
+    numel = plan.numel(0)
+    generator = torch.Generator().manual_seed(1)
+    sent = [coder.encode(torch.randn(numel, generator=generator)) for _ in range(LEARNERS)]
+    sums = sums_of(plan, 0, how)
+    step = OuterStep(plan, 0, NUMERICS, torch.randn(numel, generator=generator))
+    published = Published(coder, step.value.clone())
+    update = torch.empty(coder.size(numel), dtype=torch.uint8)
+    known = coder.examine(sent[0], numel)[1] if coder.tells_norm else None
+    squares, looked_at = merge.squares, outer.LOOKED_AT
+
+    def one_round(measured: bool) -> None:
+        for module in (merge, outer):
+            module.squares = squares if measured else lambda chunk: 1.0  # type: ignore[attr-defined]
+        outer.LOOKED_AT = looked_at if measured else numel
+        for data in sent:
+            sums.add_encoded(coder, data, 1.0, size=known)
+        step.step(sums.result())
+        published.advance(step.value, update)
+        if measured:
+            step.momentum_norm()
+        sums.reset()
+
+    best = {True: float("inf"), False: float("inf")}
+    for _ in range(2 * REPEATS):
+        for measured in best:
+            best[measured] = min(best[measured], timed(partial(one_round, measured)))
+    return {"codec": name, "merge": how, "seconds": best[True], "without_s": best[False]}
+
+
 def in_a_child(*arguments: object) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, __file__, "--child", *map(str, arguments)], capture_output=True, text=True, check=True
@@ -246,6 +279,14 @@ def show_merges(merges: list[dict[str, Any]], mib: int) -> None:
         print(f"  {row['merge']:10}{1e3 * row['seconds']:>8.1f} ms{row['seconds'] / plain:>8.2f}")
 
 
+def show_figures(figures: list[dict[str, Any]], mib: int) -> None:
+    print(f"\nfigures of a merge: {LEARNERS} contributions with them and without, a fragment of {mib} MiB in f32")
+    for row in figures:
+        ratio = row["seconds"] / row["without_s"]
+        pair = f"{1e3 * row['seconds']:>8.1f} /{1e3 * row['without_s']:>7.1f} ms"
+        print(f"  {row['codec']:6}{row['merge']:10}{pair}{ratio:>8.2f}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
@@ -257,6 +298,8 @@ def main() -> int:
         kind, *rest = options.child
         if kind == "rate":
             print(json.dumps(measure_rate(rest[0], int(rest[1]))))
+        elif kind == "figures":
+            print(json.dumps(measure_figures(rest[0], rest[1], int(rest[2]))))
         elif kind == "merge":
             print(json.dumps(measure_merge(rest[0], int(rest[1]))))
         else:
@@ -266,13 +309,16 @@ def main() -> int:
     rates = [in_a_child("rate", name, options.mib) for name in CODECS]
     ways = [in_a_child(way, learners, small) for learners in (2, 8, 64) for way in ("streaming", "keeping")]
     merges = [in_a_child("merge", how, options.mib) for how in MERGES]
+    figures = [in_a_child("figures", name, how, options.mib) for name in CODECS[1::2] for how in ("average", "radial")]
     if options.json:
         found = {"mib": options.mib, "rates": rates, "ways_mib": small, "ways": ways, "merges": merges}
+        found["figures"] = figures
         print(json.dumps(found, indent=2))
         return 0
     show_rates(rates, options.mib)
     show_ways(ways, small)
     show_merges(merges, options.mib)
+    show_figures(figures, options.mib)
     return 0
 
 

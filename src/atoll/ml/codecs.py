@@ -67,6 +67,7 @@ class Codec(ABC):
     name: str
     number: int  # on the wire
     block: int = 1  # values that share a scale
+    tells_norm = False  # `examine` finds the norm itself, not a bound of it
 
     @abstractmethod
     def size(self, numel: int) -> int:
@@ -166,6 +167,7 @@ class F32(Codec):
 
     name = "f32"
     number = 0
+    tells_norm = True
 
     def size(self, numel: int) -> int:
         return 4 * numel
@@ -188,6 +190,7 @@ class BF16(Codec):
 
     name = "bf16"
     number = 1
+    tells_norm = True
 
     def size(self, numel: int) -> int:
         return 2 * numel

@@ -7,6 +7,11 @@ v is a learner's delta, signed as a gradient (old minus new), w its weight.
 
 Embeddings and buffers are averaged whatever the run's merge is. A piece is a tensor, or the rows of one that lie in
 this fragment: a tensor that a plan cuts has a norm per part.
+
+How far learners agree follows from the same sums, without keeping a contribution. Both merges sum s = sum(f u) with u =
+unit(v): f is w |v| in an average, w in a radial merge. As |s|^2 = sum(f^2) + sum over pairs of 2 f_i f_j cos(v_i, v_j),
+
+    mean cosine = (|s|^2 - sum(f^2)) / (sum(f)^2 - sum(f^2)),  each pair counted f_i f_j times
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ CANCELLED = 1e-6
 """Directions have cancelled where |sum(w unit(v))| is at most this part of sum(w): what is left is rounding."""
 
 _EXACT_NORMS = (1e-12, 1e18)  # f32 can hold the squares; other norms are taken again in f64
+_EXACT_SQUARES = (1e-24, 1e36)
 _MOST_FACTOR = 1e38  # w / |v| that f32 can hold; a piece with a smaller norm has a size but no direction
 
 
@@ -35,6 +41,8 @@ class Run:
     end: int
     radial: bool
     weighted_norms: float = 0.0  # sum(w |v|); radial only
+    factors: float = 0.0  # sum(f)
+    squared_factors: float = 0.0  # sum(f^2)
 
 
 def _runs(plan: FragmentPlan, p: int, how: str) -> list[Run]:
@@ -53,11 +61,29 @@ def norm(v: Tensor) -> float:
     return math.sqrt(sum(_squares(v[begin:end]) for begin, end in chunks(0, v.numel())))
 
 
+def mean_cosine(length: float, factors: float, squared_factors: float) -> float | None:
+    """Between the vectors behind a sum of this length, as the head of this module says; None where there is no pair.
+
+    >>> mean_cosine(2.0, 2.0, 2.0), mean_cosine(0.0, 2.0, 2.0), mean_cosine(5.0, 5.0, 25.0)
+    (1.0, -1.0, None)
+    """
+    pairs = factors * factors - squared_factors
+    if not pairs > 1e-4 * factors * factors:  # of one contribution beside others that are nothing, rounding would tell
+        return None
+    return max(-1.0, min(1.0, (length * length - squared_factors) / pairs))
+
+
 def _squares(chunk: Tensor) -> float:
     size = float(torch.linalg.vector_norm(chunk))
     if not _EXACT_NORMS[0] < size < _EXACT_NORMS[1]:
         size = float(torch.linalg.vector_norm(chunk.double()))
     return size * size
+
+
+def squares(chunk: Tensor) -> float:
+    """|chunk|^2 for people: a third quicker than what decides how a merge goes, and rounded in another way."""
+    found = float(torch.dot(chunk, chunk))
+    return found if _EXACT_SQUARES[0] < found < _EXACT_SQUARES[1] else _squares(chunk)
 
 
 class Accumulator:
@@ -77,29 +103,36 @@ class Accumulator:
         self._sums = torch.empty(self.numel) if buffer is None else buffer
         self._runs = _runs(plan, p, how)
         self._scratch: Scratch | None = None
+        self.merged_norm = 0.0  # |D| of the last result
+        self.cosine: float | None = None  # mean over pairs of contributions, of the last result
         self.reset()
 
     def reset(self) -> None:
         """Forgets the round; the memory stays."""
         self.count = 0
+        self.norms: list[float] = []  # |v| of the contributions as they came
         self._first_weight = 1.0
         self._weights = 0.0  # sum(w), relative to the first
         for run in self._runs:
-            run.weighted_norms = 0.0
+            run.weighted_norms = run.factors = run.squared_factors = 0.0
 
     def add(self, delta: Tensor, weight: float, scale: float = 1.0) -> None:
         """Adds one contribution, `scale` times as large; `delta` may be overwritten afterwards."""
         if delta.shape != (self.numel,) or delta.dtype != torch.float32:
             raise ValueError(f"{self.numel} f32 values are needed, got {delta.dtype} {tuple(delta.shape)}")
-        w = self._relative(weight)
+        w, total = self._relative(weight), 0.0
         for run in self._runs:
             v = delta[run.begin : run.end]
-            factor = self._factor(run, w, norm(v), scale) if run.radial else w * scale
+            size = norm(v)
+            factor = self._factor(run, w, size, scale) if run.radial else w * scale
             self._axpy(run.begin, v, factor)
-        self._counted(w)
+            total += self._noted(run, w, size, scale)
+        self._counted(w, total)
 
-    def add_encoded(self, codec: Codec, data: Tensor, weight: float, scale: float = 1.0) -> None:
-        """Adds one contribution as it came in, without a decoded copy of it.
+    def add_encoded(
+        self, codec: Codec, data: Tensor, weight: float, scale: float = 1.0, size: float | None = None
+    ) -> None:
+        """Adds one contribution as it came in, without a decoded copy of it. `size`: its norm, where somebody knows it.
 
         A long radial run is decoded twice, chunk by chunk, once for its norm and once to be added. That touches no
         memory but the bytes and the sums. Against writing a decoded copy and reading it twice it is a fifth faster for
@@ -110,38 +143,62 @@ class Accumulator:
                 f"{self.numel} values are {codec.size(self.numel)} bytes in {codec.name}, got {data.numel()}"
             )
         data = aligned(data)
-        w = self._relative(weight)
+        w, total = self._relative(weight), 0.0
+        known = size if len(self._runs) == 1 else None  # of all of it, where that is one run
         for run in self._runs:
             parts = list(chunks(run.begin, run.end))
-            v, factor = None, w * scale
+            v, factor, square = None, w * scale, 0.0
             if run.radial:
-                squares = 0.0
                 for begin, end in parts:
                     v = self._decoded(codec, data, begin, end)
-                    squares += _squares(v)
-                factor = self._factor(run, w, math.sqrt(squares), scale)
+                    square += _squares(v)
+                factor = self._factor(run, w, math.sqrt(square), scale)
             for begin, end in parts:
                 if v is None or len(parts) > 1:
                     v = self._decoded(codec, data, begin, end)
+                if not run.radial and known is None:
+                    square += squares(v)  # it is in the cache
                 self._axpy(begin, v, factor)
-        self._counted(w)
+            exact = math.sqrt(square) if run.radial or known is None else known
+            total += self._noted(run, w, exact, scale)
+        self._counted(w, total)
 
     def result(self) -> Tensor:
         """The merged delta D. It is the accumulator's own buffer: use it before the next `add`, then `reset`."""
         if not self.count:
             raise ValueError("nothing was added to this round; there is no mean of no contributions")
+        total, cosines, numel = 0.0, 0.0, 0
         for run in self._runs:
             part = self._sums[run.begin : run.end]
             if not run.radial:
-                if self._weights != 1.0:
-                    part.div_(self._weights)
-                continue
-            length = norm(part)
-            if length <= CANCELLED * self._weights:
-                part.zero_()
+                square = self._averaged(run)
+                length = math.sqrt(square) * self._weights
             else:
-                part.mul_(run.weighted_norms / self._weights / length)
+                length = norm(part)
+                if length <= CANCELLED * self._weights:
+                    part.zero_()
+                    square = 0.0
+                else:
+                    part.mul_(run.weighted_norms / self._weights / length)
+                    square = (run.weighted_norms / self._weights) ** 2
+            total += square
+            cosine = mean_cosine(length, run.factors, run.squared_factors)
+            if cosine is not None:
+                cosines += cosine * part.numel()
+                numel += part.numel()
+        self.merged_norm = math.sqrt(total)
+        self.cosine = cosines / numel if numel else None
         return self._sums
+
+    def _averaged(self, run: Run) -> float:
+        """Divides a run by the weights; |run|^2 of what it becomes."""
+        square = 0.0
+        for begin, end in chunks(run.begin, run.end):
+            part = self._sums[begin:end]
+            if self._weights != 1.0:
+                part.div_(self._weights)
+            square += squares(part)
+        return square
 
     def _relative(self, weight: float) -> float:
         """Weights relative to the first one: equal weights are exactly 1.0, and their sum is exactly the count."""
@@ -151,9 +208,17 @@ class Accumulator:
             self._first_weight = weight
         return weight / self._first_weight
 
-    def _counted(self, w: float) -> None:
+    def _counted(self, w: float, square: float) -> None:
         self._weights += w
+        self.norms.append(math.sqrt(square))
         self.count += 1
+
+    def _noted(self, run: Run, w: float, size: float, scale: float) -> float:
+        """What one contribution is in the mean cosine of a run; |v|^2."""
+        f = w * size * scale if not run.radial else w * (size > 0.0)
+        run.factors += f
+        run.squared_factors += f * f
+        return size * size
 
     def _factor(self, run: Run, w: float, size: float, scale: float) -> float:
         run.weighted_norms += w * size * scale

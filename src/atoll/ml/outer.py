@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from atoll.ml.codecs import F32, Codec, Scratch, aligned, chunks
+from atoll.ml.codecs import CHUNK, F32, Codec, Scratch, aligned, chunks
+from atoll.ml.merge import squares
 from atoll.ml.plan import FragmentPlan
 from atoll.ml.settings import Numerics
 
@@ -31,9 +33,15 @@ SHORT_NAMES = {"nesterov": "SGD", "sgd": "SGD", "adam": "Adam"}
 STEPS = "steps"
 """Name of the count in the state of an optimizer with a ramp."""
 
+MOMENTA = ("momentum_buffer", "exp_avg")
+"""Names of torch's optimizers for the mean of past gradients."""
+
 BREADTH = "breadth"
 FORGETTING = 0.98
 """By which the usual breadth falls with every merge: when a learner has left for good, some 15 merges are too small."""
+
+LOOKED_AT = 4
+"""What rounding leaves out of an update is measured in every so many-th chunk: it costs more than other figures."""
 
 LANES = 64
 """Values that fill the vector registers of every CPU evenly. Torch's fused kernels round the values after the last full
@@ -215,6 +223,15 @@ class OuterStep:
             group["lr"] = 1.0 + (self._eta - 1.0) * share
             group["momentum"] = self._mu * share
 
+    def momentum_norm(self) -> float | None:
+        """|b|; None before the first step, and of an optimizer without momentum. One pass that reads."""
+        if self._optimizer is None:
+            return None
+        states = [self._optimizer.state.get(parameter, {}) for parameter in self._parameters]
+        found = [state[name] for state in states for name in MOMENTA if isinstance(state.get(name), Tensor)]
+        parts = (part[begin:end] for part in found for begin, end in chunks(0, part.numel()))
+        return math.sqrt(sum(map(squares, parts))) if found else None
+
     def state(self) -> dict[str, Tensor]:
         """The optimizer's own tensors, not copies, by name; empty before the first step. With `value` it is all."""
         found: dict[str, Tensor] = {}
@@ -268,23 +285,36 @@ class Published:
     def __init__(self, codec: Codec, value: Tensor) -> None:
         self.codec = codec
         self.value = value
+        self.step_norm = 0.0  # of the last update as it is published
+        self.left_out = 0.0  # |precise - published| after it, as a share of that
 
     def advance(self, precise: Tensor, out: Tensor | None = None) -> Tensor:
         """Moves the published value towards `precise`; returns the update that does the same at a learner."""
         codec, value, numel = self.codec, self.value, self.value.numel()
         if precise.shape != value.shape or precise.dtype != torch.float32:
             raise ValueError(f"{numel} f32 values are needed, got {precise.dtype} {tuple(precise.shape)}")
-        if isinstance(codec, F32):
-            value.copy_(precise)
-            return codec.encode(precise, out)
         out = codec.room(numel, out)
         target = aligned(out)
         scratch = Scratch(numel)
+        stepped = seen = left = 0.0  # squares; everything that they are taken of is in the cache
         for begin, end in chunks(0, numel):
-            part, moved = value[begin:end], scratch.values[: end - begin]
-            codec.write(torch.sub(precise[begin:end], part, out=moved), target, numel, begin, scratch)
+            part, moved, goal = value[begin:end], scratch.values[: end - begin], precise[begin:end]
+            torch.sub(goal, part, out=moved)
+            if isinstance(codec, F32):  # the value itself travels
+                stepped += squares(moved)
+                codec.write(goal, target, numel, begin, scratch)
+                part.copy_(goal)
+                continue
+            codec.write(moved, target, numel, begin, scratch)
             codec.read(target, numel, begin, moved, scratch)
             part.add_(moved)
+            square = squares(moved)
+            stepped += square
+            if begin // CHUNK % LOOKED_AT == 0:
+                seen += square
+                left += squares(torch.sub(goal, part, out=moved))
+        self.step_norm = math.sqrt(stepped)
+        self.left_out = math.sqrt(left / seen) if seen else 0.0
         return out if target is out else out.copy_(target)
 
     @staticmethod

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from atoll.ml.codecs import Codec, Scratch, aligned, chunks
-from atoll.ml.merge import Accumulator
+from atoll.ml.merge import Accumulator, norm, squares
 from atoll.ml.plan import FragmentPlan
 
 WILD = 100.0
@@ -34,8 +34,13 @@ class Sums(Protocol):
     """What one round of one fragment is merged with."""
 
     count: int
+    norms: list[float]  # |v| of the contributions as they came
+    merged_norm: float  # |D| of the last result
+    cosine: float | None  # mean over pairs of contributions; None: of one alone, or not known
 
-    def add_encoded(self, codec: Codec, data: Tensor, weight: float, scale: float = 1.0) -> None: ...
+    def add_encoded(
+        self, codec: Codec, data: Tensor, weight: float, scale: float = 1.0, size: float | None = None
+    ) -> None: ...
 
     def result(self) -> Tensor: ...
 
@@ -112,16 +117,23 @@ class Trimmed:
         self._between = torch.empty(numel)
         self._scratch: Scratch | None = None
         self.count = 0
+        self.norms: list[float] = []
+        self.merged_norm = 0.0
+        self.cosine: float | None = None  # the middle of sorted values is no sum: it says nothing of pairs
 
     def reset(self) -> None:
         self.count = 0
+        self.norms = []
 
     def add(self, delta: Tensor, weight: float, scale: float = 1.0) -> None:
         for begin, end in chunks(0, self.numel):
             self._take(begin, delta[begin:end] * scale if scale != 1.0 else delta[begin:end])
+        self.norms.append(norm(delta))
         self.count += 1
 
-    def add_encoded(self, codec: Codec, data: Tensor, weight: float, scale: float = 1.0) -> None:
+    def add_encoded(
+        self, codec: Codec, data: Tensor, weight: float, scale: float = 1.0, size: float | None = None
+    ) -> None:
         if data.numel() != codec.size(self.numel):
             raise ValueError(
                 f"{self.numel} values are {codec.size(self.numel)} bytes in {codec.name}, got {data.numel()}"
@@ -129,12 +141,16 @@ class Trimmed:
         data = aligned(data)
         if self._scratch is None:
             self._scratch = Scratch(self.numel)
+        square = 0.0
         for begin, end in chunks(0, self.numel):
             values = self._scratch.values[: end - begin]
             codec.read(data, self.numel, begin, values, self._scratch)
+            if size is None:
+                square += squares(values)
             if scale != 1.0:
                 values.mul_(scale)
             self._take(begin, values)
+        self.norms.append(size if size is not None else math.sqrt(square))
         self.count += 1
 
     def _take(self, begin: int, v: Tensor) -> None:
@@ -154,5 +170,8 @@ class Trimmed:
         if not self.count:
             raise ValueError("nothing was added to this round; there is no mean of no contributions")
         if self.count < 3:
-            return self._between.copy_(self._low).lerp_(self._high, 0.5)
-        return self._between.div_(self.count - 2)
+            self._between.copy_(self._low).lerp_(self._high, 0.5)
+        else:
+            self._between.div_(self.count - 2)
+        self.merged_norm = norm(self._between)
+        return self._between

@@ -426,6 +426,8 @@ class Background:
             self._told_at = (now, stats.tokens)
             loss = self.last_loss
             told: dict[str, Any] = {
+                "step": stats.steps,
+                "tokens": stats.tokens,
                 "tokens_per_s": round((stats.tokens - before) / (now - then), 3) if now > then else 0.0,
                 "boundary_s": round(stats.boundary_s, 6),
                 "bytes_up": stats.bytes_up,

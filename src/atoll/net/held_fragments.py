@@ -6,6 +6,7 @@ swapped in the thread of the event loop, at the moment a version is known to be 
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import NamedTuple
 
@@ -34,6 +35,20 @@ class Served(NamedTuple):
     update: Tensor | None
 
 
+class Measured(NamedTuple):
+    """What one merge was like. Norms are of whole fragments, and of contributions as they came."""
+
+    contributions: tuple[Accepted, ...]
+    norms: tuple[float, ...]
+    scales: tuple[float, ...]  # below 1 where one was clipped
+    merged_norm: float
+    cosine: float | None  # mean over pairs of contributions
+    momentum_norm: float | None
+    step_norm: float  # of the update as it is published
+    left_out: float  # of the update, by its codec, as a share
+    merge_s: float  # in the merge thread, from the last contribution to the next published value
+
+
 class HeldFragment:
     """Two buffers for the published value take turns: one is served, the next version is computed into the other.
 
@@ -56,7 +71,9 @@ class HeldFragment:
         self._holds: Counter[Version] = Counter()  # learners that were told of a version, and transfers of it
         self._old: dict[Version, Served] = {}  # of those, the versions that are not the newest any more
         self._sums: Sums | None = None
+        self.measured: Measured | None = None  # of the newest merge
         self._sizes: list[float] = []  # of the contributions to the round
+        self._added: list[tuple[Accepted, float]] = []  # the same contributions, with what they were scaled by
         self._breadth = 0.0  # tokens per step of all of them
         self._round: RoundId | None = None
 
@@ -71,13 +88,17 @@ class HeldFragment:
         if self._round != round_id:
             self._sums.reset()
             self._sizes = []
+            self._added = []
             self._breadth = 0.0
             self._round = round_id
+        coder = codec(up)
         if norm is None:
-            norm = codec(up).examine(data, self._plan.numel(self.id))[1]
+            norm = coder.examine(data, self._plan.numel(self.id))[1]
         size = size_of(norm, accepted.steps)
-        self._sums.add_encoded(codec(up), data, accepted.weight, self.usual.scale(size, self._clip))
+        scale = self.usual.scale(size, self._clip)
+        self._sums.add_encoded(coder, data, accepted.weight, scale, norm if coder.tells_norm else None)
         self._sizes.append(size)
+        self._added.append((accepted, scale))
         self._breadth += accepted.tokens / accepted.steps
 
     def discard(self, round_id: RoundId) -> None:
@@ -89,15 +110,29 @@ class HeldFragment:
         """The outer step, and the next published value. It is served once it is durable."""
         assert self._round == round_id and self._sums is not None, f"nothing of {round_id} was accumulated"
         assert self._sums.count == contributions, f"{self._sums.count} sums where {contributions} were sealed"
+        began = time.monotonic()
         self.outer.step(self._sums.result(), self._breadth)
+        sums, norms = self._sums, tuple(self._sums.norms)
         self._sums.reset()
         self._round = None
         self.usual.note(self._sizes)
         value = self._spare if self._spare is not None else torch.empty_like(self.served.value)
         self._spare = None
         value.copy_(self.served.value)
-        update = Published(self._codec, value).advance(self.outer.value)
+        published = Published(self._codec, value)
+        update = published.advance(self.outer.value)
         self.next = Served(round_id.base + 1, value, digest_of(value), round_id.base, update)
+        self.measured = Measured(
+            tuple(accepted for accepted, _ in self._added),
+            norms,
+            tuple(scale for _, scale in self._added),
+            sums.merged_norm,
+            sums.cosine,
+            self.outer.momentum_norm(),
+            published.step_norm,
+            published.left_out,
+            time.monotonic() - began,
+        )
 
     # ------------------------------------------------------------------------------------------- in the disk thread
 

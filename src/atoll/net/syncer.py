@@ -62,6 +62,7 @@ from atoll.net.run_settings import RunSettings
 from atoll.net.snapshot_news import SnapshotNews
 from atoll.net.store import Fenced, Store
 from atoll.net.syncer_link import SyncerLink
+from atoll.net.syncer_metrics import SyncerMetrics
 from atoll.net.tape_keeper import TapeKeeper
 from atoll.tape_files import new_header
 
@@ -101,7 +102,7 @@ class SyncerProcess:
         self.plan: FragmentPlan | None = None
         self.fragments: dict[FragmentId, HeldFragment] = {}
         self.links: dict[LinkKey, SyncerLink] = {}
-        self.metrics: dict[LearnerId, dict[str, Any]] = {}
+        self.metrics = SyncerMetrics(directory, self.log)
         self.handed: dict[LearnerId, Incarnation] = {}  # incarnations that were given out and have not yet said hello
         self.bytes_up = 0  # of contributions that arrived whole
         self.bytes_down = 0  # of fragments that were sent
@@ -322,7 +323,9 @@ class SyncerProcess:
             self.tell(PersistFailed(key, f"{type(wrong).__name__}: {wrong}"))
         else:
             if key.kind == "version":
-                self.fragments[key.number].now_durable()
+                held = self.fragments[key.number]
+                held.now_durable()
+                self.metrics.merged(self.clock.now(), self.store.epoch, held)
             self.tell(Persisted(key))
 
     def _hold_versions(self, core: SyncerCore) -> None:
@@ -458,6 +461,7 @@ class SyncerProcess:
             await asyncio.to_thread(thread.shutdown, cancel_futures=True)
         if self._tape is not None:
             self._tape.close()
+        await asyncio.to_thread(self.metrics.close)
         self.store.close()
 
 

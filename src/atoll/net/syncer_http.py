@@ -249,9 +249,10 @@ class Paths:
         raw = parse_json(text.encode(), 4 * MOST_METRICS_BYTES)
         if type(raw) is not dict:
             raise WireError("metrics are a JSON object", "type")
-        core, learner = self.syncer.core, link.key[0]
-        if core is not None and learner in core.members:
-            self.syncer.metrics[learner] = {name: raw[name] for name in TOLD if _is_figure(raw.get(name, ""))}
+        syncer, (learner, incarnation, _) = self.syncer, link.key
+        if syncer.core is not None and learner in syncer.core.members:
+            told = {name: raw[name] for name in TOLD if _is_figure(raw.get(name, ""))}
+            syncer.metrics.told(syncer.clock.now(), learner, incarnation, told)
 
     # ---------------------------------------------------------------------------------------------------- bulk
 

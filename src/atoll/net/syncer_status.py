@@ -23,7 +23,8 @@ def status(syncer: SyncerProcess) -> dict[str, Any]:
         return shared | {"stage": "waiting for a model", "progress": 0.0, "merges": 0, "trained": 0, "learners": []}
     view = syncer.core.view()
     learners = [
-        {
+        syncer.metrics.of(member.learner)
+        | {
             "learner": member.learner,
             "incarnation": member.incarnation,
             "standing": member.standing,
@@ -32,7 +33,6 @@ def status(syncer: SyncerProcess) -> dict[str, Any]:
             "reason": member.reason,
             "link": "up" if any(key[0] == member.learner for key in syncer.links) else "down",
         }
-        | syncer.metrics.get(member.learner, {})
         for member in view.members
     ]
     here = syncer.merged_contributions, max(1, view.merges - syncer.merges_before)
@@ -59,5 +59,5 @@ def status(syncer: SyncerProcess) -> dict[str, Any]:
     }
 
 
-TOLD = ("loss", "tokens_per_s", "step_s", "boundary_s", "bytes_up", "bytes_down", "goodput")
-"""What a learner may tell of itself. Anything else that it sends is not shown."""
+TOLD = ("loss", "step", "tokens", "tokens_per_s", "step_s", "boundary_s", "bytes_up", "bytes_down", "goodput")
+"""What a learner may tell of itself. Anything else that it sends is not shown; the step that is shown is the core's."""
