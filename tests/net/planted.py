@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,11 @@ def tame(directory: Path) -> None:
     robust.WILD = float("inf")
 
 
+def no_prometheus(directory: Path) -> None:
+    """A machine on which prometheus_client is not installed."""
+    sys.modules["prometheus_client"] = None  # type: ignore[assignment]
+
+
 def published_first(directory: Path) -> None:
     """A syncer that says durable before it is."""
 
@@ -201,6 +207,7 @@ PLANTS: dict[str, Callable[[Path], None]] = {
     "failing-core": failing_core,
     "no-digest-check": no_digest_check,
     "tame": tame,
+    "no-prometheus": no_prometheus,
     "published-first": published_first,
     "shared-buffers": shared_buffers,
 }

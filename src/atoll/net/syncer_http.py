@@ -19,6 +19,7 @@ from atoll.ml.plan import FragmentPlan
 from atoll.ml.robust import size_of
 from atoll.net.byte_buffers import CHUNK_BYTES, SMALL_BYTES, ByteBuffers
 from atoll.net.memory_gate import MemoryGate
+from atoll.net.prometheus import MISSING, exposition
 from atoll.net.snapshot_files import snapshot_info
 from atoll.net.spool import Spool, SpoolFile
 from atoll.net.stand_still import StandStill
@@ -80,6 +81,7 @@ def build_app(syncer: SyncerProcess) -> web.Application:
     app.router.add_post("/v1/snapshot", paths.take_snapshot)
     app.router.add_get("/v1/snapshot/{snapshot:[0-9]+}", paths.snapshot)
     app.router.add_post("/v1/finish", paths.finish)
+    app.router.add_get("/metrics", paths.metrics)
     app.on_cleanup.append(paths.clean_up)
     return app
 
@@ -392,6 +394,14 @@ class Paths:
 
     async def status(self, request: web.Request) -> web.StreamResponse:
         return web.json_response(status(self.syncer))
+
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
+        """For Prometheus."""
+        try:
+            text, content_type = exposition(self.syncer, request.headers.get("Accept", ""))
+        except ImportError:
+            return _error(501, MISSING)
+        return web.Response(body=text, headers={"Content-Type": content_type})
 
     async def take_snapshot(self, request: web.Request) -> web.StreamResponse:
         number = self.syncer.take_snapshot()
