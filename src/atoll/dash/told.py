@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from atoll.net.metrics_files import MetricsReader
+
 LAST_WORDS = 240
 """Letters of a log's end that are shown of a process that died."""
 
@@ -133,6 +135,7 @@ class Lines:
     def __init__(self, run: Path) -> None:
         self._run = run
         self._tails: dict[Path, JsonTail] = {}
+        self._syncer = MetricsReader(run)
         self._starts: dict[tuple[int, str], tuple[int, float, float]] = {}
         self.tracks: dict[str, Track] = {}
         self._told = Told(run)
@@ -144,14 +147,14 @@ class Lines:
             if self._told.founded_at is None:
                 return False
         found = False
-        for path in sorted((self._run / "metrics").glob("*.jsonl")):
+        for path in sorted((self._run / "metrics").glob("learner-*.jsonl")):
             tail = self._tails.setdefault(path, JsonTail(path))
             for line in tail.new_lines():
                 found = True
-                if path.stem == "syncer":
-                    self._take_syncer(line)
-                else:
-                    self._take_learner(line, self._told.founded_at)
+                self._take_learner(line, self._told.founded_at)
+        for line in self._syncer.lines():
+            found = True
+            self._take_syncer(line)
         return found
 
     def _take_learner(self, line: dict[str, Any], founded_at: float) -> None:

@@ -237,6 +237,9 @@ class MetricsReader:
             self._file.close()
             self._file = None
 
+    def __del__(self) -> None:
+        self.close()  # whoever looks at a run seldom knows when it was the last time
+
 
 def _parsed(line: bytes) -> Iterator[dict[str, Any]]:
     """Nothing where a full disk has cut the line."""

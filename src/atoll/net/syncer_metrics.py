@@ -53,25 +53,23 @@ class SyncerMetrics:
         self.newest[held.id] = measured
         self.merge_s += measured.merge_s
         self.merged_at = time.time()
-        listed = measured.contributions[:MOST_LISTED]
+        listed = {str(accepted.learner): accepted for accepted in measured.contributions[:MOST_LISTED]}
         total = math.fsum(accepted.weight for accepted in measured.contributions)
         told: dict[str, Any] = {
             "version": held.served.version,
             "epoch": epoch,
             "contributions": len(measured.contributions),
-            "learners": [accepted.learner for accepted in listed],
-            "incarnations": [accepted.incarnation for accepted in listed],
-            "weights": [_short(accepted.weight / total) for accepted in listed],
-            "norms": [_short(norm) for norm in measured.norms[:MOST_LISTED]],
+            "weights": {who: _short(accepted.weight / total) for who, accepted in listed.items()},
+            "norms": dict(zip(listed, map(_short, measured.norms), strict=False)),
         }
         if any(scale < 1.0 for scale in measured.scales):
-            told["scales"] = [_short(scale) for scale in measured.scales[:MOST_LISTED]]
+            told["scales"] = dict(zip(listed, map(_short, measured.scales), strict=False))
         told |= {
-            "merged_norm": _short(measured.merged_norm),
+            "delta_norm": _short(measured.merged_norm),
             "cosine": _short(measured.cosine),
             "momentum_norm": _short(measured.momentum_norm),
             "step_norm": _short(measured.step_norm),
-            "left_out": _short(measured.left_out),
+            "quantisation_error": _short(measured.left_out),
             "merge_s": _short(measured.merge_s),
         }
         self._write("merge", held.id, at, told)
