@@ -17,6 +17,7 @@ from atoll import __version__
 from atoll.commands import (
     chaos,
     check,
+    curves,
     dash,
     fragments,
     generate,
@@ -60,6 +61,7 @@ COMMANDS: dict[str, CommandModule] = {
     "dash": dash,
     "watch": watch,
     "report": report,
+    "curves": curves,
     "snapshot": snapshot,
     "generate": generate,
     "fragments": fragments,
