@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from atoll.commands.log_format import LogFormat, say
 from atoll.commands.output import ExitCode, JsonOption, complain, print_json
 from atoll.commands.syncer import Token
 
@@ -49,6 +50,7 @@ def run(
     threads: Annotated[
         int | None, typer.Option("--threads", metavar="N", min=1, help="Threads of torch. [default: 1]")
     ] = None,
+    log_format: LogFormat = "text",
     as_json: JsonOption = False,
 ) -> None:
     """Train as one island of a run: the syncer says what, and gives the model.
@@ -58,13 +60,17 @@ def run(
     --learner and --out. Which samples it trains on is leased to it: any number of islands may come, at any time, and
     what one of them leaves untrained is given to others.
     """
+    import logging
     from dataclasses import replace
 
     from atoll.net.learner_errors import AtollError
+    from atoll.net.logs import check_format, set_up
     from atoll.train.children import terminated_like_interrupted
     from atoll.train.island import ask_for_job, train_island
 
     token = token or None  # an empty variable is no token
+    if check_format(log_format) == "json":
+        set_up(log_format, logging.INFO)
     job = ask_for_job(syncer, token, lambda: complain(f"waiting for a syncer at {syncer}"))
     settings = job.settings
     if data is not None:
@@ -73,7 +79,7 @@ def run(
         settings = replace(settings, threads=threads)
     directory = out if out is not None else Path("runs") / job.run_id
     directory.mkdir(parents=True, exist_ok=True)
-    watch = _Watch(shown=not as_json)
+    watch = _Watch(log_format, shown=not as_json)
     try:
         with terminated_like_interrupted():
             train_island(settings, number, syncer, token, directory, watch)
@@ -94,7 +100,8 @@ def run(
 class _Watch:
     """Says on stderr how the island is getting on, now and then."""
 
-    def __init__(self, shown: bool) -> None:
+    def __init__(self, log_format: str, shown: bool) -> None:
+        self._log_format = log_format
         self.learner = 0
         self.steps = 0
         self.tokens = 0
@@ -102,7 +109,6 @@ class _Watch:
         self._said_at = float("-inf")
 
     def __call__(self, link: Learner, step: Step) -> None:
-        import sys
         import time
 
         self.learner = link.id
@@ -112,9 +118,8 @@ class _Watch:
         if not self._shown or now - self._said_at < SAY_EVERY_S:
             return
         self._said_at = now
-        print(
+        say(
+            self._log_format,
             f"learner {link.id}: {100.0 * link.progress:3.0f} % of the run | step {self.steps:,} | loss {step.loss:.3f}"
             f" | {step.tokens / max(step.step_s, 1e-9):,.0f} tokens/s | link {link.stats().link}",
-            file=sys.stderr,
-            flush=True,
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atoll.commands import job_options as options
+from atoll.commands.log_format import LogFormat, say
 from atoll.commands.output import ExitCode, JsonOption, complain, print_json
 from atoll.commands.page_beside import Dash, DashPort, page_beside
 
@@ -16,7 +17,19 @@ if TYPE_CHECKING:
 
 EXAMPLE = "atoll syncer --host 0.0.0.0 --out runs/two-hosts"
 
-RESUMED = {"out", "resume", "standby", "take_over_after", "host", "port", "token", "dash", "dash_port", "as_json"}
+RESUMED = {
+    "out",
+    "resume",
+    "standby",
+    "take_over_after",
+    "host",
+    "port",
+    "token",
+    "dash",
+    "dash_port",
+    "log_format",
+    "as_json",
+}
 """Options that a run which goes on does not have settings of its own for."""
 
 Token = Annotated[
@@ -91,6 +104,7 @@ def run(
     eval_tokens: options.EvalTokens = None,
     dash: Dash = False,
     dash_port: DashPort = None,
+    log_format: LogFormat = "text",
     as_json: JsonOption = False,
 ) -> None:
     """Serve a run to learners on any machine that can reach this one.
@@ -101,11 +115,13 @@ def run(
     takes over by itself; learners are told both addresses. docs/several-hosts.md shows two hosts step by step,
     docs/recovery.md the rest. Without a token it listens to this machine only.
     """
+    from atoll.net.logs import check_format
     from atoll.net.serving import check_access
     from atoll.train.job_settings import CONFIG, JobSettings, check_new
 
     token = token or None  # an empty variable is no token
     check_access(host, token)
+    check_format(log_format)
     if options.is_given(context, "take_over_after") and not standby:
         raise ValueError("--take-over-after means nothing without --standby")
     if resume or standby:
@@ -120,7 +136,7 @@ def run(
         out.mkdir(parents=True, exist_ok=True)
         settings.save(out / CONFIG)
     with page_beside(dash, out, dash_port, token):
-        _serve(out, settings, host, port, token, take_over_after if standby else None, as_json)
+        _serve(out, settings, host, port, token, take_over_after if standby else None, log_format, as_json)
 
 
 # long: from the wait of a standby to the model
@@ -131,6 +147,7 @@ def _serve(
     port: int,
     token: str | None,
     take_over_after: float | None,
+    log_format: str,
     as_json: bool,
 ) -> None:
     import contextlib
@@ -139,14 +156,16 @@ def _serve(
 
     import torch
 
+    from atoll.net.logs import set_up
     from atoll.net.serving import Superseded, serve_syncer, wait_to_take_over
     from atoll.net.store import InUse
     from atoll.train.model_file import load_model, save_tensors
     from atoll.train.published import is_finished, published_tensors
     from atoll.train.supervisor import new_run_id, run_of
 
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(message)s")
-    logging.getLogger("atoll.syncer").setLevel(logging.INFO)
+    set_up(log_format, logging.WARNING)
+    for name in ("atoll.syncer", "atoll.command"):
+        logging.getLogger(name).setLevel(logging.INFO)
     torch.set_num_threads(1)
 
     def told(address: str) -> None:
@@ -157,7 +176,7 @@ def _serve(
         sys.stdout.flush()
 
     def waits() -> None:
-        print(f"Standing by: a syncer serves {out}.", file=sys.stderr, flush=True)
+        say(log_format, f"Standing by: a syncer serves {out}.")
 
     on_ready = None if as_json else told
     run = run_of(settings, new_run_id(out))
@@ -165,7 +184,7 @@ def _serve(
         turn = wait_to_take_over(out, take_over_after, waits) if take_over_after is not None else None
         was_finished = is_finished(out)
         if turn is not None:
-            print(f"Taking over: {turn.reason}.", file=sys.stderr, flush=True)
+            say(log_format, f"Taking over: {turn.reason}.")
         try:
             by_force = turn is not None and turn.by_force
             finished = was_finished or serve_syncer(out, run, host, port, token, on_ready, take_over=by_force)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atoll.commands import job_options as options
+from atoll.commands.log_format import LogFormat, of_children
 from atoll.commands.output import ExitCode, JsonOption, complain, print_json
 from atoll.commands.page_beside import Dash, DashPort, page_beside
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from atoll.train.report import Report
 
 EXAMPLE = "atoll train --out runs/first"
+
+BESIDE = {"dash", "dash_port", "log_format", "as_json"}
+"""Options that are no settings of a run."""
 
 RUNS = Path("runs")
 SHOWN_KILL = "3@0.4"
@@ -98,6 +102,7 @@ def run(
     eval_tokens: options.EvalTokens = None,
     dash: Dash = False,
     dash_port: DashPort = None,
+    log_format: LogFormat = "text",
     as_json: JsonOption = False,
 ) -> None:
     """Train a small language model on islands that never wait for each other.
@@ -106,9 +111,11 @@ def run(
     again, and ends with a summary, a report and the model. Everything stays in the run's directory: the model, the
     report, tapes for check, story and replay, logs and metrics. Ctrl-C is safe: --resume goes on later.
     """
+    from atoll.net.logs import check_format
     from atoll.train.children import processes
     from atoll.train.job_settings import check_new
 
+    check_format(log_format)
     if resume and restore is not None:
         raise ValueError("--resume goes on with a run, --restore starts a new one: give one of them")
     if resume:
@@ -132,7 +139,7 @@ def run(
         from atoll.train.job import AlreadyFinished, JobFailed
 
     try:
-        with page_beside(dash, out, dash_port, secrets.token_urlsafe(16)):
+        with of_children(log_format), page_beside(dash, out, dash_port, secrets.token_urlsafe(16)):
             if resume:
                 settings, report = _resumed(out, learners)
             elif restore is not None:
@@ -200,14 +207,14 @@ def _to_resume(context: typer.Context, out: Path | None) -> Path:
     """The run to go on with. Refuses what would be ignored: it has settings of its own."""
     if out is None:
         raise ValueError("say which run to go on with: --out runs/first --resume")
-    options.refuse_with_resume(context, {"out", "resume", "learners", "dash", "dash_port", "as_json"})
+    options.refuse_with_resume(context, {"out", "resume", "learners", *BESIDE})
     return out
 
 
 def _to_restore(context: typer.Context, out: Path | None) -> Path:
     from atoll.train.job_settings import check_new
 
-    allowed = {"out", "restore", "learners", "tokens", "kill", "dash", "dash_port", "as_json"}
+    allowed = {"out", "restore", "learners", "tokens", "kill", *BESIDE}
     options.refuse_with_resume(context, allowed, "--restore")
     out = out if out is not None else next_run(RUNS, "decoupled")
     check_new(out)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from atoll.net.logs import sentence_of
 from atoll.net.metrics_files import MetricsReader
 
 LAST_WORDS = 240
@@ -126,7 +127,7 @@ class Told:
         except OSError:
             return None
         lines = data[-4 * LAST_WORDS :].decode(errors="replace").strip().splitlines()
-        return " / ".join(lines[-2:])[-LAST_WORDS:] or None
+        return " / ".join(map(sentence_of, lines[-2:]))[-LAST_WORDS:] or None
 
 
 class Lines:

@@ -51,6 +51,7 @@ from atoll.net.door import RETRY_S, SAY_EVERY_S, Door, fragment_sizes
 from atoll.net.island_tensors import FragmentTensors
 from atoll.net.learner_errors import BackgroundFailed
 from atoll.net.learner_link import Fetched, LearnerLink, LinkGone, Refusal, why
+from atoll.net.logs import about
 from atoll.net.part_keeper import PartKeeper
 from atoll.net.parts import TakenPart
 from atoll.net.run_settings import RunSettings
@@ -364,7 +365,7 @@ class Background:
 
     def _say(self, effect: Say) -> None:
         level = logging.WARNING if effect.reason.code in TROUBLE else logging.INFO
-        self.log.log(level, "%s", effect.reason)
+        self.log.log(level, "%s", effect.reason, extra=about(*effect.subject, code=effect.reason.code))
         if effect.reason.code == "state-late":
             self._spawn(self._seek())  # before the last peer has failed too
 
@@ -398,14 +399,15 @@ class Background:
         finally:
             fragment.release(copied.buffer, copied.anchor)
         number = CODEC_NUMBERS[self._settings.numerics.up]
+        named = about("fragment", fragment.p, version=body.round.base)
         try:
             put = self._link.put("/v1/contribution", Kind.CONTRIBUTION, number, envelope, data)
             await self._link.while_open(put)
         except Refusal as refusal:
-            self.log.info("the contribution to fragment %d was not taken: %s", fragment.p, refusal)
+            self.log.info("the contribution to fragment %d was not taken: %s", fragment.p, refusal, extra=named)
         except (aiohttp.ClientError, OSError, TimeoutError) as wrong:
             # It is asked for again.
-            self.log.info("the contribution to fragment %d did not arrive: %s", fragment.p, why(wrong))
+            self.log.info("the contribution to fragment %d did not arrive: %s", fragment.p, why(wrong), extra=named)
 
     async def _give_state(self, envelope: Envelope, body: InnerState) -> None:
         try:
@@ -527,7 +529,8 @@ class Background:
                 break
             except (aiohttp.ClientError, OSError, TimeoutError) as wrong:
                 problem = why(wrong)
-                self.log.info("fragment %d at version %d did not arrive: %s", p, body.version, problem)
+                named = about("fragment", p, version=body.version)
+                self.log.info("fragment %d at version %d did not arrive: %s", p, body.version, problem, extra=named)
                 await asyncio.sleep(RETRY_S * 2**attempt)
         self._tell(FragmentDamaged(p, body.version, problem))
         return None

@@ -49,6 +49,7 @@ from atoll.ml.plan import FragmentPlan, make_plan, tensors_of
 from atoll.net.background import Background
 from atoll.net.island_tensors import FragmentTensors
 from atoll.net.learner_errors import JoinTimeout, LearnerRefused, SyncerUnreachable
+from atoll.net.logs import Named
 from atoll.net.run_clock import RunClock
 from atoll.net.run_settings import RunSettings
 from atoll.net.step_boundary import Action, Adopt, Copy, End, Give, Save, Solo, Start, StepBoundary
@@ -135,7 +136,7 @@ class Learner:
     ) -> None:
         if learner is not None and learner < 1:
             raise ValueError(f"learners are numbered from 1, got {learner}")
-        self.log = log if log is not None else logging.getLogger("atoll.learner")
+        self.log = Named(log if log is not None else logging.getLogger("atoll.learner"), learner=learner)
         self._model = model
         self._optimizer = optimizer
         self._wanted = learner
@@ -205,6 +206,7 @@ class Learner:
         """One incarnation, up to its first step. False: a newer incarnation is known, and this one must be another."""
         learner, incarnation = self._background.ask_for_number(self._wanted, self._join_by)
         self._wanted = learner
+        self.log.fields |= {"run": self._settings.config.run_id, "learner": learner, "incarnation": incarnation}
         if self._run_directory is not None and tape_path(self._run_directory, Actor(learner, incarnation)).exists():
             return False  # a process that was killed before it was admitted by a syncer that was killed had this number
         config = replace(self._settings.config, fragments=len(plan.fragments), fingerprint=plan.fingerprint())

@@ -98,6 +98,7 @@ async def _serve(
         if isinstance(wrong, Fenced):
             raise Superseded(str(wrong)) from None
         raise
+    log = syncer.log  # which names the run
     unheard = logging.getLogger("atoll.syncer.http")
     unheard.setLevel(logging.CRITICAL)  # of aiohttp: whoever sends what is no HTTP would fill the log with tracebacks
     runner = web.AppRunner(

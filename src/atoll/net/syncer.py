@@ -56,6 +56,7 @@ from atoll.ml.plan import FragmentPlan
 from atoll.net.durable import StoreDamaged
 from atoll.net.held_fragments import HeldFragment
 from atoll.net.lease import BEAT_EVERY_S
+from atoll.net.logs import Named, about
 from atoll.net.memory_gate import MemoryGate
 from atoll.net.run_clock import RunClock
 from atoll.net.run_settings import RunSettings
@@ -97,7 +98,7 @@ class SyncerProcess:
     ) -> None:
         self.directory = directory
         self.settings = settings
-        self.log = log if log is not None else logging.getLogger("atoll.syncer")
+        self.log = Named(log if log is not None else logging.getLogger("atoll.syncer"))
         self.core: SyncerCore | None = None  # from the founding on
         self.plan: FragmentPlan | None = None
         self.fragments: dict[FragmentId, HeldFragment] = {}
@@ -128,6 +129,7 @@ class SyncerProcess:
         kept = self.store.settings()
         if kept is not None:
             self.settings = settings.resumed(RunSettings.from_json(kept))
+        self.log.fields |= {"run": self.settings.config.run_id, "epoch": self.store.epoch}
         self.clock = RunClock(self.settings.founded_at)
         self._tape: TapeKeeper | None = None
 
@@ -260,7 +262,13 @@ class SyncerProcess:
     def _say(self, effect: Say) -> None:
         kind, number = effect.subject
         self.snapshots.note(effect.reason)
-        self.log.info("%s%s: %s", kind, f" {number}" if kind != "run" else "", effect.reason)
+        named: dict[str, Any] = {"code": effect.reason.code}
+        if kind == "fragment":
+            named["version"] = self.fragments[number].served.version
+        elif kind == "learner" and self.core is not None and number in self.core.members:
+            named["incarnation"] = self.core.members[number].incarnation
+        subject = f"{kind} {number}" if kind != "run" else kind
+        self.log.info("%s: %s", subject, effect.reason, extra=about(kind, number, **named))
 
     def _hang_up(self, effect: Hangup) -> None:
         link = self.links.pop((effect.learner, effect.incarnation, effect.session), None)

@@ -23,6 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from atoll.net.logs import VARIABLE, sentence_of, set_up
+
 PRELOADED = ("atoll.train.supervisor", "atoll.train.baselines", "numpy.random", "torch._dynamo")
 """The last two are loaded by the first batch and the first optimizer: two seconds in every child, where not here."""
 
@@ -63,8 +65,9 @@ class Child:
         assert self.process is None, f"{self.name} runs already"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.starts += 1
+        log_format = os.environ.get(VARIABLE, "text")
         process = context.Process(
-            target=_child, args=(self.name, str(self.log), self._target, self._args), name=self.name
+            target=_child, args=(self.name, str(self.log), log_format, self._target, self._args), name=self.name
         )
         process.start()
         self.process = process  # not before: one that could not be started cannot be ended either
@@ -107,7 +110,7 @@ class Child:
                 lines = [line.strip() for line in file.read().decode("utf-8", "replace").splitlines()]
         except OSError:
             return ""
-        return next((line for line in reversed(lines) if line), "")
+        return next((sentence_of(line) for line in reversed(lines) if line), "")
 
 
 def end_all(children: Sequence[Child], wait_s: float) -> None:
@@ -166,16 +169,14 @@ def terminated_like_interrupted() -> Iterator[None]:
 # In the child
 
 
-def _child(name: str, log: str, target: Callable[..., None], args: Sequence[Any]) -> NoReturn:
+def _child(name: str, log: str, log_format: str, target: Callable[..., None], args: Sequence[Any]) -> NoReturn:
     os.setpgid(0, 0)  # Ctrl-C in the terminal is for the job, which then ends its processes in order
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _stop)
     _write_into(log)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # where does it hang? kill -USR1 writes it into the log
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", force=True
-    )
+    set_up(log_format, logging.INFO, "%(asctime)s %(levelname).1s %(name)s: %(message)s", process=name)
     threading.Thread(target=_end_with_the_job, name="atoll-job", daemon=True).start()
     code = WRONG
     try:
@@ -184,17 +185,26 @@ def _child(name: str, log: str, target: Callable[..., None], args: Sequence[Any]
     except KeyboardInterrupt:
         code = STOPPED
     except ValueError as wrong:
-        traceback.print_exc()
-        print(f"{name}: {wrong}", file=sys.stderr)
+        _say_what_went_wrong(log_format, f"{name}: {wrong}")
         code = REFUSED
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as wrong:
+        _say_what_went_wrong(log_format, "" if log_format == "text" else f"{type(wrong).__name__}: {wrong}")
     if code in (FINE, STOPPED):  # otherwise the log ends with what went wrong
         logging.getLogger("atoll").info("ends after %.1f s on the processor", time.process_time())
     sys.stdout.flush()
     sys.stderr.flush()
     # Without the destructors: that of gloo joins threads which may want the lock of the interpreter that it holds.
     os._exit(code)
+
+
+def _say_what_went_wrong(log_format: str, sentence: str) -> None:
+    """As the last lines of the log."""
+    if log_format == "json":
+        logging.getLogger("atoll").critical("%s", sentence, exc_info=True)
+        return
+    traceback.print_exc()
+    if sentence:
+        print(sentence, file=sys.stderr)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
