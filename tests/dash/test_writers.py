@@ -29,6 +29,9 @@ def run(tmp_path_factory):
     (directory / "store").mkdir(exist_ok=True)
     (directory / "store/run.json").write_text(json.dumps({"value": {"founded_at": FOUNDED_AT}}))
     (directory / "metrics").mkdir(exist_ok=True)
+    with open(directory / "metrics/eval.jsonl", "w") as file:
+        for second in (5, 15):
+            print(json.dumps({"at": FOUNDED_AT + second, "loss": 2.0 - second / 20, "tokens": 256}), file=file)
     with open(directory / "metrics/syncer.jsonl", "w") as file:
         for second in range(1, 30):
             told = {"at": second, "wall": FOUNDED_AT + second}
@@ -69,7 +72,14 @@ def test_csv_has_every_curve_of_the_page(run, picture, tmp_path, capsys):
     assert sorted(found) == told["curves"]
     drawn = {series.name for series in catalogue(picture) if curve(picture, series.name).x}
     assert set(found) == drawn
-    for name in ("loss.learner.1", "merge.cosine", "norm.learner.2", "merges.contributions", "grace.used"):
+    for name in (
+        "loss.learner.1",
+        "loss.published",
+        "merge.cosine",
+        "norm.learner.2",
+        "merges.contributions",
+        "grace.used",
+    ):
         assert_is_the_curve(found[name], picture, name)
     assert sum(map(len, found.values())) == told["points"]
     assert 10 < len(found["goodput"]) <= 600
@@ -82,7 +92,9 @@ def written_at(line: bytes) -> float:
     """Of an entry of a tape, after its checksum, or of metrics; anything else was there before."""
     found = json.loads(line)
     at = found[1][0] if isinstance(found, list) else found.get("at", 0.0)
-    return at if isinstance(at, int | float) else 0.0
+    if not isinstance(at, int | float):
+        return 0.0
+    return at - FOUNDED_AT if at > FOUNDED_AT else at
 
 
 def test_what_is_read_while_the_run_grows_is_what_is_read_at_its_end(run, tmp_path):
@@ -97,7 +109,7 @@ def test_what_is_read_while_the_run_grows_is_what_is_read_at_its_end(run, tmp_pa
                 (growing / path).parent.mkdir(parents=True, exist_ok=True)
                 (growing / path).write_bytes(b"".join(kept))
         if until == ALL:
-            (growing / "report.json").write_text("{}")
+            (growing / "report.json").write_text('{"eval_loss_before": 9.0, "eval_loss": 1.0}')
 
     moments = iter((13.0, 21.0))
     copy(5.0)
@@ -119,6 +131,7 @@ def test_what_is_read_while_the_run_grows_is_what_is_read_at_its_end(run, tmp_pa
     parts, once = of_csv(tmp_path / "parts"), of_csv(tmp_path / "once")
     for name in ("loss.learner.1", "merge.cosine", "merges.contributions", "merges.alive"):
         assert [row["value"] for row in parts[name]] == [row["value"] for row in once[name]]
+    assert [float(row["value"]) for row in parts["loss.published"]] == [1.75, 1.25, 9.0, 1.0]
     assert done.points == looks[-1]
     times = [float(row["at"]) for row in parts["throughput"]]
     assert times == sorted(times)

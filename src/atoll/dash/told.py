@@ -131,11 +131,12 @@ class Told:
 
 
 class Lines:
-    """metrics/learner-3.jsonl of every learner, and metrics/syncer.jsonl, as tracks on the run's clock."""
+    """metrics/learner-3.jsonl of every learner, eval.jsonl and syncer.jsonl beside them, on the run's clock."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
         self._tails: dict[Path, JsonTail] = {}
+        self._eval = JsonTail(run / "metrics" / "eval.jsonl")
         self._syncer = MetricsReader(run)
         self._starts: dict[tuple[int, str], tuple[int, float, float]] = {}
         self.tracks: dict[str, Track] = {}
@@ -153,6 +154,10 @@ class Lines:
             for line in tail.new_lines():
                 found = True
                 self._take_learner(line, self._told.founded_at)
+        for line in self._eval.new_lines():
+            found = True
+            if isinstance(line.get("at"), int | float):
+                self._add("eval.loss", line["at"] - self._told.founded_at, line.get("loss"))
         for line in self._syncer.lines():
             found = True
             self._take_syncer(line)

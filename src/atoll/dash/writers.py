@@ -17,8 +17,11 @@ from typing import Any, NamedTuple, Protocol, TextIO
 from atoll.dash.figures import catalogue, curve
 from atoll.dash.picture import RunPicture
 
-EVEN = ("goodput", "throughput", "bytes_up", "bytes_down")
-"""Curves without points of their own: they are taken at even distances."""
+EVEN = ("goodput", "loss", "bytes_up", "bytes_down")
+"""Curves without points of their own, and throughput: they are taken at even distances."""
+
+LATE = "loss.published"
+"""Its first point is known at the end, from the report."""
 
 EVEN_POINTS = 600
 ALL = 10_000_000  # points: none is thinned out
@@ -35,7 +38,7 @@ class Point(NamedTuple):
 
 
 class Writer(Protocol):
-    """Where curves go. Points of one name come in the order of time."""
+    """Where curves go. Points of one name come in the order of time, but for one that is known late."""
 
     def write(self, name: str, points: Sequence[Point]) -> None: ...
 
@@ -53,6 +56,7 @@ class Exporter:
         self._picture = picture
         self._writers = writers
         self._done: dict[str, float] = {}  # by name: the time of the newest point
+        self._late: set[float] = set()  # times of points of LATE
         self._spacing_s = 1.0
 
     def export(self) -> None:
@@ -74,7 +78,8 @@ class Exporter:
         picture = self._picture
         done = self._done.get(name)
         count = ALL
-        if name.startswith(EVEN):
+        is_even = name in EVEN or name.startswith("throughput")
+        if is_even:
             span_s = picture.to - (done if done is not None else picture.begin)
             count = math.floor(span_s / self._spacing_s)
             if not count:
@@ -84,10 +89,12 @@ class Exporter:
         points = [
             Point(at, wall0 + at, round(picture.tokens_until(at)), value)
             for at, value in zip(found.x, found.y, strict=True)
-            if done is None or at > done
+            if (at not in self._late if name == LATE else done is None or at > done)
         ]
-        if points:
-            self._done[name] = picture.to if name.startswith(EVEN) else points[-1].at
+        if name == LATE:
+            self._late.update(point.at for point in points)
+        elif points:
+            self._done[name] = picture.to if is_even else points[-1].at
         return points
 
 
