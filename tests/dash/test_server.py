@@ -32,15 +32,13 @@ async def client_of(*runs, token=None, webhook=None, rules=None):
         yield client
 
 
-async def until_read(client, index=0, **headers):
-    """The picture once the whole tape is in it."""
-    async with asyncio.timeout(30):
+async def until_read(client, index=0):
+    """The first picture that has islands in it."""
+    async with client.get(f"/api/run/{index}/live") as answer:
         while True:
-            answer = await client.get(f"/api/run/{index}/picture", headers=headers)
-            shown = await answer.json()
-            if answer.status == 200 and shown["loading"] is None and shown["islands"]:
+            shown = await next_picture(answer)
+            if shown["islands"]:
                 return shown
-            await asyncio.sleep(0.02)  # the server reads in its own time, and tells nobody when
 
 
 def go(work):
