@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.chaos.faults import KINDS, SEVERAL, FaultKind, TargetKind
-from atoll.train.job_settings import ADAMW_BETA2, ADAMW_LR, FOR_ADAMW, JobSettings
+from atoll.train.job_settings import FOR_ADAMW, JobSettings
 
 DURATION_S = 60.0
 MOST_DURATION_S = 7 * 24 * 3600.0
@@ -122,8 +122,7 @@ class RunTable:
             data=self.data,
             eval_tokens=self.eval_tokens,
             inner="adamw",
-            lr=ADAMW_LR,
-            beta2=ADAMW_BETA2,
+            lr=3e-3,
             numerics=FOR_ADAMW,
             step_time_s=self.step_time_s,
             fragments=self.fragments,
