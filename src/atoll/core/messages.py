@@ -1,0 +1,253 @@
+"""What learner and syncer say to each other: message bodies, and the envelope around them.
+
+Events and effects, which stay in one process, are in `protocol`, from which all of these can be imported too.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from atoll.core.reasons import Reason
+from atoll.core.types import FragmentId, Incarnation, LearnerId, Mark, RoundId, Version
+
+# --------------------------------------------------------------------------------------------------------------------
+# Bodies: learner to syncer
+
+
+class Hello(NamedTuple):
+    """First message on every link: who I am, which model I hold, how far I am."""
+
+    run_id: str
+    fingerprint: tuple[str, ...]
+    received: tuple[Version, ...]  # per owned fragment, in the order of the plan; NOTHING where not held
+    step: int
+    trained: int
+    training: bool  # False: still joining, wants every fragment and a peer's inner state
+
+
+class Report(NamedTuple):
+    """After every inner step, without tensors. Cumulative, so a lost one is made good by the next."""
+
+    step: int
+    trained: int  # tokens of this incarnation
+    step_time_s: float
+    taken: int = 0  # samples of its leases
+
+
+class Contribution(NamedTuple):
+    """The answer to a pull; the delta A_p - theta_p travels beside it. `problem`: unfit, says the receiving driver."""
+
+    round: RoundId
+    copied_at: int
+    steps: int
+    tokens: int
+    trained: int
+    dropped: int
+    problem: str | None = None
+    taken: int = 0  # samples of its leases, at the copy
+
+
+class Delivered(NamedTuple):
+    """A published version has arrived (it is adopted at the next step boundary)."""
+
+    fragment: FragmentId
+    version: Version
+
+
+class Resync(NamedTuple):
+    """An update arrived whose base is not what I hold: send the whole value."""
+
+    fragment: FragmentId
+    have: Version
+
+
+class SnapshotPart(NamedTuple):
+    """My part of a snapshot is saved. `outstanding`: contributions sent before the cut and not yet settled."""
+
+    snapshot: int
+    step: int
+    trained: int
+    versions: tuple[Version, ...]
+    outstanding: tuple[RoundId, ...]
+    problem: str | None = None
+
+
+class StateRequest(NamedTuple):
+    """A joining learner asks for the inner state of a peer that is not in `tried`."""
+
+    tried: tuple[LearnerId, ...]
+
+
+class InnerState(NamedTuple):
+    """A peer's inner optimizer state for a joining learner. The syncer passes it on."""
+
+    giver: LearnerId
+    to: LearnerId
+    to_incarnation: Incarnation
+    step: int
+    versions: tuple[Version, ...]
+
+
+class Ready(NamedTuple):
+    """The learner has begun to train."""
+
+    moments: Reason
+
+
+class Leave(NamedTuple):
+    why: str
+
+
+class LeaseRequest(NamedTuple):
+    """My leases run low: I hold so many, of which I have had so many samples."""
+
+    leases: int
+    taken: int
+
+
+class FinishAck(NamedTuple):
+    merges: int
+
+
+class Ping(NamedTuple):
+    serial: int
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Bodies: syncer to learner
+
+
+class Welcome(NamedTuple):
+    """You are in. `versions` is what is published now; everything newer than what you hold follows."""
+
+    versions: tuple[Version, ...]
+    progress: float  # of the budget, 0..1
+    step_time_s: float  # the run's mean step time, 0 where unknown: a joining learner's first timeouts follow from it
+
+
+class Refuse(NamedTuple):
+    """You are not in. `current`: the incarnation that is; a process that was never welcomed may take a higher one."""
+
+    reason: Reason
+    current: Incarnation
+    final: bool
+
+
+class Pull(NamedTuple):
+    round: RoundId
+
+
+class RefuseContribution(NamedTuple):
+    round: RoundId
+    reason: Reason
+
+
+class Published(NamedTuple):
+    """Fragment at a version. `base` None: the whole value; otherwise an update to be added to that version."""
+
+    fragment: FragmentId
+    version: Version
+    base: Version | None
+    mark: Mark | None
+    progress: float
+
+
+class Marker(NamedTuple):
+    """Carries the envelope's marker to a learner that might get no other message."""
+
+    snapshot: int
+
+
+class StateWanted(NamedTuple):
+    """Give your inner state to a joining learner once you have adopted at least these versions."""
+
+    to: LearnerId
+    to_incarnation: Incarnation
+    versions: tuple[Version, ...]
+
+
+class PeerChosen(NamedTuple):
+    """This learner was asked for its inner state; if nothing comes of it, ask again without it."""
+
+    peer: LearnerId
+
+
+class NoPeer(NamedTuple):
+    reason: Reason
+    new_run: bool
+
+
+class Lease(NamedTuple):
+    """Samples from `begin` to before `end` are yours."""
+
+    number: int  # counts from 0 within the incarnation
+    begin: int
+    end: int
+
+
+class Finish(NamedTuple):
+    """The run is over; these versions are final."""
+
+    versions: tuple[Version, ...]
+    merges: int
+
+
+class Pong(NamedTuple):
+    serial: int
+
+
+LearnerBody = (
+    Hello
+    | Report
+    | Contribution
+    | Delivered
+    | Resync
+    | SnapshotPart
+    | StateRequest
+    | InnerState
+    | Ready
+    | Leave
+    | LeaseRequest
+    | FinishAck
+    | Ping
+)
+SyncerBody = (
+    Welcome
+    | Refuse
+    | Pull
+    | RefuseContribution
+    | Published
+    | Marker
+    | StateWanted
+    | InnerState
+    | PeerChosen
+    | NoPeer
+    | Lease
+    | Finish
+    | Pong
+)
+Body = LearnerBody | SyncerBody
+
+
+class Envelope(NamedTuple):
+    """What every message carries.
+
+    `learner` is the learner's end of the link in both directions and `incarnation`, `session` name its process and its
+    link: a message of an older process or link is dropped. `epoch` names the syncer's process in the same way.
+
+    `tick` and `seen` are the vector clock of a star. A learner hears of others only through the syncer, so whatever it
+    knows of them the syncer knew before: its own tick and the last syncer tick that it saw are the whole clock, and the
+    full vector is derived from the tapes (`causality.vector_clocks`). A tick is the number of the entry on the sender's
+    tape.
+
+    `marker` is the newest snapshot whose cut the sender has passed.
+    """
+
+    learner: LearnerId
+    incarnation: Incarnation
+    session: int
+    epoch: int
+    tick: int
+    seen: int
+    marker: int
+    body: Body
