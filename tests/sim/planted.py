@@ -11,7 +11,9 @@ from atoll.core.protocol import (
     AdoptFragment,
     Contribution,
     Envelope,
+    Held,
     Hello,
+    Hold,
     Lease,
     LeaseRecord,
     MergeRound,
@@ -392,6 +394,47 @@ class StartsWithoutLease(LearnerCore):
         self.lease_samples = self.config.lease_samples
 
 
+class OpensWhilePaused(SyncerCore):
+    def _open_ripe(self, now: float) -> None:
+        paused, self.paused = self.paused, None
+        super()._open_ripe(now)
+        self.paused = paused
+
+
+class StepsWhilePaused(LearnerCore):
+    def _on_hold(self, now: float, envelope: Envelope, body: Hold) -> None:
+        """Heard, and forgotten."""
+        self._send(Held(body.paused))
+
+
+class KeepsItsQuorum(SyncerCore):
+    def _change_quorum(self, now: float, quorum: int, who: str) -> None:
+        super()._change_quorum(now, min(quorum, self.config.quorum), who)
+
+
+class KeepsItsGrace(SyncerCore):
+    def __init__(self, config: RunConfig, epoch: int, restored: Restored | None = None) -> None:
+        super().__init__(config, epoch, restored)
+        self.first = config
+
+    def _enter_grace(self, now: float, f: Fragment) -> None:
+        changed, self.config = self.config, replace(self.config, grace_margin=self.first.grace_margin)
+        super()._enter_grace(now, f)
+        self.config = changed
+
+
+class TellsOnce(SyncerCore):
+    """Of a pause, of its end and of a wish to leave; and if it is lost, it is lost."""
+
+    def _on_control_timer(self, now: float, learner: int) -> None:
+        """Not again."""
+
+
+class TellsNobodyWhoReturns(SyncerCore):
+    def _tell_wish_anew(self, now: float, member: Member) -> None:
+        """What it was told before its link broke it has heard, most likely."""
+
+
 PLANTED: tuple[Planted, ...] = (
     Planted("merge below quorum", ("quorum",), syncer=MergesBelowQuorum),
     Planted("accept an old incarnation", ("current",), syncer=AcceptsOldIncarnation),
@@ -433,4 +476,10 @@ PLANTED: tuple[Planted, ...] = (
     Planted("lease new samples first", ("returned-first",), syncer=NewSamplesFirst),
     Planted("count a lease twice", ("lease-held",), learner=CountsLeasesTwice),
     Planted("start without a lease", ("lease-held",), learner=StartsWithoutLease),
+    Planted("open a round while paused", ("paused",), syncer=OpensWhilePaused),
+    Planted("take steps while paused", ("paused",), learner=StepsWhilePaused),
+    Planted("keep the quorum of before", ("quorum",), syncer=KeepsItsQuorum),
+    Planted("keep the grace margin of before", ("grace",), syncer=KeepsItsGrace),
+    Planted("tell of a wish once", ("liveness",), syncer=TellsOnce),
+    Planted("tell nobody who returns", ("liveness",), syncer=TellsNobodyWhoReturns),
 )

@@ -11,10 +11,13 @@ from atoll.core.ledger import Line
 from atoll.core.protocol import (
     Delivered,
     DialFailed,
+    Drain,
     Envelope,
     Finish,
     FinishAck,
     FragmentDamaged,
+    Held,
+    Hold,
     InnerState,
     LearnerEffect,
     LearnerEvent,
@@ -102,7 +105,8 @@ class LearnerCore(Joining):
 
     @property
     def training(self) -> bool:
-        """The driver takes inner steps exactly while this holds. Nothing that the network does may change it."""
+        """The driver takes inner steps exactly while this holds, and begins none while it is `paused`: that wait
+        somebody has asked for. Nothing else that the network does may keep it from a step."""
         return self.mode is Mode.TRAINING or (self.mode is Mode.FINISHING and self.step > 0 and not self._final_here())
 
     def _on_step(self, now: float, event: StepTaken) -> None:
@@ -134,7 +138,8 @@ class LearnerCore(Joining):
             return
         if envelope.tick > self.seen:
             self.seen = envelope.tick
-        self.gap.add(now - self.last_heard)
+        if not self.paused:
+            self.gap.add(now - self.last_heard)
         self.last_heard = now
         self.pings = 0
         if envelope.marker > self.seen_marker:
@@ -193,6 +198,24 @@ class LearnerCore(Joining):
     def _on_timer(self, now: float, event: TimerFired) -> None:
         """Due timers were handled at the door."""
 
+    # ---------------------------------------------------------------------------------------------------- pausing
+
+    @property
+    def has_boundary_work(self) -> bool:
+        """Something has come that is answered, adopted, given or saved at a step boundary. A driver that stands still
+        is at one: it tells of no steps, once for each time that something came."""
+        return bool(self.pulls or self.arrivals or self.cut_due or self.giving)
+
+    def _on_hold(self, now: float, envelope: Envelope, body: Hold) -> None:
+        """A word that was delayed or doubled on its way must not undo a newer one."""
+        if envelope.tick > self.hold_tick:
+            self.hold_tick = envelope.tick
+            if body.paused is not self.paused and self.mode in (Mode.JOINING, Mode.TRAINING):
+                self.paused = body.paused
+                self.reason = self._say("learner-paused" if body.paused else "learner-resumed")
+                self._watch_quiet(now + self._quiet_limit())
+        self._send(Held(self.paused))
+
     # ---------------------------------------------------------------------------------------------------- ending
 
     def _final_here(self) -> bool:
@@ -204,6 +227,7 @@ class LearnerCore(Joining):
             return
         if self.mode is not Mode.FINISHING:
             self._turn("finish")
+            self.paused = False
             self.final = body.versions
             self.final_merges = body.merges
             self.pulls.clear()
@@ -221,10 +245,19 @@ class LearnerCore(Joining):
     def _on_leave_wanted(self, now: float, event: LeaveWanted) -> None:
         if self.mode is Mode.STOPPED:
             return
+        self._leave("learner-left", event.why)
+
+    def _on_drain(self, now: float, envelope: Envelope, body: Drain) -> None:
+        if self.mode in (Mode.JOINING, Mode.TRAINING):
+            self._leave("learner-drained", body.why)
+        elif self.reason.code == "learner-drained":
+            self._send(Leave(body.why))  # what it said was lost
+
+    def _leave(self, code: str, why: str) -> None:
         if self.link is Link.UP:
-            self._send(Leave(event.why))
+            self._send(Leave(why))
         self._turn("stopped")
-        self.reason = self._note(Reason("learner-left", (event.why,)))
+        self.reason = self._note(Reason(code, (why,)))
         self._out.append(Stop(self.reason))
 
     def _on_refuse(self, now: float, envelope: Envelope, body: Refuse) -> None:
@@ -307,6 +340,8 @@ _BODIES: Table = (
     (PeerChosen, "_on_peer_chosen"),
     (NoPeer, "_on_no_peer"),
     (Lease, "_on_lease"),
+    (Hold, "_on_hold"),
+    (Drain, "_on_drain"),
     (Finish, "_on_finish"),
     (Pong, "_on_pong"),
 )

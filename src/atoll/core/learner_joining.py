@@ -35,8 +35,9 @@ class Joining(LearnerRounds):
         if envelope.epoch > self.epoch:
             self.epoch = envelope.epoch
             self.seen = envelope.tick  # another process, another count
+            self.hold_tick = 0
             self.pulls.clear()  # its rounds ended with the syncer that opened them
-        self._arm(now + self._quiet_limit(), "quiet", self.session)
+        self._watch_quiet(now + self._quiet_limit())
         if self.mode is Mode.NEW:
             self._turn("welcomed")
             self.wanted = body.versions

@@ -56,19 +56,24 @@ class LinkKeeper(LearnerState):
             self._greet(now)
 
     def _quiet_limit(self) -> float:
-        if self.gap.count < 4:
-            return self.limits.first_wait_s
-        return patience(self.gap, 4, self.limits)
+        """While everybody stands still nothing is said, and a ping now and then tells both sides that the link is
+        there: often enough for the syncer, which does not count a silence below `first_wait_s` then."""
+        usual = patience(self.gap, 4, self.limits) if self.gap.count >= 4 else self.limits.first_wait_s
+        return min(usual, self.limits.first_wait_s / 4) if self.paused else usual
+
+    def _watch_quiet(self, at: float) -> None:
+        self.quiet_at = at
+        self._arm(at, "quiet", self.session)
 
     def _on_quiet_timer(self, now: float, session: int) -> None:
         """Nothing was heard for long: ask whether the syncer is there, and give the link up when it does not say."""
-        if self.link is not Link.UP or session != self.session or self.mode is Mode.STOPPED:
+        if self.link is not Link.UP or session != self.session or self.mode is Mode.STOPPED or now < self.quiet_at:
             return
         quiet_s = now - self.last_heard
         limit = self._quiet_limit()
         if quiet_s < limit:
             # Never at once: a sum that rounds down to now would fire for ever.
-            self._arm(max(self.last_heard + limit, now + self.limits.least_wait_s), "quiet", session)
+            self._watch_quiet(max(self.last_heard + limit, now + self.limits.least_wait_s))
         elif self.pings >= self.limits.ping_tries:
             self.round_trip.add(now - self.ping_sent_at)
             self._hang_up(now, Reason("ping-unanswered", (self.pings,)))
@@ -78,7 +83,7 @@ class LinkKeeper(LearnerState):
             self.ping_serial += 1
             self._send(Ping(self.ping_serial))
             wait = patience(self.round_trip, 4, self.limits) * 2.0 ** (self.pings - 1)
-            self._arm(now + min(wait, self.limits.most_wait_s), "quiet", session)
+            self._watch_quiet(now + min(wait, self.limits.most_wait_s))
 
     def _on_pong(self, now: float, envelope: Envelope, body: Pong) -> None:
         if body.serial == self.ping_serial:

@@ -89,6 +89,8 @@ class LearnerState:
         self.lease_asked_at = 0.0
         self.lease_due = 0.0  # when it asks again
         self.lease_time = Estimate()  # from a request to a lease
+        self.paused = False  # the run is paused, as far as we were told: stand still at a step boundary
+        self.hold_tick = 0  # of the syncer when it said so, or said that it is not
         self.final: tuple[Version, ...] = ()
         self.final_merges = 0
         self.refused_for: Incarnation | None = None  # the newest incarnation, if we were refused for our number
@@ -98,6 +100,7 @@ class LearnerState:
         self.ping_serial = 0
         self.ping_sent_at = 0.0
         self.last_heard = 0.0
+        self.quiet_at = 0.0  # when the syncer's silence is looked at next
         self.gap = Estimate()
         self.round_trip = Estimate()
         self.ignored: dict[str, int] = {}

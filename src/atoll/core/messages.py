@@ -105,6 +105,12 @@ class LeaseRequest(NamedTuple):
     taken: int
 
 
+class Held(NamedTuple):
+    """I have heard whether the run is paused. What this says last is what I go by."""
+
+    paused: bool
+
+
 class FinishAck(NamedTuple):
     merges: int
 
@@ -185,6 +191,18 @@ class Lease(NamedTuple):
     end: int
 
 
+class Hold(NamedTuple):
+    """The run is paused: stand still at your next step boundary. Or it is not any more: go on."""
+
+    paused: bool
+
+
+class Drain(NamedTuple):
+    """Leave the run, as if your program had ended; the others go on."""
+
+    why: str
+
+
 class Finish(NamedTuple):
     """The run is over; these versions are final."""
 
@@ -208,6 +226,7 @@ LearnerBody = (
     | Ready
     | Leave
     | LeaseRequest
+    | Held
     | FinishAck
     | Ping
 )
@@ -223,6 +242,8 @@ SyncerBody = (
     | PeerChosen
     | NoPeer
     | Lease
+    | Hold
+    | Drain
     | Finish
     | Pong
 )

@@ -57,6 +57,27 @@ def backoff_s(tries: int, spread: int, limits: Limits) -> float:
     return base * (1 + (spread * 2654435761 + tries * 40503) % 1024 / 4096)
 
 
+def control_problem(what: str, value: object, limits: Limits) -> str | None:
+    """What is wrong with an operator's wish, as a sentence; None if nothing is.
+
+    >>> control_problem("quorum", 0, Limits())
+    'the quorum is a whole number from 1 to 1024, got 0'
+    """
+    if what in ("pause", "resume"):
+        return None if value is None else f"{what} takes no value, got {value!r}"
+    if what == "grace":
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1:
+            return None
+        return f"the grace margin is a number from 0, which turns grace off, to below 1, got {value!r}"
+    whole = value if isinstance(value, int) and not isinstance(value, bool) else 0
+    if what == "quorum":
+        most = limits.most_learners
+        return None if 1 <= whole <= most else f"the quorum is a whole number from 1 to {most}, got {value!r}"
+    if what == "drain":
+        return None if whole >= 1 else f"drain takes the number of a learner, from 1, got {value!r}"
+    return f"there is no control {what!r}; there are pause, resume, drain, quorum and grace"
+
+
 class Grace(NamedTuple):
     window_s: float
     reason: Reason

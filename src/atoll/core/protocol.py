@@ -22,10 +22,13 @@ from atoll.core.messages import (
     Body,
     Contribution,
     Delivered,
+    Drain,
     Envelope,
     Finish,
     FinishAck,
+    Held,
     Hello,
+    Hold,
     InnerState,
     LearnerBody,
     Lease,
@@ -50,16 +53,30 @@ from atoll.core.messages import (
     Welcome,
 )
 from atoll.core.reasons import Reason
-from atoll.core.types import Accepted, AdoptHow, FragmentId, Holding, Incarnation, LearnerId, Mark, RoundId, Version
+from atoll.core.types import (
+    Accepted,
+    AdoptHow,
+    ControlWhat,
+    FragmentId,
+    Holding,
+    Incarnation,
+    LearnerId,
+    Mark,
+    RoundId,
+    Version,
+)
 
 __all__ = [  # what is imported from here and defined in `messages`
     "Body",
     "Contribution",
     "Delivered",
+    "Drain",
     "Envelope",
     "Finish",
     "FinishAck",
+    "Held",
     "Hello",
+    "Hold",
     "InnerState",
     "LearnerBody",
     "Lease",
@@ -211,6 +228,15 @@ class FinishRequested(NamedTuple):
     pass
 
 
+class ControlRequested(NamedTuple):
+    """An operator wants the run to go on otherwise. `controls.problem_of` has found nothing wrong with it, and what is
+    to survive this process (a pause, a quorum, a grace margin) is durable; a syncer that starts again is told again."""
+
+    what: ControlWhat
+    value: float | None  # quorum: K; grace: gamma; drain: the learner
+    who: str
+
+
 class Started(NamedTuple):
     """First event of every process: the core may now act."""
 
@@ -278,6 +304,7 @@ SyncerEvent = (
     | StoreFenced
     | SnapshotRequested
     | FinishRequested
+    | ControlRequested
 )
 LearnerEvent = (
     Started

@@ -95,6 +95,7 @@ class _Process:
 class _Teller:
     def __init__(self, config: RunConfig | None) -> None:
         self.config = config
+        self.quorum = config.quorum if config is not None else 0  # in force
         self.processes: dict[Actor, _Process] = {}
         self.opened: dict[FragmentId, RoundId] = {}  # newest round whose opening was told
 
@@ -120,10 +121,14 @@ class _Teller:
                 process.over = True
                 sentence += f"; {word} {actor.start}, last heard at {process.last_at:.3f} s, never said that it stops"
         if learner == SYNCER:
+            self.quorum = self.config.quorum if self.config is not None else 0  # it is told again of what is changed
             return _Told(RUN, f"syncer {sentence}", None)
         return _Told(_learner(learner), sentence, (RUN,))
 
     def _syncer(self, entry: Entry) -> Iterator[_Told]:
+        if type(entry.event) is said.ControlRequested and entry.event.what == "quorum":
+            assert entry.event.value is not None
+            self.quorum = int(entry.event.value)
         ignored = _ignored(entry)
         if ignored is not None:
             yield ignored
@@ -154,7 +159,7 @@ class _Teller:
         if self.config is None:
             sentence = f"opened on version {round_id.base}: {_count(len(learners), 'learner')} asked"
         else:
-            sentence = REASONS["round-opened"].format(round_id.base, len(learners), self.config.quorum)
+            sentence = REASONS["round-opened"].format(round_id.base, len(learners), self.quorum)
         return _Told(about, sentence, concerns)
 
 

@@ -11,9 +11,11 @@ from atoll.core.ledger import Line
 from atoll.core.policy import budget_progress
 from atoll.core.protocol import (
     Contribution,
+    ControlRequested,
     Delivered,
     FinishAck,
     FinishRequested,
+    Held,
     Hello,
     InnerState,
     LearnerDisconnected,
@@ -71,6 +73,9 @@ class SyncerView(NamedTuple):
 
     epoch: int
     stage: str
+    paused: bool
+    quorum: int  # K and gamma as they are in force
+    grace_margin: float
     merges: int
     trained: int
     progress: float
@@ -201,6 +206,9 @@ class SyncerCore(Ending):
         return SyncerView(
             epoch=self.epoch,
             stage=self.stage.value,
+            paused=bool(self.paused),
+            quorum=self.config.quorum,
+            grace_margin=self.config.grace_margin,
             merges=self.merges,
             trained=self.ledger.trained,
             progress=budget_progress(self.config, self.merges, self.ledger.trained),
@@ -236,6 +244,8 @@ class SyncerCore(Ending):
     def explain(self, f: Fragment) -> Reason:
         """Why the fragment is where it is, for people."""
         quorum = self.config.quorum
+        if f.phase is Phase.IDLE and self.paused:
+            return Reason("round-paused")
         if f.phase is Phase.IDLE:
             ready = self._steps_ready(f)
             if ready < quorum:
@@ -252,7 +262,9 @@ class SyncerCore(Ending):
 
     def _view_member(self, m: Member) -> MemberView:
         reason = Reason("member-live") if m.standing is Standing.LIVE else Reason("member-joining", (m.incarnation,))
-        if m.standing is Standing.SUSPECT:
+        if m.standing is Standing.LIVE and m.held:
+            reason = Reason("member-paused")
+        elif m.standing is Standing.SUSPECT:
             reason = Reason("member-suspected", (self.now - m.last_heard, self._silence_limit(m)))
         elif m.standing is Standing.ADMITTING:
             reason = Reason("member-admitting", (m.incarnation,))
@@ -276,7 +288,7 @@ class SyncerCore(Ending):
             assert (f.round is None) == (f.phase is Phase.IDLE), f"fragment {f.id}: {f.phase} with round {f.round}"
             assert set(f.contributions) <= set(f.asked), f"fragment {f.id}: contributions of learners not asked"
             if f.phase in (Phase.GRACE, Phase.MERGING):
-                assert len(f.contributions) >= self.config.quorum, f"fragment {f.id}: {f.phase} below quorum"
+                assert len(f.contributions) >= f.quorum, f"fragment {f.id}: {f.phase} below quorum"
             if f.round is not None:
                 assert f.round.base == f.version, f"fragment {f.id}: round on {f.round.base}, version {f.version}"
             line = self.ledger.line(f.id)
@@ -300,6 +312,7 @@ _EVENTS: Table = (
     (StoreFenced, "_on_fenced"),
     (SnapshotRequested, "_on_snapshot_requested"),
     (FinishRequested, "_on_finish_requested"),
+    (ControlRequested, "_on_control"),
 )
 _BODIES: Table = (
     (Report, "_on_report"),
@@ -312,6 +325,7 @@ _BODIES: Table = (
     (Ready, "_on_ready"),
     (Leave, "_on_leave"),
     (LeaseRequest, "_on_lease_request"),
+    (Held, "_on_held"),
     (FinishAck, "_on_finish_ack"),
     (Ping, "_on_ping"),
 )
@@ -325,6 +339,7 @@ _TIMERS: Table = (
     ("members", "_on_members_timer"),
     ("leases", "_on_leases_timer"),
     ("snapshot", "_on_snapshot_timer"),
+    ("control", "_on_control_timer"),
     ("finals", "_on_finals_timer"),
     ("manifest", "_on_manifest_timer"),
     ("finish", "_on_finish_timer"),

@@ -5,13 +5,13 @@ from __future__ import annotations
 from atoll.core.policy import backoff_s, budget_reason
 from atoll.core.protocol import Envelope, Finish, FinishAck, FinishRequested, Halt, ManifestRecord, Persist
 from atoll.core.reasons import Reason
+from atoll.core.syncer_controls import Controls
 from atoll.core.syncer_members import CONNECTED
-from atoll.core.syncer_snapshots import Snapshots
 from atoll.core.syncer_state import Fragment, Member
 from atoll.core.tables import Phase, Stage
 
 
-class Ending(Snapshots):
+class Ending(Controls):
     def _check_budget(self, now: float) -> None:
         reason = budget_reason(self.config, self.merges, self.ledger.trained)
         if reason is not None:
@@ -27,6 +27,7 @@ class Ending(Snapshots):
         if self.cut is not None and not self.cut.saving:
             self._say("run", 0, "snapshot-abandoned", self.cut.id, "the run ends")
             self.cut = None
+        self._end_pause(now)
         self._give_up_by(now)
         self._open_ripe(now)
         self._check_end(now)

@@ -108,6 +108,7 @@ class Members(Leasing):
             member.silence_at = old.silence_at
             member.publish_timer = old.publish_timer
             member.gone_timer = old.gone_timer
+            member.drained_by = old.drained_by
             self._retire(now, old, "replaced by a new incarnation")
         else:
             self._stand(member, "hello")
@@ -226,6 +227,7 @@ class Members(Leasing):
         member.received = {p: v for p, v in zip(self.fragments, body.received, strict=True) if v != NOTHING}
         member.owed.clear()
         self._send(member, Welcome(self._versions(), self._progress(), self._step_s()))
+        self._tell_wish_anew(now, member)
         if member.standing is Standing.JOINING:
             self._say("learner", member.id, "member-joining", member.incarnation)
         for f in self.fragments.values():
@@ -276,7 +278,8 @@ class Members(Leasing):
         if envelope.tick > member.seen:
             member.seen = envelope.tick
         silent_s = now - member.last_heard
-        member.gap.add(silent_s)
+        if not self._rests(member):
+            member.gap.add(silent_s)
         member.last_heard = now
         if member.gap.count == MEASURED_GAPS:
             self._watch_silence(now + self._silence_limit(member), member)  # until now its limit was a guess
@@ -318,7 +321,8 @@ class Members(Leasing):
         """
         if member.gap.count < MEASURED_GAPS:
             return self.limits.first_wait_s
-        return max(patience(member.gap, 4, self.limits), min(4 * member.pace.mean, self.limits.most_wait_s))
+        limit = max(patience(member.gap, 4, self.limits), min(4 * member.pace.mean, self.limits.most_wait_s))
+        return max(limit, self.limits.first_wait_s) if self._rests(member) else limit
 
     def _watch_silence(self, at: float, member: Member) -> None:
         """Look at its silence then, or earlier if that is due anyway. A later look that was due becomes stale."""
@@ -393,6 +397,7 @@ class Members(Leasing):
 
     def _on_leave(self, now: float, member: Member, envelope: Envelope, body: Leave) -> None:
         member.reason = self._say("learner", member.id, "member-left", body.why)
+        member.drained_by = ""
         self._stand(member, "left")
         self._retire(now, member, "left")
         self._save_members(now)
@@ -445,6 +450,7 @@ class Members(Leasing):
         2. Learner 1 wakes and goes on as the same incarnation.
         3. Its next contribution holds the same samples: they are merged twice.
         """
+        member.drained_by = ""
         args = (away_s, self.limits.gone_after_s, member.incarnation)
         member.reason = self._say("learner", member.id, "member-given-up", *args)
         self._stand(member, "given up")
@@ -516,6 +522,9 @@ class Members(Leasing):
 
     @abstractmethod
     def _leave_out(self, now: float, learner: LearnerId) -> None: ...
+
+    @abstractmethod
+    def _tell_wish_anew(self, now: float, member: Member) -> None: ...
 
     @abstractmethod
     def _resend_finish(self, member: Member) -> None: ...

@@ -37,7 +37,7 @@ class Rounds(SyncerState, ABC):
         if self.stage is Stage.FINISHING:
             self._open_final(now)
             return
-        if self.stage is not Stage.RUNNING:
+        if self.stage is not Stage.RUNNING or self.paused:
             return
         for f in list(self.retrying.values()):
             if self.in_flight >= self.flight_limit:
@@ -136,7 +136,7 @@ class Rounds(SyncerState, ABC):
             return
         if f.pull_tries >= self.limits.pull_tries:
             code, spent = "round-abandoned", now - f.opened_at
-            for m in self._waiting(f):
+            for m in () if self.paused else self._waiting(f):
                 # It takes at least as long as we have waited in vain. Without this sample a patience that was once
                 # measured too short would abandon every round before its answer, and never be measured again.
                 m.answer.add(spent)
@@ -275,6 +275,7 @@ class Rounds(SyncerState, ABC):
     def _enter_grace(self, now: float, f: Fragment) -> None:
         assert f.round is not None
         self._phase(f, "quorum")
+        f.quorum = self.config.quorum
         step_s = self._step_s()
         sync_time = self._sync_time()
         awaited_s = max((m.pace.mean for m in self._waiting(f)), default=0.0)

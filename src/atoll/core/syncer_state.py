@@ -81,6 +81,7 @@ class Fragment:
         "published_at",
         "pull_again_at",
         "pull_tries",
+        "quorum",
         "reason",
         "round",
         "round_is_final",
@@ -106,6 +107,7 @@ class Fragment:
         self.pull_tries = 0
         self.pull_again_at = 0.0
         self.grace_until = 0.0
+        self.quorum = 0  # K when the open round had its quorum; an operator may change it later
         self.sealed_at = 0.0  # when the open round was sealed
         self.merge_s = 0.0  # from the seal of the newest version to its publication
         self.published_at = -1.0  # of the newest version, in this epoch
@@ -128,7 +130,10 @@ class Member:
         "answer",
         "away_since",
         "back_at",
+        "control_due",
+        "control_tries",
         "counted",
+        "drained_by",
         "finish_acked",
         "finish_due",
         "finish_tries",
@@ -136,6 +141,7 @@ class Member:
         "gone_at",
         "gone_timer",
         "heard_rounds",
+        "held",
         "hello",
         "first_step",
         "id",
@@ -188,6 +194,10 @@ class Member:
         self.finish_acked = False
         self.finish_tries = 0  # on this link
         self.finish_due = 0.0  # when it is told again
+        self.held: bool | None = None  # is the run paused, as it has last said on this link; None: not a word yet
+        self.drained_by = ""  # who has asked it to leave
+        self.control_tries = 0  # sendings of what it has not answered
+        self.control_due = 0.0  # when it is told again
         self.seen = 0  # its newest tick that reached us
         self.silence_at: float | None = None  # when its silence is looked at next
         self.publish_timer = False
@@ -249,6 +259,7 @@ class SyncerState:
         self.marker = epoch * 1_000_000  # newest snapshot; rises across restarts because the epoch does
         self.cut: Cut | None = None
         self.merges_at_cut = 0
+        self.paused: bool | None = None  # by an operator; None: nobody has ever asked
         self.leases = LeaseBooks()
         self.lease_wants: dict[Key, int] = {}  # asked for leases, with so many samples taken
         self.lease_closing: dict[Key, int] = {}  # gone, and by which members record; not settled yet
@@ -405,6 +416,10 @@ class SyncerState:
 
     def _received(self, member: Member, fragment: FragmentId) -> Version:
         return member.received.get(fragment, NOTHING)
+
+    def _rests(self, member: Member) -> bool:
+        """It stands still because it was told to, or may still: how often it speaks now says nothing about later."""
+        return bool(self.paused) or (self.paused is False and member.held is not False)
 
     def _baseline(self, f: Fragment, member: Member) -> int:
         """The learner's local step from which its steps count towards the next round of this fragment."""

@@ -33,6 +33,7 @@ MOST_TOKENS_PER_STEP = 2**32
 MOST_SECONDS = 1e9
 """Of one step: thirty years."""
 
+ControlWhat = Literal["pause", "resume", "drain", "quorum", "grace"]
 AdoptHow = Literal["carry", "overwrite", "blend"]
 
 

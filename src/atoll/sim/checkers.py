@@ -123,12 +123,14 @@ class Watch:
 
 def all_checkers(config: RunConfig) -> list[Checker]:
     """One of each, in the order of docs/protocol.md."""
+    from atoll.sim.checkers_of_controls import CONTROL_CHECKERS
     from atoll.sim.checkers_of_learners import LEARNER_CHECKERS
     from atoll.sim.checkers_of_leases import LEASE_CHECKERS
     from atoll.sim.checkers_of_rounds import ROUND_CHECKERS
     from atoll.sim.checkers_of_the_run import RUN_CHECKERS
 
-    kinds: Iterable[type[Checker]] = (*ROUND_CHECKERS, *LEARNER_CHECKERS, *RUN_CHECKERS, *LEASE_CHECKERS)
+    of_runs: Iterable[type[Checker]] = (*ROUND_CHECKERS, *LEARNER_CHECKERS, *RUN_CHECKERS)
+    kinds: Iterable[type[Checker]] = (*of_runs, *LEASE_CHECKERS, *CONTROL_CHECKERS)
     return [kind(config) for kind in kinds]
 
 

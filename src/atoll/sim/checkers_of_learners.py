@@ -6,6 +6,8 @@ from atoll.core.protocol import (
     AdoptFragment,
     Contribution,
     Envelope,
+    Finish,
+    Held,
     InnerState,
     MessageArrived,
     Record,
@@ -98,13 +100,16 @@ class LedgerBalance(Durable):
 
 class Independence(Checker):
     name = "independence"
-    sentence = "a learner's step times do not depend on syncer, peers or network"
+    sentence = "a learner's step times do not depend on syncer, peers or network, but for a pause that it was told of"
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.events = {StepTaken: self._on_step}
         self.effects = {StartTraining: self._on_start}
+        self.sent = {Held: self._on_held}
+        self.arrived = {Finish: self._on_finish}
         self._last: dict[Actor, float] = {}
+        self._rests: dict[Actor, bool] = {}  # told to stand still; False: told to go on, and no step since
 
     def _on_start(self, entry: Entry, effect: StartTraining) -> None:
         self._last[entry.actor] = entry.at
@@ -112,6 +117,9 @@ class Independence(Checker):
     def _on_step(self, entry: Entry, event: StepTaken) -> None:
         """A learner's own time is its step; whatever else passes between two steps was spent waiting for others."""
         last = self._last.get(entry.actor)
+        if not event.steps and entry.actor in self._rests:
+            self._last[entry.actor] = entry.at  # at the same boundary once more: what passed was the pause
+            return
         self._last[entry.actor] = entry.at
         if last is None:
             self.fail(entry, ("learner", entry.actor.learner), "a step before training was started")
@@ -119,6 +127,24 @@ class Independence(Checker):
         waited = entry.at - last - event.steps * event.step_time_s
         if waited > 0.05 * event.steps * event.step_time_s + 0.01:
             self.fail(entry, ("learner", entry.actor.learner), f"{waited:.6g} s between two steps were not its own")
+        if not self._rests.get(entry.actor, True):
+            del self._rests[entry.actor]
+
+    def _on_held(self, entry: Entry, envelope: Envelope) -> None:
+        body = envelope.body
+        assert isinstance(body, Held)
+        if body.paused:
+            self._rests[entry.actor] = True
+        else:
+            self._goes_on(entry)
+
+    def _on_finish(self, entry: Entry, envelope: Envelope) -> None:
+        self._goes_on(entry)  # at the end nobody stands still
+
+    def _goes_on(self, entry: Entry) -> None:
+        if entry.actor in self._rests and entry.actor in self._last:
+            self._rests[entry.actor] = False
+            self._last[entry.actor] = max(entry.at, self._last[entry.actor])
 
 
 class Recovery(Checker):

@@ -28,15 +28,20 @@ from atoll.core.syncer_state import Restored
 from atoll.core.tape import Actor, Entry
 from atoll.core.types import SYNCER, Accepted, FragmentId, LearnerId, RoundId, RunConfig, Version
 from atoll.sim.checkers import Checker
+from atoll.sim.checkers_of_controls import InForce
 
 
-class Quorum(Checker):
+class Quorum(InForce):
     name = "quorum"
     sentence = "no merge with fewer than K contributions"
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self.effects = {MergeRound: self._on_merge, Persist: self._on_persist}
+        self.effects = {OpenGrace: self._on_quorum, MergeRound: self._on_merge, Persist: self._on_persist}
+        self._wanted: dict[tuple[Actor, FragmentId], int] = {}  # K when a round had its quorum; it may change later
+
+    def _on_quorum(self, entry: Entry, effect: OpenGrace) -> None:
+        self._wanted[(entry.actor, effect.round.fragment)] = self.in_force(entry).quorum
 
     def _on_merge(self, entry: Entry, effect: MergeRound) -> None:
         self._count(entry, effect.round.fragment, len(effect.contributions))
@@ -46,8 +51,9 @@ class Quorum(Checker):
             self._count(entry, effect.record.fragment, len(effect.record.contributions))
 
     def _count(self, entry: Entry, fragment: FragmentId, count: int) -> None:
-        if count < self.config.quorum:
-            self.fail(entry, ("fragment", fragment), f"{count} contributions, the quorum is {self.config.quorum}")
+        quorum = self._wanted.get((entry.actor, fragment), self.in_force(entry).quorum)
+        if count < quorum:
+            self.fail(entry, ("fragment", fragment), f"{count} contributions, the quorum is {quorum}")
 
 
 class Durable(Checker):
@@ -306,7 +312,7 @@ class DurableFirst(Durable):
             self.fail(entry, ("run", 0), "the end was announced before the manifest was durable")
 
 
-class GraceBound(Checker):
+class GraceBound(InForce):
     name = "grace"
     sentence = "grace never exceeds min(gamma * max(slack, 0), longest step awaited), and is over when it is over"
 
@@ -349,7 +355,7 @@ class GraceBound(Checker):
     def _on_open(self, entry: Entry, effect: OpenGrace) -> None:
         if not self.is_current(entry):
             return
-        gamma, tau = self.config.grace_margin, self.config.overlap_steps
+        gamma, tau = self.in_force(entry).grace_margin, self.config.overlap_steps
         slack = tau * effect.step_s - (effect.quorum_s + effect.sync_s)
         bound = min(gamma * max(slack, 0.0), effect.awaited_s)
         subject = ("fragment", effect.round.fragment)

@@ -30,7 +30,10 @@ DRAWN = (
     "fail merge",
     "slow down",
 )
-FAULTS = (*DRAWN, "die")
+CONTROLS = ("pause run", "drain", "quorum", "grace")
+"""What operators ask for is no fault, and is met by faults all the same."""
+
+FAULTS = (*DRAWN, "die", *CONTROLS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class Plan:
     disk_s: float
     tight: bool = field(default=False)
     samples: dict[int, int] = field(default_factory=dict)  # of one step of each learner, in a run with leases
+    ends_paused: bool = field(default=False)  # it is asked to finish while it is paused
 
 
 def draw(seed: int, small: bool = False) -> Plan:
@@ -116,7 +120,9 @@ def draw(seed: int, small: bool = False) -> Plan:
     )
     if seed % 8 < 5:
         plan = _with_leases(plan)
-    return _with_deaths(plan) if seed % 8 in (1, 4, 6) else plan
+    if seed % 8 in (1, 4, 6):
+        plan = _with_deaths(plan)
+    return _with_controls(plan)
 
 
 def _with_leases(plan: Plan) -> Plan:
@@ -141,6 +147,31 @@ def _with_deaths(plan: Plan) -> Plan:
     limits = replace(plan.config.limits, gone_after_s=rng.choice((2.0, 8.0, 30.0)))
     faults = tuple(sorted((*plan.faults, *deaths), key=lambda f: f.at_s))
     return replace(plan, config=replace(plan.config, limits=limits), faults=faults)
+
+
+def _with_controls(plan: Plan) -> Plan:
+    """In some worlds operators pause, drain and change what rounds wait for. Drawn apart, as leases are."""
+    rng = Random(plan.seed ^ 0xC0A007)  # with this one the kept seeds are what they were
+    if rng.random() < 0.7:
+        return plan
+    out = {fault.learner for fault in plan.faults if fault.kind in ("leave", "die")}
+    staying = [i for i in plan.starts_s if i not in out]
+    asked: list[Fault] = []
+
+    def ask(kind: str, learner: int = 0, size: float = 0.0) -> None:
+        lasts_s = rng.choice((0.05, 1.0, 5.0, 20.0, 60.0)) * rng.random()
+        asked.append(Fault(rng.uniform(0, plan.faulty_s), kind, learner, lasts_s, size))
+
+    if len(staying) > plan.config.quorum and rng.random() < 0.4:  # enough must stay for a quorum
+        ask("drain", staying.pop(rng.randrange(len(staying))))
+    for _ in range(rng.randint(0, 3)):
+        ask("pause run")
+    for _ in range(rng.randint(0, 2)):
+        ask("quorum", size=rng.randint(1, max(1, len(staying))))
+    for _ in range(rng.randint(0, 1)):
+        ask("grace", size=rng.choice((0.0, 0.5, 0.9)))
+    faults = tuple(sorted((*plan.faults, *asked), key=lambda f: f.at_s))
+    return replace(plan, faults=faults, ends_paused=rng.random() < 0.3)
 
 
 def _draw_link(rng: Random, tight: bool) -> LinkDraw:

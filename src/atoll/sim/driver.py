@@ -10,6 +10,7 @@ from typing import Any
 from atoll.core.learner import LearnerCore
 from atoll.core.protocol import (
     Contribution,
+    ControlRequested,
     Dial,
     DialFailed,
     Effect,
@@ -74,6 +75,7 @@ class Process:
         "paused_until",
         "sessions",
         "slow",
+        "stands",
         "stepping_since",
         "timer_at",
     )
@@ -89,6 +91,7 @@ class Process:
         self.conn: Conn | None = None
         self.stepping_since = 0.0
         self.slow = 1.0
+        self.stands = False  # at a step boundary, because the run is paused
 
 
 class Conn:
@@ -113,6 +116,7 @@ class Disk:
         self.members: MembersRecord | None = None
         self.manifest: ManifestRecord | None = None
         self.leases: LeaseRecord | None = None
+        self.wishes: dict[str, ControlRequested] = {}  # of operators, by what they are about
 
     def write(self, record: Record) -> None:
         if isinstance(record, VersionRecord):
@@ -188,6 +192,8 @@ class Driver:
         core = self._syncer_type(self.config, self.disk.epoch, restored)
         self.syncer = Process(Actor(SYNCER, self.disk.epoch), core)
         self._began(self.syncer, restored)
+        for wish in self.disk.wishes.values():
+            self._run(self.syncer, wish)
 
     def _start_if_down(self, learner: LearnerId) -> None:
         proc = self.learners.get(learner)
@@ -275,6 +281,17 @@ class Driver:
         if self._since_check >= 64:
             self._since_check = 0
             self._checked(proc)
+        if proc.stands:
+            self._stand(proc, event)
+
+    def _stand(self, proc: Process, event: Event) -> None:
+        """Its training thread sleeps at a boundary, and looks up when something has come."""
+        core = proc.core
+        if not core.paused or core.mode is Mode.STOPPED:
+            proc.stands = False
+            self._begin_step(proc)
+        elif core.has_boundary_work and type(event) is not StepTaken:
+            self._run(proc, StepTaken(0, 0, 0.0))
 
     def _count_pair(self, proc: Process, event: Event) -> None:
         """Which event met which state: a learner's own; at the syncer, of the speaker and of the fragment."""
@@ -481,6 +498,13 @@ class Driver:
         refused = effect.reason.code == "learner-refused"
         if refused and self.learners.get(proc.actor.learner) is proc and "finished" not in str(effect.reason):
             self.engine.at(self.engine.now + 1.0, self._start_if_stopped, proc)
+        elif effect.reason.code == "learner-drained":
+            self.gone.add(proc.actor.learner)  # nobody starts it again
+            self.engine.at(self.engine.now + 1.0, self._kill_if_alive, proc)
+
+    def _kill_if_alive(self, proc: Process) -> None:
+        if proc.alive:
+            self._kill_learner(proc)
 
     def _start_if_stopped(self, proc: Process) -> None:
         if self.learners.get(proc.actor.learner) is proc:
@@ -491,7 +515,9 @@ class Driver:
             return
         now = self.engine.now
         took = self.plan.step_times_s[proc.actor.learner] * proc.slow
-        if proc.core.training:
+        if proc.core.paused:
+            proc.stands = True
+        elif proc.core.training:
             proc.stepping_since = now
             self.engine.at(now + took, self._end_step, proc)
         else:

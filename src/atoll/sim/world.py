@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from atoll.core.protocol import (
+    ControlRequested,
     Envelope,
     FinishRequested,
     Hello,
@@ -18,8 +19,8 @@ from atoll.core.protocol import (
     SnapshotRequested,
     StoreFenced,
 )
-from atoll.core.tables import Mode, Stage
-from atoll.core.types import LearnerId
+from atoll.core.tables import Mode, Stage, Standing
+from atoll.core.types import ControlWhat, LearnerId
 from atoll.sim.checkers import Violation
 from atoll.sim.draws import Fault
 from atoll.sim.driver import Driver
@@ -44,7 +45,10 @@ class World(Driver):
         self._heal()
         self._demand("rounds complete", self._rounds_complete)
         self._demand("what the dead had leased returns", self._dead_settled)
-        self.engine.at(self.engine.now, self._ask_finish)
+        self._demand("who was asked to leave has left", self._drained_left)
+        if self.plan.ends_paused:
+            self._control("pause")
+        self.engine.at(self.engine.now + (2.0 if self.plan.ends_paused else 0.0), self._ask_finish)
         self._demand("everybody ends with the published versions", self._all_stopped)
         self._check_cores()
         self.watch.finish()
@@ -76,6 +80,14 @@ class World(Driver):
             return True
         holding = {key[0] for key in core.leases.holders} | set(core.ledger.accounts)
         return not holding & self.died
+
+    def _drained_left(self) -> bool:
+        core = self._syncer_core()
+        if core is None:
+            return False
+        return core.stage is not Stage.RUNNING or all(
+            not m.drained_by or m.standing is Standing.AWAY for m in core.members.values()
+        )
 
     def _all_stopped(self) -> bool:
         core = self._syncer_core()
@@ -119,6 +131,8 @@ class World(Driver):
             proc.slow = 1.0
         if self.syncer is None:
             self.engine.at(now + self.rng.random(), self._start_syncer)
+        if "pause" in self.disk.wishes and not self._control("resume"):
+            self.disk.wishes["pause"] = ControlRequested("resume", None, "the operator")
         for learner in self.plan.starts_s:
             self._revive(learner)
         for learner in list(self.learners):
@@ -135,7 +149,44 @@ class World(Driver):
 
     def _ask_finish(self) -> None:
         if self.syncer is not None:
+            if "pause" in self.disk.wishes:
+                self.disk.wishes["pause"] = ControlRequested("resume", None, "the end")
             self._run(self.syncer, FinishRequested())
+
+    # ---------------------------------------------------------------------------------------------------- operators
+
+    def _control(self, what: ControlWhat, value: float | None = None) -> bool:
+        """Durable first, then the core is told; a syncer that starts later is told again."""
+        if self.syncer is None or self.disk_bad_until > self.engine.now:
+            return False
+        event = ControlRequested(what, value, "the operator")
+        if what != "drain":
+            self.disk.wishes["pause" if what == "resume" else what] = event
+        self._deliver(self.syncer, event)
+        return True
+
+    def _fault_pause_run(self, fault: Fault) -> bool:
+        if not self._control("pause"):
+            return False
+        self.engine.at(self.engine.now + fault.lasts_s, self._resume_run)
+        return True
+
+    def _resume_run(self) -> None:
+        wish = self.disk.wishes.get("pause")
+        if not self.healed and wish is not None and wish.what == "pause" and not self._control("resume"):
+            self.engine.at(self.engine.now + 1.0, self._resume_run)  # nobody takes the wish yet
+
+    def _fault_drain(self, fault: Fault) -> bool:
+        core = self._syncer_core()
+        if core is None or fault.learner not in core.members or self._running(fault.learner) is None:
+            return False
+        return self._control("drain", fault.learner)
+
+    def _fault_quorum(self, fault: Fault) -> bool:
+        return self._control("quorum", int(fault.size))
+
+    def _fault_grace(self, fault: Fault) -> bool:
+        return self._control("grace", fault.size)
 
     # ---------------------------------------------------------------------------------------------------- faults
 
@@ -332,4 +383,8 @@ _FAULTS: dict[str, Callable[[World, Fault], bool]] = {
     "fail merge": World._fault_fail_merge,
     "slow down": World._fault_slow_down,
     "die": World._fault_die,
+    "pause run": World._fault_pause_run,
+    "drain": World._fault_drain,
+    "quorum": World._fault_quorum,
+    "grace": World._fault_grace,
 }
