@@ -396,7 +396,7 @@ class StartsWithoutLease(LearnerCore):
 
 class OpensWhilePaused(SyncerCore):
     def _open_ripe(self, now: float) -> None:
-        paused, self.paused = self.paused, None
+        paused, self.paused = self.paused, False
         super()._open_ripe(now)
         self.paused = paused
 
@@ -404,7 +404,7 @@ class OpensWhilePaused(SyncerCore):
 class StepsWhilePaused(LearnerCore):
     def _on_hold(self, now: float, envelope: Envelope, body: Hold) -> None:
         """Heard, and forgotten."""
-        self._send(Held(body.paused))
+        self._send(Held(body.serial, body.paused))
 
 
 class KeepsItsQuorum(SyncerCore):

@@ -208,13 +208,13 @@ class LearnerCore(Joining):
 
     def _on_hold(self, now: float, envelope: Envelope, body: Hold) -> None:
         """A word that was delayed or doubled on its way must not undo a newer one."""
-        if envelope.tick > self.hold_tick:
-            self.hold_tick = envelope.tick
+        if body.serial > self.hold_serial:
+            self.hold_serial = body.serial
             if body.paused is not self.paused and self.mode in (Mode.JOINING, Mode.TRAINING):
                 self.paused = body.paused
                 self.reason = self._say("learner-paused" if body.paused else "learner-resumed")
                 self._watch_quiet(now + self._quiet_limit())
-        self._send(Held(self.paused))
+        self._send(Held(self.hold_serial, self.paused))
 
     # ---------------------------------------------------------------------------------------------------- ending
 

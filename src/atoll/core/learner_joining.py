@@ -35,7 +35,7 @@ class Joining(LearnerRounds):
         if envelope.epoch > self.epoch:
             self.epoch = envelope.epoch
             self.seen = envelope.tick  # another process, another count
-            self.hold_tick = 0
+            self.hold_serial = 0
             self.pulls.clear()  # its rounds ended with the syncer that opened them
         self._watch_quiet(now + self._quiet_limit())
         if self.mode is Mode.NEW:

@@ -90,7 +90,7 @@ class LearnerState:
         self.lease_due = 0.0  # when it asks again
         self.lease_time = Estimate()  # from a request to a lease
         self.paused = False  # the run is paused, as far as we were told: stand still at a step boundary
-        self.hold_tick = 0  # of the syncer when it said so, or said that it is not
+        self.hold_serial = 0  # of the newest word about that from this syncer
         self.final: tuple[Version, ...] = ()
         self.final_merges = 0
         self.refused_for: Incarnation | None = None  # the newest incarnation, if we were refused for our number

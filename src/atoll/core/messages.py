@@ -106,8 +106,9 @@ class LeaseRequest(NamedTuple):
 
 
 class Held(NamedTuple):
-    """I have heard whether the run is paused. What this says last is what I go by."""
+    """The newest word about a pause that I have heard, and whether I go by it: at the end of a run nobody does."""
 
+    serial: int
     paused: bool
 
 
@@ -194,6 +195,7 @@ class Lease(NamedTuple):
 class Hold(NamedTuple):
     """The run is paused: stand still at your next step boundary. Or it is not any more: go on."""
 
+    serial: int  # rises with every such word of a syncer; one that is said again keeps its own
     paused: bool
 
 

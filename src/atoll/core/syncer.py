@@ -206,7 +206,7 @@ class SyncerCore(Ending):
         return SyncerView(
             epoch=self.epoch,
             stage=self.stage.value,
-            paused=bool(self.paused),
+            paused=self.paused,
             quorum=self.config.quorum,
             grace_margin=self.config.grace_margin,
             merges=self.merges,
@@ -262,7 +262,7 @@ class SyncerCore(Ending):
 
     def _view_member(self, m: Member) -> MemberView:
         reason = Reason("member-live") if m.standing is Standing.LIVE else Reason("member-joining", (m.incarnation,))
-        if m.standing is Standing.LIVE and m.held:
+        if m.standing is Standing.LIVE and self.paused and m.held == self.pause_serial:
             reason = Reason("member-paused")
         elif m.standing is Standing.SUSPECT:
             reason = Reason("member-suspected", (self.now - m.last_heard, self._silence_limit(m)))

@@ -41,7 +41,7 @@ class Controls(Snapshots):
 
     def _pause(self, now: float, paused: bool, who: str) -> None:
         """Rounds that are open end as they would: whoever stands still answers, at the boundary where it stands."""
-        if self.stage is not Stage.RUNNING or self.paused is paused:
+        if self.stage is not Stage.RUNNING or (self.paused is paused and self.pause_serial):
             self._ignore("paused or resumed already, or at the end")
             return
         self._say("run", 0, "control-paused" if paused else "control-resumed", who)
@@ -50,6 +50,7 @@ class Controls(Snapshots):
 
     def _tell_pause(self, now: float, paused: bool) -> None:
         self.paused = paused
+        self.pause_serial += 1
         for member in self.members.values():
             if member.standing in CONNECTED:
                 member.control_tries = 0
@@ -88,8 +89,8 @@ class Controls(Snapshots):
         """What it has to be told and has not answered."""
         if member.drained_by and self.stage in (Stage.RUNNING, Stage.FINISHING):
             return Drain(f"drained by {member.drained_by}")
-        if self.paused is not None and member.held is not self.paused:
-            return Hold(self.paused)
+        if member.held != self.pause_serial:
+            return Hold(self.pause_serial, self.paused)
         return None
 
     def _tell_wish(self, now: float, member: Member) -> None:
@@ -104,7 +105,7 @@ class Controls(Snapshots):
 
     def _tell_wish_anew(self, now: float, member: Member) -> None:
         """On a new link nobody knows what it has heard on the old one."""
-        member.held = None
+        member.held = 0
         member.control_tries = 0
         self._tell_wish(now, member)
 
@@ -122,12 +123,10 @@ class Controls(Snapshots):
             self._tell_wish(now, member)
 
     def _on_held(self, now: float, member: Member, envelope: Envelope, body: Held) -> None:
-        """An answer to an older word may come late; the newer one is said again when its time is over."""
-        if self.paused is None:
-            self._ignore("heard of a pause that there never was")
+        """It may answer an older word; the newest is said again when its time is over."""
+        if not member.held < body.serial <= self.pause_serial:
+            self._ignore("heard of a pause already, or of one that there never was")
             return
-        member.held = body.paused
-        if member.held is self.paused:
+        member.held = body.serial
+        if member.held == self.pause_serial:
             member.control_tries = 0
-        elif now >= member.control_due:
-            self._tell_wish(now, member)

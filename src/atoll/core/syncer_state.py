@@ -194,7 +194,7 @@ class Member:
         self.finish_acked = False
         self.finish_tries = 0  # on this link
         self.finish_due = 0.0  # when it is told again
-        self.held: bool | None = None  # is the run paused, as it has last said on this link; None: not a word yet
+        self.held = 0  # serial of the newest word about a pause that it has heard, as it said on this link
         self.drained_by = ""  # who has asked it to leave
         self.control_tries = 0  # sendings of what it has not answered
         self.control_due = 0.0  # when it is told again
@@ -259,7 +259,8 @@ class SyncerState:
         self.marker = epoch * 1_000_000  # newest snapshot; rises across restarts because the epoch does
         self.cut: Cut | None = None
         self.merges_at_cut = 0
-        self.paused: bool | None = None  # by an operator; None: nobody has ever asked
+        self.paused = False  # by an operator
+        self.pause_serial = 0  # of the newest word about it; 0: nobody has ever asked
         self.leases = LeaseBooks()
         self.lease_wants: dict[Key, int] = {}  # asked for leases, with so many samples taken
         self.lease_closing: dict[Key, int] = {}  # gone, and by which members record; not settled yet
@@ -419,7 +420,7 @@ class SyncerState:
 
     def _rests(self, member: Member) -> bool:
         """It stands still because it was told to, or may still: how often it speaks now says nothing about later."""
-        return bool(self.paused) or (self.paused is False and member.held is not False)
+        return self.paused or member.held != self.pause_serial
 
     def _baseline(self, f: Fragment, member: Member) -> int:
         """The learner's local step from which its steps count towards the next round of this fragment."""

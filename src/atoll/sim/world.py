@@ -157,12 +157,13 @@ class World(Driver):
 
     def _control(self, what: ControlWhat, value: float | None = None) -> bool:
         """Durable first, then the core is told; a syncer that starts later is told again."""
-        if self.syncer is None or self.disk_bad_until > self.engine.now:
+        now = self.engine.now
+        if self.syncer is None or max(self.disk_bad_until, self.syncer.paused_until) > now:
             return False
         event = ControlRequested(what, value, "the operator")
         if what != "drain":
             self.disk.wishes["pause" if what == "resume" else what] = event
-        self._deliver(self.syncer, event)
+        self._run(self.syncer, event)
         return True
 
     def _fault_pause_run(self, fault: Fault) -> bool:
