@@ -17,6 +17,7 @@ from atoll import __version__
 from atoll.commands import (
     chaos,
     check,
+    control,
     curves,
     dash,
     fragments,
@@ -63,6 +64,7 @@ COMMANDS: dict[str, CommandModule] = {
     "report": report,
     "curves": curves,
     "snapshot": snapshot,
+    "control": control,
     "generate": generate,
     "fragments": fragments,
     "chaos": chaos,

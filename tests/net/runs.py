@@ -183,7 +183,12 @@ def learner_child(directory: Path, address: str, spec: LearnerSpec, log: Path, p
             _train(learner, job, spec, pipe, drawn)
         save_file(_contiguous(values(job.model)), model_file(directory, learner.id))
         threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-        last: dict[str, Any] = {"finished": learner.finished, "stats": learner.stats()._asdict(), "threads": threads}
+        last: dict[str, Any] = {
+            "finished": learner.finished,
+            "drained": learner.drained,
+            "stats": learner.stats()._asdict(),
+            "threads": threads,
+        }
         pipe.send(("ended", last))
     except BaseException as wrong:
         traceback.print_exc()

@@ -82,7 +82,7 @@ def run(
     watch = _Watch(log_format, shown=not as_json)
     try:
         with terminated_like_interrupted():
-            train_island(settings, number, syncer, token, directory, watch)
+            is_over = train_island(settings, number, syncer, token, directory, watch)
     except AtollError as wrong:
         complain(str(wrong))
         raise typer.Exit(ExitCode.FAILED) from None
@@ -91,10 +91,11 @@ def run(
             complain(f"left the run; come back with: --learner {watch.learner} --out {directory}")
         raise
     if as_json:
-        told = {"learner": watch.learner, "steps": watch.steps, "tokens": watch.tokens}
+        told = {"learner": watch.learner, "steps": watch.steps, "tokens": watch.tokens, "drained": not is_over}
         print_json({**told, "directory": str(directory)})
     else:
-        print(f"The run is over. Learner {watch.learner} took {watch.steps:,} steps here, {watch.tokens:,} tokens.")
+        what = "The run is over." if is_over else "This island was asked to leave; the run goes on."
+        print(f"{what} Learner {watch.learner} took {watch.steps:,} steps here, {watch.tokens:,} tokens.")
 
 
 class _Watch:

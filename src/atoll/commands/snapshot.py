@@ -14,6 +14,7 @@ from atoll.commands.syncer import Token
 EXAMPLE = "atoll snapshot runs/first"
 
 ANSWER_S = 30.0
+ADVICE = "take a snapshot while it does, or list those there are with --list"
 LOOK_EVERY_S = 0.2
 
 
@@ -41,8 +42,11 @@ def run(
             raise ValueError("say whose snapshots to list: atoll snapshot RUN --list")
         _show_list(run, as_json)
         return
-    address, secret = _where(run, syncer, token or None)
-    told = _taken(address, secret)
+    show_taken(*find_syncer(run, syncer, token or None, ADVICE), as_json)
+
+
+def show_taken(address: str, token: str | None, as_json: bool) -> None:
+    told = _taken(address, token)
     if as_json:
         print_json(told)
     elif told["state"] == "durable":
@@ -53,7 +57,8 @@ def run(
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _where(run: Path | None, syncer: str | None, token: str | None) -> tuple[str, str | None]:
+def find_syncer(run: Path | None, syncer: str | None, token: str | None, advice: str) -> tuple[str, str | None]:
+    """Address and token of the syncer of this run, or of the one that is named."""
     from atoll.net.learner import address
     from atoll.net.reaching import where
 
@@ -67,9 +72,7 @@ def _where(run: Path | None, syncer: str | None, token: str | None) -> tuple[str
         raise ValueError(f"{run} is no directory of a run")
     found = where(run)
     if found is None:
-        raise ValueError(
-            f"no syncer runs on {run} here: take a snapshot while it does, or list those there are with --list"
-        )
+        raise ValueError(f"no syncer runs on {run} here: {advice}")
     return found.address, token if token is not None else found.token
 
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -49,6 +49,7 @@ from atoll.ml.plan import FragmentPlan, make_plan, tensors_of
 from atoll.net.background import Background
 from atoll.net.island_tensors import FragmentTensors
 from atoll.net.learner_errors import JoinTimeout, LearnerRefused, SyncerUnreachable
+from atoll.net.learner_stats import NOTHING_UNTOLD, LearnerStats, Untold
 from atoll.net.logs import Named
 from atoll.net.run_clock import RunClock
 from atoll.net.run_settings import RunSettings
@@ -63,34 +64,6 @@ MOST_UNTOLD = 256
 in the middle of one. Steps are told together at the next boundary, and only then copied and adopted."""
 
 
-class LearnerStats(NamedTuple):
-    """What a learner has done so far. `boundary_s`: time spent between steps for Atoll, of `training_s` in all."""
-
-    steps: int
-    tokens: int
-    bytes_up: int
-    bytes_down: int
-    boundary_s: float
-    lock_wait_s: float
-    training_s: float
-    adopted: int
-    contributed: int
-    link: str
-    samples: int  # of its leases, had once
-    repeated: int  # steps on samples that it had had before, because no lease was left
-
-
-class Untold(NamedTuple):
-    """Steps that the core has not been told of yet."""
-
-    steps: int
-    tokens: int
-    samples: int
-
-
-NOTHING_UNTOLD = Untold(0, 0, 0)
-
-
 class Learner:
     """One island of a run, around a training loop that already works.
 
@@ -102,9 +75,10 @@ class Learner:
                     break
 
     Entering joins the run: the model takes the published values, the optimizer a peer's state where there is one. The
-    first learner of a run brings the model. `step` never waits for the network. When the run is over `finished` is True
-    and the model holds the final published values. Leaving the block early, by an exception or Ctrl-C, leaves the run;
-    everybody else goes on.
+    first learner of a run brings the model. `step` never waits for the network; while an operator has paused the run it
+    stands still. When the run is over `finished` is True and the model holds the final published values. Leaving the
+    block early, by an exception or Ctrl-C, leaves the run; everybody else goes on. So it does when an operator asks for
+    it: `finished` and `drained` are True then.
 
     In a run with leases (`RunConfig.lease_samples`) the data is one line of numbered samples, and the run says which of
     them are whose: `samples = learner.take(batch)` before a step gives the numbers to train on, each to one learner of
@@ -162,6 +136,9 @@ class Learner:
         self._repeated = 0
         self._is_whole = True  # the newest event is on its way to the tape
         self._finished = False
+        self._drained = False
+        self._came = False  # something that the core was told of, since this thread last looked
+        self._paused_s = 0.0
         self._warmup_steps = 0
         self._progress = 0.0  # at the last boundary
         self._last_end = 0.0  # of the previous boundary, on the monotonic clock
@@ -234,6 +211,8 @@ class Learner:
         if self._stop is not None:
             return self._stopped_at_the_door(core, self._stop)
         self._began = time.monotonic()
+        if core.paused:
+            self._rest()
         return True
 
     def _stopped_at_the_door(self, core: LearnerCore, stop: Stop) -> bool:
@@ -336,6 +315,35 @@ class Learner:
         self._boundary_s += time.monotonic() - begin
         # Copying and adopting are this learner's own work; only what it waited for the lock is somebody else's.
         self._last_end = begin + waited_s
+        if self._core.paused and not self._finished:
+            self._rest()
+
+    def _rest(self) -> None:
+        """Stand still at this boundary until the run is resumed or ends: the one wait that somebody has asked for.
+
+        What comes meanwhile is answered, adopted and saved here, as at any boundary.
+        """
+        assert self._core is not None
+        core, began, is_paused = self._core, time.monotonic(), True
+        try:
+            while is_paused and not self._finished:
+                with self._news:
+                    while core.paused and not self._came:
+                        self._background.check()
+                        self._news.wait(0.2)
+                    self._came = False
+                    is_paused = core.paused
+                    actions = list(self._actions)
+                    self._actions.clear()
+                    if core.training and (core.has_boundary_work or not is_paused):
+                        self._last_end = time.monotonic()  # the next step begins here
+                        actions += self._handle(StepTaken(0, 0, 0.0), at=self._last_end)
+                try:
+                    self._carry_out(self._island.agree(actions))
+                finally:
+                    self._background.kick()
+        finally:
+            self._paused_s += time.monotonic() - began
 
     def _carry_out(self, actions: list[Action]) -> bool:
         """What has to be done before the next step. True when it said that training starts or ends."""
@@ -382,6 +390,8 @@ class Learner:
         if stop.reason.code == "learner-finished":
             self._boundary.write_anchors()
             self._finished = True
+        elif stop.reason.code == "learner-drained":
+            self._finished = self._drained = True
         elif self._began:
             raise LearnerRefused(str(stop.reason))
 
@@ -408,6 +418,7 @@ class Learner:
             self._progress = self._core.progress
         elif type(event) is StepTaken:
             self._progress = self._core.progress
+        self._came = self._came or type(event) is not StepTaken
         self._background.post(entry, effects)
         self._is_whole = True
         return actions
@@ -460,11 +471,22 @@ class Learner:
 
         Not as heard by now: what a step depends on would then not be on the tape, and nobody could take it again.
         """
-        return 1.0 if self._finished else self._progress
+        return 1.0 if self._finished and not self._drained else self._progress
 
     @property
     def finished(self) -> bool:
+        """There is nothing more to do here: the run is over, or this learner was asked to leave (`drained`)."""
         return self._finished
+
+    @property
+    def drained(self) -> bool:
+        """An operator has asked this learner to leave: the others go on, and the model is as its last step left it."""
+        return self._drained
+
+    @property
+    def paused_s(self) -> float:
+        """How long it has stood still in all because the run was paused."""
+        return self._paused_s
 
     @property
     def lr_scale(self) -> float:
@@ -499,6 +521,7 @@ class Learner:
             link=core.link.value if core is not None else "down",
             samples=core.taken + self._untold.samples if core is not None else 0,
             repeated=self._repeated,
+            paused_s=self._paused_s,
         )
 
     # ---------------------------------------------------------------------------------------------------- leaving
@@ -519,7 +542,7 @@ class Learner:
             if speaks and not self._finished and self._stop is None:
                 why = "its loop ended" if kind is None else f"its loop ended with {kind.__name__}"
                 self._tell(LeaveWanted(why))
-            if self._finished and kind is None and self._boundary is not None:
+            if self._finished and not self._drained and kind is None and self._boundary is not None:
                 self._boundary.write_anchors()  # a loop that looks at `finished` after its step has taken one too many
         finally:
             self._background.stop(LAST_WORDS_S)

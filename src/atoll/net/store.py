@@ -5,6 +5,7 @@
     epoch                                the number of the newest syncer that ever started here
     claims/000000005                     epoch 5 is taken: no two syncers get the same number
     run.json                             settings of the run, written when it is founded
+    controls.json                        what operators have asked for and is in force (`controls`)
     members.json, leases.json            the newest record of each, and
     manifest.json                        the manifest once the run is over
     fragments/007/000000012.safetensors  version 12 of fragment 7: value, outer state, who is in it; the newest few
@@ -60,6 +61,8 @@ __all__ = ["Fenced", "InUse", "Store", "StoreDamaged"]
 
 LOST_EPOCHS = 1000
 """How far beyond the newest version's epoch a store begins that has lost its own. No run starts as often in between."""
+
+CONTROLS = "controls.json"
 
 _FRAGMENT = re.compile(r"\d{3,}")
 _VERSION = re.compile(r"(\d{9,})\.safetensors")
@@ -146,6 +149,9 @@ class Store:
     def write_settings(self, settings: Mapping[str, Any]) -> None:
         self._put(self.directory / "run.json", small_file(json.dumps(dict(settings), indent=1, allow_nan=False)))
 
+    def write_controls(self, controls: Mapping[str, Any]) -> None:
+        self._put(self.directory / CONTROLS, small_file(json.dumps(dict(controls), indent=1, allow_nan=False)))
+
     def write_initial(self, fragment: FragmentId, tensors: Mapping[str, Tensor]) -> None:
         """Version 0 of a fragment. May be repeated, until version 1 is there: founding a run may fail half-way."""
         if self._newest(fragment) not in (None, 0):
@@ -231,15 +237,22 @@ class Store:
 
     def settings(self) -> dict[str, Any] | None:
         """What `write_settings` wrote; None when the run was never founded."""
-        path = self.directory / "run.json"
+        return self._small("run.json", _RESTORE)
+
+    def controls(self) -> dict[str, Any] | None:
+        """What `write_controls` wrote; None when nobody has ever asked for anything."""
+        return self._small(CONTROLS, "remove it: nothing is paused or changed then")
+
+    def _small(self, name: str, advice: str) -> dict[str, Any] | None:
+        path = self.directory / name
         data = _read_if_there(path)
         if data is None:
             return None
         try:
-            settings: dict[str, Any] = read_small_file(data)
+            value: dict[str, Any] = read_small_file(data)
         except ValueError as wrong:
-            raise StoreDamaged(path, str(wrong), _RESTORE) from None
-        return settings
+            raise StoreDamaged(path, str(wrong), advice) from None
+        return value
 
     def restored(self) -> Restored:
         """What a syncer core starts from. Reads and checks every newest version."""

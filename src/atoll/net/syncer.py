@@ -23,6 +23,7 @@ from torch import Tensor
 
 from atoll.core.protocol import (
     Accumulate,
+    ControlRequested,
     DiscardRound,
     FinishRequested,
     Halt,
@@ -53,6 +54,7 @@ from atoll.core.tables import Stage
 from atoll.core.tape import Actor, Entry
 from atoll.core.types import SYNCER, FragmentId, Incarnation, LearnerId
 from atoll.ml.plan import FragmentPlan
+from atoll.net.controls import Wishes
 from atoll.net.durable import StoreDamaged
 from atoll.net.held_fragments import HeldFragment
 from atoll.net.lease import BEAT_EVERY_S
@@ -61,7 +63,7 @@ from atoll.net.memory_gate import MemoryGate
 from atoll.net.run_clock import RunClock
 from atoll.net.run_settings import RunSettings
 from atoll.net.snapshot_news import SnapshotNews
-from atoll.net.store import Fenced, Store
+from atoll.net.store import CONTROLS, Fenced, Store
 from atoll.net.syncer_link import SyncerLink
 from atoll.net.syncer_metrics import SyncerMetrics
 from atoll.net.tape_keeper import TapeKeeper
@@ -132,6 +134,9 @@ class SyncerProcess:
         self.log.fields |= {"run": self.settings.config.run_id, "epoch": self.store.epoch}
         self.clock = RunClock(self.settings.founded_at)
         self._tape: TapeKeeper | None = None
+        limits = self.settings.config.limits
+        self.wishes = Wishes.checked(self.store.controls() or {}, self.store.directory / CONTROLS, limits)
+        self._controlling = asyncio.Lock()
 
     # ---------------------------------------------------------------------------------------------------- starting
 
@@ -188,6 +193,8 @@ class SyncerProcess:
         self.core = SyncerCore(config, self.store.epoch, restored)
         self.merges_before = self.core.merges
         self.tell(Started())
+        for event in self.wishes.events():  # before anybody can join
+            self.tell(event)
 
     # ---------------------------------------------------------------------------------------------------- the core
 
@@ -387,8 +394,29 @@ class SyncerProcess:
             del self.links[link.key]
             self.tell(LearnerDisconnected(*link.key, why))
 
-    def finish(self) -> None:
-        if self.core is not None:
+    async def control(self, event: ControlRequested) -> None:
+        """An operator's wish, checked. Durable before the core hears of it; raises `OSError` when it cannot be."""
+        async with self._controlling:
+            await self._keep_wishes(self.wishes.after(event, time.time()))
+            self.tell(event)
+
+    async def _keep_wishes(self, wishes: Wishes) -> None:
+        if wishes is not self.wishes:
+            try:
+                await self._loop.run_in_executor(self._disk_thread, self.store.write_controls, wishes.kept)
+            except Fenced as fenced:
+                self._fenced(fenced)
+                raise
+            self.wishes = wishes
+
+    async def finish(self) -> None:
+        if self.core is None:
+            return
+        async with self._controlling:
+            try:
+                await self._keep_wishes(self.wishes.without_pause())
+            except (Fenced, OSError) as wrong:
+                self.log.warning("the end of the pause cannot be written down: %s", wrong)
             self.tell(FinishRequested())
 
     def take_snapshot(self) -> int | None:

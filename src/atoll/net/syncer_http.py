@@ -18,6 +18,7 @@ from atoll.ml.codecs import codec
 from atoll.ml.plan import FragmentPlan
 from atoll.ml.robust import size_of
 from atoll.net.byte_buffers import CHUNK_BYTES, SMALL_BYTES, ByteBuffers
+from atoll.net.controls import control
 from atoll.net.memory_gate import MemoryGate
 from atoll.net.prometheus import MISSING, exposition
 from atoll.net.snapshot_files import snapshot_info
@@ -80,6 +81,7 @@ def build_app(syncer: SyncerProcess) -> web.Application:
     app.router.add_get("/v1/status", paths.status)
     app.router.add_post("/v1/snapshot", paths.take_snapshot)
     app.router.add_get("/v1/snapshot/{snapshot:[0-9]+}", paths.snapshot)
+    app.router.add_post("/v1/control", paths.control)
     app.router.add_post("/v1/finish", paths.finish)
     app.router.add_get("/metrics", paths.metrics)
     app.on_cleanup.append(paths.clean_up)
@@ -423,8 +425,14 @@ class Paths:
             return _error(404, f"there is no snapshot {number}; the newest few are kept")
         return web.json_response(told | {"state": "durable"} | info.to_json(self.syncer.directory))
 
+    async def control(self, request: web.Request) -> web.StreamResponse:
+        answer = await control(self.syncer, parse_json(await request.read()))
+        if answer.status != 200:
+            return _error(*answer)
+        return web.json_response({"done": answer.sentence})
+
     async def finish(self, request: web.Request) -> web.StreamResponse:
-        self.syncer.finish()
+        await self.syncer.finish()
         return web.Response(status=204)
 
     async def clean_up(self, app: web.Application) -> None:

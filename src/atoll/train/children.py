@@ -53,7 +53,7 @@ def processes() -> ForkServerContext:
 class Child:
     """One process at a time under one name, with a log that all of them share."""
 
-    def __init__(self, name: str, run: Path, target: Callable[..., None], args: Sequence[Any]) -> None:
+    def __init__(self, name: str, run: Path, target: Callable[..., object], args: Sequence[Any]) -> None:
         self.name = name
         self.log = run / LOGS / f"{name.replace(' ', '-')}.log"
         self.starts = 0
@@ -169,7 +169,7 @@ def terminated_like_interrupted() -> Iterator[None]:
 # In the child
 
 
-def _child(name: str, log: str, log_format: str, target: Callable[..., None], args: Sequence[Any]) -> NoReturn:
+def _child(name: str, log: str, log_format: str, target: Callable[..., object], args: Sequence[Any]) -> NoReturn:
     os.setpgid(0, 0)  # Ctrl-C in the terminal is for the job, which then ends its processes in order
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _stop)

@@ -26,8 +26,8 @@ def train_island(
     token: str | None,
     run: Path,
     on_step: Callable[[Learner, Step], None] | None = None,
-) -> None:
-    """Train as this learner, or as whichever the syncer says, until the run is over."""
+) -> bool:
+    """Train as this learner, or as whichever the syncer says, until the run is over. False: it was asked to leave."""
     loop = InnerLoop(settings)
     with Learner(loop.model, loop.optimizer, syncer, token, learner=learner, run_directory=run) as link:
         loop.keep_pace_of(link.id)
@@ -43,10 +43,12 @@ def train_island(
                 samples = link.take(settings.batch)
                 # The schedule is asked for the end of the step: at its beginning a new run stands at 0.
                 step = loop.step(samples, min(1.0, link.progress + share), link.lr_scale)
+                paused_s = link.paused_s
                 link.step(tokens=step.tokens, loss=step.loss)
-                metrics.step(step)
+                metrics.step(step, link.paused_s - paused_s)
                 if on_step is not None:
                     on_step(link, step)
+        return not link.drained
 
 
 class Job(NamedTuple):

@@ -135,6 +135,8 @@ def plain_line(status: Mapping[str, Any], watched: Watched) -> str:
     else:
         for learner in range(1, count + 1):
             parts.append(f"{learner}: {_brief(_of(status, learner), watched.down.get(learner))}")
+    if status.get("paused"):
+        parts.append("paused")
     if status.get("merges"):
         parts.append(f"{status['merges']:,} merges")
     if watched.goodput is not None:
@@ -245,6 +247,8 @@ def _syncer_line(status: Mapping[str, Any], watched: Watched) -> str:
         parts.append(f"merges {status['merges']:,}" + (f", of {mean:.1f} islands each" if mean else ""))
     if "alive" in status:
         parts.append(f"alive {status['alive']}, asked {status.get('asked', 0)}, merged {status.get('merged', 0)}")
+    if status.get("paused"):
+        parts.append("PAUSED")
     if "quorum" in status:
         parts.append(f"quorum {status['quorum']}")
     if watched.goodput is not None:

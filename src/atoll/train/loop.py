@@ -116,8 +116,10 @@ class Metrics:
         self._line_at = time.monotonic()
         self._of_line: list[Step] = []
 
-    def step(self, step: Step) -> None:
+    def step(self, step: Step, paused_s: float = 0.0) -> None:
+        """`paused_s`: after it the island stood still for so long, because it was told to."""
         self.steps += 1
+        self._line_at += paused_s
         self.tokens += step.tokens
         self.waited_s += step.waited_s
         self._of_line.append(step)

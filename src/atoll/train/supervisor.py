@@ -198,7 +198,10 @@ class Supervisor:
             if training_count(status):
                 self._syncer.trained_since_start = True
         self._watched.elapsed_s = time.monotonic() - self._began
-        if self._status.get("stage") == "running":
+        if self._status.get("stage") == "running" and all(member.done for member in self._learners.values()):
+            if status is not None:
+                raise JobFailed("no island is left that trains: all were asked to leave; go on with --resume")
+        elif self._status.get("stage") == "running" and not self._status.get("paused"):
             present = sum(1 for member in self._learners.values() if member.child.pid is not None)
             training = min(present, training_count(self._status))
             self._watched.goodput = self._meter.look(self._watched.elapsed_s, training)
