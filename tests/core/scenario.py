@@ -23,11 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core.protocol import (
+    ControlRequested,
     Delivered,
     DialFailed,
+    Drain,
     Finish,
     FinishAck,
     FinishRequested,
+    Held,
+    Hold,
     InnerState,
     LearnerDisconnected,
     Lease,
@@ -233,6 +237,11 @@ def _contributes(talk: SyncerTalk, at: float, who: str, words: Words) -> None:
     voice.says(at, body, marker=marker)
 
 
+def _wants(talk: SyncerTalk, at: float, words: Words) -> None:
+    """`the operator wants what quorum value 2`."""
+    talk.tell(at, ControlRequested(words.pop("what"), words.pop("value", None), "ada"))
+
+
 SYNCER = _phrases(
     {
         "WHO joins": _joins,
@@ -254,6 +263,7 @@ SYNCER = _phrases(
             )
         ),
         "WHO asks for leases": _says(lambda voice, words: LeaseRequest(words.pop("leases"), words.pop("taken"))),
+        "WHO has heard of the pause": _says(lambda voice, words: Held(words.pop("serial"), bool(words.pop("paused")))),
         "WHO is ready": _says(lambda voice, words: Ready(because("moments-kept"))),
         "WHO leaves": _says(lambda voice, words: Leave(words.pop("why"))),
         "WHO pings": _says(lambda voice, words: Ping(words.pop("serial", 1))),
@@ -273,6 +283,7 @@ SYNCER = _phrases(
         "the disk fails": lambda talk, at, words: talk.persist_failed(at, words.pop("why")),
         "the disk has written it and nobody hears of it": _disk_kept,
         "a snapshot is wanted": lambda talk, at, words: talk.tell(at, SnapshotRequested()),
+        "the operator wants": _wants,
         "the end is wanted": lambda talk, at, words: talk.tell(at, FinishRequested()),
         "a timer fires": lambda talk, at, words: talk.tell(at, TimerFired()),
     }
@@ -324,6 +335,9 @@ LEARNER = _phrases(
         "cannot save its part": lambda talk, at, words: talk.save_failed(at, words.pop("why")),
         "is told to leave": lambda talk, at, words: talk.tell(at, LeaveWanted(words.pop("why"))),
         "another syncer takes over": _next_syncer,
+        "the syncer pauses": _hears(lambda words: Hold(words.pop("serial"), True)),
+        "the syncer resumes": _hears(lambda words: Hold(words.pop("serial"), False)),
+        "the syncer drains": _hears(lambda words: Drain(words.pop("why"))),
         "the syncer welcomes": lambda talk, at, words: talk.welcomed(
             at, _tuple(words.pop("versions")), words.pop("step_time", 0.0)
         ),

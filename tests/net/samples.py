@@ -51,6 +51,7 @@ MESSAGES: tuple[Message, ...] = (
     _said_by("learner", p.Leave("Ctrl-C")),
     _said_by("learner", p.Leave("größer als 2³¹ 🌊"), "learner: Leave, with characters beyond ASCII"),
     _said_by("learner", p.LeaseRequest(8, 4032)),
+    _said_by("learner", p.Held(2, False)),
     _said_by("learner", p.FinishAck(72)),
     _said_by("learner", p.Ping(8)),
     _said_by("syncer", p.Welcome((12, 12, 11), 0.25, 0.125)),
@@ -65,6 +66,8 @@ MESSAGES: tuple[Message, ...] = (
     _said_by("syncer", p.PeerChosen(2)),
     _said_by("syncer", p.NoPeer(Reason("a-sentence-of-a-later-version", (1, 0.5, None, True, "text")), False)),
     _said_by("syncer", p.Lease(8, 12_288, 13_056)),
+    _said_by("syncer", p.Hold(1, True)),
+    _said_by("syncer", p.Drain("drained by ada@desk")),
     _said_by("syncer", p.Finish((13, 13, 12), 72)),
     _said_by("syncer", p.Pong(8)),
 )

@@ -1,0 +1,330 @@
+"""What operators ask of a run, as the cores take it."""
+
+from __future__ import annotations
+
+import pytest
+
+from atoll.core.policy import control_problem
+from atoll.core.protocol import (
+    ControlRequested,
+    Drain,
+    Finish,
+    FinishRequested,
+    Hangup,
+    Held,
+    Hold,
+    LearnerDisconnected,
+    Leave,
+    OpenGrace,
+    Persist,
+    Ping,
+    Pull,
+    SnapshotPart,
+    SnapshotRequested,
+    Started,
+    Stop,
+)
+from atoll.core.reasons import because
+from atoll.core.syncer import SyncerCore
+from atoll.core.types import ControlWhat, Limits, RunConfig
+from tests.core.conversation import LearnerTalk, SyncerTalk
+
+SMALL = RunConfig(fragments=1, every_steps=2, grace_margin=0.0)
+
+
+def wants(talk: SyncerTalk, at: float, what: ControlWhat, value: float | None = None) -> None:
+    talk.tell(at, ControlRequested(what, value, "ada"))
+
+
+def paused(learners: int = 2, config: RunConfig = SMALL) -> SyncerTalk:
+    """Every learner has taken its first step, been merged, and knows of the pause that came after."""
+    talk = SyncerTalk(config)
+    for learner in range(1, learners + 1):
+        talk.joined(learner)
+    for voice in talk.voices.values():
+        voice.reports(1.0, step=1)
+    for voice in talk.voices.values():
+        if voice.pulls and talk.fragment(0).phase in ("pulling", "grace"):
+            voice.contributes(1.1)
+    talk.merges_and_persists(1.2)
+    for voice in talk.voices.values():
+        voice.acknowledges(1.3)
+    wants(talk, 1.5, "pause")
+    for voice in talk.voices.values():
+        voice.says(1.6, Held(1, True))
+    return talk
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The syncer
+
+
+def test_no_round_opens_while_the_run_is_paused_and_the_ripe_one_opens_when_it_is_resumed():
+    talk = paused()
+    talk.voices[1].reports(3.0, step=4)
+    assert talk.bodies(Pull) == []
+    assert talk.fragment(0).reason == "the run is paused"
+    assert talk.member(1).reason == "stands still: the run is paused"
+    assert talk.core.view().paused
+    wants(talk, 4.0, "resume")
+    assert talk.bodies(Hold) == [(1, Hold(2, False)), (2, Hold(2, False))]
+    assert [learner for learner, _ in talk.bodies(Pull)] == [1]
+    assert "resumed by ada" in talk.sentences
+
+
+def test_a_pause_that_is_asked_for_twice_is_said_once():
+    talk = paused()
+    wants(talk, 2.0, "pause")
+    talk.expect()
+    wants(talk, 3.0, "resume")
+    wants(talk, 3.01, "resume")
+    talk.expect()
+
+
+def test_a_learner_that_does_not_answer_is_told_again_and_then_loses_its_link():
+    talk = SyncerTalk(SMALL)
+    talk.joined(1)
+    wants(talk, 1.0, "pause")
+    told = [*talk.bodies(Hold), *_bodies(talk.fires(600.0), Hold)]
+    assert told == [(1, Hold(1, True))] * SMALL.limits.publish_tries
+    assert talk.of(Hangup)[0].reason == because("member-control-unanswered", "Hold", SMALL.limits.publish_tries)
+
+
+def _bodies(effects: list[object], kind: type) -> list[tuple[int, object]]:
+    sent = [effect.envelope for effect in effects if hasattr(effect, "envelope")]
+    return [(envelope.learner, envelope.body) for envelope in sent if type(envelope.body) is kind]
+
+
+def test_an_answer_to_an_older_word_is_no_answer_to_a_newer():
+    """(1) paused, (2) resumed before anybody has answered, (3) the answer to 1 arrives: it still has to hear of 2."""
+    talk = SyncerTalk(SMALL)
+    one = talk.joined(1)
+    wants(talk, 1.0, "pause")
+    wants(talk, 1.1, "resume")
+    one.says(1.2, Held(1, True))
+    talk.fires(30.0)
+    assert (1, Hold(2, False)) in talk.bodies(Hold)
+    one.says(30.0, Held(2, False))
+    assert _bodies(talk.fires(200.0), Hold) == []
+
+
+def test_nobody_is_suspected_while_the_run_is_paused_and_the_pause_is_no_gap():
+    config = RunConfig(fragments=1, every_steps=2, limits=Limits(first_wait_s=5.0))
+    talk = paused(config=config)
+    one = talk.voices[1]
+    for step in range(2, 12):
+        one.reports(1.6 + 0.1 * step, step=step, step_time_s=0.1)
+    limit = talk.core._silence_limit(talk.core.members[1])
+    high = talk.core.members[1].gap.high()
+    at = 4.0
+    for _ in range(20):
+        at += 4.0
+        one.says(at, Ping(1))
+        talk.voices[2].says(at, Ping(1))
+        talk.fires(at)
+    assert talk.member(1).standing == "live"
+    assert limit == 5.0
+    assert talk.core.members[1].gap.high() == high
+    wants(talk, at, "resume")
+    one.says(at + 0.01, Held(2, False))
+    one.reports(at + 0.11, step=12, step_time_s=0.1)
+    assert talk.core.members[1].gap.high() < 4.0
+
+
+def test_who_joins_or_returns_is_told_of_the_pause_and_of_its_end():
+    talk = paused()
+    three = talk.voice(3)
+    three.hello(5.0)
+    talk.persisted(5.0)
+    assert talk.bodies(Hold) == [(3, Hold(1, True))]
+    talk.tell(6.0, LearnerDisconnected(1, 1, 1, "reset"))
+    wants(talk, 7.0, "resume")
+    assert [learner for learner, _ in talk.bodies(Hold)] == [2, 3]
+    one = talk.voices[1]
+    one.session = 2
+    one.hello(7.01, training=True)
+    assert talk.bodies(Hold) == [(1, Hold(2, False))]
+
+
+def test_a_run_of_which_nobody_has_asked_anything_says_nothing_of_a_pause():
+    talk = SyncerTalk(SMALL)
+    talk.joined(1)
+    assert not any("Hold" in line for line in talk.story)
+
+
+def test_a_snapshot_of_a_paused_run_is_complete():
+    talk = paused()
+    talk.tell(2.0, SnapshotRequested())
+    for voice in talk.voices.values():
+        voice.marker = talk.core.marker
+        voice.says(2.1, SnapshotPart(talk.core.marker, voice.step, voice.trained, (1,), ()))
+    assert [type(e.record).__name__ for e in talk.of(Persist)] == ["SnapshotRecord"]
+
+
+def test_the_end_lifts_the_pause():
+    talk = paused()
+    talk.tell(5.0, FinishRequested())
+    assert talk.bodies(Hold) == [(1, Hold(2, False)), (2, Hold(2, False))]
+    assert "the pause is over: the run ends" in talk.sentences
+    assert not talk.core.view().paused
+    wants(talk, 5.01, "pause")
+    talk.expect()
+
+
+def test_a_round_that_has_its_quorum_keeps_it_and_one_that_waits_waits_for_the_new_one():
+    talk = SyncerTalk(RunConfig(fragments=2, every_steps=2, overlap_steps=2, grace_margin=0.5, quorum=2))
+    voices = [talk.joined(learner) for learner in (1, 2, 3)]
+    for voice in voices:
+        voice.reports(1.0, step=1)
+    for voice in voices[:2]:
+        voice.contributes(1.1)
+    talk.awaited.clear()
+    assert talk.fragment(0).phase in ("grace", "merging")
+    for voice in voices:
+        voice.reports(2.0, step=2)
+    voices[0].contributes(2.1, fragment=1)
+    wants(talk, 3.0, "quorum", 3)
+    assert talk.core.view().quorum == 3
+    assert talk.fragment(1).phase == "pulling"
+    voices[1].contributes(3.1, fragment=1)
+    assert talk.of(OpenGrace) == []
+    wants(talk, 3.2, "quorum", 1)
+    assert [effect.round.fragment for effect in talk.of(OpenGrace)] == [1]
+
+
+def test_the_grace_margin_in_force_makes_the_window():
+    talk = SyncerTalk(RunConfig(fragments=1, every_steps=2, overlap_steps=4, grace_margin=0.5))
+    one, two = talk.joined(1), talk.joined(2)
+    for at in (1.0, 4.0, 7.0):
+        wants(talk, at, "grace", 0.0 if at == 7.0 else 0.5)
+        one.reports(at, step=int(at))
+        two.reports(at, step=int(at))
+        one.contributes(at + 0.1)
+        window = talk.one(OpenGrace)
+        if window.window_s:
+            two.contributes(at + 0.2)
+        talk.merges_and_persists(at + 0.3)
+        one.acknowledges(at + 0.4)
+        two.acknowledges(at + 0.4)
+    assert "quorum 1; the grace window is off" in talk.sentences
+    assert window.window_s == 0.0
+
+
+def test_a_drained_learner_is_told_until_it_leaves_and_may_come_back_later():
+    talk = paused()
+    wants(talk, 2.0, "resume")
+    wants(talk, 3.0, "drain", 2)
+    assert talk.bodies(Drain) == [(2, Drain("drained by ada"))]
+    assert _bodies(talk.fires(3.5), Drain) == [(2, Drain("drained by ada"))]
+    talk.voices[2].says(4.0, Leave("drained by ada"))
+    assert talk.member(2).standing == "left"
+    talk.persisted(4.1)
+    again = talk.joined(2, 10.0, incarnation=2)
+    assert again.welcome is not None
+    assert talk.member(2).standing == "live"
+    assert _bodies(talk.fires(40.0), Drain) == []
+
+
+def test_a_learner_that_is_away_or_starts_again_is_told_to_leave_when_it_is_back():
+    talk = paused()
+    talk.tell(2.0, LearnerDisconnected(2, 1, 1, "reset"))
+    wants(talk, 3.0, "drain", 2)
+    assert talk.bodies(Drain) == []
+    talk.voice(2, incarnation=2).hello(4.0)
+    talk.persisted(4.0)
+    assert talk.bodies(Drain) == [(2, Drain("drained by ada"))]
+
+
+@pytest.mark.parametrize("learner", [3, 7])
+def test_a_wish_for_one_who_is_no_member_changes_nothing(learner):
+    talk = paused(3)
+    talk.voices[3].says(2.0, Leave("its loop ended"))
+    wants(talk, 3.0, "drain", learner)
+    talk.expect()
+
+
+def test_a_syncer_that_starts_again_is_told_again_before_anybody_joins():
+    talk = paused().restarted(10.0)
+    wants(talk, 10.0, "pause")
+    one = talk.voice(1, 1, 2)
+    one.received, one.step, one.trained = {0: 1}, 1, 100
+    one.hello(11.0, training=True)
+    assert talk.bodies(Hold) == [(1, Hold(1, True))]
+
+
+def test_a_wish_that_cannot_be_is_not_for_the_core():
+    core = SyncerCore(SMALL, epoch=1)
+    core.handle(0.0, Started())
+    with pytest.raises(AssertionError, match="the quorum is a whole number from 1 to 1024, got 0"):
+        core.handle(1.0, ControlRequested("quorum", 0, "ada"))
+
+
+@pytest.mark.parametrize(
+    ("what", "value", "complaint"),
+    [
+        ("pause", None, None),
+        ("resume", None, None),
+        ("pause", 1, "pause takes no value"),
+        ("quorum", 1, None),
+        ("quorum", 1024, None),
+        ("quorum", 1025, "from 1 to 1024"),
+        ("quorum", True, "from 1 to 1024"),
+        ("grace", 0, None),
+        ("grace", 0.99, None),
+        ("grace", 1, "to below 1"),
+        ("grace", float("nan"), "to below 1"),
+        ("drain", 1, None),
+        ("drain", 0, "the number of a learner"),
+        ("stop", None, "there is no control 'stop'"),
+    ],
+)
+def test_what_can_be_asked_for(what, value, complaint):
+    found = control_problem(what, value, Limits())
+    assert (found is None) if complaint is None else complaint in (found or "")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The learner
+
+
+def test_a_learner_that_stands_still_pings_often_enough_and_measures_no_gap():
+    talk = LearnerTalk(RunConfig(fragments=1, limits=Limits(first_wait_s=8.0))).trains()
+    for n in range(8):
+        talk.hears(0.5 * n, Hold(n + 1, False))
+    talk.hears(4.0, Hold(9, True))
+    high = talk.core.gap.high()
+    talk.fires(6.1)
+    assert [type(effect.envelope.body).__name__ for effect in talk.effects] == ["Ping"]
+    talk.hears(100.0, Hold(10, False))
+    assert talk.core.gap.high() == high
+    assert not talk.core.paused
+
+
+def test_a_learner_that_joins_a_paused_run_starts_and_stands_still():
+    talk = LearnerTalk(SMALL)
+    talk.opens(0.0)
+    talk.welcomed(0.1)
+    talk.hears(0.2, Hold(1, True))
+    assert talk.core.paused
+    talk.gets(0.3, 0, 0)
+    assert talk.core.has_boundary_work
+
+
+def test_a_learner_that_is_drained_before_it_trains_leaves():
+    talk = LearnerTalk(SMALL)
+    talk.opens(0.0)
+    talk.welcomed(0.1)
+    talk.hears(0.2, Drain("drained by ada"))
+    reason = because("learner-drained", "drained by ada")
+    talk.expect(talk.sends(Leave("drained by ada")), Stop(reason))
+
+
+def test_at_the_end_nobody_stands_still():
+    talk = LearnerTalk(SMALL).trains()
+    talk.hears(1.0, Hold(1, True))
+    talk.steps(1.5)
+    talk.hears(2.0, Finish((1,), 1))
+    assert not talk.core.paused
+    assert talk.core.training
+    talk.hears(2.5, Hold(2, True))
+    talk.expect(talk.sends(Held(2, False)))
