@@ -11,6 +11,7 @@ from pathlib import Path
 
 from atoll.core.learner import LearnerCore
 from atoll.core.protocol import (
+    ControlRequested,
     Dial,
     DialFailed,
     Event,
@@ -40,7 +41,7 @@ from atoll.core.protocol import (
 from atoll.core.syncer import SyncerCore
 from atoll.core.syncer_state import Restored
 from atoll.core.tape import Actor, Entry, Header
-from atoll.core.types import SYNCER, RunConfig
+from atoll.core.types import SYNCER, ControlWhat, RunConfig
 from atoll.tape_files import TapeWriter, new_header, tape_path
 
 DELAY_S, WORK_S, STEP_S, TOKENS = 0.05, 0.01, 1.0, 100
@@ -90,6 +91,10 @@ class TinyRun:
 
     def finish(self) -> None:
         self._push(self.now, self.actors[SYNCER], FinishRequested())
+
+    def ask(self, what: ControlWhat, value: float | None, who: str) -> None:
+        """As an operator."""
+        self._push(self.now, self.actors[SYNCER], ControlRequested(what, value, who))
 
     def until(self, end: float) -> TinyRun:
         while self._heap and self._heap[0][0] <= end:

@@ -84,6 +84,26 @@ def test_while_the_syncer_is_gone_islands_train_alone(picture):
     }
 
 
+def test_a_pause_is_shown_with_who_asked_for_it(tmp_path):
+    run = TinyRun().until(10.0)
+    run.ask("pause", None, "mira@head")
+    run.until(20.0)
+    run.ask("resume", None, "mira@head")
+    run.ask("quorum", 3, "otto@head")
+    found = RunPicture(run.until(30.0).save(tmp_path))
+    while found.grow():
+        pass
+    then, now = picture_at(found, 15.0), picture_at(found)
+    assert then["paused"]
+    assert {each["state"] for each in then["islands"]} == {"paused"}
+    assert not now["paused"]
+    assert {each["state"] for each in now["islands"]} == {"training"}
+    assert (then["headline"]["quorum"], now["headline"]["quorum"]) == (2, 3)
+    told = [mark["text"] for mark in timeline(found, None, None, 500)["marks"] if mark["kind"] == "control"]
+    assert [("paused" in told[0], "mira@head" in told[0]), ("resumed" in told[1], True)] == [(True, True), (True, True)]
+    assert "otto@head" in told[2]
+
+
 def test_a_moment_before_the_beginning_shows_nobody(picture):
     shown = as_json(picture_at(picture, -5.0))
     assert shown["at"] == picture.begin

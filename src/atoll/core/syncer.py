@@ -270,7 +270,8 @@ class SyncerCore(Ending):
             reason = Reason("member-admitting", (m.incarnation,))
         text = str(reason)
         if m.standing in (Standing.AWAY, Standing.LEFT, Standing.LOST, Standing.QUARANTINED):
-            text = str(m.reason) if m.reason is not None else "known from before a restart"
+            unsaid = "has left" if m.standing is Standing.LEFT else "known from before a restart"
+            text = str(m.reason) if m.reason is not None else unsaid
         return MemberView(m.id, m.incarnation, m.standing.value, m.step, len(m.owed), m.strikes, text)
 
     # ---------------------------------------------------------------------------------------------------- checking

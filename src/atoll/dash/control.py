@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from atoll.core.policy import control_problem
+from atoll.core.types import Limits
 from atoll.net.reaching import NoAnswer, ask, where
 from atoll.net.reaching import Refused as Declined
 
@@ -33,12 +35,10 @@ class Wish(NamedTuple):
         what, value, who = raw["what"], raw.get("value"), raw.get("who")
         if not isinstance(who, str) or not who.strip() or len(who) > MOST_NAME:
             raise ValueError("say who asks: a name, so that the tape can tell")
-        if what in ("drain", "quorum") and (type(value) is not int or value < 1):
-            raise ValueError(f"{what} needs a whole number from 1")
-        if what == "grace" and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1):
-            raise ValueError("grace needs a number from 0 to 1")
-        needs_none = what in ("pause", "resume", "snapshot")
-        return cls(what, None if needs_none else value, who.strip(), raw.get("sure") is True)
+        problem = None if what == "snapshot" else control_problem(what, value, Limits())
+        if problem is not None:
+            raise ValueError(problem)
+        return cls(what, None if what == "snapshot" else value, who.strip(), raw.get("sure") is True)
 
     def question(self) -> str:
         """What will happen, asked before it does."""
@@ -46,7 +46,7 @@ class Wish(NamedTuple):
             "pause": "All islands stand still after their current step, until somebody resumes the run. Pause it?",
             "resume": "All islands go on training. Resume the run?",
             "snapshot": "A snapshot of the whole run is taken while it trains. Take it?",
-            "drain": f"Learner {self.value} hands in what it has, leaves for good and is not restarted. Drain it?",
+            "drain": f"Learner {self.value} leaves for good; what it has not merged goes to others. Drain it?",
             "quorum": f"From now on a merge waits for at least {self.value} contributions. Change it?",
             "grace": f"From now on {self.value} of the slack is waited for more contributions. Change it?",
         }[self.what]

@@ -165,8 +165,11 @@ class Reign:
         self.refused: dict[str, int] = {}  # contributions, by reason
         self.unfit: list[str] = []  # what was wrong with values that arrived, whatever they were refused for
         self.failed_writes = 0
+        self.pauses: list[list[float]] = []  # begin and end; an open one ends with the newest entry
+        self.controls: list[Word] = []  # what operators asked for
         self.standings: dict[int, list[Standing]] = {}
         self.told: dict[int, Told] = {}
+        self._is_paused = False
         self._sealed: dict[int, tuple[int, int, float]] = {}  # by fragment: alive, asked, seconds of grace
         self._graces: dict[int, tuple[float, float]] = {}  # by fragment: when it was opened, and the slack
         self._waiting: dict[int, VersionRecord] = {}
@@ -175,6 +178,11 @@ class Reign:
         event = entry.event
         self.core.handle(entry.at, event)  # type: ignore[arg-type]  # a syncer's tape holds a syncer's events
         self.first, self.last = entry.at if self.first is None else self.first, entry.at
+        if self.core.paused:
+            if not self._is_paused:
+                self.pauses.append([entry.at, entry.at])
+            self.pauses[-1][1] = entry.at
+        self._is_paused = self.core.paused
         if type(event) is MessageArrived:
             envelope = event.envelope
             self._note_standing(entry.at, envelope.learner)
@@ -197,6 +205,8 @@ class Reign:
             elif type(effect) is Say:
                 if effect.reason.code in TOLD:
                     self.words.append(Word(entry.at, effect.reason.code, effect.subject, str(effect.reason)))
+                elif effect.reason.code.startswith("control-"):
+                    self.controls.append(Word(entry.at, effect.reason.code, effect.subject, str(effect.reason)))
             elif type(effect) is OpenGrace:
                 slack_s = self.core.config.overlap_steps * effect.step_s - effect.quorum_s - effect.sync_s
                 self._graces[effect.round.fragment] = entry.at, slack_s

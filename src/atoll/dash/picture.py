@@ -322,8 +322,15 @@ class RunPicture:
             yield Band(at, band.end, band.state)
 
     def pauses(self) -> list[Span]:
-        """In which the run stood still because somebody asked for it."""
-        return []
+        """In which the run stood still because somebody asked for it. While the syncer is away it still does."""
+        found: list[Span] = []
+        for number, reign in enumerate(self.reigns):
+            for begin, end in reign.pauses:
+                if end == reign.last and reign.core.paused:
+                    later = next((r.first for r in self.reigns[number + 1 :] if r.first is not None), self.to)
+                    end = max(end, later)
+                found.append((begin, end))
+        return found
 
     def state(self, learner: int, at: float) -> Band:
         """What it does at this moment, and since when."""

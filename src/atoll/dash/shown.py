@@ -345,6 +345,9 @@ def marks(picture: RunPicture) -> list[Mark]:
                 kind = {"suspect": "suspected", "quarantined": "quarantined", "left": "left"}.get(change.standing)
                 if kind is not None:
                     found.append(Mark(change.at, who, kind, change.sentence or kind))
+    for word in (word for reign in picture.reigns for word in reign.controls):
+        who = "syncer" if word.subject[0] == "run" else f"{word.subject[0]} {word.subject[1]}"
+        found.append(Mark(word.at, who, "control", word.sentence))
     for reign in picture.reigns[1:]:
         if reign.first is not None:
             found.append(Mark(reign.first, "syncer", "syncer-restarted", f"epoch {reign.epoch} begins"))
