@@ -1,0 +1,129 @@
+// One run: what is known of it, and its sections.
+
+import { h, put, show } from "./dom.js";
+import { duration, plural, share } from "./format.js";
+import { Fragments } from "./fragments.js";
+import { Ledger } from "./ledger.js";
+import { Now } from "./now.js";
+import { severe } from "./states.js";
+import { Timeline } from "./timeline.js";
+
+const OLD_S = 15; // a live tape that is silent for longer is worth a word
+
+export class Column {
+  constructor(run, letter, { net, onStory, onTravel, changed }) {
+    Object.assign(this, { run, letter, net, changed, newest: null, shown: null, lost: null, receivedAt: null });
+    const section = (id, title, extra = "") => {
+      const node = h("section", { id: `${id}-${run.index}`, class: `panel ${extra}`, "aria-labelledby": `${id}-title-${run.index}`, tabindex: "-1" },
+        h("h2", { id: `${id}-title-${run.index}` }, title));
+      this.node.append(node);
+      return node;
+    };
+    this.name = h("p", { class: "runname", hidden: true });
+    this.node = h("div", { class: "column" }, this.name);
+    const story = (about) => onStory({ run: run.index, ...about });
+    const load = (from, to, width) => {
+      const words = new URLSearchParams({ width });
+      if (from !== null) words.set("from", from);
+      if (to !== null) words.set("to", to);
+      return net.get(`api/run/${run.index}/timeline?${words}`);
+    };
+    this.parts = {
+      now: new Now(section("now", "Now"), { onStory: story }),
+      timeline: new Timeline(section("timeline", "Timeline"), { load, onStory: story, onTravel }),
+      fragments: new Fragments(section("fragments", "Fragments", "half"), { onStory: story }),
+      ledger: new Ledger(section("ledger", "Ledger", "half")),
+    };
+    this.parts.now.onFilter = changed;
+  }
+
+  watch() {
+    this.watcher = this.net.watch(this.run.index, {
+      picture: (picture) => this.receive(picture),
+      hear: (news) => this.hear(news),
+    });
+  }
+
+  receive(picture) {
+    this.newest = picture;
+    this.receivedAt = performance.now();
+    if (this.travel === null || this.travel === undefined) this.shown = picture;
+    this.changed();
+  }
+
+  hear(news) {
+    const back = this.lost && !news.lost;
+    this.lost = news.lost ? { since: this.lost?.since ?? performance.now(), ...news } : null;
+    if (back) {
+      this.parts.timeline.refresh(true);
+      this.onBack?.();
+    }
+    if (news.lost) this.onLost?.(news.error);
+    this.changed();
+  }
+
+  /** Shows the picture at a time, or the newest for null. One request at a time, and the last wish wins. */
+  async travelTo(at) {
+    this.travel = at;
+    if (at === null) {
+      this.shown = this.newest;
+      return this.changed();
+    }
+    if (this.travelling) return undefined;
+    this.travelling = true;
+    try {
+      for (let done = null; this.travel !== null && done !== this.travel;) {
+        const wish = this.travel;
+        const picture = await this.net.get(`api/run/${this.run.index}/picture?at=${wish}`);
+        if (this.travel !== null) this.shown = { ...picture, now: false };
+        done = wish;
+        this.changed();
+      }
+    } catch (error) {
+      this.hear({ lost: true, error, retryAt: performance.now() });
+      this.watcher?.retry();
+    } finally {
+      this.travelling = false;
+    }
+    return undefined;
+  }
+
+  /** Seconds between the newest entry of the tape and now, as far as this page can know. */
+  age() {
+    if (!this.newest || this.receivedAt === null) return null;
+    const since = (performance.now() - this.receivedAt) / 1000;
+    return this.newest.live || this.lost ? (this.newest.age_s ?? 0) + since : null;
+  }
+
+  get old() {
+    return Boolean(this.newest?.live && !this.newest.paused && this.newest.loading === null && this.age() > OLD_S);
+  }
+
+  verdict() {
+    const p = this.shown;
+    if (this.lost) return { tone: "bad", word: "Not connected", text: this.newest ? `what you see is ${duration(this.age())} old` : "trying to reach the server" };
+    if (!p) return { tone: "calm", word: "Connecting", text: "" };
+    const counts = `${p.headline?.alive ?? "–"} of ${p.headline?.learners ?? "–"} islands alive`;
+    const alerts = p.alerts ?? [];
+    if (!p.now) return { tone: "warn", word: "In the past", text: counts };
+    if (alerts.some(severe)) return { tone: "bad", word: "In trouble", text: plural(alerts.length, "alert") };
+    if (this.old) return { tone: "warn", word: "Silent", text: `nothing new for ${duration(this.age())}` };
+    if (alerts.length) return { tone: "warn", word: "Look here", text: `${plural(alerts.length, "alert")}, ${counts}` };
+    if (p.paused) return { tone: "calm", word: "Paused", text: counts };
+    if (!p.live || p.stage === "finished") return { tone: "calm", word: p.stage === "finished" ? "Finished" : "Ended", text: `${share(p.progress)} done` };
+    return { tone: "good", word: "Well", text: `${counts}, no alerts` };
+  }
+
+  render(many) {
+    show(this.name, many);
+    if (many) {
+      const { word, text } = this.verdict();
+      put(this.name, `${this.letter} · ${this.run.name} · ${word}${text ? `: ${text}` : ""}`);
+    }
+    if (!this.shown) return;
+    this.parts.now.render(this.shown);
+    this.parts.timeline.render(this.shown, this.newest);
+    this.parts.fragments.render(this.shown);
+    this.parts.ledger.render(this.shown);
+  }
+}

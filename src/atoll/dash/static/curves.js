@@ -1,0 +1,180 @@
+// Curves: a chart for each group of series that is wanted, loaded when it is looked at.
+
+import { Chart, TITLES } from "./chart.js";
+import { attr, h, keyed, put, remember, settled, show } from "./dom.js";
+
+const MOST = 8;
+const REFRESH_MS = 5000;
+const FIRST = ["loss", "throughput", "goodput", "merges"];
+
+export class Curves {
+  constructor(host, { net }) {
+    this.net = net;
+    this.runs = [];
+    this.charts = new Map();
+    this.catalogue = [];
+    this.settings = { x: "time", log: false, weight: 0 };
+    this.wanted = new Set((remember("curves") ?? FIRST.join()).split(",").filter((name) => name in TITLES).slice(0, MOST));
+    this.build(host);
+    this.visible = false;
+    new IntersectionObserver((seen) => {
+      this.visible = seen.at(-1).isIntersecting;
+      if (this.visible) this.start();
+    }, { rootMargin: "300px" }).observe(host);
+  }
+
+  build(host) {
+    const segment = (x, text) => h("button", { type: "button", "aria-pressed": String(this.settings.x === x), on: { click: () => this.setX(x) } }, text);
+    this.segments = { time: segment("time", "time"), tokens: segment("tokens", "tokens") };
+    this.log = h("input", { type: "checkbox", on: { change: () => this.redrawAll({ log: this.log.checked }) } });
+    this.level = h("output", {}, "0");
+    const smooth = settled(60, () => this.redrawAll({ weight: Number(this.smooth.value) }));
+    this.smooth = h("input", { type: "range", min: "0", max: "0.98", step: "0.02", value: "0", "aria-label": "Smoothing", on: { input: () => {
+      put(this.level, Number(this.smooth.value).toFixed(2));
+      smooth();
+    } } });
+    this.groups = h("div", { class: "filters", role: "group", "aria-label": "Groups of curves" });
+    this.note = h("p", { class: "soft empty" }, "Loading…");
+    this.grid = h("div", { class: "charts" });
+    host.append(h("h2", { id: "curves-title" }, "Curves"),
+      h("div", { class: "tools" },
+        h("div", { class: "segments", role: "group", "aria-label": "Against" }, this.segments.time, this.segments.tokens),
+        h("label", {}, this.log, "log scale"), h("label", { class: "slide" }, "smoothing", this.smooth, this.level)),
+      this.groups, this.note, this.grid,
+      h("p", { class: "soft hint" }, "Drag in a chart to zoom, double-click to see all. Click a name to hide its line."));
+  }
+
+  /** The runs that are shown: one, or two on top of each other. */
+  setRuns(runs) {
+    this.runs = runs;
+    this.loaded = false;
+    if (this.visible) this.start();
+  }
+
+  async start() {
+    if (this.loaded || this.starting || !this.runs.length) return;
+    this.starting = true;
+    const runs = this.runs;
+    try {
+      if (!globalThis.uPlot) await script("vendor/uPlot.iife.min.js");
+      const lists = await Promise.all(runs.map((run) => this.net.get(`api/run/${run.index}/series`)));
+      this.catalogue = lists.flatMap(({ series }, place) => series.map((some) => ({
+        ...some, run: runs[place].index, runName: runs.length > 1 ? runs[place].name : null, second: place > 0 })));
+      this.loaded = runs === this.runs;
+      show(this.note, this.catalogue.length === 0);
+      put(this.note, "This run has no curves yet.");
+      this.arrange();
+    } catch (error) {
+      put(this.note, `No curves yet: ${error.message}`);
+    } finally {
+      this.starting = false;
+    }
+    if (!this.loaded && runs !== this.runs) this.start();
+  }
+
+  arrange() {
+    const found = [...new Set(this.catalogue.map((some) => some.group))];
+    const names = [...Object.keys(TITLES).filter((name) => found.includes(name)), ...found.filter((name) => !(name in TITLES)).sort()];
+    keyed(this.groups, names, (name) => name, (name) => h("button", { type: "button", class: "filter", on: { click: () => this.toggle(name) } }, name),
+      (node, name) => {
+        attr(node, "aria-pressed", String(this.wanted.has(name)));
+        attr(node, "disabled", !this.wanted.has(name) && this.wanted.size >= MOST ? "" : null);
+      });
+    const open = names.filter((name) => this.wanted.has(name));
+    for (const [name, chart] of this.charts) {
+      if (open.includes(name)) continue;
+      chart.close();
+      this.charts.delete(name);
+    }
+    for (const name of open) {
+      if (!this.charts.has(name)) {
+        this.charts.set(name, new Chart(name, { settings: this.settings, fetchSeries: (...words) => this.fetchSeries(...words), download: (...words) => this.download(...words) }));
+      }
+      const chart = this.charts.get(name);
+      this.grid.append(chart.node);
+      chart.travel = this.travel;
+      const series = this.catalogue.filter((some) => some.group === name);
+      const key = series.map((some) => `${some.run} ${some.name}`).join();
+      if (key !== chart.seriesKey) {
+        chart.seriesKey = key;
+        chart.setSeries(series);
+      }
+    }
+  }
+
+  toggle(name) {
+    if (!this.wanted.delete(name)) this.wanted.add(name);
+    remember("curves", [...this.wanted].join());
+    this.arrange();
+  }
+
+  setX(x) {
+    this.settings.x = x;
+    for (const [name, node] of Object.entries(this.segments)) attr(node, "aria-pressed", String(name === x));
+    for (const chart of this.charts.values()) {
+      chart.window = null;
+      chart.stale = true;
+      if (chart.visible) chart.load();
+    }
+  }
+
+  redrawAll(changed) {
+    Object.assign(this.settings, changed);
+    for (const chart of this.charts.values()) if (chart.plot) chart.draw();
+  }
+
+  retheme() {
+    for (const chart of this.charts.values()) if (chart.plot) chart.draw();
+  }
+
+  /** A picture came: every few seconds what is visible is fetched again, and the line of time travel moves. */
+  render(pictures, travel) {
+    this.travel = travel;
+    for (const chart of this.charts.values()) chart.travelTo(travel);
+    const key = pictures.map((picture) => picture.to).join();
+    const now = performance.now();
+    if (!this.loaded || key === this.key || now - (this.at ?? -Infinity) < REFRESH_MS) return;
+    this.key = key;
+    this.at = now;
+    for (const chart of this.charts.values()) {
+      if (chart.visible && !document.hidden) chart.load();
+      else chart.stale = true;
+    }
+    this.again();
+  }
+
+  /** Islands that came later have series of their own. */
+  async again() {
+    if (!this.visible || this.starting || now30(this)) return;
+    this.loaded = false;
+    await this.start();
+  }
+
+  async fetchSeries(run, names, { x, points, from, to }) {
+    const words = new URLSearchParams({ names: names.join(), x, points });
+    if (from !== undefined) words.set("from", from);
+    if (to !== undefined) words.set("to", to);
+    return { run, series: (await this.net.get(`api/run/${run}/series?${words}`)).series };
+  }
+
+  async download(run, names, x, group) {
+    const blob = await this.net.file(`api/run/${run}/series.csv?${new URLSearchParams({ names: names.join(), x })}`);
+    const url = URL.createObjectURL(blob);
+    h("a", { href: url, download: `${(this.runs.find((some) => some.index === run)?.name ?? "run").replace(/[^\w.-]+/g, "_")}-${group}.csv` }).click();
+    setTimeout(() => URL.revokeObjectURL(url), 10000);
+  }
+}
+
+function now30(curves) {
+  const now = performance.now();
+  if (now - (curves.catalogueAt ?? 0) < 30000) return true;
+  curves.catalogueAt = now;
+  return false;
+}
+
+function script(src) {
+  return new Promise((resolve, reject) => {
+    const node = h("script", { src, on: { load: resolve, error: () => reject(new Error(`${src} was not found`)) } });
+    document.head.append(node);
+  });
+}

@@ -1,0 +1,58 @@
+// Fragments: the model as a grid P wide, each with its version and what its next round waits for.
+
+import { attr, h, keyed, put, show } from "./dom.js";
+import { duration, learnerList, plural } from "./format.js";
+import { PHASES } from "./states.js";
+
+const COMPACT_FROM = 33; // fragments: with more of them the sentence is in the story only
+
+export class Fragments {
+  constructor(host, { onStory }) {
+    this.onStory = onStory;
+    this.grid = h("ul", { class: "fragments" });
+    this.none = h("p", { class: "soft empty" }, "No fragment has a version yet.");
+    host.append(this.grid, this.none);
+  }
+
+  render(picture) {
+    const fragments = picture.fragments ?? [];
+    this.grid.classList.toggle("compact", fragments.length >= COMPACT_FROM);
+    keyed(this.grid, fragments, (fragment) => fragment.fragment, (fragment) => this.cell(fragment.fragment), fill);
+    show(this.none, fragments.length === 0);
+  }
+
+  cell(number) {
+    const entry = { name: h("button", { type: "button", class: "cover", on: { click: () => this.onStory({ fragment: number }) } }, String(number)) };
+    attr(entry.name, "aria-label", `fragment ${number}`);
+    entry.version = h("span", { class: "version" });
+    entry.phase = h("span", { class: "phase" });
+    entry.age = h("span", { class: "age soft" });
+    entry.bar = h("span", { class: "thin", role: "img" }, h("i"));
+    entry.reason = h("p", { class: "reason" });
+    entry.node = h("li", { class: "fragment" }, h("div", { class: "row" }, entry.name, entry.version),
+      h("div", { class: "row" }, entry.phase, entry.age), entry.bar, entry.reason);
+    return entry;
+  }
+}
+
+function fill(entry, fragment) {
+  const phase = PHASES[fragment.phase] ?? { letter: "?", note: "" };
+  const came = fragment.contributors?.length ?? 0;
+  const open = fragment.phase !== "idle";
+  attr(entry.node, "data-phase", fragment.phase);
+  put(entry.version, fragment.version === null ? "no version" : `v${fragment.version}`);
+  put(entry.phase, `${phase.letter} ${fragment.phase}`);
+  attr(entry.phase, "title", phase.note);
+  put(entry.age, duration(fragment.age_s));
+  attr(entry.age, "title", "since its last merge");
+  entry.bar.firstChild.style.width = `${fragment.asked ? (Math.min(came / fragment.asked, 1) * 100).toFixed(1) : 0}%`;
+  const last = fragment.asked ? `${came} of ${fragment.asked} asked contributed to the last merge` : "not merged yet";
+  attr(entry.bar, "aria-label", last);
+  attr(entry.bar, "title", came ? `${last}: ${learnerList(fragment.contributors, 12)}` : last);
+  const waits = fragment.waiting_for?.length
+    ? `${plural(fragment.contributions ?? 0, "contribution")} in, waits for ${learnerList(fragment.waiting_for, 3)}. `
+    : "";
+  const text = `${open ? waits : ""}${fragment.reason ?? ""}`;
+  put(entry.reason, text);
+  attr(entry.reason, "title", text);
+}
