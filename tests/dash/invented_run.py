@@ -147,7 +147,7 @@ class InventedRun:
         dropped = int(trained * 0.011)
         pending = int(trained * 0.04)
         per_s = sum(card["tokens_per_s"] or 0.0 for card in islands)
-        whole = self.learners * max(when, 1e-9)
+        whole = max(self.learners, 1) * max(when, 1e-9)
         headline: Json = {
             "loss": self.loss(when),
             "tokens": trained,

@@ -3,6 +3,7 @@
 import { table } from "./curve_data.js";
 import { attr, colour, h, put, settled, show, toast } from "./dom.js";
 import { compact, plain, runTime } from "./format.js";
+import { STEPS } from "./timeline_marks.js";
 
 const HUES = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a7cd8", "#9a8f1a"];
 const DASHES = [[], [6, 3], [2, 2], [9, 3, 2, 3]];
@@ -111,7 +112,7 @@ export class Chart {
       cursor: { focus: { prox: 24 }, points: { size: 6 }, drag: { x: true, y: false }, y: false },
       scales: { x: { time: false }, y: { distr: this.settings.log ? 3 : 1 } },
       axes: [
-        { ...axis, size: 30, space: 80, values: (_, splits) => splits.map((v) => (time ? runTime(v, false) : compact(v))) },
+        { ...axis, size: 30, space: 80, ...(time ? { incrs: STEPS } : {}), values: (_, splits) => splits.map((v) => (time ? runTime(v, splits[1] - splits[0] < 1) : compact(v))) },
         { ...axis, size: 54, values: (_, splits) => splits.map((v) => (v === null ? "" : Math.abs(v) >= 10000 ? compact(v) : plain(v, 4))) },
       ],
       series: [{}, ...this.asked.map((some, place) => this.style(some, place, ink, many))],

@@ -103,8 +103,10 @@ export class Column {
     const p = this.shown;
     if (this.lost) return { tone: "bad", word: "Not connected", text: this.newest ? `what you see is ${duration(this.age())} old` : "trying to reach the server" };
     if (!p) return { tone: "calm", word: "Connecting", text: "" };
-    const counts = `${p.headline?.alive ?? "–"} of ${p.headline?.learners ?? "–"} islands alive`;
+    const { alive, learners } = p.headline ?? {};
+    const counts = typeof alive === "number" ? `${alive} of ${learners ?? "?"} islands alive` : "islands not counted yet";
     const alerts = p.alerts ?? [];
+    if (p.loading !== null && p.loading !== undefined) return { tone: "calm", word: "Reading", text: `${share(p.loading, 0)} of the tape` };
     if (!p.now) return { tone: "warn", word: "In the past", text: counts };
     if (alerts.some(severe)) return { tone: "bad", word: "In trouble", text: plural(alerts.length, "alert") };
     if (this.old) return { tone: "warn", word: "Silent", text: `nothing new for ${duration(this.age())}` };

@@ -1,7 +1,7 @@
 // Fragments: the model as a grid P wide, each with its version and what its next round waits for.
 
 import { attr, h, keyed, put, show } from "./dom.js";
-import { duration, learnerList, plural } from "./format.js";
+import { duration, learnerList } from "./format.js";
 import { PHASES } from "./states.js";
 
 const COMPACT_FROM = 33; // fragments: with more of them the sentence is in the story only
@@ -50,7 +50,7 @@ function fill(entry, fragment) {
   attr(entry.bar, "aria-label", last);
   attr(entry.bar, "title", came ? `${last}: ${learnerList(fragment.contributors, 12)}` : last);
   const waits = fragment.waiting_for?.length
-    ? `${plural(fragment.contributions ?? 0, "contribution")} in, waits for ${learnerList(fragment.waiting_for, 3)}. `
+    ? `${fragment.contributions ?? 0} in, waits for ${learnerList(fragment.waiting_for, 3)}: `
     : "";
   const text = `${open ? waits : ""}${fragment.reason ?? ""}`;
   put(entry.reason, text);

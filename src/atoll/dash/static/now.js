@@ -32,8 +32,9 @@ export class Now {
     this.sub = h("p", { class: "soft under" });
     this.filters = h("div", { class: "filters", role: "group", "aria-label": "Show islands by state" });
     this.cards = h("ul", { class: "cards" });
+    this.key = h("p", { class: "soft key", hidden: true }, "Each tile: step, speed against the median, loss; below them the goodput. A click shows the rest.");
     this.none = h("p", { class: "soft empty", hidden: true });
-    host.append(row, this.sub, this.filters, this.cards, this.none);
+    host.append(row, h("div", { class: "between" }, this.filters, this.sub), this.cards, this.key, this.none);
   }
 
   tile(id, label, meaning, figure) {
@@ -55,6 +56,7 @@ export class Now {
     this.renderFilters(picture.islands);
     const dense = picture.islands.length >= DENSE_FROM;
     this.cards.classList.toggle("dense", dense);
+    show(this.key, dense);
     const some = this.filter ? picture.islands.filter((island) => island.state === this.filter) : picture.islands;
     keyed(this.cards, some, (island) => island.learner, (island) => card(island.learner, this.onStory),
       (entry, island) => fillCard(entry, island, picture.at));
@@ -123,8 +125,11 @@ export function card(learner, onStory) {
     return h("div", {}, h("dt", {}, label), entry.values[id]);
   };
   entry.letter = h("span", { class: "swatch letter", "aria-hidden": "true" });
-  entry.name = h("button", { type: "button", class: "cover", on: { click: () => onStory({ learner }) } }, `learner ${learner}`);
-  entry.state = h("span", { class: "state" });
+  entry.name = h("button", { type: "button", class: "cover", "aria-label": `learner ${learner}`, on: { click: () => onStory({ learner }) } },
+    h("span", { class: "long" }, "learner "), String(learner));
+  entry.word = h("span");
+  entry.since = h("span", { class: "long" });
+  entry.state = h("span", { class: "state" }, entry.word, entry.since);
   entry.bar = h("div", { class: "split", role: "img" });
   for (const part of Object.keys(SPLIT)) entry.bar.append((entry.segments[part] = h("i", { class: "swatch", "data-state": part })));
   entry.goodput = h("span", { class: "goodput" });
@@ -145,8 +150,9 @@ export function fillCard(entry, island, at) {
   attr(entry.node, "data-tone", tone);
   attr(entry.letter, "data-state", island.state);
   put(entry.letter, letter);
-  put(entry.state, `${word} ${duration(at - island.since)}`);
-  attr(entry.state, "title", `${note}; incarnation ${island.incarnation}`);
+  put(entry.word, word);
+  put(entry.since, ` ${duration(at - island.since)}`);
+  attr(entry.state, "title", `${note}; for ${duration(at - island.since)}; incarnation ${island.incarnation}`);
   const v = entry.values;
   put(v.step, whole(island.step));
   put(v.speed, times(island.speed));

@@ -29,8 +29,8 @@ export class Timeline {
     this.range = h("span", { class: "soft range" });
     this.followButton = button("follow", "Keep the newest in view", () => this.follow());
     const tools = h("div", { class: "tools" }, this.range, h("span", { class: "spacer" }),
-      button("−", "Zoom out", () => this.zoomBy(2)), button("+", "Zoom in", () => this.zoomBy(0.5)),
-      this.followButton, button("whole run", "Show the whole run", () => this.showWhole()));
+      h("span", { class: "group" }, button("−", "Zoom out", () => this.zoomBy(2)), button("+", "Zoom in", () => this.zoomBy(0.5)),
+        this.followButton, button("all", "Show the whole run", () => this.showWhole())));
     this.lower = h("canvas", { "aria-hidden": "true" });
     this.upper = h("canvas", { class: "over", "aria-hidden": "true" });
     this.tip = h("div", { class: "tip", hidden: true });

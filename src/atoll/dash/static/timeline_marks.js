@@ -116,7 +116,7 @@ export function drawMarks(c, ink, kind, places, r) {
   else c.stroke();
 }
 
-const STEPS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400,
+export const STEPS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400,
   172800, 604800, 1209600];
 
 /** Round times between `from` and `to`, about one every `pixels`; `offset` is where midnight lies on the run's clock. */
