@@ -9,13 +9,14 @@ import argparse
 import asyncio
 import json
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from aiohttp import web
 
 from tests.dash.invented_run import InventedRun, Json
+from tests.dash.served import ServedInThread
 
 STATIC = Path(__file__).resolve().parents[2] / "src/atoll/dash/static"
 POLICY = (
@@ -31,53 +32,23 @@ ASK = {
     "grace": "Rounds will wait {} of their slack.",
 }
 
-T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class FakeDash:
-    """Serves in a thread of its own, so that a test can drive a browser against it; `with` starts and ends it."""
+class FakeDash(ServedInThread):
+    """Serves invented runs, and lets a test change them while a page looks on."""
 
     def __init__(self, *runs: InventedRun, token: str | None = None, port: int = 0) -> None:
+        super().__init__(port)
         self.runs = list(runs)
         self.token = token
-        self.port = port
         self.asked: list[str] = []  # every path that was asked for, with its query
         self.heard: list[Json] = []  # every control that was sent
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="fake dash", daemon=True)
         self._changed: asyncio.Event
-        self._runner: web.AppRunner | None = None
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/"
-
-    def __enter__(self) -> FakeDash:
-        self._thread.start()
-        self.listen()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def listen(self) -> None:
-        """Also after `close`, on the same port: the server is back."""
-        self._call(self._listen())
-
-    def close(self) -> None:
-        """Everybody is cut off and nobody is answered."""
-        self._call(self._close())
 
     def change(self, index: int = 0, **news: Any) -> None:
         """The run is different now, and every page that watches it is told."""
-        self._call(self._change(index, news))
-
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=20)
+        self.call(self._change(index, news))
 
     async def _change(self, index: int, news: Json) -> None:
         for name, value in news.items():
@@ -86,7 +57,7 @@ class FakeDash:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _listen(self) -> None:
+    def app(self) -> web.Application:
         self._changed = asyncio.Event()
         app = web.Application(middlewares=[self._guarded])
         app.add_routes(
@@ -103,23 +74,14 @@ class FakeDash:
                 web.get("/{name:.*}", self._static),
             ]
         )
-        self._runner = web.AppRunner(app, shutdown_timeout=0.1, access_log=None)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
-
-    async def _close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+        return app
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         self.asked.append(request.path_qs)
-        if request.path.startswith("/api/") and self.token is not None:
-            if request.headers.get("Authorization") != f"Bearer {self.token}":
-                return self._finished(web.json_response({"error": "the token is missing or wrong"}, status=401))
+        wanted = None if self.token is None else f"Bearer {self.token}"
+        if request.path.startswith("/api/") and wanted not in (None, request.headers.get("Authorization")):
+            return self._finished(web.json_response({"error": "the token is missing or wrong"}, status=401))
         return self._finished(await handler(request))
 
     @staticmethod

@@ -67,6 +67,8 @@ class InventedRun:
     grace_margin: float = 0.9
     alerts: list[Json] = field(default_factory=list)
     last_words: str = "SIGKILL: step 151 loss 2.71\nstep 152 loss 2.69\n(end of its log)"
+    balanced: bool = True
+    damaged: list[str] = field(default_factory=list)
     unknown: bool = False  # every figure that may be unknown is
     done: list[Json] = field(default_factory=list)  # what the controls were told, with who and when
 
@@ -179,6 +181,7 @@ class InventedRun:
             "live": self.live,
             "age_s": self.age_s if self.live else None,
             "loading": self.loading,
+            "damaged": self.damaged,
             "stage": "running" if self.live else "finished",
             "progress": None if self.unknown else when / self.horizon,
             "paused": self.paused,
@@ -195,7 +198,7 @@ class InventedRun:
                 "merged": trained - pending - dropped,
                 "pending": pending,
                 "dropped": {"learner-lost": dropped - dropped // 4, "contribution-late": dropped // 4},
-                "balanced": True,
+                "balanced": self.balanced,
             },
             "alerts": self.alerts + self._gone_alerts(when),
         }
@@ -272,7 +275,7 @@ class InventedRun:
             "phase": phase,
             "age_s": round(at - last["at"], 2) if last else None,
             "contributors": training[: last["contributions"]] if last else [],
-            "asked": last["asked"] if last else 0,
+            "asked": len(training) if waits else 0,
             "contributions": max(len(training) - 1, 0) if waits else 0,
             "waiting_for": training[-1:] if waits else [],
             "reason": {
@@ -287,16 +290,14 @@ class InventedRun:
         end = min(until, self.now)
         rounds = [merge for merge in self.merges if since <= merge["at"] <= end]
         down, up = self.syncer_down
-        whole = [[0.0, down, "up"], [down, up, "down"], [up, math.inf, "up"]]
+        whole = [(0.0, down, "up"), (down, up, "down"), (up, math.inf, "up")]
         return {
             "from": since,
             "to": end,
             "islands": [
                 {
                     "learner": island.learner,
-                    "bands": [
-                        [max(a, since), min(b, end), state] for a, b, state in island.pieces(end) if b > since
-                    ],
+                    "bands": [[max(a, since), min(b, end), state] for a, b, state in island.pieces(end) if b > since],
                 }
                 for island in self.islands
             ],
@@ -375,7 +376,9 @@ class InventedRun:
         return round(level.get(group, 0.01) * (1 + 0.05 * wave), 6)
 
     def story(self, learner: int | None, fragment: int | None, until: float, limit: int) -> Json:
-        lines = [{"at": mark["at"], "about": mark["who"], "text": f"{mark['kind']}: {mark['text']}"} for mark in self.marks]
+        lines = [
+            {"at": mark["at"], "about": mark["who"], "text": f"{mark['kind']}: {mark['text']}"} for mark in self.marks
+        ]
         if learner is not None:
             lines = [line for line in lines if line["about"] == f"learner {learner}"]
         if fragment is not None:
@@ -385,9 +388,7 @@ class InventedRun:
                     "about": f"fragment {fragment}",
                     "text": f"version {version} published with {merge['contributions']} contributions",
                 }
-                for version, merge in enumerate(
-                    (merge for merge in self.merges if merge["fragment"] == fragment), 1
-                )
+                for version, merge in enumerate((merge for merge in self.merges if merge["fragment"] == fragment), 1)
             ]
         lines = [line for line in lines if line["at"] <= min(until, self.now)]
         return {"lines": lines[-limit:], "more": len(lines) > limit}

@@ -21,7 +21,11 @@ export const TITLES = {
   momentum: "Outer momentum",
   quantisation: "Quantisation error",
   grace: "Grace used against slack",
+  "effective-h": "Effective H: steps between merges",
 };
+
+/** The line that sums the others up is drawn in ink and thicker. */
+const ofAll = (some) => /^(loss\.published|goodput|throughput|goodput\.run)$/.test(some.name);
 
 export class Chart {
   /** `series` are of the catalogue, each with `run` (index), `runName` and `second` (drawn dashed). */
@@ -32,7 +36,7 @@ export class Chart {
     this.reading = h("p", { class: "reading", "aria-hidden": "true" });
     this.csv = h("button", { type: "button", class: "quiet small", title: "Download these series", on: { click: () => this.save() } }, "CSV");
     this.note = h("p", { class: "soft empty" }, "Loading…");
-    this.host = h("div", { class: "chart", role: "img" });
+    this.host = h("div", { class: "chart", role: "img", "aria-label": `${TITLES[group] ?? group}: loading` });
     this.legend = h("div", { class: "series", role: "group", "aria-label": `Series of ${group}` });
     this.fold = h("details", { class: "fold" }, h("summary"), this.legend);
     this.node = h("figure", { class: "panel inner", "data-group": group },
@@ -85,6 +89,7 @@ export class Chart {
     const { log, weight } = this.settings;
     const any = this.data.some((some) => some.x.length);
     show(this.note, !any);
+    show(this.host, any);
     if (!any) put(this.note, "Nothing was measured yet.");
     const rows = table(this.data, { weight, log, gaps: this.x === "time" }, globalThis.uPlot.join);
     const shape = [this.x, log, document.documentElement.dataset.themeNow, ...this.asked.map((some) => `${some.run}${some.name}`)].join();
@@ -152,9 +157,9 @@ export class Chart {
 
   /** Colour and dash of a series: the same series of two runs has the same colour. */
   look(some) {
-    if (/published|\brun$/.test(some.name)) return ["ink", []];
-    const names = [...new Set(this.series.map((other) => other.name))];
-    const place = names.filter((name) => !/published|\brun$/.test(name)).indexOf(some.name);
+    if (ofAll(some)) return ["ink", []];
+    const names = [...new Set(this.series.filter((other) => !ofAll(other)).map((other) => other.name))];
+    const place = names.indexOf(some.name);
     return [HUES[place % HUES.length], DASHES[Math.floor(place / HUES.length) % DASHES.length]];
   }
 

@@ -16,11 +16,18 @@ export class Curves {
     this.settings = { x: "time", log: false, weight: 0 };
     this.wanted = new Set((remember("curves") ?? FIRST.join()).split(",").filter((name) => name in TITLES).slice(0, MOST));
     this.build(host);
+    this.host = host;
     this.visible = false;
-    new IntersectionObserver((seen) => {
+  }
+
+  /** Only once there is something above it: an empty page would show its curves first. */
+  observe() {
+    if (this.observer) return;
+    this.observer = new IntersectionObserver((seen) => {
       this.visible = seen.at(-1).isIntersecting;
       if (this.visible) this.start();
-    }, { rootMargin: "300px" }).observe(host);
+    }, { rootMargin: "300px" });
+    requestAnimationFrame(() => this.observer.observe(this.host));
   }
 
   build(host) {
@@ -129,6 +136,7 @@ export class Curves {
 
   /** A picture came: every few seconds what is visible is fetched again, and the line of time travel moves. */
   render(pictures, travel) {
+    if (pictures.length) this.observe();
     this.travel = travel;
     for (const chart of this.charts.values()) chart.travelTo(travel);
     const key = pictures.map((picture) => picture.to).join();

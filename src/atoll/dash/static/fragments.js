@@ -17,7 +17,8 @@ export class Fragments {
   render(picture) {
     const fragments = picture.fragments ?? [];
     this.grid.classList.toggle("compact", fragments.length >= COMPACT_FROM);
-    keyed(this.grid, fragments, (fragment) => fragment.fragment, (fragment) => this.cell(fragment.fragment), fill);
+    keyed(this.grid, fragments, (fragment) => fragment.fragment, (fragment) => this.cell(fragment.fragment),
+      (entry, fragment) => fill(entry, fragment, picture.islands.length));
     show(this.none, fragments.length === 0);
   }
 
@@ -35,22 +36,22 @@ export class Fragments {
   }
 }
 
-function fill(entry, fragment) {
+function fill(entry, fragment, islands) {
   const phase = PHASES[fragment.phase] ?? { letter: "?", note: "" };
   const came = fragment.contributors?.length ?? 0;
   const open = fragment.phase !== "idle";
   attr(entry.node, "data-phase", fragment.phase);
   put(entry.version, fragment.version === null ? "no version" : `v${fragment.version}`);
-  put(entry.phase, `${phase.letter} ${fragment.phase}`);
+  put(entry.phase, `${phase.letter} ${fragment.phase}${open && fragment.asked ? ` ${fragment.contributions ?? 0}/${fragment.asked}` : ""}`);
   attr(entry.phase, "title", phase.note);
   put(entry.age, duration(fragment.age_s));
   attr(entry.age, "title", "since its last merge");
-  entry.bar.firstChild.style.width = `${fragment.asked ? (Math.min(came / fragment.asked, 1) * 100).toFixed(1) : 0}%`;
-  const last = fragment.asked ? `${came} of ${fragment.asked} asked contributed to the last merge` : "not merged yet";
+  entry.bar.firstChild.style.width = `${islands ? (Math.min(came / islands, 1) * 100).toFixed(1) : 0}%`;
+  const last = fragment.version ? `${came} of ${islands} islands are in its last merge` : "not merged yet";
   attr(entry.bar, "aria-label", last);
   attr(entry.bar, "title", came ? `${last}: ${learnerList(fragment.contributors, 12)}` : last);
   const waits = fragment.waiting_for?.length
-    ? `${fragment.contributions ?? 0} in, waits for ${learnerList(fragment.waiting_for, 3)}: `
+    ? `waits for ${learnerList(fragment.waiting_for, 3)}: `
     : "";
   const text = `${open ? waits : ""}${fragment.reason ?? ""}`;
   put(entry.reason, text);

@@ -18,6 +18,8 @@ export class Notices {
     for (const column of columns) {
       const of = many ? `${column.run.name}: ` : "";
       this.connection(column, of, items);
+      (column.shown?.damaged ?? []).slice(0, 3).forEach((sentence, place) => items.push({
+        key: `damaged ${column.run.index} ${place}`, kind: "damaged", tone: "warn", text: `${of}A tape cannot be read any further: ${sentence}` }));
     }
     if (travel !== null) items.push(this.past(columns[0], travel));
     for (const column of columns) this.alerts(column, many ? `${column.run.name}: ` : "", items);

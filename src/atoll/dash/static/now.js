@@ -14,7 +14,7 @@ const FIGURES = [
   ["goodput", "Goodput", "share of the islands' time in steps that counted", (f) => share(f.goodput),
     () => "of all time"],
   ["uptime", "Uptime", "share of the time in which some island trained", (f) => share(f.uptime), () => "of the run"],
-  ["counts", "Islands", "alive, asked in the last round, merged on average", null, (f) => `of ${whole(f.learners)}`],
+  ["counts", "Islands", "alive now; asked and merged in recent rounds, on average", null, (f) => `of ${whole(f.learners)}`],
   ["bytes", "Traffic", "bytes per second from islands and to them", null, () => "all islands"],
   ["h", "Effective H", "steps between two merges of a fragment", (f) => plain(f.effective_h),
     (f) => `${whole(f.merges)} merges`],
@@ -72,10 +72,10 @@ export class Now {
       if (figure) put(tile.value, figure(figures));
     }
     const counts = this.tiles.get("counts").parts;
-    const low = figures.alive !== null && figures.alive < figures.learners;
+    const low = picture.live && typeof figures.alive === "number" && figures.alive < figures.learners;
     put(counts[0].value, whole(figures.alive));
     attr(counts[0].value, "data-tone", low ? "warn" : null);
-    put(counts[1].value, whole(figures.asked));
+    put(counts[1].value, plain(figures.asked, 2));
     put(counts[2].value, plain(figures.merged, 2));
     const [up, down] = this.tiles.get("bytes").parts;
     put(up.value, rate(figures.bytes_up_per_s));
@@ -164,8 +164,9 @@ export function fillCard(entry, island, at) {
   put(v.stale, duration(island.staleness_s));
   put(v.weight, share(island.weight));
   fillSplit(entry, island);
-  show(entry.reason, Boolean(island.reason));
-  put(entry.reason, island.reason ?? "");
+  const reason = island.reason === word ? "" : island.reason ?? "";
+  show(entry.reason, reason !== "");
+  put(entry.reason, reason);
   show(entry.words, Boolean(island.last_words));
   put(entry.words, island.last_words ?? "");
 }
