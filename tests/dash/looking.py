@@ -46,7 +46,7 @@ def timeline(page: Any) -> Any:
 def timeline_state(page: Any) -> dict[str, Any]:
     found: dict[str, Any] = page.evaluate("""() => {
         const t = atollPage.columns[0].parts.timeline;
-        return {draws: t.canvas.draws, fills: t.canvas.fills, view: t.view(), zoomed: t.zoom !== null};
+        return {draws: t.canvas.draws, view: t.view(), zoomed: t.zoom !== null};
     }""")
     return found
 

@@ -38,6 +38,7 @@ class ServedInThread:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+        self.call(self._quiet())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -52,6 +53,14 @@ class ServedInThread:
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=20)
+
+    async def _quiet(self) -> None:
+        """Nothing is left that would complain of a closed loop, in the middle of some later test."""
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self._loop.shutdown_asyncgens()
 
     async def _listen(self) -> None:
         self._runner = web.AppRunner(self.app(), shutdown_timeout=0.1, access_log=None)

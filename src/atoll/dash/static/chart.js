@@ -30,24 +30,47 @@ const ofAll = (some) => /^(loss\.published|goodput|throughput|goodput\.run)$/.te
 export class Chart {
   /** `series` are of the catalogue, each with `run` (index), `runName` and `second` (drawn dashed). */
   constructor(group, { fetchSeries, download, settings }) {
-    Object.assign(this, { group, fetchSeries, download, settings, hidden: new Set(), window: null, data: [], series: [] });
+    Object.assign(this, {
+      group,
+      fetchSeries,
+      download,
+      settings,
+      hidden: new Set(),
+      window: null,
+      data: [],
+      series: [],
+    });
     this.title = h("h3", {}, TITLES[group] ?? group);
     this.unit = h("span", { class: "soft" });
     this.reading = h("p", { class: "reading", "aria-hidden": "true" });
-    this.csv = h("button", { type: "button", class: "quiet small", title: "Download these series", on: { click: () => this.save() } }, "CSV");
+    this.csv = h(
+      "button",
+      { type: "button", class: "quiet small", title: "Download these series", on: { click: () => this.save() } },
+      "CSV",
+    );
     this.note = h("p", { class: "soft empty" }, "Loading…");
     this.host = h("div", { class: "chart", role: "img", "aria-label": `${TITLES[group] ?? group}: loading` });
     this.legend = h("div", { class: "series", role: "group", "aria-label": `Series of ${group}` });
     this.fold = h("details", { class: "fold" }, h("summary"), this.legend);
-    this.node = h("figure", { class: "panel inner", "data-group": group },
-      h("figcaption", {}, this.title, this.unit, h("span", { class: "spacer" }), this.csv), this.reading, this.host, this.note, this.fold);
+    this.node = h(
+      "figure",
+      { class: "panel inner", "data-group": group },
+      h("figcaption", {}, this.title, this.unit, h("span", { class: "spacer" }), this.csv),
+      this.reading,
+      this.host,
+      this.note,
+      this.fold,
+    );
     this.zoomed = settled(250, () => this.load());
     this.visible = false;
-    new IntersectionObserver((seen) => {
-      const came = !this.visible && seen.at(-1).isIntersecting;
-      this.visible = seen.at(-1).isIntersecting;
-      if (came && this.stale) this.load();
-    }, { rootMargin: "150px" }).observe(this.node);
+    new IntersectionObserver(
+      (seen) => {
+        const came = !this.visible && seen.at(-1).isIntersecting;
+        this.visible = seen.at(-1).isIntersecting;
+        if (came && this.stale) this.load();
+      },
+      { rootMargin: "150px" },
+    ).observe(this.node);
     new ResizeObserver(() => this.resize()).observe(this.host);
   }
 
@@ -68,11 +91,21 @@ export class Chart {
     const mine = (this.turn = (this.turn ?? 0) + 1);
     const x = this.x;
     const asked = this.series.filter((some) => some.x.includes(x));
-    const points = Math.min(Math.max(Math.round((this.host.clientWidth || 500) / (asked.length > 16 ? 2 : 1)), 150), 600);
+    const points = Math.min(
+      Math.max(Math.round((this.host.clientWidth || 500) / (asked.length > 16 ? 2 : 1)), 150),
+      600,
+    );
     const window = x === "time" ? this.window : null;
     try {
-      const answers = await Promise.all([...new Set(asked.map((some) => some.run))].map((run) =>
-        this.fetchSeries(run, asked.filter((some) => some.run === run).map((some) => some.name), { x, points, ...window })));
+      const answers = await Promise.all(
+        [...new Set(asked.map((some) => some.run))].map((run) =>
+          this.fetchSeries(
+            run,
+            asked.filter((some) => some.run === run).map((some) => some.name),
+            { x, points, ...window },
+          ),
+        ),
+      );
       if (mine !== this.turn) return;
       const found = new Map(answers.flatMap(({ run, series }) => series.map((some) => [`${run} ${some.name}`, some])));
       this.asked = asked;
@@ -92,9 +125,14 @@ export class Chart {
     show(this.host, any);
     if (!any) put(this.note, "Nothing was measured yet.");
     const rows = table(this.data, { weight, log, gaps: this.x === "time" }, globalThis.uPlot.join);
-    const shape = [this.x, log, document.documentElement.dataset.themeNow, ...this.asked.map((some) => `${some.run}${some.name}`)].join();
+    const shape = [
+      this.x,
+      log,
+      document.documentElement.dataset.themeNow,
+      ...this.asked.map((some) => `${some.run}${some.name}`),
+    ].join();
     if (this.plot && shape === this.shape) {
-      if (this.window) this.plot.setData(rows, false), this.plot.redraw();
+      if (this.window) (this.plot.setData(rows, false), this.plot.redraw());
       else this.plot.setData(rows);
     } else {
       this.shape = shape;
@@ -106,7 +144,12 @@ export class Chart {
   make(rows) {
     this.plot?.destroy();
     const ink = { soft: colour("soft"), line: colour("line"), ink: colour("ink"), warn: colour("warn") };
-    const axis = { stroke: ink.soft, font: "11px system-ui, sans-serif", grid: { stroke: ink.line, width: 1 }, ticks: { stroke: ink.line, width: 1, size: 4 } };
+    const axis = {
+      stroke: ink.soft,
+      font: "11px system-ui, sans-serif",
+      grid: { stroke: ink.line, width: 1 },
+      ticks: { stroke: ink.line, width: 1, size: 4 },
+    };
     const time = this.x === "time";
     const many = this.asked.length > MANY;
     const options = {
@@ -117,15 +160,27 @@ export class Chart {
       cursor: { focus: { prox: 24 }, points: { size: 6 }, drag: { x: true, y: false }, y: false },
       scales: { x: { time: false }, y: { distr: this.settings.log ? 3 : 1 } },
       axes: [
-        { ...axis, size: 30, space: 80, ...(time ? { incrs: STEPS } : {}), values: (_, splits) => splits.map((v) => (time ? runTime(v, splits[1] - splits[0] < 1) : compact(v))) },
-        { ...axis, size: 54, values: (_, splits) => splits.map((v) => (v === null ? "" : Math.abs(v) >= 10000 ? compact(v) : plain(v, 4))) },
+        {
+          ...axis,
+          size: 30,
+          space: 80,
+          ...(time ? { incrs: STEPS } : {}),
+          values: (_, splits) => splits.map((v) => (time ? runTime(v, splits[1] - splits[0] < 1) : compact(v))),
+        },
+        {
+          ...axis,
+          size: 54,
+          values: (_, splits) => splits.map((v) => (v === null ? "" : Math.abs(v) >= 10000 ? compact(v) : plain(v, 4))),
+        },
       ],
       series: [{}, ...this.asked.map((some, place) => this.style(some, place, ink, many))],
       hooks: {
         setCursor: [(plot) => this.read(plot)],
-        setSeries: [(plot, place, how) => {
-          if (how && "focus" in how) this.focused = place;
-        }],
+        setSeries: [
+          (plot, place, how) => {
+            if (how && "focus" in how) this.focused = place;
+          },
+        ],
         setSelect: [(plot) => this.zoomTo(plot)],
         draw: [(plot) => this.drawTravel(plot, ink.warn)],
       },
@@ -164,20 +219,34 @@ export class Chart {
   }
 
   fillLegend() {
-    this.legend.replaceChildren(...this.series.map((some) => {
-      const [hue, dash] = this.look(some);
-      const mark = h("span", { class: "line", "aria-hidden": "true", style: { "border-top-color": hue === "ink" ? "var(--ink)" : hue,
-        "border-top-style": some.second || dash.length ? (dash.length === 2 && dash[0] === 2 ? "dotted" : "dashed") : "solid" } });
-      const click = (event) => {
-        const key = this.key(some);
-        if (!this.hidden.delete(key)) this.hidden.add(key);
-        attr(event.currentTarget, "aria-pressed", String(!this.hidden.has(key)));
-        const place = this.asked?.indexOf(some) ?? -1;
-        if (this.plot && place >= 0) this.plot.setSeries(place + 1, { show: !this.hidden.has(key) });
-      };
-      const label = some.runName ? `${some.runName}: ${some.label}` : some.label;
-      return h("button", { type: "button", "aria-pressed": String(!this.hidden.has(this.key(some))), on: { click } }, mark, label);
-    }));
+    this.legend.replaceChildren(
+      ...this.series.map((some) => {
+        const [hue, dash] = this.look(some);
+        const mark = h("span", {
+          class: "line",
+          "aria-hidden": "true",
+          style: {
+            "border-top-color": hue === "ink" ? "var(--ink)" : hue,
+            "border-top-style":
+              some.second || dash.length ? (dash.length === 2 && dash[0] === 2 ? "dotted" : "dashed") : "solid",
+          },
+        });
+        const click = (event) => {
+          const key = this.key(some);
+          if (!this.hidden.delete(key)) this.hidden.add(key);
+          attr(event.currentTarget, "aria-pressed", String(!this.hidden.has(key)));
+          const place = this.asked?.indexOf(some) ?? -1;
+          if (this.plot && place >= 0) this.plot.setSeries(place + 1, { show: !this.hidden.has(key) });
+        };
+        const label = some.runName ? `${some.runName}: ${some.label}` : some.label;
+        return h(
+          "button",
+          { type: "button", "aria-pressed": String(!this.hidden.has(this.key(some))), on: { click } },
+          mark,
+          label,
+        );
+      }),
+    );
     this.fold.open = this.series.length <= MANY;
     this.fold.classList.toggle("few", this.series.length <= MANY);
     put(this.fold.firstChild, `${this.series.length} series`);
@@ -195,12 +264,18 @@ export class Chart {
     if (place === null || place === undefined) return put(this.reading, "");
     const at = plot.data[0][place];
     const words = [this.x === "time" ? runTime(at, true) : `${compact(at)} tokens`];
-    const which = this.focused ? [this.focused] : this.asked.map((_, i) => i + 1).filter((i) => plot.series[i].show).slice(0, 4);
+    const which = this.focused
+      ? [this.focused]
+      : this.asked
+          .map((_, i) => i + 1)
+          .filter((i) => plot.series[i].show)
+          .slice(0, 4);
     for (const one of which) {
       const column = plot.data[one];
       let i = place;
       while (i > 0 && column[i] === undefined && place - i < 60) i -= 1;
-      if (column[i] !== null && column[i] !== undefined) words.push(`${this.name(this.asked[one - 1])} ${plain(column[i], 4)}`);
+      if (column[i] !== null && column[i] !== undefined)
+        words.push(`${this.name(this.asked[one - 1])} ${plain(column[i], 4)}`);
     }
     return put(this.reading, words.join("  ·  "));
   }
@@ -210,9 +285,15 @@ export class Chart {
   }
 
   describe() {
-    const last = this.data.map((some, i) => [this.name(this.asked[i]), some.y.findLast((y) => y !== null)]).filter(([, y]) => y !== undefined);
+    const last = this.data
+      .map((some, i) => [this.name(this.asked[i]), some.y.findLast((y) => y !== null)])
+      .filter(([, y]) => y !== undefined);
     const words = last.slice(0, 6).map(([name, y]) => `${name} ${plain(y, 4)}`);
-    attr(this.host, "aria-label", `${TITLES[this.group] ?? this.group} against ${this.x}, ${last.length} series. Newest values: ${words.join(", ")}${last.length > 6 ? " and others" : ""}`);
+    attr(
+      this.host,
+      "aria-label",
+      `${TITLES[this.group] ?? this.group} against ${this.x}, ${last.length} series. Newest values: ${words.join(", ")}${last.length > 6 ? " and others" : ""}`,
+    );
   }
 
   travelTo(at) {
@@ -237,7 +318,12 @@ export class Chart {
   async save() {
     try {
       for (const run of new Set(this.series.map((some) => some.run))) {
-        await this.download(run, this.series.filter((some) => some.run === run && some.x.includes(this.x)).map((some) => some.name), this.x, this.group);
+        await this.download(
+          run,
+          this.series.filter((some) => some.run === run && some.x.includes(this.x)).map((some) => some.name),
+          this.x,
+          this.group,
+        );
       }
     } catch (error) {
       toast(`No download: ${error.message}`, "bad");

@@ -14,8 +14,16 @@ export class Column {
   constructor(run, letter, { net, onStory, onTravel, changed }) {
     Object.assign(this, { run, letter, net, changed, newest: null, shown: null, lost: null, receivedAt: null });
     const section = (id, title, extra = "") => {
-      const node = h("section", { id: `${id}-${run.index}`, class: `panel ${extra}`, "aria-labelledby": `${id}-title-${run.index}`, tabindex: "-1" },
-        h("h2", { id: `${id}-title-${run.index}` }, title));
+      const node = h(
+        "section",
+        {
+          id: `${id}-${run.index}`,
+          class: `panel ${extra}`,
+          "aria-labelledby": `${id}-title-${run.index}`,
+          tabindex: "-1",
+        },
+        h("h2", { id: `${id}-title-${run.index}` }, title),
+      );
       this.node.append(node);
       return node;
     };
@@ -101,18 +109,26 @@ export class Column {
 
   verdict() {
     const p = this.shown;
-    if (this.lost) return { tone: "bad", word: "Not connected", text: this.newest ? `what you see is ${duration(this.age())} old` : "trying to reach the server" };
+    if (this.lost)
+      return {
+        tone: "bad",
+        word: "Not connected",
+        text: this.newest ? `what you see is ${duration(this.age())} old` : "trying to reach the server",
+      };
     if (!p) return { tone: "calm", word: "Connecting", text: "" };
     const { alive, learners } = p.headline ?? {};
-    const counts = typeof alive === "number" ? `${alive} of ${learners ?? "?"} islands alive` : "islands not counted yet";
+    const counts =
+      typeof alive === "number" ? `${alive} of ${learners ?? "?"} islands alive` : "islands not counted yet";
     const alerts = p.alerts ?? [];
-    if (p.loading !== null && p.loading !== undefined) return { tone: "calm", word: "Reading", text: `${share(p.loading, 0)} of the tape` };
+    if (p.loading !== null && p.loading !== undefined)
+      return { tone: "calm", word: "Reading", text: `${share(p.loading, 0)} of the tape` };
     if (!p.now) return { tone: "warn", word: "In the past", text: counts };
     if (alerts.some(severe)) return { tone: "bad", word: "In trouble", text: plural(alerts.length, "alert") };
     if (this.old) return { tone: "warn", word: "Silent", text: `nothing new for ${duration(this.age())}` };
     if (alerts.length) return { tone: "warn", word: "Look here", text: `${plural(alerts.length, "alert")}, ${counts}` };
     if (p.paused) return { tone: "calm", word: "Paused", text: counts };
-    if (!p.live || p.stage === "finished") return { tone: "calm", word: p.stage === "finished" ? "Finished" : "Ended", text: `${share(p.progress)} done` };
+    if (!p.live || p.stage === "finished")
+      return { tone: "calm", word: p.stage === "finished" ? "Finished" : "Ended", text: `${share(p.progress)} done` };
     return { tone: "good", word: "Well", text: `${counts}, no alerts` };
   }
 

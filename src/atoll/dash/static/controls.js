@@ -5,7 +5,14 @@ import { attr, h, put, remember, show, toast } from "./dom.js";
 export class Controls {
   constructor(host, { net, dialog }) {
     Object.assign(this, { host, net, dialog });
-    this.who = h("input", { type: "text", maxlength: "60", autocomplete: "name", value: remember("who") ?? "", placeholder: "your name", on: { change: () => remember("who", this.who.value.trim()) } });
+    this.who = h("input", {
+      type: "text",
+      maxlength: "60",
+      autocomplete: "name",
+      value: remember("who") ?? "",
+      placeholder: "your name",
+      on: { change: () => remember("who", this.who.value.trim()) },
+    });
     this.learner = h("select", {});
     this.quorum = h("input", { type: "number", min: "1", step: "1", inputmode: "numeric" });
     this.grace = h("input", { type: "number", min: "0", max: "1", step: "0.05", inputmode: "decimal" });
@@ -19,12 +26,19 @@ export class Controls {
     };
     this.note = h("p", { class: "soft hint" });
     this.title = h("h2", { id: "controls-title" }, "Controls");
-    host.append(this.title, h("div", { class: "controls" },
-      h("label", {}, "Signed", this.who),
-      h("div", { class: "group" }, this.buttons.pause, this.buttons.resume, this.buttons.snapshot),
-      h("div", { class: "group" }, h("label", {}, "Learner", this.learner), this.buttons.drain),
-      h("div", { class: "group" }, h("label", {}, "Quorum", this.quorum), this.buttons.quorum),
-      h("div", { class: "group" }, h("label", {}, "Grace margin", this.grace), this.buttons.grace)), this.note);
+    host.append(
+      this.title,
+      h(
+        "div",
+        { class: "controls" },
+        h("label", {}, "Signed", this.who),
+        h("div", { class: "group" }, this.buttons.pause, this.buttons.resume, this.buttons.snapshot),
+        h("div", { class: "group" }, h("label", {}, "Learner", this.learner), this.buttons.drain),
+        h("div", { class: "group" }, h("label", {}, "Quorum", this.quorum), this.buttons.quorum),
+        h("div", { class: "group" }, h("label", {}, "Grace margin", this.grace), this.buttons.grace),
+      ),
+      this.note,
+    );
     attr(this.buttons.quorum, "aria-label", "Set the quorum");
     attr(this.buttons.grace, "aria-label", "Set the grace margin");
   }
@@ -52,12 +66,20 @@ export class Controls {
       if (numbers.includes(Number(chosen))) this.learner.value = chosen;
     }
     // What somebody is typing is not overwritten by the next picture.
-    if (document.activeElement !== this.quorum && !this.quorum.dataset.edited) this.quorum.value = picture.headline?.quorum ?? "";
-    if (document.activeElement !== this.grace && !this.grace.dataset.edited) this.grace.value = picture.headline?.grace_margin ?? "";
+    if (document.activeElement !== this.quorum && !this.quorum.dataset.edited)
+      this.quorum.value = picture.headline?.quorum ?? "";
+    if (document.activeElement !== this.grace && !this.grace.dataset.edited)
+      this.grace.value = picture.headline?.grace_margin ?? "";
     this.quorum.oninput ??= () => (this.quorum.dataset.edited = "1");
     this.grace.oninput ??= () => (this.grace.dataset.edited = "1");
-    put(this.note, travelling ? "Controls act on the run as it is now: go back to live first." : over ? "The run is over."
-      : "Each is asked once more before it happens, and is written to the tape with your name and the time.");
+    put(
+      this.note,
+      travelling
+        ? "Controls act on the run as it is now: go back to live first."
+        : over
+          ? "The run is over."
+          : "Each is asked once more before it happens, and is written to the tape with your name and the time.",
+    );
   }
 
   async ask(what, value) {
@@ -70,7 +92,11 @@ export class Controls {
       toast("The server did it without asking twice.", "warn");
     } catch (error) {
       if (error.status !== 409 || !error.body.ask) return toast(error.message, "bad");
-      const yes = await this.dialog.ask(error.body.ask, { title: `${what[0].toUpperCase()}${what.slice(1)}?`, yes: `Yes, ${what}`, no: "No" });
+      const yes = await this.dialog.ask(error.body.ask, {
+        title: `${what[0].toUpperCase()}${what.slice(1)}?`,
+        yes: `Yes, ${what}`,
+        no: "No",
+      });
       if (!yes) return undefined;
       try {
         const told = await this.net.post(path, { ...body, sure: true });

@@ -39,13 +39,19 @@ const same = (a, b) => a.length === b.length && a.every((x, i) => x === b[i]);
 /** [x, y1, y2, ...]; `join` is uPlot.join. */
 export function table(series, { weight = 0, log = false, gaps = false, points = 600 }, join) {
   const parts = series.map(({ x, y }) => {
-    const values = smoothed(y, weight).map((v) => (v === null || v === undefined || !Number.isFinite(v) || (log && v <= 0) ? null : v));
+    const values = smoothed(y, weight).map((v) =>
+      v === null || v === undefined || !Number.isFinite(v) || (log && v <= 0) ? null : v,
+    );
     return gaps ? withGaps(x, values) : [x, values];
   });
   if (!parts.length) return [[]];
   if (parts.every(([x]) => same(x, parts[0][0]))) return [parts[0][0], ...parts.map(([, y]) => y)];
   const cells = parts.reduce((sum, [x]) => sum + x.length, 0) * parts.length;
-  if (cells <= MOST_CELLS) return join(parts, parts.map(() => [1, 1]));
+  if (cells <= MOST_CELLS)
+    return join(
+      parts,
+      parts.map(() => [1, 1]),
+    );
   return onGrid(parts, points);
 }
 

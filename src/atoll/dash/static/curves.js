@@ -14,7 +14,12 @@ export class Curves {
     this.charts = new Map();
     this.catalogue = [];
     this.settings = { x: "time", log: false, weight: 0 };
-    this.wanted = new Set((remember("curves") ?? FIRST.join()).split(",").filter((name) => name in TITLES).slice(0, MOST));
+    this.wanted = new Set(
+      (remember("curves") ?? FIRST.join())
+        .split(",")
+        .filter((name) => name in TITLES)
+        .slice(0, MOST),
+    );
     this.build(host);
     this.host = host;
     this.visible = false;
@@ -23,32 +28,67 @@ export class Curves {
   /** Only once there is something above it: an empty page would show its curves first. */
   observe() {
     if (this.observer) return;
-    this.observer = new IntersectionObserver((seen) => {
-      this.visible = seen.at(-1).isIntersecting;
-      if (this.visible) this.start();
-    }, { rootMargin: "300px" });
+    this.observer = new IntersectionObserver(
+      (seen) => {
+        this.visible = seen.at(-1).isIntersecting;
+        if (this.visible) this.start();
+      },
+      { rootMargin: "300px" },
+    );
     requestAnimationFrame(() => this.observer.observe(this.host));
   }
 
   build(host) {
-    const segment = (x, text) => h("button", { type: "button", "aria-pressed": String(this.settings.x === x), on: { click: () => this.setX(x) } }, text);
+    const segment = (x, text) =>
+      h(
+        "button",
+        { type: "button", "aria-pressed": String(this.settings.x === x), on: { click: () => this.setX(x) } },
+        text,
+      );
     this.segments = { time: segment("time", "time"), tokens: segment("tokens", "tokens") };
     this.log = h("input", { type: "checkbox", on: { change: () => this.redrawAll({ log: this.log.checked }) } });
     this.level = h("output", {}, "0");
     const smooth = settled(60, () => this.redrawAll({ weight: Number(this.smooth.value) }));
-    this.smooth = h("input", { type: "range", min: "0", max: "0.98", step: "0.02", value: "0", "aria-label": "Smoothing", on: { input: () => {
-      put(this.level, Number(this.smooth.value).toFixed(2));
-      smooth();
-    } } });
+    this.smooth = h("input", {
+      type: "range",
+      min: "0",
+      max: "0.98",
+      step: "0.02",
+      value: "0",
+      "aria-label": "Smoothing",
+      on: {
+        input: () => {
+          put(this.level, Number(this.smooth.value).toFixed(2));
+          smooth();
+        },
+      },
+    });
     this.groups = h("div", { class: "filters", role: "group", "aria-label": "Groups of curves" });
     this.note = h("p", { class: "soft empty" }, "Loading…");
     this.grid = h("div", { class: "charts" });
-    host.append(h("h2", { id: "curves-title" }, "Curves"),
-      h("div", { class: "tools" },
-        h("div", { class: "segments", role: "group", "aria-label": "Against" }, this.segments.time, this.segments.tokens),
-        h("label", {}, this.log, "log scale"), h("label", { class: "slide" }, "smoothing", this.smooth, this.level)),
-      this.groups, this.note, this.grid,
-      h("p", { class: "soft hint" }, "Drag in a chart to zoom, double-click to see all. Click a name to hide its line."));
+    host.append(
+      h("h2", { id: "curves-title" }, "Curves"),
+      h(
+        "div",
+        { class: "tools" },
+        h(
+          "div",
+          { class: "segments", role: "group", "aria-label": "Against" },
+          this.segments.time,
+          this.segments.tokens,
+        ),
+        h("label", {}, this.log, "log scale"),
+        h("label", { class: "slide" }, "smoothing", this.smooth, this.level),
+      ),
+      this.groups,
+      this.note,
+      this.grid,
+      h(
+        "p",
+        { class: "soft hint" },
+        "Drag in a chart to zoom, double-click to see all. Click a name to hide its line.",
+      ),
+    );
   }
 
   /** The runs that are shown: one, or two on top of each other. */
@@ -65,8 +105,14 @@ export class Curves {
     try {
       if (!globalThis.uPlot) await script("vendor/uPlot.iife.min.js");
       const lists = await Promise.all(runs.map((run) => this.net.get(`api/run/${run.index}/series`)));
-      this.catalogue = lists.flatMap(({ series }, place) => series.map((some) => ({
-        ...some, run: runs[place].index, runName: runs.length > 1 ? runs[place].name : null, second: place > 0 })));
+      this.catalogue = lists.flatMap(({ series }, place) =>
+        series.map((some) => ({
+          ...some,
+          run: runs[place].index,
+          runName: runs.length > 1 ? runs[place].name : null,
+          second: place > 0,
+        })),
+      );
       this.loaded = runs === this.runs;
       show(this.note, this.catalogue.length === 0);
       put(this.note, "This run has no curves yet.");
@@ -81,12 +127,20 @@ export class Curves {
 
   arrange() {
     const found = [...new Set(this.catalogue.map((some) => some.group))];
-    const names = [...Object.keys(TITLES).filter((name) => found.includes(name)), ...found.filter((name) => !(name in TITLES)).sort()];
-    keyed(this.groups, names, (name) => name, (name) => h("button", { type: "button", class: "filter", on: { click: () => this.toggle(name) } }, name),
+    const names = [
+      ...Object.keys(TITLES).filter((name) => found.includes(name)),
+      ...found.filter((name) => !(name in TITLES)).sort(),
+    ];
+    keyed(
+      this.groups,
+      names,
+      (name) => name,
+      (name) => h("button", { type: "button", class: "filter", on: { click: () => this.toggle(name) } }, name),
       (node, name) => {
         attr(node, "aria-pressed", String(this.wanted.has(name)));
         attr(node, "disabled", !this.wanted.has(name) && this.wanted.size >= MOST ? "" : null);
-      });
+      },
+    );
     const open = names.filter((name) => this.wanted.has(name));
     for (const [name, chart] of this.charts) {
       if (open.includes(name)) continue;
@@ -95,7 +149,14 @@ export class Curves {
     }
     for (const name of open) {
       if (!this.charts.has(name)) {
-        this.charts.set(name, new Chart(name, { settings: this.settings, fetchSeries: (...words) => this.fetchSeries(...words), download: (...words) => this.download(...words) }));
+        this.charts.set(
+          name,
+          new Chart(name, {
+            settings: this.settings,
+            fetchSeries: (...words) => this.fetchSeries(...words),
+            download: (...words) => this.download(...words),
+          }),
+        );
       }
       const chart = this.charts.get(name);
       this.grid.append(chart.node);
@@ -168,7 +229,10 @@ export class Curves {
   async download(run, names, x, group) {
     const blob = await this.net.file(`api/run/${run}/series.csv?${new URLSearchParams({ names: names.join(), x })}`);
     const url = URL.createObjectURL(blob);
-    h("a", { href: url, download: `${(this.runs.find((some) => some.index === run)?.name ?? "run").replace(/[^\w.-]+/g, "_")}-${group}.csv` }).click();
+    h("a", {
+      href: url,
+      download: `${(this.runs.find((some) => some.index === run)?.name ?? "run").replace(/[^\w.-]+/g, "_")}-${group}.csv`,
+    }).click();
     setTimeout(() => URL.revokeObjectURL(url), 10000);
   }
 }

@@ -54,20 +54,53 @@ export class Dialog {
   askToken(wrong) {
     return new Promise((resolve) => {
       const input = h("input", { type: "password", autocomplete: "off", autofocus: true, "aria-label": "Token" });
-      const form = h("form", { method: "dialog", on: { submit: (event) => {
-        event.preventDefault();
-        this.node.close("given");
-      } } }, input, h("button", { type: "submit" }, "Open"));
+      const form = h(
+        "form",
+        {
+          method: "dialog",
+          on: {
+            submit: (event) => {
+              event.preventDefault();
+              this.node.close("given");
+            },
+          },
+        },
+        input,
+        h("button", { type: "submit" }, "Open"),
+      );
       this.node.returnValue = "";
-      this.show("The run's token", h("p", {}, wrong ? "That token is not the right one." : "This page is shown to those who know the run's token. It is kept in this tab only."), form);
-      this.node.addEventListener("close", () => resolve(this.node.returnValue === "given" ? input.value.trim() : null), { once: true });
+      this.show(
+        "The run's token",
+        h(
+          "p",
+          {},
+          wrong
+            ? "That token is not the right one."
+            : "This page is shown to those who know the run's token. It is kept in this tab only.",
+        ),
+        form,
+      );
+      this.node.addEventListener(
+        "close",
+        () => resolve(this.node.returnValue === "given" ? input.value.trim() : null),
+        { once: true },
+      );
     });
   }
 
   help() {
-    const rows = (some) => some.map(([keys, what]) => h("tr", {}, h("th", { scope: "row" }, h("kbd", {}, keys)), h("td", {}, what)));
-    this.show("Keyboard", h("table", { class: "keys" }, h("tbody", {}, ...rows(SHORTCUTS))), h("h3", {}, "On the timeline"),
+    const rows = (some) =>
+      some.map(([keys, what]) => h("tr", {}, h("th", { scope: "row" }, h("kbd", {}, keys)), h("td", {}, what)));
+    this.show(
+      "Keyboard",
+      h("table", { class: "keys" }, h("tbody", {}, ...rows(SHORTCUTS))),
+      h("h3", {}, "On the timeline"),
       h("table", { class: "keys" }, h("tbody", {}, ...rows(ON_TIMELINE))),
-      h("div", { class: "answers" }, h("button", { type: "button", autofocus: true, on: { click: () => this.node.close() } }, "Close")));
+      h(
+        "div",
+        { class: "answers" },
+        h("button", { type: "button", autofocus: true, on: { click: () => this.node.close() } }, "Close"),
+      ),
+    );
   }
 }

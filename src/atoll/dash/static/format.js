@@ -24,7 +24,16 @@ function scaled(value, names, step, unit) {
     size /= step;
     place += 1;
   }
-  const digits = place === 0 ? (Number.isInteger(size) || Math.abs(size) >= 100 ? 0 : 1) : Math.abs(size) >= 99.95 ? 0 : Math.abs(size) >= 9.995 ? 1 : 2;
+  const digits =
+    place === 0
+      ? Number.isInteger(size) || Math.abs(size) >= 100
+        ? 0
+        : 1
+      : Math.abs(size) >= 99.95
+        ? 0
+        : Math.abs(size) >= 9.995
+          ? 1
+          : 2;
   const text = size.toFixed(digits);
   return `${text}${names[place] || unit ? "\u202f" : ""}${names[place]}${unit}`;
 }

@@ -17,21 +17,38 @@ export class Fragments {
   render(picture) {
     const fragments = picture.fragments ?? [];
     this.grid.classList.toggle("compact", fragments.length >= COMPACT_FROM);
-    keyed(this.grid, fragments, (fragment) => fragment.fragment, (fragment) => this.cell(fragment.fragment),
-      (entry, fragment) => fill(entry, fragment, picture.islands.length));
+    keyed(
+      this.grid,
+      fragments,
+      (fragment) => fragment.fragment,
+      (fragment) => this.cell(fragment.fragment),
+      (entry, fragment) => fill(entry, fragment, picture.islands.length),
+    );
     show(this.none, fragments.length === 0);
   }
 
   cell(number) {
-    const entry = { name: h("button", { type: "button", class: "cover", on: { click: () => this.onStory({ fragment: number }) } }, String(number)) };
+    const entry = {
+      name: h(
+        "button",
+        { type: "button", class: "cover", on: { click: () => this.onStory({ fragment: number }) } },
+        String(number),
+      ),
+    };
     attr(entry.name, "aria-label", `fragment ${number}`);
     entry.version = h("span", { class: "version" });
     entry.phase = h("span", { class: "phase" });
     entry.age = h("span", { class: "age soft" });
     entry.bar = h("span", { class: "thin", role: "img" }, h("i"));
     entry.reason = h("p", { class: "reason" });
-    entry.node = h("li", { class: "fragment" }, h("div", { class: "row" }, entry.name, entry.version),
-      h("div", { class: "row" }, entry.phase, entry.age), entry.bar, entry.reason);
+    entry.node = h(
+      "li",
+      { class: "fragment" },
+      h("div", { class: "row" }, entry.name, entry.version),
+      h("div", { class: "row" }, entry.phase, entry.age),
+      entry.bar,
+      entry.reason,
+    );
     return entry;
   }
 }
@@ -42,7 +59,10 @@ function fill(entry, fragment, islands) {
   const open = fragment.phase !== "idle";
   attr(entry.node, "data-phase", fragment.phase);
   put(entry.version, fragment.version === null ? "no version" : `v${fragment.version}`);
-  put(entry.phase, `${phase.letter} ${fragment.phase}${open && fragment.asked ? ` ${fragment.contributions ?? 0}/${fragment.asked}` : ""}`);
+  put(
+    entry.phase,
+    `${phase.letter} ${fragment.phase}${open && fragment.asked ? ` ${fragment.contributions ?? 0}/${fragment.asked}` : ""}`,
+  );
   attr(entry.phase, "title", phase.note);
   put(entry.age, duration(fragment.age_s));
   attr(entry.age, "title", "since its last merge");
@@ -50,9 +70,7 @@ function fill(entry, fragment, islands) {
   const last = fragment.version ? `${came} of ${islands} islands are in its last merge` : "not merged yet";
   attr(entry.bar, "aria-label", last);
   attr(entry.bar, "title", came ? `${last}: ${learnerList(fragment.contributors, 12)}` : last);
-  const waits = fragment.waiting_for?.length
-    ? `waits for ${learnerList(fragment.waiting_for, 3)}: `
-    : "";
+  const waits = fragment.waiting_for?.length ? `waits for ${learnerList(fragment.waiting_for, 3)}: ` : "";
   const text = `${open ? waits : ""}${fragment.reason ?? ""}`;
   put(entry.reason, text);
   attr(entry.reason, "title", text);

@@ -8,8 +8,22 @@ export class Ledger {
     this.bar = h("div", { class: "split tall", role: "img" });
     this.balance = h("p", { class: "balance" });
     this.rows = h("tbody");
-    this.table = h("table", {}, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Tokens"),
-      h("th", { scope: "col", class: "number" }, "count"), h("th", { scope: "col", class: "number" }, "share"))), this.rows);
+    this.table = h(
+      "table",
+      {},
+      h(
+        "thead",
+        {},
+        h(
+          "tr",
+          {},
+          h("th", { scope: "col" }, "Tokens"),
+          h("th", { scope: "col", class: "number" }, "count"),
+          h("th", { scope: "col", class: "number" }, "share"),
+        ),
+      ),
+      this.rows,
+    );
     this.none = h("p", { class: "soft empty" }, "Nothing has been trained yet.");
     host.append(this.bar, this.balance, h("div", { class: "wide" }, this.table), this.none);
   }
@@ -26,23 +40,43 @@ export class Ledger {
     const rows = [
       { key: "merged", state: "merged", name: "merged into the model", count: ledger.merged },
       { key: "pending", state: "pending", name: "pending: on their way to a merge", count: ledger.pending },
-      ...dropped.map(([reason, count]) => ({ key: `d ${reason}`, state: "dropped", name: `dropped: ${reason}`, count })),
+      ...dropped.map(([reason, count]) => ({
+        key: `d ${reason}`,
+        state: "dropped",
+        name: `dropped: ${reason}`,
+        count,
+      })),
     ];
     const all = Math.max(ledger.trained, 1);
-    keyed(this.bar, rows, (row) => row.key, (row) => h("i", { class: "swatch", "data-state": row.state }),
-      (node, row) => (node.style.flexGrow = row.count / all));
+    keyed(
+      this.bar,
+      rows,
+      (row) => row.key,
+      (row) => h("i", { class: "swatch", "data-state": row.state }),
+      (node, row) => (node.style.flexGrow = row.count / all),
+    );
     attr(this.bar, "aria-label", rows.map((row) => `${row.name} ${share(row.count / all)}`).join(", "));
-    keyed(this.rows, [{ key: "trained", name: "trained", count: ledger.trained }, ...rows], (row) => row.key, make,
+    keyed(
+      this.rows,
+      [{ key: "trained", name: "trained", count: ledger.trained }, ...rows],
+      (row) => row.key,
+      make,
       (entry, row) => {
         put(entry.name, row.name);
         put(entry.count, whole(row.count));
         put(entry.share, share((row.count ?? 0) / all, 2));
-      });
+      },
+    );
     const sum = (ledger.merged ?? 0) + (ledger.pending ?? 0) + dropped.reduce((total, [, count]) => total + count, 0);
     attr(this.balance, "data-tone", ledger.balanced === null ? "calm" : ledger.balanced ? "good" : "bad");
-    put(this.balance, ledger.balanced === null ? "Whether it balances is not known yet."
-      : ledger.balanced ? "✓ Balanced: every trained token is accounted for."
-        : `✕ Out of balance: merged, pending and dropped are ${whole(sum)}, trained are ${whole(ledger.trained)}.`);
+    put(
+      this.balance,
+      ledger.balanced === null
+        ? "Whether it balances is not known yet."
+        : ledger.balanced
+          ? "✓ Balanced: every trained token is accounted for."
+          : `✕ Out of balance: merged, pending and dropped are ${whole(sum)}, trained are ${whole(ledger.trained)}.`,
+    );
   }
 }
 

@@ -11,7 +11,14 @@ import { Notices } from "./notices.js";
 import { Story } from "./story.js";
 import { Travel } from "./travel.js";
 
-const SECTIONS = [["now", "Now"], ["timeline", "Timeline"], ["fragments", "Fragments"], ["ledger", "Ledger"], ["curves", "Curves"], ["controls", "Controls"]];
+const SECTIONS = [
+  ["now", "Now"],
+  ["timeline", "Timeline"],
+  ["fragments", "Fragments"],
+  ["ledger", "Ledger"],
+  ["curves", "Curves"],
+  ["controls", "Controls"],
+];
 const THEMES = { auto: "◐ auto", light: "○ light", dark: "● dark" };
 const at = (id) => document.getElementById(id);
 
@@ -24,7 +31,11 @@ class Page {
     this.renders = 0;
     this.dialog = new Dialog(at("dialog"));
     this.story = new Story(at("story"), { net: this.net, onTravel: (time) => this.travelTo(time) });
-    this.notices = new Notices(at("notices"), { onLive: () => this.travelTo(null), onRetry: () => this.retry(), onStory: (about) => this.tell(about) });
+    this.notices = new Notices(at("notices"), {
+      onLive: () => this.travelTo(null),
+      onRetry: () => this.retry(),
+      onStory: (about) => this.tell(about),
+    });
     this.travelBar = new Travel(at("travel"), { onTravel: (time) => this.travelTo(time) });
     this.curves = new Curves(at("curves"), { net: this.net });
     this.controls = new Controls(at("controls"), { net: this.net, dialog: this.dialog });
@@ -63,7 +74,12 @@ class Page {
 
   setRuns(runs) {
     this.runs = runs;
-    const options = { net: this.net, onStory: (about) => this.tell(about), onTravel: (time) => this.travelTo(time), changed: () => this.changed() };
+    const options = {
+      net: this.net,
+      onStory: (about) => this.tell(about),
+      onTravel: (time) => this.travelTo(time),
+      changed: () => this.changed(),
+    };
     this.columns = runs.map((run, place) => new Column(run, "AB"[place] ?? String(place + 1), options));
     at("columns").replaceChildren(...this.columns.map((column) => column.node));
     for (const column of this.columns) {
@@ -74,9 +90,17 @@ class Page {
     const host = at("switch");
     show(host, runs.length > 1);
     if (runs.length > 1) {
-      for (const [view, name] of [...this.columns.map((column) => [column.letter, column.run.name]), ["both", "both"]]) {
-        host.append(h("button", { type: "button", "data-view": view, title: name, on: { click: () => this.setView(view) } },
-          view === "both" ? "both" : h("span", {}, h("b", {}, view), h("span", { class: "wide-only" }, ` ${name}`))));
+      for (const [view, name] of [
+        ...this.columns.map((column) => [column.letter, column.run.name]),
+        ["both", "both"],
+      ]) {
+        host.append(
+          h(
+            "button",
+            { type: "button", "data-view": view, title: name, on: { click: () => this.setView(view) } },
+            view === "both" ? "both" : h("span", {}, h("b", {}, view), h("span", { class: "wide-only" }, ` ${name}`)),
+          ),
+        );
       }
     }
     this.setView(this.columns[0]?.letter ?? "A");
@@ -154,7 +178,9 @@ class Page {
     put(at("title"), names);
     attr(at("title"), "title", names);
     const verdicts = columns.map((column) => column.verdict());
-    const worst = ["bad", "warn", "good", "calm"].map((tone) => verdicts.find((verdict) => verdict.tone === tone)).find(Boolean);
+    const worst = ["bad", "warn", "good", "calm"]
+      .map((tone) => verdicts.find((verdict) => verdict.tone === tone))
+      .find(Boolean);
     this.showVerdict(worst);
     document.title = `${{ bad: "✕ ", warn: "! " }[worst.tone] ?? ""}${names} · ${worst.word} · Atoll`;
     const reading = columns.map((column) => column.newest?.loading).find((some) => some !== null && some !== undefined);
@@ -177,10 +203,27 @@ class Page {
   // ---- around
 
   makeNav() {
-    keyed(at("nav"), SECTIONS, ([id]) => id, ([id, name]) => h("a", { href: `#${id}`, "data-to": id, on: { click: (event) => {
-      event.preventDefault();
-      this.go(id);
-    } } }, name), () => {});
+    keyed(
+      at("nav"),
+      SECTIONS,
+      ([id]) => id,
+      ([id, name]) =>
+        h(
+          "a",
+          {
+            href: `#${id}`,
+            "data-to": id,
+            on: {
+              click: (event) => {
+                event.preventDefault();
+                this.go(id);
+              },
+            },
+          },
+          name,
+        ),
+      () => {},
+    );
   }
 
   go(id) {
@@ -216,7 +259,11 @@ class Page {
 
   onKey(event) {
     if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented || this.dialog.open) return;
-    if (event.target.closest?.("input:not([type=range]):not([type=checkbox]), select, textarea") && event.key !== "Escape") return;
+    if (
+      event.target.closest?.("input:not([type=range]):not([type=checkbox]), select, textarea") &&
+      event.key !== "Escape"
+    )
+      return;
     const views = [...this.columns.map((column) => column.letter), ...(this.columns.length > 1 ? ["both"] : [])];
     const acts = {
       "?": () => this.dialog.help(),

@@ -18,25 +18,43 @@ export class Notices {
     for (const column of columns) {
       const of = many ? `${column.run.name}: ` : "";
       this.connection(column, of, items);
-      (column.shown?.damaged ?? []).slice(0, 3).forEach((sentence, place) => items.push({
-        key: `damaged ${column.run.index} ${place}`, kind: "damaged", tone: "warn", text: `${of}A tape cannot be read any further: ${sentence}` }));
+      (column.shown?.damaged ?? []).slice(0, 3).forEach((sentence, place) =>
+        items.push({
+          key: `damaged ${column.run.index} ${place}`,
+          kind: "damaged",
+          tone: "warn",
+          text: `${of}A tape cannot be read any further: ${sentence}`,
+        }),
+      );
     }
     if (travel !== null) items.push(this.past(columns[0], travel));
     for (const column of columns) this.alerts(column, many ? `${column.run.name}: ` : "", items);
-    keyed(this.host, items, (item) => item.key, (item) => this.make(item), (entry, item) => {
-      put(entry.text, item.text);
-      put(entry.sign, SIGNS[item.tone]);
-      attr(entry.node, "data-tone", item.tone);
-      show(entry.button, Boolean(item.act));
-      if (item.act) put(entry.button, item.label);
-      entry.act = item.act;
-    });
+    keyed(
+      this.host,
+      items,
+      (item) => item.key,
+      (item) => this.make(item),
+      (entry, item) => {
+        put(entry.text, item.text);
+        put(entry.sign, SIGNS[item.tone]);
+        attr(entry.node, "data-tone", item.tone);
+        show(entry.button, Boolean(item.act));
+        if (item.act) put(entry.button, item.label);
+        entry.act = item.act;
+      },
+    );
   }
 
   make(item) {
     const entry = { text: h("span"), sign: h("b", { class: "sign", "aria-hidden": "true" }) };
     entry.button = h("button", { type: "button", class: "small", on: { click: () => entry.act?.() } });
-    entry.node = h("div", { class: "notice", "data-kind": item.kind, role: item.role ?? null }, entry.sign, entry.text, entry.button);
+    entry.node = h(
+      "div",
+      { class: "notice", "data-kind": item.kind, role: item.role ?? null },
+      entry.sign,
+      entry.text,
+      entry.button,
+    );
     return entry;
   }
 
@@ -46,8 +64,18 @@ export class Notices {
     if (lost) {
       const wait = Math.max((lost.retryAt - performance.now()) / 1000, 0);
       const next = wait >= 1 ? `trying again in ${Math.ceil(wait)} s` : "trying again";
-      const text = newest ? `${of}What you see is ${duration(column.age())} old; ${next}.` : `${of}No answer from the server; ${next}.`;
-      items.push({ key: `lost ${key}`, kind: "lost", tone: "bad", role: "alert", text, act: this.onRetry, label: "Now" });
+      const text = newest
+        ? `${of}What you see is ${duration(column.age())} old; ${next}.`
+        : `${of}No answer from the server; ${next}.`;
+      items.push({
+        key: `lost ${key}`,
+        kind: "lost",
+        tone: "bad",
+        role: "alert",
+        text,
+        act: this.onRetry,
+        label: "Now",
+      });
     } else if (column.old) {
       const text = `${of}What you see is ${duration(column.age())} old: the run has written nothing since then. Its syncer may be down or stuck.`;
       items.push({ key: `old ${key}`, kind: "old", tone: "warn", role: "alert", text });
@@ -59,7 +87,14 @@ export class Notices {
     const wall = wallTime(travel, picture?.wall0);
     const before = picture ? `, ${duration(picture.to - travel)} before the newest entry` : "";
     const text = `You look into the past: ${runTime(travel, true)} into the run${wall ? ` (${wall})` : ""}${before}.`;
-    return { key: "past", kind: "past", tone: "calm", text, act: this.onLive, label: picture?.live ? "Back to live" : "To the end" };
+    return {
+      key: "past",
+      kind: "past",
+      tone: "calm",
+      text,
+      act: this.onLive,
+      label: picture?.live ? "Back to live" : "To the end",
+    };
   }
 
   alerts(column, of, items) {
@@ -71,12 +106,21 @@ export class Notices {
       if (learner) about.learner = Number(learner[1]);
       if (fragment) about.fragment = Number(fragment[1]);
       items.push({
-        key: `alert ${column.run.index} ${alert.rule} ${alert.subject}`, kind: "alert", tone: severe(alert) ? "bad" : "warn",
+        key: `alert ${column.run.index} ${alert.rule} ${alert.subject}`,
+        kind: "alert",
+        tone: severe(alert) ? "bad" : "warn",
         text: `${of}${alert.text} (${alert.rule}, since ${runTime(alert.since)})`,
-        act: () => this.onStory(about), label: "Story",
+        act: () => this.onStory(about),
+        label: "Story",
       });
     }
     const rest = alerts.length - MOST_ALERTS;
-    if (rest > 0) items.push({ key: `rest ${column.run.index}`, kind: "alert", tone: "warn", text: `${of}and ${rest} more alerts` });
+    if (rest > 0)
+      items.push({
+        key: `rest ${column.run.index}`,
+        kind: "alert",
+        tone: "warn",
+        text: `${of}and ${rest} more alerts`,
+      });
   }
 }

@@ -9,17 +9,43 @@ const DENSE_FROM = 13; // islands: with more of them cards become tiles; a click
 /** [id, label, what it means, figure, small print], in the order in which an operator asks. */
 const FIGURES = [
   ["loss", "Loss", "of the islands that train, in nats", (f) => plain(f.loss, 4), () => ""],
-  ["tokens", "Tokens/s", "trained by all islands together", (f) => compact(f.tokens_per_s),
-    (f) => `${compact(f.tokens)} in all`],
-  ["goodput", "Goodput", "share of the islands' time in steps that counted", (f) => share(f.goodput),
-    () => "of all time"],
+  [
+    "tokens",
+    "Tokens/s",
+    "trained by all islands together",
+    (f) => compact(f.tokens_per_s),
+    (f) => `${compact(f.tokens)} in all`,
+  ],
+  [
+    "goodput",
+    "Goodput",
+    "share of the islands' time in steps that counted",
+    (f) => share(f.goodput),
+    () => "of all time",
+  ],
   ["uptime", "Uptime", "share of the time in which some island trained", (f) => share(f.uptime), () => "of the run"],
-  ["counts", "Islands", "alive now; asked and merged in recent rounds, on average", null, (f) => `of ${whole(f.learners)}`],
+  [
+    "counts",
+    "Islands",
+    "alive now; asked and merged in recent rounds, on average",
+    null,
+    (f) => `of ${whole(f.learners)}`,
+  ],
   ["bytes", "Traffic", "bytes per second from islands and to them", null, () => "all islands"],
-  ["h", "Effective H", "steps between two merges of a fragment", (f) => plain(f.effective_h),
-    (f) => `${whole(f.merges)} merges`],
-  ["remaining", "To the end", "time until the budget is used up, at this speed", (f) => duration(f.remaining_s),
-    (f, p) => `${share(p.progress)} done`],
+  [
+    "h",
+    "Effective H",
+    "steps between two merges of a fragment",
+    (f) => plain(f.effective_h),
+    (f) => `${whole(f.merges)} merges`,
+  ],
+  [
+    "remaining",
+    "To the end",
+    "time until the budget is used up, at this speed",
+    (f) => duration(f.remaining_s),
+    (f, p) => `${share(p.progress)} done`,
+  ],
 ];
 
 export class Now {
@@ -32,7 +58,11 @@ export class Now {
     this.sub = h("p", { class: "soft under" });
     this.filters = h("div", { class: "filters", role: "group", "aria-label": "Show islands by state" });
     this.cards = h("ul", { class: "cards" });
-    this.key = h("p", { class: "soft key", hidden: true }, "Each tile: step, speed against the median, loss; below them the goodput. A click shows the rest.");
+    this.key = h(
+      "p",
+      { class: "soft key", hidden: true },
+      "Each tile: step, speed against the median, loss; below them the goodput. A click shows the rest.",
+    );
     this.none = h("p", { class: "soft empty", hidden: true });
     host.append(row, h("div", { class: "between" }, this.filters, this.sub), this.cards, this.key, this.none);
   }
@@ -47,8 +77,12 @@ export class Now {
       tile.value = h("span", { class: "three two" }, ...tile.parts.map((p) => h("span", {}, p.value, p.label)));
     } else if (id === "remaining") tile.bar = h("span", { class: "thin" }, h("i"));
     this.tiles.set(id, tile);
-    return h("div", { class: "figure", "data-figure": id, title: `${label}: ${meaning}` },
-      h("dt", {}, label), h("dd", {}, tile.value, tile.bar, tile.small));
+    return h(
+      "div",
+      { class: "figure", "data-figure": id, title: `${label}: ${meaning}` },
+      h("dt", {}, label),
+      h("dd", {}, tile.value, tile.bar, tile.small),
+    );
   }
 
   render(picture) {
@@ -57,10 +91,17 @@ export class Now {
     const dense = picture.islands.length >= DENSE_FROM;
     this.cards.classList.toggle("dense", dense);
     show(this.key, dense);
-    const some = this.filter ? picture.islands.filter((island) => island.state === this.filter) : picture.islands;
-    keyed(this.cards, some, (island) => island.learner, (island) => card(island.learner, this.onStory),
-      (entry, island) => fillCard(entry, island, picture.at));
-    show(this.none, some.length === 0);
+    keyed(
+      this.cards,
+      picture.islands,
+      (island) => island.learner,
+      (island) => card(island.learner, this.onStory),
+      (entry, island) => {
+        fillCard(entry, island, picture.at);
+        show(entry.node, !this.filter || island.state === this.filter);
+      },
+    );
+    show(this.none, !picture.islands.some((island) => !this.filter || island.state === this.filter));
     put(this.none, picture.islands.length ? `No island is ${this.filter} now.` : "No island has said hello yet.");
   }
 
@@ -98,10 +139,16 @@ export class Now {
     for (const island of islands) counts.set(island.state, (counts.get(island.state) ?? 0) + 1);
     if (this.filter && !counts.has(this.filter)) counts.set(this.filter, 0); // a filter stays when its islands change
     const found = [...counts].sort((a, b) => WORST_FIRST.indexOf(a[0]) - WORST_FIRST.indexOf(b[0]));
-    keyed(this.filters, found, ([state]) => state, ([state]) => this.filterButton(state), (entry, [state, count]) => {
-      put(entry.count, count);
-      attr(entry.node, "aria-pressed", String(this.filter === state));
-    });
+    keyed(
+      this.filters,
+      found,
+      ([state]) => state,
+      ([state]) => this.filterButton(state),
+      (entry, [state, count]) => {
+        put(entry.count, count);
+        attr(entry.node, "aria-pressed", String(this.filter === state));
+      },
+    );
   }
 
   filterButton(state) {
@@ -111,8 +158,13 @@ export class Now {
       this.filter = this.filter === state ? null : state;
       this.onFilter?.();
     };
-    const node = h("button", { type: "button", class: "filter", title: note, on: { click } },
-      h("span", { class: "swatch letter", "data-state": state, "aria-hidden": "true" }, letter), `${word} `, count);
+    const node = h(
+      "button",
+      { type: "button", class: "filter", title: note, on: { click } },
+      h("span", { class: "swatch letter", "data-state": state, "aria-hidden": "true" }, letter),
+      `${word} `,
+      count,
+    );
     return { node, count };
   }
 }
@@ -125,22 +177,44 @@ export function card(learner, onStory) {
     return h("div", {}, h("dt", {}, label), entry.values[id]);
   };
   entry.letter = h("span", { class: "swatch letter", "aria-hidden": "true" });
-  entry.name = h("button", { type: "button", class: "cover", "aria-label": `learner ${learner}`, on: { click: () => onStory({ learner }) } },
-    h("span", { class: "long" }, "learner "), String(learner));
+  entry.name = h(
+    "button",
+    { type: "button", class: "cover", "aria-label": `learner ${learner}`, on: { click: () => onStory({ learner }) } },
+    h("span", { class: "long" }, "learner "),
+    String(learner),
+  );
   entry.word = h("span");
   entry.since = h("span", { class: "long" });
   entry.state = h("span", { class: "state" }, entry.word, entry.since);
   entry.bar = h("div", { class: "split", role: "img" });
-  for (const part of Object.keys(SPLIT)) entry.bar.append((entry.segments[part] = h("i", { class: "swatch", "data-state": part })));
+  for (const part of Object.keys(SPLIT))
+    entry.bar.append((entry.segments[part] = h("i", { class: "swatch", "data-state": part })));
   entry.goodput = h("span", { class: "goodput" });
   entry.reason = h("p", { class: "reason", hidden: true });
-  entry.words = h("pre", { class: "words", tabindex: "0", hidden: true, "aria-label": `last words of learner ${learner}` });
-  entry.node = h("li", { class: "card" },
+  entry.words = h("pre", {
+    class: "words",
+    tabindex: "0",
+    hidden: true,
+    "aria-label": `last words of learner ${learner}`,
+  });
+  entry.node = h(
+    "li",
+    { class: "card" },
     h("h3", {}, entry.letter, entry.name, entry.state),
-    h("dl", {}, field("step", "step"), field("speed", "speed"), field("loss", "loss"), field("link", "link"),
-      field("stale", "stale"), field("weight", "weight")),
+    h(
+      "dl",
+      {},
+      field("step", "step"),
+      field("speed", "speed"),
+      field("loss", "loss"),
+      field("link", "link"),
+      field("stale", "stale"),
+      field("weight", "weight"),
+    ),
     h("div", { class: "splitrow" }, entry.bar, entry.goodput),
-    entry.reason, entry.words);
+    entry.reason,
+    entry.words,
+  );
   return entry;
 }
 
@@ -157,14 +231,22 @@ export function fillCard(entry, island, at) {
   put(v.step, whole(island.step));
   put(v.speed, times(island.speed));
   attr(v.speed, "data-tone", island.speed !== null && island.speed < 0.75 ? "warn" : null);
-  attr(v.speed, "title", `against the median of all; ${compact(island.tokens_per_s)} tokens/s, ${duration(island.step_s)} a step`);
+  attr(
+    v.speed,
+    "title",
+    `against the median of all; ${compact(island.tokens_per_s)} tokens/s, ${duration(island.step_s)} a step`,
+  );
   put(v.loss, plain(island.loss, 3));
   put(v.link, island.link ?? UNKNOWN);
-  attr(v.link, "data-tone", island.link && island.link !== "up" && STATES[island.state]?.tone !== "calm" ? "warn" : null);
+  attr(
+    v.link,
+    "data-tone",
+    island.link && island.link !== "up" && STATES[island.state]?.tone !== "calm" ? "warn" : null,
+  );
   put(v.stale, duration(island.staleness_s));
   put(v.weight, share(island.weight));
   fillSplit(entry, island);
-  const reason = island.reason === word ? "" : island.reason ?? "";
+  const reason = island.reason === word ? "" : (island.reason ?? "");
   show(entry.reason, reason !== "");
   put(entry.reason, reason);
   show(entry.words, Boolean(island.last_words));
@@ -185,4 +267,3 @@ function fillSplit(entry, island) {
   attr(entry.bar, "aria-label", text);
   attr(entry.bar, "title", text);
 }
-

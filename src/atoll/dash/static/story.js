@@ -12,14 +12,33 @@ export class Story {
     Object.assign(this, { host, net, onTravel, about: null, limit: PAGE, lines: [] });
     this.title = h("h2", { id: "story-title", tabindex: "-1" });
     this.when = h("p", { class: "soft" });
-    this.filter = h("input", { type: "search", placeholder: "Filter", "aria-label": "Filter the story", on: { input: () => this.fill() } });
-    this.older = h("button", { type: "button", class: "quiet small", hidden: true, on: { click: () => this.more() } }, "Older");
+    this.filter = h("input", {
+      type: "search",
+      placeholder: "Filter",
+      "aria-label": "Filter the story",
+      on: { input: () => this.fill() },
+    });
+    this.older = h(
+      "button",
+      { type: "button", class: "quiet small", hidden: true, on: { click: () => this.more() } },
+      "Older",
+    );
     this.list = h("ol", { class: "lines", tabindex: "0", "aria-label": "Lines of the story" });
     this.note = h("p", { class: "soft empty", hidden: true });
     this.slot = h("ul", { class: "cards" });
-    const close = h("button", { type: "button", class: "quiet", "aria-label": "Close the story", on: { click: () => this.close() } }, "✕");
-    host.append(h("div", { class: "head" }, this.title, h("span", { class: "spacer" }), close), this.slot,
-      h("div", { class: "tools" }, this.filter, this.older), this.when, this.list, this.note);
+    const close = h(
+      "button",
+      { type: "button", class: "quiet", "aria-label": "Close the story", on: { click: () => this.close() } },
+      "✕",
+    );
+    host.append(
+      h("div", { class: "head" }, this.title, h("span", { class: "spacer" }), close),
+      this.slot,
+      h("div", { class: "tools" }, this.filter, this.older),
+      this.when,
+      this.list,
+      this.note,
+    );
     host.addEventListener("keydown", (event) => {
       if (event.key !== "Escape") return;
       event.stopPropagation();
@@ -53,7 +72,11 @@ export class Story {
 
   subject() {
     const { learner, fragment } = this.about;
-    return learner !== undefined ? `learner ${learner}` : fragment !== undefined ? `fragment ${fragment}` : "the whole run";
+    return learner !== undefined
+      ? `learner ${learner}`
+      : fragment !== undefined
+        ? `fragment ${fragment}`
+        : "the whole run";
   }
 
   close() {
@@ -100,13 +123,22 @@ export class Story {
     this.picture = picture;
     this.wall0 = picture.wall0;
     const until = picture.now ? null : picture.at;
-    put(this.when, until === null ? "Click a time to travel there." : `Until ${runTime(until, true)}, where you are in time.`);
+    put(
+      this.when,
+      until === null ? "Click a time to travel there." : `Until ${runTime(until, true)}, where you are in time.`,
+    );
     const island = picture.islands.find((some) => some.learner === this.about.learner);
-    keyed(this.slot, island ? [island] : [], (some) => some.learner, (some) => {
-      const entry = card(some.learner, () => {});
-      attr(entry.name, "disabled", "");
-      return entry;
-    }, (entry, some) => fillCard(entry, some, picture.at));
+    keyed(
+      this.slot,
+      island ? [island] : [],
+      (some) => some.learner,
+      (some) => {
+        const entry = card(some.learner, () => {});
+        attr(entry.name, "disabled", "");
+        return entry;
+      },
+      (entry, some) => fillCard(entry, some, picture.at),
+    );
     const moved = until !== this.until;
     this.until = until;
     if (moved || (picture.to !== this.to && performance.now() - (this.at ?? 0) > REFRESH_MS)) {
@@ -118,7 +150,9 @@ export class Story {
 
   fill() {
     const words = this.filter.value.trim().toLowerCase();
-    const some = words ? this.lines.filter((line) => `${line.about} ${line.text}`.toLowerCase().includes(words)) : this.lines;
+    const some = words
+      ? this.lines.filter((line) => `${line.about} ${line.text}`.toLowerCase().includes(words))
+      : this.lines;
     const { list } = this;
     const stick = this.stick || list.scrollHeight - list.scrollTop - list.clientHeight < 8;
     const seen = new Map(); // two equal sentences at one time are two lines
@@ -127,7 +161,13 @@ export class Story {
       seen.set(name, (seen.get(name) ?? 0) + 1);
       return { ...line, key: `${name} ${seen.get(name)}` };
     });
-    keyed(list, items, (line) => line.key, (line) => this.line(line), () => {});
+    keyed(
+      list,
+      items,
+      (line) => line.key,
+      (line) => this.line(line),
+      () => {},
+    );
     show(this.note, some.length === 0);
     if (words && this.lines.length) put(this.note, `No line has “${this.filter.value.trim()}”.`);
     if (stick) list.scrollTop = list.scrollHeight;
@@ -136,7 +176,16 @@ export class Story {
 
   line(line) {
     const wall = wallTime(line.at, this.wall0);
-    const time = h("button", { type: "button", class: "time", title: `${wall ? `${wall}; ` : ""}travel there`, on: { click: () => this.onTravel(line.at) } }, runTime(line.at, true));
+    const time = h(
+      "button",
+      {
+        type: "button",
+        class: "time",
+        title: `${wall ? `${wall}; ` : ""}travel there`,
+        on: { click: () => this.onTravel(line.at) },
+      },
+      runTime(line.at, true),
+    );
     const about = this.subject() === line.about ? null : h("b", {}, `${line.about}: `);
     return h("li", {}, time, h("span", {}, about, line.text));
   }

@@ -7,11 +7,30 @@ import { MARKS, stateOf, WORST_FIRST } from "./states.js";
 
 const REFRESH_MS = 2000;
 const LEAST_S = 0.5; // no view is narrower
-const GLYPHS = { cross: "✕", triangle: "▲", dot: "●", ring: "○", slash: "//", question: "?", square: "■", diamond: "◆", exclamation: "!" };
+const GLYPHS = {
+  cross: "✕",
+  triangle: "▲",
+  dot: "●",
+  ring: "○",
+  slash: "//",
+  question: "?",
+  square: "■",
+  diamond: "◆",
+  exclamation: "!",
+};
 
 export class Timeline {
   constructor(host, { load, onStory, onTravel }) {
-    Object.assign(this, { load, onStory, onTravel, zoom: null, cursor: null, whole: { from: 0, to: 1 }, wall0: null, travel: null });
+    Object.assign(this, {
+      load,
+      onStory,
+      onTravel,
+      zoom: null,
+      cursor: null,
+      whole: { from: 0, to: 1 },
+      wall0: null,
+      travel: null,
+    });
     this.overview = null;
     this.detail = null;
     this.loadedAt = -Infinity;
@@ -25,30 +44,60 @@ export class Timeline {
   }
 
   build(host) {
-    const button = (text, label, click) => h("button", { type: "button", class: "quiet small", "aria-label": label, title: label, on: { click } }, text);
+    const button = (text, label, click) =>
+      h("button", { type: "button", class: "quiet small", "aria-label": label, title: label, on: { click } }, text);
     this.range = h("span", { class: "soft range" });
     this.followButton = button("follow", "Keep the newest in view", () => this.follow());
-    const tools = h("div", { class: "tools" }, this.range, h("span", { class: "spacer" }),
-      h("span", { class: "group" }, button("−", "Zoom out", () => this.zoomBy(2)), button("+", "Zoom in", () => this.zoomBy(0.5)),
-        this.followButton, button("all", "Show the whole run", () => this.showWhole())));
+    const tools = h(
+      "div",
+      { class: "tools" },
+      this.range,
+      h("span", { class: "spacer" }),
+      h(
+        "span",
+        { class: "group" },
+        button("−", "Zoom out", () => this.zoomBy(2)),
+        button("+", "Zoom in", () => this.zoomBy(0.5)),
+        this.followButton,
+        button("all", "Show the whole run", () => this.showWhole()),
+      ),
+    );
     this.lower = h("canvas", { "aria-hidden": "true" });
     this.upper = h("canvas", { class: "over", "aria-hidden": "true" });
     this.tip = h("div", { class: "tip", hidden: true });
-    this.plot = h("div", { class: "plot", tabindex: "0", role: "application", "aria-roledescription": "timeline" }, this.lower, this.upper, this.tip);
+    this.plot = h(
+      "div",
+      { class: "plot", tabindex: "0", role: "application", "aria-roledescription": "timeline" },
+      this.lower,
+      this.upper,
+      this.tip,
+    );
     this.legend = h("ul", { class: "legend" });
     this.events = h("ol", { class: "events" });
-    this.list = h("details", { class: "aslist", on: { toggle: () => this.fillEvents() } }, h("summary", {}, "Events as text"), this.events);
-    this.hint = h("p", { class: "soft hint" }, "Drag to zoom; Ctrl and wheel, or the wheel alone after a click; a click on a band opens its story.");
+    this.list = h(
+      "details",
+      { class: "aslist", on: { toggle: () => this.fillEvents() } },
+      h("summary", {}, "Events as text"),
+      this.events,
+    );
+    this.hint = h(
+      "p",
+      { class: "soft hint" },
+      "Drag to zoom; Ctrl and wheel, or the wheel alone after a click; a click on a band opens its story.",
+    );
     host.append(tools, this.plot, this.legend, this.hint, this.list);
   }
 
   listen() {
     const { plot } = this;
     new ResizeObserver(() => this.redraw()).observe(plot);
-    new IntersectionObserver((seen) => {
-      this.visible = seen.at(-1).isIntersecting;
-      if (this.visible) this.refresh();
-    }, { rootMargin: "200px" }).observe(plot);
+    new IntersectionObserver(
+      (seen) => {
+        this.visible = seen.at(-1).isIntersecting;
+        if (this.visible) this.refresh();
+      },
+      { rootMargin: "200px" },
+    ).observe(plot);
     plot.addEventListener("wheel", (event) => this.onWheel(event), { passive: false });
     plot.addEventListener("pointermove", (event) => this.onMove(event));
     plot.addEventListener("pointerdown", (event) => this.onDown(event));
@@ -77,7 +126,7 @@ export class Timeline {
   refresh(force = false) {
     if ((!this.visible && this.overview) || this.busy) return;
     const due = this.loadedAt + REFRESH_MS - performance.now();
-    if (!force && this.overview && (this.loadedTo === this.whole.to)) return;
+    if (!force && this.overview && this.loadedTo === this.whole.to) return;
     if (!force && due > 0) {
       this.later ??= setTimeout(() => {
         this.later = undefined;
@@ -126,8 +175,11 @@ export class Timeline {
   /** The finest data that covers the view. */
   use() {
     const view = this.view();
-    const fine = this.detail && this.zoom && this.detail.from <= view.from + 1e-6
-      && this.detail.to >= Math.min(view.to, this.whole.to) - (view.to - view.from) * 0.02;
+    const fine =
+      this.detail &&
+      this.zoom &&
+      this.detail.from <= view.from + 1e-6 &&
+      this.detail.to >= Math.min(view.to, this.whole.to) - (view.to - view.from) * 0.02;
     const data = fine ? this.detail : this.overview;
     if (data && data !== this.using) {
       this.using = data;
@@ -167,34 +219,77 @@ export class Timeline {
   }
 
   clock(at) {
-    return wallTime(at, this.wall0, { day: this.whole.to - this.whole.from > 43200 }) ?? runTime(at, this.view().to - this.view().from < 20);
+    return (
+      wallTime(at, this.wall0, { day: this.whole.to - this.whole.from > 43200 }) ??
+      runTime(at, this.view().to - this.view().from < 20)
+    );
   }
 
   describe(picture) {
     const counts = new Map();
     for (const island of picture.islands) counts.set(island.state, (counts.get(island.state) ?? 0) + 1);
     const words = WORST_FIRST.filter((state) => counts.has(state)).map((state) => `${counts.get(state)} ${state}`);
-    attr(this.plot, "aria-label", `Timeline of ${plural(picture.islands.length, "island")} and the syncer: ${words.join(", ") || "nobody yet"}. `
-      + "Arrow keys move, plus and minus zoom, 0 shows all, n and p go from event to event, t travels there, Enter opens the story.");
+    attr(
+      this.plot,
+      "aria-label",
+      `Timeline of ${plural(picture.islands.length, "island")} and the syncer: ${words.join(", ") || "nobody yet"}. ` +
+        "Arrow keys move, plus and minus zoom, 0 shows all, n and p go from event to event, t travels there, Enter opens the story.",
+    );
   }
 
   fillLegend(data) {
     const states = new Set(data.islands.flatMap((island) => island.bands.map((band) => band[2])));
     const kinds = new Set(data.marks.map((mark) => mark.kind));
     const items = [
-      ...WORST_FIRST.toReversed().filter((state) => states.has(state)).map((state) => ({ key: `s ${state}`, state })),
-      ...Object.keys(MARKS).filter((kind) => kinds.has(kind)).map((kind) => ({ key: `m ${kind}`, kind })),
+      ...WORST_FIRST.toReversed()
+        .filter((state) => states.has(state))
+        .map((state) => ({ key: `s ${state}`, state })),
+      ...Object.keys(MARKS)
+        .filter((kind) => kinds.has(kind))
+        .map((kind) => ({ key: `m ${kind}`, kind })),
     ];
-    keyed(this.legend, items, (item) => item.key, ({ state, kind }) => state
-      ? h("li", { title: stateOf(state).note }, h("span", { class: "swatch band", "data-state": state, "aria-hidden": "true" }), stateOf(state).word)
-      : h("li", {}, h("span", { class: "glyph", "data-tone": MARKS[kind].tone, "aria-hidden": "true" }, GLYPHS[MARKS[kind].shape]), MARKS[kind].word), () => {});
+    keyed(
+      this.legend,
+      items,
+      (item) => item.key,
+      ({ state, kind }) =>
+        state
+          ? h(
+              "li",
+              { title: stateOf(state).note },
+              h("span", { class: "swatch band", "data-state": state, "aria-hidden": "true" }),
+              stateOf(state).word,
+            )
+          : h(
+              "li",
+              {},
+              h(
+                "span",
+                { class: "glyph", "data-tone": MARKS[kind].tone, "aria-hidden": "true" },
+                GLYPHS[MARKS[kind].shape],
+              ),
+              MARKS[kind].word,
+            ),
+      () => {},
+    );
   }
 
   fillEvents() {
     if (!this.list.open || !this.using) return;
     const marks = this.using.marks.slice(-100).toReversed();
-    keyed(this.events, marks, (mark) => `${mark.at} ${mark.who} ${mark.kind}`, (mark) => h("li", {},
-      h("time", {}, this.clock(mark.at)), ` ${mark.who}: ${MARKS[mark.kind]?.word ?? mark.kind}. ${mark.text ?? ""}`), () => {});
+    keyed(
+      this.events,
+      marks,
+      (mark) => `${mark.at} ${mark.who} ${mark.kind}`,
+      (mark) =>
+        h(
+          "li",
+          {},
+          h("time", {}, this.clock(mark.at)),
+          ` ${mark.who}: ${MARKS[mark.kind]?.word ?? mark.kind}. ${mark.text ?? ""}`,
+        ),
+      () => {},
+    );
   }
 
   // ---- the view
@@ -251,7 +346,11 @@ export class Timeline {
     event.preventDefault();
     const view = this.view();
     if (sideways) this.shift((event.deltaX / this.canvas.plot) * (view.to - view.from));
-    else this.zoomBy(Math.exp(Math.max(Math.min(event.deltaY, 120), -120) * 0.004), this.canvas.time(this.place(event).x, view));
+    else
+      this.zoomBy(
+        Math.exp(Math.max(Math.min(event.deltaY, 120), -120) * 0.004),
+        this.canvas.time(this.place(event).x, view),
+      );
   }
 
   onMove(event) {
@@ -279,7 +378,13 @@ export class Timeline {
     this.plot.setPointerCapture(event.pointerId);
     this.pointers.set(event.pointerId, x);
     const touch = event.pointerType !== "mouse";
-    this.drag = { x, at: this.canvas.time(x, this.view()), view: { ...this.view() }, pan: touch || event.shiftKey || event.button === 1, moved: false };
+    this.drag = {
+      x,
+      at: this.canvas.time(x, this.view()),
+      view: { ...this.view() },
+      pan: touch || event.shiftKey || event.button === 1,
+      moved: false,
+    };
     if (this.pointers.size === 2) this.pinch = { view: { ...this.view() }, xs: [...this.pointers.values()] };
   }
 
@@ -369,7 +474,8 @@ export class Timeline {
     this.mark = place;
     const mark = marks[place];
     const view = this.view();
-    if (this.zoom && (mark.at < view.from || mark.at > view.to)) this.setView(mark.at - (view.to - view.from) / 2, mark.at + (view.to - view.from) / 2);
+    if (this.zoom && (mark.at < view.from || mark.at > view.to))
+      this.setView(mark.at - (view.to - view.from) / 2, mark.at + (view.to - view.from) / 2);
     this.point({ at: mark.at, row: mark.row === -2 ? null : mark.row, y: this.canvas.markY(mark) });
     say(this.words(this.cursor).join(". "));
   }
@@ -383,9 +489,18 @@ export class Timeline {
     const wall = wallTime(cursor.at, this.wall0, { day: this.whole.to > 43200 });
     const found = [`${wall ? `${wall}, ` : ""}${runTime(cursor.at, true)} into the run`];
     if (who) found.push(band ? `${who}: ${band[2]} for ${duration(band[1] - band[0])}` : `${who}: nothing known`);
-    for (const mark of marks) found.push(`${GLYPHS[MARKS[mark.kind]?.shape] ?? "◆"} ${mark.who} ${MARKS[mark.kind]?.word ?? mark.kind}: ${mark.text ?? ""}`);
-    if (round?.count > 1) found.push(`${compact(round.count)} rounds: ${plain(round.contributions, 2)} of ${plain(round.asked, 2)} asked contributed on average`);
-    else if (round) found.push(`round of fragment ${round.fragment}: ${round.contributions} of ${round.asked} asked, ${round.alive} alive`);
+    for (const mark of marks)
+      found.push(
+        `${GLYPHS[MARKS[mark.kind]?.shape] ?? "◆"} ${mark.who} ${MARKS[mark.kind]?.word ?? mark.kind}: ${mark.text ?? ""}`,
+      );
+    if (round?.count > 1)
+      found.push(
+        `${compact(round.count)} rounds: ${plain(round.contributions, 2)} of ${plain(round.asked, 2)} asked contributed on average`,
+      );
+    else if (round)
+      found.push(
+        `round of fragment ${round.fragment}: ${round.contributions} of ${round.asked} asked, ${round.alive} alive`,
+      );
     return found;
   }
 
@@ -394,7 +509,13 @@ export class Timeline {
     show(tip, Boolean(cursor) && !cursor?.select);
     if (!cursor || cursor.select) return;
     const lines = this.words(cursor);
-    keyed(tip, lines.map((text, place) => ({ text, place })), (line) => line.place, () => h("div"), (node, line) => put(node, line.text));
+    keyed(
+      tip,
+      lines.map((text, place) => ({ text, place })),
+      (line) => line.place,
+      () => h("div"),
+      (node, line) => put(node, line.text),
+    );
     const x = this.canvas.x(cursor.at, this.view());
     const right = x > this.canvas.width / 2;
     const y = Math.min(Math.max((cursor.y ?? 20) + 14, 4), this.canvas.height - 30);

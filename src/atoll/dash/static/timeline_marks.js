@@ -7,14 +7,87 @@ const TILE = 8;
 
 /** How a state's tile is covered: called with a context on which the colour is already laid. */
 const COVER = {
-  alone: (c) => lines(c, [[0, 8, 8, 0], [-2, 2, 2, -2], [6, 10, 10, 6]], "rgba(255,255,255,.6)", 1.6),
-  suspected: (c) => dots(c, [[2, 2], [6, 6]], "rgba(0,0,0,.65)"),
-  recovering: (c) => lines(c, [[0, 0, 8, 8], [-2, 6, 2, 10], [6, -2, 10, 2]], "rgba(255,255,255,.6)", 1.6),
-  paused: (c) => lines(c, [[2, 0, 2, 8], [6, 0, 6, 8]], "rgba(255,255,255,.65)", 1.4),
-  gone: (c) => lines(c, [[0, 8, 8, 0], [0, 0, 8, 8]], "rgba(0,0,0,.4)", 1.1),
-  down: (c) => lines(c, [[0, 8, 8, 0], [0, 0, 8, 8]], "rgba(0,0,0,.4)", 1.1),
-  left: (c) => lines(c, [[0, 2, 8, 2], [0, 6, 8, 6]], "rgba(128,140,150,.55)", 1.2),
-  quarantined: (c) => lines(c, [[0, 4, 8, 4], [4, 0, 4, 8]], "rgba(255,255,255,.55)", 1.2),
+  alone: (c) =>
+    lines(
+      c,
+      [
+        [0, 8, 8, 0],
+        [-2, 2, 2, -2],
+        [6, 10, 10, 6],
+      ],
+      "rgba(255,255,255,.6)",
+      1.6,
+    ),
+  suspected: (c) =>
+    dots(
+      c,
+      [
+        [2, 2],
+        [6, 6],
+      ],
+      "rgba(0,0,0,.65)",
+    ),
+  recovering: (c) =>
+    lines(
+      c,
+      [
+        [0, 0, 8, 8],
+        [-2, 6, 2, 10],
+        [6, -2, 10, 2],
+      ],
+      "rgba(255,255,255,.6)",
+      1.6,
+    ),
+  paused: (c) =>
+    lines(
+      c,
+      [
+        [2, 0, 2, 8],
+        [6, 0, 6, 8],
+      ],
+      "rgba(255,255,255,.65)",
+      1.4,
+    ),
+  gone: (c) =>
+    lines(
+      c,
+      [
+        [0, 8, 8, 0],
+        [0, 0, 8, 8],
+      ],
+      "rgba(0,0,0,.4)",
+      1.1,
+    ),
+  down: (c) =>
+    lines(
+      c,
+      [
+        [0, 8, 8, 0],
+        [0, 0, 8, 8],
+      ],
+      "rgba(0,0,0,.4)",
+      1.1,
+    ),
+  left: (c) =>
+    lines(
+      c,
+      [
+        [0, 2, 8, 2],
+        [0, 6, 8, 6],
+      ],
+      "rgba(128,140,150,.55)",
+      1.2,
+    ),
+  quarantined: (c) =>
+    lines(
+      c,
+      [
+        [0, 4, 8, 4],
+        [4, 0, 4, 8],
+      ],
+      "rgba(255,255,255,.55)",
+      1.2,
+    ),
 };
 
 function lines(c, some, stroke, width) {
@@ -65,18 +138,50 @@ export function makeInk(dpr) {
 }
 
 const SHAPES = {
-  cross: (c, x, y, r) => segments(c, [[x - r, y - r, x + r, y + r], [x - r, y + r, x + r, y - r]]),
-  slash: (c, x, y, r) => segments(c, [[x - r, y + r, x, y - r], [x, y + r, x + r, y - r]]),
-  triangle: (c, x, y, r) => polygon(c, [[x, y - r], [x + r, y + r], [x - r, y + r]]),
-  diamond: (c, x, y, r) => polygon(c, [[x, y - r], [x + r, y], [x, y + r], [x - r, y]]),
-  square: (c, x, y, r) => polygon(c, [[x - r, y - r], [x + r, y - r], [x + r, y + r], [x - r, y + r]]),
+  cross: (c, x, y, r) =>
+    segments(c, [
+      [x - r, y - r, x + r, y + r],
+      [x - r, y + r, x + r, y - r],
+    ]),
+  slash: (c, x, y, r) =>
+    segments(c, [
+      [x - r, y + r, x, y - r],
+      [x, y + r, x + r, y - r],
+    ]),
+  triangle: (c, x, y, r) =>
+    polygon(c, [
+      [x, y - r],
+      [x + r, y + r],
+      [x - r, y + r],
+    ]),
+  diamond: (c, x, y, r) =>
+    polygon(c, [
+      [x, y - r],
+      [x + r, y],
+      [x, y + r],
+      [x - r, y],
+    ]),
+  square: (c, x, y, r) =>
+    polygon(c, [
+      [x - r, y - r],
+      [x + r, y - r],
+      [x + r, y + r],
+      [x - r, y + r],
+    ]),
   dot: (c, x, y, r) => circle(c, x, y, r * 0.62),
   ring: (c, x, y, r) => circle(c, x, y, r * 0.9),
-  exclamation: (c, x, y, r) => segments(c, [[x, y - r, x, y + r * 0.2], [x, y + r * 0.8, x, y + r]]),
+  exclamation: (c, x, y, r) =>
+    segments(c, [
+      [x, y - r, x, y + r * 0.2],
+      [x, y + r * 0.8, x, y + r],
+    ]),
   question: (c, x, y, r) => {
     c.moveTo(x - r * 0.6, y - r * 0.4);
     c.arc(x, y - r * 0.4, r * 0.6, Math.PI, Math.PI * 2.5);
-    segments(c, [[x, y + r * 0.2, x, y + r * 0.4], [x, y + r * 0.9, x, y + r]]);
+    segments(c, [
+      [x, y + r * 0.2, x, y + r * 0.4],
+      [x, y + r * 0.9, x, y + r],
+    ]);
   },
 };
 const FILLED = new Set(["triangle", "diamond", "square", "dot"]);
@@ -116,14 +221,17 @@ export function drawMarks(c, ink, kind, places, r) {
   else c.stroke();
 }
 
-export const STEPS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400,
-  172800, 604800, 1209600];
+export const STEPS = [
+  0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800,
+  604800, 1209600,
+];
 
 /** Round times between `from` and `to`, about one every `pixels`; `offset` is where midnight lies on the run's clock. */
 export function ticks(from, to, width, pixels, offset = 0) {
   const wish = ((to - from) * pixels) / Math.max(width, 1);
   const step = STEPS.find((some) => some >= wish) ?? STEPS.at(-1);
   const found = [];
-  for (let at = Math.ceil((from + offset) / step) * step - offset; at <= to && found.length < 200; at += step) found.push(at);
+  for (let at = Math.ceil((from + offset) / step) * step - offset; at <= to && found.length < 200; at += step)
+    found.push(at);
   return { step, found };
 }

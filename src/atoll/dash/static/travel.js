@@ -7,8 +7,20 @@ export class Travel {
   constructor(host, { onTravel }) {
     this.onTravel = onTravel;
     this.range = { from: 0, to: 1 };
-    this.live = h("button", { type: "button", class: "live", "aria-keyshortcuts": "l", on: { click: () => onTravel(null) } }, "● live");
-    this.slider = h("input", { type: "range", min: "0", max: "1", step: "any", value: "1", "aria-label": "Time in the run", on: { input: () => this.moved() } });
+    this.live = h(
+      "button",
+      { type: "button", class: "live", "aria-keyshortcuts": "l", on: { click: () => onTravel(null) } },
+      "● live",
+    );
+    this.slider = h("input", {
+      type: "range",
+      min: "0",
+      max: "1",
+      step: "any",
+      value: "1",
+      "aria-label": "Time in the run",
+      on: { input: () => this.moved() },
+    });
     this.label = h("span", { class: "when" });
     host.append(this.live, this.slider, this.label);
     this.host = host;
