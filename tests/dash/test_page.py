@@ -380,9 +380,11 @@ def test_a_long_tape_shows_how_far_it_is_read(dash, visit):
     page = visit(dash.url)
     expect(page.locator("#loading")).to_contain_text("Reading the tape: 43")
     expect(page.locator("#verdict")).to_contain_text("Reading")
+    until(page, "atollPage.columns[0].parts.timeline.using")
     dash.change(loading=None)
     expect(page.locator("#loading")).to_be_hidden()
     expect(page.locator("#verdict")).to_contain_text("Well")
+    until(page, "atollPage.columns[0].parts.timeline.loadedEdition === '60 null'")  # the rest of the tape is drawn too
 
 
 def test_names_that_attack_stay_text(serve, visit):

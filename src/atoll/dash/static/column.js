@@ -128,7 +128,11 @@ export class Column {
     if (alerts.length) return { tone: "warn", word: "Look here", text: `${plural(alerts.length, "alert")}, ${counts}` };
     if (p.paused) return { tone: "calm", word: "Paused", text: counts };
     if (!p.live || p.stage === "finished")
-      return { tone: "calm", word: p.stage === "finished" ? "Finished" : "Ended", text: `${share(p.progress)} done` };
+      return {
+        tone: "calm",
+        word: p.stage === "finished" ? "Finished" : "Ended",
+        text: `after ${duration(p.to - p.from)}`,
+      };
     return { tone: "good", word: "Well", text: `${counts}, no alerts` };
   }
 

@@ -200,7 +200,7 @@ export class Curves {
     if (pictures.length) this.observe();
     this.travel = travel;
     for (const chart of this.charts.values()) chart.travelTo(travel);
-    const key = pictures.map((picture) => picture.to).join();
+    const key = pictures.map((picture) => `${picture.to} ${picture.loading}`).join();
     const now = performance.now();
     if (!this.loaded || key === this.key || now - (this.at ?? -Infinity) < REFRESH_MS) return;
     this.key = key;

@@ -27,7 +27,7 @@ export class Notices {
         }),
       );
     }
-    if (travel !== null) items.push(this.past(columns[0], travel));
+    if (travel !== null) items.push(this.past(columns[0], travel, many));
     for (const column of columns) this.alerts(column, many ? `${column.run.name}: ` : "", items);
     keyed(
       this.host,
@@ -82,9 +82,9 @@ export class Notices {
     }
   }
 
-  past(column, travel) {
+  past(column, travel, many) {
     const picture = column.newest ?? column.shown;
-    const wall = wallTime(travel, picture?.wall0);
+    const wall = many ? null : wallTime(travel, picture?.wall0);
     const before = picture ? `, ${duration(picture.to - travel)} before the newest entry` : "";
     const text = `You look into the past: ${runTime(travel, true)} into the run${wall ? ` (${wall})` : ""}${before}.`;
     return {

@@ -141,8 +141,9 @@ export class Story {
     );
     const moved = until !== this.until;
     this.until = until;
-    if (moved || (picture.to !== this.to && performance.now() - (this.at ?? 0) > REFRESH_MS)) {
-      this.to = picture.to;
+    const edition = `${picture.to} ${picture.loading}`;
+    if (moved || (edition !== this.edition && performance.now() - (this.at ?? 0) > REFRESH_MS)) {
+      this.edition = edition;
       this.shownUntil = until;
       this.load();
     }

@@ -115,18 +115,21 @@ export class Timeline {
     const before = this.whole.to;
     const end = newest ?? picture;
     this.whole = { from: end.from, to: Math.max(end.to, end.from + LEAST_S) };
+    this.edition = `${end.to} ${end.loading}`; // a tape that is still being read tells more of the same time
     this.wall0 = picture.wall0;
     this.travel = picture.now ? null : picture.at;
     if (this.zoom?.follow && this.whole.to > before) this.shift(this.whole.to - before, true);
     this.refresh();
     this.describe(picture);
-    this.redraw();
+    const drawn = `${this.edition} ${this.travel}`;
+    if (drawn !== this.drawn) this.redraw();
+    this.drawn = drawn;
   }
 
   refresh(force = false) {
     if ((!this.visible && this.overview) || this.busy) return;
     const due = this.loadedAt + REFRESH_MS - performance.now();
-    if (!force && this.overview && this.loadedTo === this.whole.to) return;
+    if (!force && this.overview && this.loadedEdition === this.edition) return;
     if (!force && due > 0) {
       this.later ??= setTimeout(() => {
         this.later = undefined;
@@ -140,10 +143,10 @@ export class Timeline {
   async loadNow() {
     this.busy = true;
     this.loadedAt = performance.now();
-    const to = this.whole.to;
+    const { edition } = this;
     try {
       this.overview = await this.load(null, null, this.pixels());
-      this.loadedTo = to;
+      this.loadedEdition = edition;
       if (this.zoom) await this.loadDetail();
       this.use();
     } catch {

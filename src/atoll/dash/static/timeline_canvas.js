@@ -95,7 +95,7 @@ export class TimelineCanvas {
     this.drawAxis(view, wall0);
     c.save();
     c.beginPath();
-    c.rect(this.gutter, 0, this.plot, this.height - AXIS);
+    c.rect(this.gutter - 6, 0, this.plot + 12, this.height - AXIS); // a mark at an end is not cut in half
     c.clip();
     this.drawBands(view);
     this.drawRounds(view);

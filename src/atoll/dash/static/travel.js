@@ -47,7 +47,7 @@ export class Travel {
     const at = travel ?? this.range.to;
     if (Number(this.slider.value) !== at) this.slider.value = at;
     const live = newest.some((p) => p.live);
-    const wall = wallTime(at, newest[0].wall0, { day: this.range.to > 43200 });
+    const wall = newest.length > 1 ? null : wallTime(at, newest[0].wall0, { day: this.range.to > 43200 });
     put(this.live, live ? "● live" : "■ end");
     attr(this.live, "aria-pressed", String(travel === null));
     attr(this.live, "title", live ? "Show the run as it is now" : "Show the end of the run");
