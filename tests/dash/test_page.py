@@ -237,6 +237,22 @@ def test_curves_are_loaded_when_they_are_looked_at(dash, visit):
     assert "Loss against time, 5 series" in label
 
 
+def test_an_island_that_was_away_leaves_a_gap_in_its_curve(dash, visit):
+    dash.change(now=110.0)
+    page = visit(dash.url)
+    page.locator("#curves").scroll_into_view_if_needed()
+    expect(page.locator("[data-group=loss] .uplot")).to_be_visible()
+    killed, back = (mark["at"] for mark in dash.runs[0].marks if mark["kind"] in ("killed", "restarted"))
+    seen = page.evaluate(
+        """([from, to]) => {
+            const {data} = atollPage.curves.charts.get("loss").plot;
+            return [...new Set(data[4].filter((y, i) => data[0][i] > from && data[0][i] < to))];
+        }""",
+        [killed + 1, back - 1],
+    )
+    assert seen == [None], "not one place in it that a line could cross"
+
+
 def test_curves_against_tokens_on_a_log_scale_smoothed_and_as_a_file(dash, visit):
     page = visit(dash.url, height=1000)
     page.locator("#curves").scroll_into_view_if_needed()

@@ -47,12 +47,26 @@ export function table(series, { weight = 0, log = false, gaps = false, points = 
   if (!parts.length) return [[]];
   if (parts.every(([x]) => same(x, parts[0][0]))) return [parts[0][0], ...parts.map(([, y]) => y)];
   const cells = parts.reduce((sum, [x]) => sum + x.length, 0) * parts.length;
-  if (cells <= MOST_CELLS)
-    return join(
+  if (cells <= MOST_CELLS) {
+    const [x, ...columns] = join(
       parts,
       parts.map(() => [1, 1]),
     );
+    for (const column of columns) widenGaps(column);
+    return [x, ...columns];
+  }
   return onGrid(parts, points);
+}
+
+/** A joined column has places that belong to other series only. Those beside a gap are in the gap, or a line would cross it. */
+function widenGaps(column) {
+  for (const step of [1, -1]) {
+    let gap = false;
+    for (let i = step > 0 ? 0 : column.length - 1; i >= 0 && i < column.length; i += step) {
+      if (column[i] !== undefined) gap = column[i] === null;
+      else if (gap) column[i] = null;
+    }
+  }
 }
 
 /** With very many series a common grid: at each place the newest value that is not older than one place. */

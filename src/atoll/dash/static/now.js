@@ -1,7 +1,7 @@
 // Now: one row of headline figures, and a card for each island.
 
 import { attr, h, keyed, put, show } from "./dom.js";
-import { compact, duration, plain, rate, share, times, UNKNOWN, whole } from "./format.js";
+import { compact, duration, plain, plural, rate, share, times, UNKNOWN, whole } from "./format.js";
 import { SPLIT, STATES, stateOf, WORST_FIRST } from "./states.js";
 
 const DENSE_FROM = 13; // islands: with more of them cards become tiles; a click shows the rest
@@ -126,7 +126,7 @@ export class Now {
     const words = [
       `syncer ${syncer.state ?? "unknown"}${syncer.since !== undefined ? ` for ${duration(picture.at - syncer.since)}` : ""}`,
       `epoch ${syncer.epoch ?? UNKNOWN}`,
-      `${whole(figures.rounds_in_flight)} rounds in flight`,
+      `${plural(figures.rounds_in_flight, "round")} in flight`,
       `quorum ${whole(figures.quorum)}`,
       `grace margin ${plain(figures.grace_margin)}`,
     ];
