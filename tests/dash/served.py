@@ -69,9 +69,18 @@ class ServedInThread:
         self.port = self._runner.addresses[0][1]
 
     async def _close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+        if self._runner is None:
+            return
+        server = self._runner.server
+        transports = [each.transport for each in server.connections] if server is not None else []
+        await self._runner.cleanup()
+        self._runner = None
+        for transport in transports:
+            if transport is not None:
+                transport.abort()  # one with unsent bytes would otherwise wait for a browser that no longer reads
+        turned = self._loop.create_future()
+        self._loop.call_soon(turned.set_result, None)
+        await turned  # sockets are closed in the loop's next turn
 
 
 class RealDash(ServedInThread):
