@@ -84,6 +84,7 @@ def test_a_simulated_tape(serve, visit, tmp_path):
     assert main(words) == 0
     page = visit(serve(RealDash(run)).url)
     expect(page.locator("#now-0 .card")).to_have_count(3)
+    expect(page.locator("#verdict")).to_contain_text("Finished")  # the whole tape is read, and the slider as long
     expect(page.locator("#travel .live")).to_contain_text("end")
     page.locator("#travel input").fill("60")
     expect(page.locator(".notice[data-kind=past]")).to_contain_text("1:00.0 into the run")
