@@ -85,12 +85,12 @@ class Watched:
                 self.begin()
         return self.picture
 
-    def draw(self) -> bool:
+    def draw(self, controlled: bool) -> bool:
         """In the reading thread: the newest picture, if something is new."""
         if self.picture is None or self.picture.version == self._drawn_version:
             return False
         self._drawn_version = self.picture.version
-        self.drawn = _dumps(picture_at(self.picture))
+        self.drawn = _dumps(picture_at(self.picture) | {"controls": controlled and control.is_reachable(self.run)})
         return True
 
 
@@ -146,7 +146,7 @@ class Dash:
                 picture = await self._in_turn(watched.open)
                 if picture is not None:
                     more = await self._in_turn(picture.grow, READ_S)
-                    if await self._in_turn(watched.draw):
+                    if await self._in_turn(watched.draw, self._token is not None):
                         async with watched.news:
                             watched.news.notify_all()
             except Exception:

@@ -224,7 +224,8 @@ def _last_words(picture: RunPicture, learner: int, at: float, state: str) -> str
     died = [fault for fault in picture.told.faults if fault.who == f"learner {learner}" and fault.at <= at]
     if not died:
         return None
-    words = picture.told.last_words(died[-1].who)
+    came_back = any(life.first > died[-1].at for life in picture.lives.get(learner, ()))
+    words = picture.told.last_words(died[-1].who) if not came_back else None  # the log goes on after it
     return f"{died[-1].what} at {died[-1].at:.1f} s" + (f": {words}" if words else "")
 
 

@@ -54,6 +54,7 @@ export class Column {
 
   receive(picture) {
     this.newest = picture;
+    this.run.controls = picture.controls ?? this.run.controls; // its syncer may come later than the page
     this.receivedAt = performance.now();
     if (this.travel === null || this.travel === undefined) this.shown = picture;
     this.changed();
