@@ -1,11 +1,12 @@
 """The dashboard's page under many islands: how long does an interaction take? Figures are kept in benchmarks/README.md.
 
     python benchmarks/bench_page.py [--json] [--learners 64] [--rounds 2000] [--repeats 40] [--slow 1]
+    python benchmarks/bench_page.py --run DIR                   a run with tapes, by the real server
 
-A real Chromium without a window looks at an invented run (tests/dash/fake_dash.py). An interaction is dispatched inside
-the page; its time is from there until the frame that shows it is done, so it includes the wait for the next frame, up
-to 17 ms. `script` is the part of it in which the page's own code runs. `--slow 4` slows the processor down four times,
-as of an old laptop. Needs `playwright` and a Chromium.
+A real Chromium without a window looks at an invented run (tests/dash/fake_dash.py), or at a run. An interaction is
+dispatched inside the page; its time is from there until the frame that shows it is done, so it includes the wait for
+the next frame, up to 17 ms. `script` is the part of it in which the page's own code runs. `--slow 4` slows the
+processor down four times, as of an old laptop. Needs `playwright` and a Chromium.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from playwright.sync_api import Page, sync_playwright
 
 from tests.dash.fake_dash import FakeDash
 from tests.dash.invented_run import InventedRun
+from tests.dash.served import RealDash, ServedInThread
 
 TARGET_MS = 100.0
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -82,6 +84,9 @@ async ([name, repeats]) => {
     return {whole, script};
 }
 """
+ALL_READ = """async () => {
+    while (atollPage.columns[0].newest?.loading !== null) await new Promise((done) => setTimeout(done, 200));
+}"""
 ACTS = ("zoom by wheel", "move the view", "hover", "new picture", "filter islands", "change the theme")
 
 
@@ -103,6 +108,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--slow", type=float, default=1.0, help="times as slow a processor")
+    parser.add_argument("--run", type=Path, help="directory of a run, also of atoll simulate --tape")
     options = parser.parse_args()
     browser_path = next(filter(None, map(shutil.which, NAMES)), None)
     if browser_path is None:
@@ -111,11 +117,13 @@ def main() -> None:
         learners=options.learners, rounds=options.rounds, fragments=24, horizon=86400.0, now=86400.0, live=False
     )
     results: dict[str, Any] = {}
-    with FakeDash(run) as dash, sync_playwright() as driver:
+    served: ServedInThread = FakeDash(run) if options.run is None else RealDash(options.run)
+    with served as dash, sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1440, "height": 1000})
         page.goto(dash.url)
         page.locator("#timeline-0 .legend li").first.wait_for()
+        page.evaluate(ALL_READ)
         page.locator("#timeline-0 .plot").scroll_into_view_if_needed()
         if options.slow != 1.0:
             page.context.new_cdp_session(page).send("Emulation.setCPUThrottlingRate", {"rate": options.slow})
@@ -125,9 +133,8 @@ def main() -> None:
     if options.json:
         print(json.dumps({"learners": options.learners, "rounds": options.rounds, "slow": options.slow, **results}))
         return
-    print(
-        f"{options.learners} islands, {options.rounds} rounds, {options.repeats} times each; wanted: {TARGET_MS:g} ms"
-    )
+    what = f"{options.learners} islands, {options.rounds} rounds" if options.run is None else str(options.run)
+    print(f"{what}, {options.repeats} times each; wanted: {TARGET_MS:g} ms")
     print(f"{'':18} {'median':>9} {'worst':>9}   script {'median':>9} {'worst':>9}")
     for name, row in results.items():
         numbers = [row["median_ms"], row["worst_ms"], row["script_median_ms"], row["script_worst_ms"]]

@@ -23,7 +23,9 @@ def picture_at(picture: RunPicture, at: float | None = None) -> dict[str, Any]:
     when = picture.to if at is None else min(max(at, picture.begin), picture.to)
     sample = picture.sample(None if now else when)
     live = now and is_live(picture, sample)
-    islands = [_island(picture, learner, when, sample) for learner in _known(picture, when)]
+    span_s = picture.rate_span_s(when)
+    recent = picture.newest_merges(when, _recent_count(picture))
+    islands = [_island(picture, learner, when, sample, span_s, recent) for learner in _known(picture, when)]
     _add_speeds(islands)
     return {
         "at": when,
@@ -38,7 +40,7 @@ def picture_at(picture: RunPicture, at: float | None = None) -> dict[str, Any]:
         "stage": sample.view.stage if sample is not None else "waiting",
         "progress": sample.view.progress if sample is not None else 0.0,
         "paused": bool(picture.pauses() and picture.pauses()[-1][1] >= when),
-        "headline": _headline(picture, when, sample, islands),
+        "headline": _headline(picture, when, sample, islands, span_s, recent),
         "syncer": _syncer(picture, when, live),
         "islands": islands,
         "fragments": [] if sample is None else _fragments(sample, when),
@@ -74,12 +76,17 @@ def _known(picture: RunPicture, at: float) -> list[int]:
 # Parts
 
 
-def _headline(picture: RunPicture, at: float, sample: Sample | None, islands: list[dict[str, Any]]) -> dict[str, Any]:
+def _headline(
+    picture: RunPicture,
+    at: float,
+    sample: Sample | None,
+    islands: list[dict[str, Any]],
+    span_s: float,
+    recent: list[Merge],
+) -> dict[str, Any]:
     view = sample.view if sample is not None else None
-    span_s = picture.rate_span_s(at)
     done = picture.tokens_until(at)
     per_s = (done - picture.tokens_until(at - span_s)) / span_s if at > picture.begin else None
-    recent = picture.newest_merges(at, _recent_count(picture))
     losses = [(each["loss"], each["tokens_per_s"] or 0.0) for each in islands if each["loss"] is not None]
     budget = picture.config.budget_tokens if picture.config is not None else None
     remaining_s = None
@@ -125,9 +132,13 @@ def _rate(picture: RunPicture, name: str, at: float, span_s: float) -> float | N
 
 def goodput_until(picture: RunPicture, at: float) -> float | None:
     """Share of all islands' time since the first of them might train that was spent in steps."""
-    shares = [picture.shares(learner, at) for learner in _known(picture, at)]
-    whole = sum(share.allocated_s for share in shares if share is not None)
-    return sum(share.stepping_s for share in shares if share is not None) / whole if whole > 0 else None
+    since = picture.trains_since()
+    if since is None:
+        return None
+    end = min(at, picture.ended())
+    here = [lives for lives in picture.lives.values() if lives[0].first <= at]
+    whole = len(here) * (end - since)
+    return sum(life.in_steps_s(since, end) for lives in here for life in lives) / whole if whole > 0 else None
 
 
 def _uptime(picture: RunPicture, at: float) -> float | None:
@@ -146,11 +157,12 @@ def _uptime(picture: RunPicture, at: float) -> float | None:
     return min(1.0, covered / (end - since))
 
 
-def _island(picture: RunPicture, learner: int, at: float, sample: Sample | None) -> dict[str, Any]:
+def _island(
+    picture: RunPicture, learner: int, at: float, sample: Sample | None, span_s: float, recent: list[Merge]
+) -> dict[str, Any]:
     band = picture.state(learner, at)
     member = sample.members.get(learner) if sample is not None else None
     step, tokens = picture.progress_of(learner, at)
-    span_s = picture.rate_span_s(at)
     per_s = (tokens - picture.progress_of(learner, at - span_s)[1]) / span_s
     shares = picture.shares(learner, at)
     trains = band.state in ("training", "alone", "suspected")
@@ -166,8 +178,8 @@ def _island(picture: RunPicture, learner: int, at: float, sample: Sample | None)
         "speed": None,
         "loss": picture.lines.value("loss", learner, at),
         "link": _link(member.standing if member is not None else None, band.state),
-        "staleness_s": _staleness_s(picture, learner, at),
-        "weight": _weight(picture, learner, at),
+        "staleness_s": _staleness_s(learner, at, recent),
+        "weight": _weight(learner, recent),
         "goodput": shares.goodput if shares is not None else None,
         "split": split_of(shares) if shares is not None else None,
         "reason": member.reason if member is not None else None,
@@ -200,17 +212,16 @@ def _link(standing: str | None, state: str) -> str | None:
     return None if standing is None else "up" if standing in ("live", "suspect", "joining", "admitting") else "down"
 
 
-def _staleness_s(picture: RunPicture, learner: int, at: float) -> float | None:
+def _staleness_s(learner: int, at: float, recent: list[Merge]) -> float | None:
     """Since it was last in a merge."""
-    for merge in picture.newest_merges(at, _recent_count(picture)):
+    for merge in recent:
         if any(who == learner for who, _ in merge.contributors):
             return at - merge.at
     return None
 
 
-def _weight(picture: RunPicture, learner: int, at: float) -> float | None:
+def _weight(learner: int, recent: list[Merge]) -> float | None:
     """Its share in the newest merges, those without it counted as nothing."""
-    recent = picture.newest_merges(at, _recent_count(picture))
     if not recent:
         return None
     mine = [w for m in recent for (who, _), w in zip(m.contributors, m.weights, strict=True) if who == learner]

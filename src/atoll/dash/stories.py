@@ -11,7 +11,7 @@ from atoll.core.types import SYNCER
 from atoll.dash.picture import RunPicture
 
 FIRST_SPAN_S = 30.0
-MOST_ENTRIES = 30_000
+MOST_ENTRIES = 10_000
 """Read for one answer; about half a second. Whoever wants more of a quiet subject has `atoll story`."""
 
 
@@ -30,7 +30,7 @@ def story_until(picture: RunPicture, subject: Subject, until: float | None, limi
         lines = deque(story(entries, subject, picture.config), maxlen=limit + 1)
         if len(lines) > limit or begin <= picture.begin or len(entries) > MOST_ENTRIES:
             return Story(list(lines)[-limit:], begin > picture.begin or len(lines) > limit)
-        span_s *= 4
+        span_s *= 2
 
 
 def _entries(picture: RunPicture, subject: Subject, begin: float, end: float) -> list[Entry]:
