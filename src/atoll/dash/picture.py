@@ -126,8 +126,7 @@ class RunPicture:
             self.config = header.config
             self.simulated = header.note == SIMULATED_NOTE
         if actor.learner != SYNCER:
-            lives = self.lives.setdefault(actor.learner, [])
-            return lambda entry: self._take_learner(lives, actor.start, entry)
+            return lambda entry: self._take_learner(actor.learner, actor.start, entry)
         reign = Reign(header)
         self.reigns.append(reign)
         return lambda entry: self._take_syncer(reign, entry)
@@ -155,7 +154,8 @@ class RunPicture:
             self.version += 1
         return True
 
-    def _take_learner(self, lives: list[Life], incarnation: int, entry: Entry) -> None:
+    def _take_learner(self, learner: int, incarnation: int, entry: Entry) -> None:
+        lives = self.lives.setdefault(learner, [])
         if not lives or lives[-1].incarnation != incarnation:
             lives.append(Life(incarnation, entry.at, entry.at))
         lives[-1].take(entry)

@@ -139,7 +139,8 @@ class Dash:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     async def _follow(self, watched: Watched) -> None:
-        """Read on for ever. What goes wrong with one look is told, and the next one tries again."""
+        """Read on for ever. What goes wrong with one look is told once, and the next one tries again."""
+        told = ""
         while True:
             more = False
             try:
@@ -149,8 +150,10 @@ class Dash:
                     if await self._in_turn(watched.draw, self._token is not None):
                         async with watched.news:
                             watched.news.notify_all()
-            except Exception:
-                log.exception("%s cannot be read", watched.run)
+            except Exception as wrong:
+                if repr(wrong) != told:
+                    log.exception("%s cannot be read", watched.run)
+                told = repr(wrong)
             if not more:
                 await asyncio.sleep(LOOK_S if watched.watchers else 4 * LOOK_S)
 
