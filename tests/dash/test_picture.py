@@ -119,6 +119,25 @@ def test_the_splits_of_an_island_add_up_to_its_time(picture):
     assert island(shown, 2)["goodput"] < island(shown, 1)["goodput"]
 
 
+def test_who_comes_later_and_leaves_earlier_is_only_asked_for_the_time_between(tmp_path):
+    run = TinyRun(learners=2).until(100.0)
+    run.start(3)
+    run.until(140.0)
+    run.ask("drain", 3, "mira@head")
+    found = RunPicture(run.until(200.0).save(tmp_path))
+    while found.grow():
+        pass
+    late = island(picture_at(found), 3)
+    assert late["state"] == "left"
+    assert 30.0 < sum(late["split"].values()) < 45.0
+    assert late["goodput"] > 0.9
+    assert picture_at(found)["headline"]["goodput"] > 0.95
+    bands = next(each["bands"] for each in timeline(found, None, None, 500)["islands"] if each["learner"] == 3)
+    assert bands[0][0] == pytest.approx(100.0, abs=0.1)
+    kinds = [mark["kind"] for mark in timeline(found, None, None, 500)["marks"] if mark["who"] == "learner 3"]
+    assert kinds == ["joined", "control", "left"]
+
+
 def test_weights_of_all_islands_are_one_whole(picture):
     shown = picture_at(picture, 50.0)
     assert sum(each["weight"] for each in shown["islands"]) == pytest.approx(1.0)
@@ -132,7 +151,7 @@ def test_bands_have_no_gaps_and_tell_the_kill(picture):
     shown = as_json(timeline(picture, None, None, 500))
     for each in shown["islands"]:
         bands = each["bands"]
-        assert bands[0][0] == pytest.approx(shown["from"])
+        assert bands[0][0] == pytest.approx(shown["from"], abs=0.1)
         assert bands[-1][1] == pytest.approx(shown["to"])
         assert all(before[1] == pytest.approx(after[0]) for before, after in pairwise(bands))
     second = next(each["bands"] for each in shown["islands"] if each["learner"] == 2)

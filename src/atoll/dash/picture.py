@@ -28,6 +28,9 @@ RATE_S = 10.0
 RECENT_MERGES = 3
 """Of every fragment: who weighs how much lately."""
 
+JOINED_LATER_S = 60.0
+"""After the others: such a learner was added to the run, and did not just start slowly."""
+
 STANDINGS = {
     "live": "training",
     "suspect": "suspected",
@@ -264,7 +267,7 @@ class RunPicture:
         """Joining, training and being away from its tapes; what the syncer thinks of it lies over its training."""
         lives = self.lives[learner]
         covers = sorted([*((span, "alone") for life in lives for span in life.all_alone()), *self._suspicions(learner)])
-        at = min(self.begin, lives[0].first)
+        at = lives[0].first
         for number, life in enumerate(lives):
             if life.first > at:
                 yield Band(at, life.first, "gone")
@@ -340,15 +343,28 @@ class RunPicture:
                 newest = band
         return newest
 
-    def shares(self, learner: int, at: float) -> Shares | None:
-        """Where its time went until then; None where its tapes are elsewhere."""
-        lives = self.lives.get(learner)
-        began = self.trains_since()
-        if not lives or began is None:
+    def span_of(self, learner: int, at: float) -> Span | None:
+        """In which it should have trained, until then; None where its tapes are elsewhere, or it had not come.
+
+        From the first moment at which anybody might, but for one that came later on its own; until it left for good.
+        """
+        lives, since = self.lives.get(learner), self.trains_since()
+        if not lives or since is None or lives[0].first > at:
             return None
-        span = began, max(began, min(at, self.ended()))
+        begin = since if lives[0].first < since + JOINED_LATER_S else lives[0].first
+        end = min(at, self.ended())
+        last = self.standing(learner, at)
+        if last is not None and last.standing == "left":
+            end = min(end, last.at, max(life.last for life in lives if life.first <= at))
+        return begin, max(begin, end)
+
+    def shares(self, learner: int, at: float) -> Shares | None:
+        """Where its time went until then."""
+        span = self.span_of(learner, at)
+        if span is None:
+            return None
         waited_s, copied_s = (self.lines.value(name, learner, at) or 0.0 for name in ("waited_s", "boundary_s"))
-        return shares_of(learner, lives, span, (), self.pauses(), waited_s, copied_s)
+        return shares_of(learner, self.lives[learner], span, (), self.pauses(), waited_s, copied_s)
 
     def trains_since(self) -> float | None:
         """The first learner may train."""

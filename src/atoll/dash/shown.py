@@ -10,7 +10,7 @@ from atoll.core.types import RunConfig
 from atoll.dash.accounting import Shares
 from atoll.dash.alerts import Alert, alerts_at
 from atoll.dash.facts import Merge
-from atoll.dash.picture import RECENT_MERGES, STALE_S, Mark, RunPicture
+from atoll.dash.picture import JOINED_LATER_S, RECENT_MERGES, STALE_S, Mark, RunPicture
 from atoll.dash.samples import Sample
 
 MOST_ROUNDS = 2000
@@ -131,14 +131,11 @@ def _rate(picture: RunPicture, name: str, at: float, span_s: float) -> float | N
 
 
 def goodput_until(picture: RunPicture, at: float) -> float | None:
-    """Share of all islands' time since the first of them might train that was spent in steps."""
-    since = picture.trains_since()
-    if since is None:
-        return None
-    end = min(at, picture.ended())
-    here = [lives for lives in picture.lives.values() if lives[0].first <= at]
-    whole = len(here) * (end - since)
-    return sum(life.in_steps_s(since, end) for lives in here for life in lives) / whole if whole > 0 else None
+    """Share of the islands' time, in which they should have trained, that was spent in steps."""
+    spans = {learner: span for learner in picture.lives if (span := picture.span_of(learner, at)) is not None}
+    whole = sum(end - begin for begin, end in spans.values())
+    in_steps = sum(life.in_steps_s(*span) for learner, span in spans.items() for life in picture.lives[learner])
+    return in_steps / whole if whole > 0 else None
 
 
 def _uptime(picture: RunPicture, at: float) -> float | None:
@@ -350,13 +347,15 @@ def marks(picture: RunPicture) -> list[Mark]:
         for number, life in enumerate(picture.lives.get(learner, ())):
             if number:
                 found.append(Mark(life.first, who, "restarted", f"incarnation {life.incarnation} begins"))
-            elif picture.reigns and life.first > picture.begin + 60:
+            elif picture.reigns and life.first > picture.begin + JOINED_LATER_S:
                 found.append(Mark(life.first, who, "joined", "a new learner"))
-        for reign in picture.reigns:
-            for change in reign.standings.get(learner, ()):
+        before = ""
+        for change in (each for reign in picture.reigns for each in reign.standings.get(learner, ())):
+            if change.standing != before:  # a new syncer begins by knowing what the old one knew
                 kind = {"suspect": "suspected", "quarantined": "quarantined", "left": "left"}.get(change.standing)
                 if kind is not None:
                     found.append(Mark(change.at, who, kind, change.sentence or kind))
+            before = change.standing
     for word in (word for reign in picture.reigns for word in reign.controls):
         who = "syncer" if word.subject[0] == "run" else f"{word.subject[0]} {word.subject[1]}"
         found.append(Mark(word.at, who, "control", word.sentence))
