@@ -107,6 +107,7 @@ def _next(report: Report, run: Path) -> Iterator[str]:
     commands = {f'atoll generate {run} "def main():"': "what the model has learned"}
     if report.method == "decoupled":
         struck = next((fault.who.split()[-1] for fault in report.faults if fault.who.startswith("learner")), "1")
+        commands[f"atoll dash {run}"] = "all of it on a page in the browser"
         commands[f"atoll check {run}"] = "every invariant of the protocol, over the tapes"
         commands[f"atoll story {run} --learner {struck}"] = "what happened to one learner"
         commands[f"atoll ledger {run}"] = "who trained which samples, and where they were merged"
