@@ -93,6 +93,7 @@ def test_a_pause_is_shown_with_who_asked_for_it(tmp_path):
     found = RunPicture(run.until(30.0).save(tmp_path))
     while found.grow():
         pass
+    assert not picture_at(found, 5.0)["paused"], "before it"
     then, now = picture_at(found, 15.0), picture_at(found)
     assert then["paused"]
     assert {each["state"] for each in then["islands"]} == {"paused"}
@@ -102,6 +103,30 @@ def test_a_pause_is_shown_with_who_asked_for_it(tmp_path):
     told = [mark["text"] for mark in timeline(found, None, None, 500)["marks"] if mark["kind"] == "control"]
     assert [("paused" in told[0], "mira@head" in told[0]), ("resumed" in told[1], True)] == [(True, True), (True, True)]
     assert "otto@head" in told[2]
+
+
+@pytest.mark.parametrize("until", [20.6, 21.3, 21.9, 22.01, 22.06])
+def test_a_live_picture_while_the_syncer_is_away_shows_islands_that_train(tmp_path, until):
+    """Whatever their own tapes and the new syncer's have said by then: nobody is gone."""
+    run = TinyRun().until(SYNCER_KILLED_AT)
+    run.kill(SYNCER)
+    run.until(min(until, SYNCER_BACK_AT))
+    if until > SYNCER_BACK_AT:
+        run.start(SYNCER)
+        run.until(until)
+    found = RunPicture(run.save(tmp_path))
+    while found.grow():
+        pass
+    assert {each["state"] for each in picture_at(found)["islands"]} == {"alone"}
+
+
+def test_a_live_picture_shows_at_once_who_was_killed(tmp_path):
+    run = TinyRun().until(12.5)
+    run.kill(2)
+    found = RunPicture(run.until(13.2).save(tmp_path))
+    while found.grow():
+        pass
+    assert [each["state"] for each in picture_at(found)["islands"]] == ["training", "gone", "training"]
 
 
 def test_a_moment_before_the_beginning_shows_nobody(picture):
@@ -269,6 +294,58 @@ def test_islands_whose_tapes_are_elsewhere_are_shown_as_the_syncer_saw_them(tmp_
     assert island(shown, 1)["step_s"] == pytest.approx(1.0)
     assert island(shown, 1)["split"] is None
     assert shown["headline"]["tokens"] > 0
+
+
+def test_tokens_of_islands_elsewhere_are_summed_over_their_processes(tmp_path):
+    run = eventful_run()
+    whole, part = RunPicture(run.save(tmp_path / "whole")), RunPicture(run.save(tmp_path / "part"))
+    for path in (tmp_path / "part" / "tapes").glob("learner-*"):
+        path.unlink()
+    part = RunPicture(tmp_path / "part")
+    for each in (whole, part):
+        while each.grow():
+            pass
+    for at in (5.0, 11.9, 13.0, 30.0, 60.0):
+        told, trained = part.tokens_until(at), whole.tokens_until(at)
+        assert trained - 3 * 300 <= told <= trained, f"at {at}: reports are at most some steps behind"
+    known = [part.tokens_until(second / 2.0) for second in range(240)]
+    assert known == sorted(known)
+
+
+def test_an_old_process_that_writes_beside_its_successor_is_one_life(picture, tmp_path):
+    """As after SIGCONT: entries of both come in turns."""
+    found = RunPicture(eventful_run().save(tmp_path))
+    tails = {actor: list(found.entries(actor, 0.0, 1e9)) for actor in found._find() if actor.learner == 2}
+    fed = RunPicture(tmp_path)
+    for number in range(max(map(len, tails.values()))):
+        for actor, entries in tails.items():
+            if number < len(entries):
+                fed._take_learner(2, actor.start, entries[number])
+    assert [life.incarnation for life in fed.lives[2]] == [1, 2]
+    assert [len(life.step_ends) for life in fed.lives[2]] == [len(life.step_ends) for life in picture.lives[2]]
+
+
+def test_a_tape_that_is_none_is_told_of_and_the_rest_is_shown(tmp_path):
+    run = eventful_run().save(tmp_path / "run")
+    (run / "tapes" / "learner-9-i1.tape").write_bytes(b"garbage\nmore of it\n")
+    found = RunPicture(run)
+    while found.grow():
+        pass
+    shown = picture_at(found)
+    assert shown["stage"] == "finished"
+    assert len(shown["damaged"]) == 1
+
+
+def test_a_loss_that_is_no_number_is_not_the_one_of_before(tmp_path):
+    found = RunPicture(TinyRun().until(120.0).save(tmp_path))
+    while found.grow():
+        pass
+    for at, loss in ((10.0, 2.0), (50.0, 1.9), (100.0, float("nan")), (110.0, None)):
+        found.lines._add("loss.learner.3", at, loss)
+    shown = as_json(picture_at(found))
+    assert island(shown, 3)["loss"] is None
+    assert [(each["rule"], each["severity"]) for each in shown["alerts"]] == [("loss-spike", "critical")]
+    assert curve(found, "loss.learner.3").y == [2.0, 1.9]
 
 
 # --------------------------------------------------------------------------------------------------------------------

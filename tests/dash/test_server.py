@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -14,6 +15,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from atoll.dash import server as serving
 from atoll.dash.alerts import Rules
 from atoll.dash.server import HEADERS, Dash, Watched
+from atoll.net.reaching import Reachable, tell_where
 from tests.tiny_run import TinyRun, eventful_run
 
 TOKEN = "a secret of four words"
@@ -201,6 +203,36 @@ def test_files_beside_the_static_ones_are_not_served(run, path):
     go(talk())
 
 
+def test_other_sites_are_refused(run):
+    """Without a token a browser would fetch for any page that somebody has open."""
+
+    async def talk():
+        async with client_of(run) as client:
+            for path in ("/api/runs", "/api/run/0/story", "/index.html"):
+                answer = await client.get(path, headers={"Sec-Fetch-Site": "cross-site"})
+                assert answer.status == 403
+
+    go(talk())
+
+
+def test_a_run_that_falls_silent_is_drawn_all_the_same(tmp_path, monkeypatch):
+    """Its age and its alerts grow although nothing is written."""
+    monkeypatch.setattr(serving, "REDRAWN_S", 0.1)
+    run = TinyRun().until(5.0).save(tmp_path / "run")
+    (run / "store").mkdir()
+    (run / "store" / "run.json").write_text(json.dumps({"value": {"founded_at": time.time() - 60.0}}))
+
+    async def talk():
+        async with client_of(run, rules=Rules(old_s=56.0)) as client:
+            answer = await client.get("/api/run/0/live")
+            shown = await next_picture(answer)
+            while not shown["alerts"]:
+                shown = await next_picture(answer)
+            assert [each["rule"] for each in shown["alerts"]] == ["old"]
+
+    go(talk())
+
+
 @pytest.mark.parametrize(
     ("path", "status"),
     [
@@ -213,6 +245,9 @@ def test_files_beside_the_static_ones_are_not_served(run, path):
         ("/api/run/0/series?names=goodput&points=999999999", 200),
         ("/api/run/0/series?names=goodput&x=moon", 400),
         ("/api/run/0/story?learner=99", 200),
+        ("/api/run/0/story?until=1e300", 200),
+        ("/api/run/0/series?names=throughput.learner.²", 404),
+        ("/api/run/0/series?names=throughput.nobody", 404),
         ("/api/run/0/story?limit=-3", 200),
         ("/api/run/7/picture", 404),
     ],
@@ -240,22 +275,41 @@ def own(client):
     return {"Origin": str(client.make_url("/")).rstrip("/"), **AUTHORIZED}
 
 
-def test_controls_are_asked_twice_and_need_a_syncer(run):
+@pytest.fixture
+def reachable(run, tmp_path):
+    """A run whose syncer has told where it is; nobody listens there."""
+    copied = shutil.copytree(run, tmp_path / "reachable")
+    tell_where(copied, Reachable("127.0.0.1:9", TOKEN, 1))
+    return copied
+
+
+def test_controls_are_asked_twice_and_need_a_syncer_of_that_token(run, tmp_path):
+    run = shutil.copytree(run, tmp_path / "run")
+
     async def talk():
         async with client_of(run, token=TOKEN) as client:
+            nobody = await client.post("/api/run/0/control", json=wish(), headers=own(client))
+            assert nobody.status == 503
+            assert "no syncer" in (await nobody.json())["error"]
+            tell_where(run, Reachable("127.0.0.1:9", TOKEN, 1))
             first = await client.post("/api/run/0/control", json=wish(), headers=own(client))
             assert first.status == 409
             assert "stand still" in (await first.json())["ask"]
             sure = await client.post("/api/run/0/control", json=wish(sure=True), headers=own(client))
             assert sure.status == 503
-            assert "no syncer" in (await sure.json())["error"]
+            assert "no syncer answers" in (await sure.json())["error"]
+            tell_where(run, Reachable("127.0.0.1:9", "another run's", 1))
+            other = await client.post("/api/run/0/control", json=wish(sure=True), headers=own(client))
+            assert other.status == 503
+            runs = await (await client.get("/api/runs", headers=AUTHORIZED)).json()
+            assert runs["runs"][0]["controls"] is False
 
     go(talk())
 
 
-def test_controls_from_elsewhere_are_refused(run):
+def test_controls_from_elsewhere_are_refused(run, reachable):
     async def talk():
-        async with client_of(run, token=TOKEN) as client:
+        async with client_of(reachable, token=TOKEN) as client:
             for headers, status in (
                 ({}, 401),
                 (AUTHORIZED, 403),
@@ -289,11 +343,12 @@ def test_controls_from_elsewhere_are_refused(run):
         wish(what="quorum", value=0),
         wish(what="grace", value=1.5),
         wish(what="grace", value="much"),
+        [[[[[[[[]]]]]]]],
     ],
 )
-def test_wishes_that_make_no_sense_are_refused_with_a_sentence(run, raw):
+def test_wishes_that_make_no_sense_are_refused_with_a_sentence(reachable, raw):
     async def talk():
-        async with client_of(run, token=TOKEN) as client:
+        async with client_of(reachable, token=TOKEN) as client:
             answer = await client.post("/api/run/0/control", json=raw, headers=own(client))
             assert answer.status == 400
             assert (await answer.json())["error"]

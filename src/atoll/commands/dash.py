@@ -35,6 +35,7 @@ def run(
         bool, typer.Option("--wait", help="The run may begin later: its directory need not hold tapes yet.")
     ] = False,
     while_stdin: Annotated[bool, typer.Option("--while-stdin", hidden=True)] = False,
+    own_token: Annotated[bool, typer.Option("--own-token", hidden=True)] = False,
     open_browser: Annotated[bool, typer.Option("--open", help="Open the page in the browser of this machine.")] = False,
 ) -> None:
     """Show a run in the browser: islands, rounds, curves, books and stories, now or at any moment before.
@@ -49,4 +50,4 @@ def run(
         from atoll.dash.serve import serve
     except ModuleNotFoundError as missing:
         raise ValueError(f"the page needs {missing.name}: pip install 'atoll[dash]'") from None
-    serve(runs, host, port, token or None, rules, webhook, wait, while_stdin, open_browser)
+    serve(runs, host, port, token or None, rules, webhook, wait, while_stdin, own_token, open_browser)

@@ -27,15 +27,20 @@ ENDS_S = 5.0
 
 @contextmanager
 def page_beside(
-    wanted: bool, run: Path, port: int | None, token: str | None, host: str = "127.0.0.1"
+    wanted: bool, run: Path, port: int | None, token: str | None, own_token: bool = False
 ) -> Iterator[None]:
-    """A page that cannot be shown is no reason not to train: it is told, and the job goes on."""
+    """A page that cannot be shown is no reason not to train: it is told, and the job goes on.
+
+    `own_token`: the token is for this page alone, and may stand in a log; that of a run may not.
+    """
     if not wanted:
         if port is not None:
             raise ValueError("--dash-port means nothing without --dash")
         yield
         return
     command = [sys.executable, "-m", "atoll", "dash", str(run), "--wait", "--while-stdin"]
+    if own_token:
+        command.append("--own-token")
     if port is not None:
         command += ["--port", str(port)]
     # The token is in the environment: others can read a command line.
@@ -49,6 +54,8 @@ def page_beside(
     try:
         first = page.stdout.readline().strip()
         if first:
+            if not own_token and not sys.stderr.isatty():
+                first = first.partition("#")[0]
             print(first, file=sys.stderr, flush=True)
         else:
             complain("the page cannot be shown; the run goes on without it")

@@ -40,7 +40,12 @@ def run(
     names = _names(runs)
     reported = [_read(path, name, check, not as_json) for path, name in zip(runs, names, strict=True)]
     if html is not None:
-        html.write_text(page(reported), encoding="utf-8")
+        half = html.with_name(f".{html.name}.half")
+        try:
+            half.write_text(page(reported), encoding="utf-8")
+            half.replace(html)  # a page of before is not lost to a full disk
+        finally:
+            half.unlink(missing_ok=True)
     told = {each.name: headline(each) for each in reported}
     if as_json:
         print_json({"runs": told, "html": str(html) if html is not None else None})

@@ -49,6 +49,7 @@ class Rules:
 
 SPIKE_SPAN_S = 60.0
 LEAST_H_S = 10.0
+KEPT_S = 60.0
 
 
 def alerts_at(
@@ -65,10 +66,11 @@ def alerts_at(
         return []
     running = sample.view.stage == "running"
     found: list[Alert] = []
-    if running and not (picture.pauses() and picture.pauses()[-1][1] >= at):
+    if running and not picture.is_paused(at):
         found += _no_merge(picture, at, sample, rules)
         found += _islands(islands, at, rules)
         found += _spikes(picture, at, islands, rules)
+    found += _quarantines(picture, at)
     found += _books(sample)
     if live and running:
         found += _old(picture, rules)
@@ -99,10 +101,17 @@ def _islands(islands: list[Mapping[str, Any]] | list[dict[str, Any]], at: float,
         if state == "alone" and rules.alone_s and lasts_s > rules.alone_s:
             text = f"{who} trains without a link for {lasts_s:.0f} s: nothing of it is merged"
             found.append(Alert("island-alone", "warning", since + rules.alone_s, who, text))
-        if state == "quarantined":
-            text = f"{who} is quarantined: {each['reason'] or 'what it sent was refused again and again'}"
-            found.append(Alert("quarantine", "critical", since, who, text))
     return found
+
+
+def _quarantines(picture: RunPicture, at: float) -> list[Alert]:
+    """For a minute each: one that is started again comes back at once, and should be looked at all the same."""
+    newest: dict[str, Alert] = {}
+    for word in (word for reign in picture.reigns for word in reign.words):
+        if word.code == "member-quarantined" and at - KEPT_S < word.at <= at:
+            who = f"learner {word.subject[1]}"
+            newest[who] = Alert("quarantine", "critical", word.at, who, f"{who} was quarantined: {word.sentence}")
+    return list(newest.values())
 
 
 def _spikes(picture: RunPicture, at: float, islands: list[dict[str, Any]], rules: Rules) -> list[Alert]:
@@ -110,6 +119,9 @@ def _spikes(picture: RunPicture, at: float, islands: list[dict[str, Any]], rules
     for each in islands if rules.loss_spike else ():
         learner, loss = each["learner"], each["loss"]
         before = picture.lines.value("loss", learner, at - SPIKE_SPAN_S)
+        if loss is None and each["state"] in ("training", "alone") and picture.lines.is_lost("loss", learner, at):
+            text = f"the loss of learner {learner} is not a number"
+            found.append(Alert("loss-spike", "critical", at, f"learner {learner}", text))
         if loss is None or before is None or loss <= rules.loss_spike * before:
             continue
         text = f"the loss of learner {learner} is {loss:.3g}, a minute ago it was {before:.3g}"

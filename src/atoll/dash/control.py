@@ -52,12 +52,13 @@ class Wish(NamedTuple):
         }[self.what]
 
 
-def is_reachable(run: Path) -> bool:
-    """A syncer has told of itself here. It may be gone all the same."""
+def is_reachable(run: Path, token: str | None) -> bool:
+    """A syncer has told of itself here, and this is its token; None: whichever it is. It may be gone all the same."""
     try:
-        return where(run) is not None
+        found = where(run)
     except (OSError, ValueError):
         return False
+    return found is not None and (token is None or found.token == token)
 
 
 def carry_out(run: Path, wish: Wish) -> str:

@@ -138,12 +138,23 @@ class Standing(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What a learner has reported."""
+    """What a learner has reported. `trained` are tokens of one incarnation; `turns` say where another one begins."""
 
     at: array[float]
     step: array[int]
     trained: array[float]
     step_time_s: array[float]
+    turns: list[tuple[int, int]]  # incarnation, and its first place
+
+    def trained_until(self, at: float) -> dict[int, float]:
+        """By incarnation."""
+        end = bisect_right(self.at, at)
+        stops = [place for _, place in self.turns[1:]] + [len(self.at)]
+        return {
+            incarnation: self.trained[min(stop, end) - 1]
+            for (incarnation, place), stop in zip(self.turns, stops, strict=True)
+            if place < end
+        }
 
 
 TOLD = frozenset({"member-quarantined", "member-lost", "persist-failed", "admission-failed", "round-abandoned"})
@@ -187,7 +198,7 @@ class Reign:
             envelope = event.envelope
             self._note_standing(entry.at, envelope.learner)
             if type(envelope.body) is Report:
-                self._report(entry.at, envelope.learner, envelope.body)
+                self._report(entry.at, envelope.learner, envelope.incarnation, envelope.body)
             elif type(envelope.body) is Contribution and envelope.body.problem is not None:
                 self.unfit.append(envelope.body.problem)
         elif type(event) is Persisted and event.key.kind == "version":
@@ -240,10 +251,14 @@ class Reign:
             )
         )
 
-    def _report(self, at: float, learner: int, body: Report) -> None:
+    def _report(self, at: float, learner: int, incarnation: int, body: Report) -> None:
         told = self.told.get(learner)
         if told is None:
-            told = self.told[learner] = Told(array("d"), array("q"), array("d"), array("d"))
+            told = self.told[learner] = Told(array("d"), array("q"), array("d"), array("d"), [])
+        if not told.turns or told.turns[-1][0] < incarnation:
+            told.turns.append((incarnation, len(told.at)))
+        elif told.turns[-1][0] > incarnation:
+            return  # an old process that does not know of its successor
         told.at.append(at)
         told.step.append(body.step)
         told.trained.append(body.trained)

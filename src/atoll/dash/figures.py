@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
@@ -60,13 +61,13 @@ def catalogue(picture: RunPicture) -> list[Series]:
     for name, (group, label, unit, _) in OF_MERGES.items():
         found.append(Series(name, group, label, unit))
     tracks = picture.lines.tracks
-    for n in learners:
-        if f"loss.learner.{n}" in tracks:
-            found.append(Series(f"loss.learner.{n}", "loss", f"learner {n}", "nats"))
     if any(f"loss.learner.{n}" in tracks for n in learners):
         found.append(Series("loss", "loss", "mean of the islands", "nats"))
     if _published(picture).x:
         found.append(Series("loss.published", "loss", "published model, held-out text", "nats"))
+    found += [
+        Series(f"loss.learner.{n}", "loss", f"learner {n}", "nats") for n in learners if f"loss.learner.{n}" in tracks
+    ]
     for name, label in (("bytes_up", "up"), ("bytes_down", "down")):
         if any(f"{name}.learner.{n}" in tracks for n in learners):
             found.append(Series(name, "bytes", label, "bytes/s"))
@@ -104,9 +105,11 @@ def _whole(picture: RunPicture, name: str, begin: float, end: float) -> Curve:
         return Curve([at for at, _ in pairs], [value for _, value in pairs])
     if name == "goodput":
         return _on_grid(picture, begin, end, lambda at: goodput_until(picture, at))
-    if name.startswith("throughput"):
-        _, _, learner = name.rpartition(".")
-        return _throughput(picture, int(learner) if learner.isdigit() else None, begin, end)
+    if name == "throughput":
+        return _throughput(picture, None, begin, end)
+    found = re.fullmatch(r"throughput\.learner\.([0-9]{1,9})", name)
+    if found is not None:
+        return _throughput(picture, int(found[1]), begin, end)
     if name in ("bytes_up", "bytes_down"):
         return _bytes(picture, name, begin, end)
     if name == "loss.published":
@@ -119,7 +122,10 @@ def _whole(picture: RunPicture, name: str, begin: float, end: float) -> Curve:
 
 def _part(track: Track, begin: float, end: float) -> Curve:
     first, last = bisect_left(track.at, begin), bisect_right(track.at, end)
-    return Curve(track.at[first:last], track.value[first:last])
+    pairs = [
+        (at, value) for at, value in zip(track.at[first:last], track.value[first:last], strict=True) if value == value
+    ]
+    return Curve([at for at, _ in pairs], [value for _, value in pairs])
 
 
 def _grid(begin: float, end: float) -> Iterator[float]:
@@ -201,5 +207,7 @@ def as_csv(picture: RunPicture, names: Sequence[str], x: str) -> str:
     writer.writerow(["series", x, "value"])
     for name in names:
         found = curve(picture, name, x, points=1_000_000)
-        writer.writerows((name, f"{at:.6g}", f"{value:.6g}") for at, value in zip(found.x, found.y, strict=True))
+        digits = "{:.3f}" if x == "time" else "{:.0f}"
+        rows = zip(found.x, found.y, strict=True)
+        writer.writerows((name, digits.format(at), f"{value:.6g}") for at, value in rows)
     return out.getvalue()

@@ -28,6 +28,9 @@ RATE_S = 10.0
 RECENT_MERGES = 3
 """Of every fragment: who weighs how much lately."""
 
+LINGERS_S = 1.0
+"""So long after its last entry a process without a link may still be there."""
+
 JOINED_LATER_S = 60.0
 """After the others: such a learner was added to the run, and did not just start slowly."""
 
@@ -116,12 +119,22 @@ class RunPicture:
             raise TapeError("there are no tapes here", str(self.run / FOLDER))
         for actor, path in sorted(found):
             if actor not in self._tails:
-                tail = TapeTail(path)
-                if not tail.reader.started():
+                try:
+                    tail = TapeTail(path)
+                    if not tail.reader.started():
+                        continue
+                    take = self._taker(actor, tail)
+                except (TapeError, OSError) as wrong:
+                    self._note_damage(wrong)
                     continue
                 self._tails[actor] = tail
-                self._takes[actor] = self._taker(actor, tail)
+                self._takes[actor] = take
             yield actor
+
+    def _note_damage(self, wrong: Exception) -> None:
+        if str(wrong) not in self.damaged:
+            self.damaged.append(str(wrong))
+            self.version += 1
 
     def _taker(self, actor: Actor, tail: TapeTail) -> Callable[[Entry], None]:
         header = tail.reader.header
@@ -146,22 +159,27 @@ class RunPicture:
                 if entry.at > self.to:
                     self.to = entry.at
                 count += 1
-                if count % 256 == 0:
+                if entry.tick % 256 == 0:
                     self.places.setdefault(actor, []).append((entry.at, tail.place()))
                     if time.monotonic() > until:
                         return False
-        except (TapeError, OSError) as wrong:
-            self.damaged.append(str(wrong))
+        except TapeError as wrong:
+            self._note_damage(wrong)
             del self._takes[actor]  # it is read no further; all others are
+        except OSError as wrong:
+            self._note_damage(wrong)  # a disk far away, perhaps: the next look tries again
         if count:
             self.version += 1
         return True
 
     def _take_learner(self, learner: int, incarnation: int, entry: Entry) -> None:
         lives = self.lives.setdefault(learner, [])
-        if not lives or lives[-1].incarnation != incarnation:
-            lives.append(Life(incarnation, entry.at, entry.at))
-        lives[-1].take(entry)
+        life = next((each for each in reversed(lives) if each.incarnation == incarnation), None)
+        if life is None:  # by number, and not the last one: an old process may write on beside its successor
+            life = Life(incarnation, entry.at, entry.at)
+            lives.append(life)
+            lives.sort(key=lambda each: each.incarnation)
+        life.take(entry)
 
     def _take_syncer(self, reign: Reign, entry: Entry) -> None:
         if self.samples.is_due(entry.at) and reign.first is not None:
@@ -266,7 +284,10 @@ class RunPicture:
     def _own_bands(self, learner: int) -> Iterator[Band]:
         """Joining, training and being away from its tapes; what the syncer thinks of it lies over its training."""
         lives = self.lives[learner]
-        covers = sorted([*((span, "alone") for life in lives for span in life.all_alone()), *self._suspicions(learner)])
+        alone = [span for life in lives for span in life.all_alone()]
+        if lives[-1].alone_since is not None:
+            alone[-1] = lives[-1].alone_since, self.to  # it still is, also since its newest entry
+        covers = sorted([*((span, "alone") for span in alone), *self._suspicions(learner)])
         at = lives[0].first
         for number, life in enumerate(lives):
             if life.first > at:
@@ -280,14 +301,24 @@ class RunPicture:
             at = max(at, end)
         if at < self.to:
             last = self.standing(learner, self.to)
-            yield Band(at, self.to, "left" if last is not None and last.standing == "left" else "gone")
+            state = last.standing if last is not None and last.standing in ("left", "quarantined") else "gone"
+            yield Band(at, self.to, state)
 
     def _is_on(self, learner: int, life: Life) -> bool:
-        """Its process is there as far as anybody knows: between two steps its tape says nothing."""
+        """Its process is there as far as anybody knows: between two steps its tape says nothing.
+
+        The syncer knows a learner as away whose link is cut; then its own tape goes on. What a syncer knows from before
+        its restart says nothing.
+        """
         last = self.standing(learner, self.to)
         if last is None or last.incarnation != life.incarnation:
             return False
-        return last.standing in ("live", "suspect", "joining")
+        if last.standing in ("live", "suspect", "joining"):
+            return True
+        if self.to - life.last > max(LINGERS_S, 3 * (self.usual_step_s(learner, self.to) or 0.0)):
+            return False
+        restored = any(last is reign.standings[learner][0] for reign in self.reigns[1:] if learner in reign.standings)
+        return last.standing == "away" and (restored or life.last >= last.at)
 
     def _suspicions(self, learner: int) -> Iterator[tuple[Span, str]]:
         changes = [each for reign in self.reigns for each in reign.standings.get(learner, ())]
@@ -334,6 +365,9 @@ class RunPicture:
                     end = max(end, later)
                 found.append((begin, end))
         return found
+
+    def is_paused(self, at: float) -> bool:
+        return any(begin <= at <= end for begin, end in self.pauses())
 
     def state(self, learner: int, at: float) -> Band:
         """What it does at this moment, and since when."""
@@ -390,12 +424,14 @@ class RunPicture:
             tokens += life.trained[index - 1] if index else 0.0
         if learner in self.lives:
             return steps, tokens
+        trained: dict[int, float] = {}
         for reign in self.reigns:
             told = reign.told.get(learner)
             index = bisect_right(told.at, at) if told is not None else 0
             if told is not None and index:
-                steps, tokens = told.step[index - 1], told.trained[index - 1]
-        return steps, tokens
+                steps = told.step[index - 1]
+                trained |= told.trained_until(at)
+        return steps, sum(trained.values())
 
     def tokens_until(self, at: float) -> float:
         return sum(self.progress_of(learner, at)[1] for learner in self.learners())

@@ -103,8 +103,14 @@ def headline(run: Reported) -> dict[str, str]:
         "merges": f"{head['merges']:,}",
         "merged of asked": _merged(run.picture),
         "invariants": verdict_word(run.verdict),
-        "books": "balanced" if (shown["ledger"] or {}).get("balanced") else "out of balance",
+        "books": _books_word(shown["ledger"]),
     }
+
+
+def _books_word(ledger: dict[str, Any] | None) -> str:
+    if ledger is None:
+        return "-"
+    return "balanced" if ledger["balanced"] else "out of balance"
 
 
 def verdict_word(verdict: Verdict | None) -> str:

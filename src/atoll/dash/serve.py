@@ -35,6 +35,7 @@ def serve(
     webhook: str | None,
     wait: bool,
     while_stdin: bool,
+    own_token: bool,
     open_browser: bool,
 ) -> None:
     """Until Ctrl-C or SIGTERM. ValueError and TapeError for whatever is wrong with what was asked."""
@@ -44,7 +45,7 @@ def serve(
         raise ValueError(f"--webhook {webhook!r} is no address: give one such as https://example.org/alerts")
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(message)s")
     limits = Rules.load(rules) if rules is not None else None
-    asyncio.run(_serve(runs, limits, host, port, token, webhook, wait, while_stdin, open_browser))
+    asyncio.run(_serve(runs, limits, host, port, token, webhook, wait, while_stdin, own_token, open_browser))
 
 
 async def _serve(
@@ -56,6 +57,7 @@ async def _serve(
     webhook: str | None,
     wait: bool,
     while_stdin: bool,
+    own_token: bool,
     open_browser: bool,
 ) -> None:
     watched = [Watched(run, rules) for run in runs]
@@ -63,7 +65,7 @@ async def _serve(
         for each in watched:
             each.begin()
     listening = _listen(host, port)
-    runner = web.AppRunner(Dash(watched, token, webhook).app(), access_log=None, shutdown_timeout=FORCE_S)
+    runner = web.AppRunner(Dash(watched, token, webhook, own_token).app(), access_log=None, shutdown_timeout=FORCE_S)
     await runner.setup()
     try:
         await web.SockSite(runner, listening).start()
@@ -71,7 +73,7 @@ async def _serve(
         print(f"The page is at {address}", flush=True)
         print(_what(token), flush=True)
         if open_browser:
-            webbrowser.open(address)
+            webbrowser.open(address.partition("#")[0])  # others can read a command line: the page asks for the token
         await _until_told(while_stdin)
     finally:
         await runner.cleanup()

@@ -11,6 +11,7 @@ import hmac
 import json
 import logging
 import math
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -37,11 +38,15 @@ READ_S = 0.2
 """Of a long tape at a time: a request waits no longer than this for its turn."""
 
 LIVE_S = 1.0
+REDRAWN_S = 3.0
 COMMENT_S = 10.0
 MOST_POINTS = 5000
 MOST_LINES = 1000
+MOST_NAMES = 80
 MOST_BODY_BYTES = 4096
 ALERTS_S = 5.0
+HOOK_WAITS_S = (0.0, 5.0, 30.0, 120.0)
+"""Before each try to tell the webhook."""
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
 
@@ -72,7 +77,9 @@ class Watched:
         self.drawn: bytes | None = None  # the newest picture as JSON
         self.news = asyncio.Condition()
         self.watchers = 0
+        self.is_live = False
         self._drawn_version = -1
+        self._drawn_at = 0.0
 
     def begin(self) -> None:
         """TapeError where there is nothing to show."""
@@ -85,23 +92,33 @@ class Watched:
                 self.begin()
         return self.picture
 
-    def draw(self, controlled: bool) -> bool:
+    def draw(self, may_control: Callable[[Path], bool]) -> bool:
         """In the reading thread: the newest picture, if something is new."""
-        if self.picture is None or self.picture.version == self._drawn_version:
+        if self.picture is None:
             return False
-        self._drawn_version = self.picture.version
-        self.drawn = _dumps(picture_at(self.picture) | {"controls": controlled and control.is_reachable(self.run)})
+        stale = self.is_live and time.monotonic() - self._drawn_at > REDRAWN_S  # silence has to be seen too
+        if self.picture.version == self._drawn_version and not stale:
+            return False
+        self._drawn_version, self._drawn_at = self.picture.version, time.monotonic()
+        shown = picture_at(self.picture)
+        self.is_live = shown["live"]
+        self.drawn = _dumps(shown | {"controls": may_control(self.run)})
         return True
 
 
 class Dash:
-    def __init__(self, runs: list[Watched], token: str | None, webhook: str | None = None) -> None:
+    def __init__(
+        self, runs: list[Watched], token: str | None, webhook: str | None = None, own_token: bool = False
+    ) -> None:
+        """`own_token`: it was made for this page by whoever started the run beside it, and is not the run's."""
         self.runs = runs
         self._token = token
+        self._own_token = own_token
         self._webhook = webhook
         self._thread = ThreadPoolExecutor(1, "reading")
         self._tasks: list[asyncio.Task[None]] = []
         self._known: dict[tuple[int, str, str], Alert] = {}
+        self._posts: set[asyncio.Task[None]] = set()
         self.static = Path(str(files("atoll.dash") / "static"))
 
     # ---------------------------------------------------------------------------------------------------- the app
@@ -130,9 +147,10 @@ class Dash:
         self._tasks = [asyncio.create_task(self._follow(watched)) for watched in self.runs]
         self._tasks.append(asyncio.create_task(self._watch_alerts()))
         yield
-        for task in self._tasks:
+        ending = [*self._tasks, *self._posts]
+        for task in ending:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*ending, return_exceptions=True)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _in_turn(self, work: Callable[..., T], *arguments: Any) -> T:
@@ -147,7 +165,7 @@ class Dash:
                 picture = await self._in_turn(watched.open)
                 if picture is not None:
                     more = await self._in_turn(picture.grow, READ_S)
-                    if await self._in_turn(watched.draw, self._token is not None):
+                    if await self._in_turn(watched.draw, self._may_control):
                         async with watched.news:
                             watched.news.notify_all()
             except Exception as wrong:
@@ -163,6 +181,8 @@ class Dash:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if self._token is None and _host(request) not in LOOPBACK:
             return _error(403, "without a token this page is for this machine only: open it by localhost")
+        if request.headers.get("Sec-Fetch-Site") == "cross-site":
+            return _error(403, "another site asks: open the page itself")
         if request.path.startswith("/api/") and not self._is_allowed(request):
             return _error(401, "the token is missing or wrong: open the page by the address that atoll dash printed")
         try:
@@ -180,6 +200,9 @@ class Dash:
         except Exception:
             log.exception("%s %s has failed", request.method, request.path)
             return _error(500, "atoll dash has failed on this; its log says how")
+
+    def _may_control(self, run: Path) -> bool:
+        return self._token is not None and control.is_reachable(run, None if self._own_token else self._token)
 
     def _is_allowed(self, request: web.Request) -> bool:
         if self._token is None:
@@ -212,7 +235,7 @@ class Dash:
                     "index": index,
                     "name": watched.name,
                     "simulated": picture.simulated if picture is not None else False,
-                    "controls": self._token is not None and control.is_reachable(watched.run),
+                    "controls": self._may_control(watched.run),
                 }
             )
         return _json({"runs": runs, "version": __version__})
@@ -315,6 +338,8 @@ class Dash:
         watched = self._watched(request)
         if self._token is None:
             raise _Bad(401, "this page only shows; start atoll dash with the run's token to control it")
+        if not self._may_control(watched.run):
+            raise _Bad(503, "no syncer of this run can be reached from here with this token")
         origin = request.headers.get("Origin", "")
         if origin.partition("://")[2] != request.host:
             raise _Bad(403, "this must come from the page itself")
@@ -322,6 +347,8 @@ class Dash:
             raise _Bad(415, "this must be JSON")
         try:
             wish = control.Wish.parse(json.loads(await request.read()))
+        except RecursionError:
+            raise _Bad(400, "this is no wish") from None
         except ValueError as wrong:
             raise _Bad(400, str(wrong)) from None
         if not wish.sure:
@@ -343,31 +370,41 @@ class Dash:
                 if watched.picture is None or watched.drawn is None:
                     continue
                 shown_now = json.loads(watched.drawn)
-                if not shown_now["live"]:
-                    continue
-                now = {(index, each["rule"], each["subject"]): Alert(**each) for each in shown_now["alerts"]}
+                alerts = shown_now["alerts"] if shown_now["live"] else []  # with the run its alerts are over
+                now = {(index, each["rule"], each["subject"]): Alert(**each) for each in alerts}
                 for key, alert in now.items():
                     if key not in self._known:
                         log.warning("%s: %s", watched.name, alert.text)
-                        await self._tell(watched, alert, "raised")
+                        self._post(watched, alert, "raised")
                 for key in [key for key in self._known if key[0] == index and key not in now]:
                     log.warning("%s: over: %s", watched.name, self._known[key].text)
-                    await self._tell(watched, self._known.pop(key), "over")
+                    self._post(watched, self._known.pop(key), "over")
                 self._known |= now
 
+    def _post(self, watched: Watched, alert: Alert, what: str) -> None:
+        """In a task of its own: a hook that does not answer must not keep the rules from being looked at."""
+        if self._webhook is not None:
+            task = asyncio.create_task(self._tell(watched, alert, what))
+            self._posts.add(task)
+            task.add_done_callback(self._posts.discard)
+
     async def _tell(self, watched: Watched, alert: Alert, what: str) -> None:
-        if self._webhook is None:
-            return
+        assert self._webhook is not None
         told = {"run": watched.name, "what": what, **alert._asdict()}
-        try:
-            async with (
-                ClientSession(timeout=ClientTimeout(total=10)) as session,
-                session.post(self._webhook, json=told) as answer,
-            ):
-                if answer.status >= 400:
-                    log.warning("the webhook answers %d", answer.status)
-        except (ClientError, OSError, TimeoutError) as wrong:
-            log.warning("the webhook cannot be reached: %s", str(wrong) or type(wrong).__name__)
+        why = ""
+        for wait_s in HOOK_WAITS_S:
+            await asyncio.sleep(wait_s)
+            try:
+                async with (
+                    ClientSession(timeout=ClientTimeout(total=10)) as session,
+                    session.post(self._webhook, json=told) as answer,
+                ):
+                    if answer.status < 400:
+                        return
+                    why = f"it answers {answer.status}"
+            except (ClientError, OSError, TimeoutError) as wrong:
+                why = str(wrong) or type(wrong).__name__
+        log.warning("the webhook was not told of %s: %s", alert.rule, why)
 
 
 class _Bad(Exception):  # noqa: N818 - an answer
@@ -402,7 +439,7 @@ def _names(request: web.Request) -> tuple[list[str], str]:
     x = request.query.get("x", "time")
     if x not in ("time", "tokens"):
         raise _Bad(400, f"x is {x[:40]!r}; give time or tokens")
-    return [name for name in request.query.get("names", "").split(",") if name][:200], x
+    return list(dict.fromkeys(filter(None, request.query.get("names", "").split(","))))[:MOST_NAMES], x
 
 
 def _dumps(value: Any) -> bytes:

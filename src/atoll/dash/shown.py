@@ -13,6 +13,7 @@ from atoll.dash.facts import Merge
 from atoll.dash.picture import JOINED_LATER_S, RECENT_MERGES, STALE_S, Mark, RunPicture
 from atoll.dash.samples import Sample
 
+TRAINS = ("training", "alone", "suspected")
 MOST_ROUNDS = 2000
 """Of a timeline, drawn one by one."""
 
@@ -39,7 +40,7 @@ def picture_at(picture: RunPicture, at: float | None = None) -> dict[str, Any]:
         "damaged": picture.damaged,
         "stage": sample.view.stage if sample is not None else "waiting",
         "progress": sample.view.progress if sample is not None else 0.0,
-        "paused": bool(picture.pauses() and picture.pauses()[-1][1] >= when),
+        "paused": picture.is_paused(when),
         "headline": _headline(picture, when, sample, islands, span_s, recent),
         "syncer": _syncer(picture, when, live),
         "islands": islands,
@@ -87,13 +88,13 @@ def _headline(
     view = sample.view if sample is not None else None
     done = picture.tokens_until(at)
     per_s = (done - picture.tokens_until(at - span_s)) / span_s if at > picture.begin else None
-    losses = [(each["loss"], each["tokens_per_s"] or 0.0) for each in islands if each["loss"] is not None]
+    losses = [each["loss"] for each in islands if each["loss"] is not None and each["state"] in TRAINS]
     budget = picture.config.budget_tokens if picture.config is not None else None
     remaining_s = None
     if budget is not None and per_s and view is not None and view.stage == "running":
         remaining_s = max(0.0, budget - view.trained) / per_s
     return {
-        "loss": fmean(loss for loss, _ in losses) if losses else None,
+        "loss": fmean(losses) if losses else _last_loss(islands),
         "tokens": int(done),
         "tokens_per_s": per_s,
         "goodput": goodput_until(picture, at),
@@ -111,6 +112,12 @@ def _headline(
         "quorum": sample.quorum if sample is not None else None,
         "grace_margin": sample.grace_margin if sample is not None else None,
     }
+
+
+def _last_loss(islands: list[dict[str, Any]]) -> float | None:
+    """Of a run that is over: what they ended with."""
+    losses = [each["loss"] for each in islands if each["loss"] is not None]
+    return fmean(losses) if losses else None
 
 
 def _recent_count(picture: RunPicture) -> int:
@@ -144,7 +151,9 @@ def _uptime(picture: RunPicture, at: float) -> float | None:
     end = min(at, picture.ended())
     if since is None or end <= since:
         return None
-    spans = sorted((life.began, life.last) for lives in picture.lives.values() for life in lives if life.began)
+    spans = sorted(
+        (life.began, life.last) for lives in picture.lives.values() for life in lives if life.began is not None
+    )
     covered, reached = 0.0, since
     for begin, last in spans:
         begin, last = max(begin, reached), min(last, end)
@@ -162,7 +171,7 @@ def _island(
     step, tokens = picture.progress_of(learner, at)
     per_s = (tokens - picture.progress_of(learner, at - span_s)[1]) / span_s
     shares = picture.shares(learner, at)
-    trains = band.state in ("training", "alone", "suspected")
+    trains = band.state in TRAINS
     return {
         "learner": learner,
         "state": band.state,

@@ -22,7 +22,7 @@ class Story(NamedTuple):
 
 def story_until(picture: RunPicture, subject: Subject, until: float | None, limit: int) -> Story:
     """Looks back as far as it takes, twice as far each time."""
-    end = picture.to if until is None else until
+    end = picture.to if until is None else min(until, picture.to)
     span_s = FIRST_SPAN_S
     while True:
         begin = end - span_s

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,7 +72,8 @@ class Track:
 
     def before(self, at: float) -> float | None:
         index = bisect_right(self.at, at)
-        return self.value[index - 1] if index else None
+        found = self.value[index - 1] if index else math.nan
+        return found if found == found else None
 
     def rate(self, begin: float, end: float) -> float | None:
         """Of a sum that grows."""
@@ -123,10 +126,12 @@ class Told:
     def last_words(self, who: str) -> str | None:
         """The end of a process's log: `learner 3` wrote logs/learner-3.log."""
         try:
-            data = (self.run / "logs" / f"{who.replace(' ', '-')}.log").read_bytes()
+            with open(self.run / "logs" / f"{who.replace(' ', '-')}.log", "rb") as file:
+                file.seek(max(0, file.seek(0, 2) - 4 * LAST_WORDS))
+                data = file.read(4 * LAST_WORDS)
         except OSError:
             return None
-        lines = data[-4 * LAST_WORDS :].decode(errors="replace").strip().splitlines()
+        lines = data.decode(errors="replace").strip().splitlines()
         return " / ".join(map(sentence_of, lines[-2:]))[-LAST_WORDS:] or None
 
 
@@ -158,9 +163,10 @@ class Lines:
             found = True
             if isinstance(line.get("at"), int | float):
                 self._add("eval.loss", line["at"] - self._told.founded_at, line.get("loss"))
-        for line in self._syncer.lines():
-            found = True
-            self._take_syncer(line)
+        with suppress(OSError):  # curves are worth less than the rest of the picture
+            for line in self._syncer.lines():
+                found = True
+                self._take_syncer(line)
         return found
 
     def _take_learner(self, line: dict[str, Any], founded_at: float) -> None:
@@ -204,11 +210,19 @@ class Lines:
         return before + value
 
     def _add(self, name: str, at: float, value: Any) -> None:
-        if isinstance(value, int | float) and value == value and abs(value) != float("inf"):
-            track = self.tracks.get(name)
-            if track is None:
-                track = self.tracks[name] = Track()
-            track.add(at, value)
+        """What is no number leaves a gap: the figure of before must not stand for it."""
+        if value is None and name not in self.tracks:
+            return
+        track = self.tracks.get(name)
+        if track is None:
+            track = self.tracks[name] = Track()
+        fine = isinstance(value, int | float) and math.isfinite(value)
+        track.add(at, float(value) if fine else math.nan)
+
+    def is_lost(self, name: str, learner: int, at: float) -> bool:
+        """There was a figure, and the newest word of it is no number."""
+        track = self.tracks.get(f"{name}.learner.{learner}")
+        return track is not None and bisect_right(track.at, at) > 0 and track.before(at) is None
 
     def value(self, name: str, learner: int, at: float) -> float | None:
         track = self.tracks.get(f"{name}.learner.{learner}")
