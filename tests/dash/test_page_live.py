@@ -60,7 +60,7 @@ def test_an_island_dies_the_run_is_paused_and_its_syncer_dies_as_one_looks_on(jo
     expect(page.locator("#now-0 .under")).to_contain_text("epoch 2")
     expect(card(page, 3)).to_contain_text("training")
 
-    page.get_by_label("Learner").select_option("1")
+    page.locator("#controls select").select_option("1")
     page.locator("[data-control=drain]").click()
     page.get_by_role("dialog").get_by_role("button", name="Yes, drain").click()
     expect(card(page, 1)).to_contain_text("left")

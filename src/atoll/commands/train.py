@@ -139,7 +139,7 @@ def run(
         from atoll.train.job import AlreadyFinished, JobFailed
 
     try:
-        with of_children(log_format), page_beside(dash, out, dash_port, secrets.token_urlsafe(16)):
+        with of_children(log_format), page_beside(dash, out, dash_port, secrets.token_urlsafe(16), True):
             if resume:
                 settings, report = _resumed(out, learners)
             elif restore is not None:
