@@ -9,6 +9,7 @@ import subprocess
 
 import pytest
 
+from atoll.chaos.facts import read_facts
 from atoll.cli import main
 from atoll.tape_files import RunTapes
 from atoll.train import replaying
@@ -46,7 +47,7 @@ def test_a_run_with_a_kill_ends_with_the_same_bits(killed, capsys):
     report = json.loads((killed / "report.json").read_text())
     assert trained["same"] is True
     assert trained["digest"] == trained["recorded"] == report["final_digest"]
-    assert trained["tokens"] == report["tokens"]["trained"]
+    assert trained["tokens"] == read_facts(killed).tokens >= report["tokens"]["trained"], "its last step was never told"
     assert trained["versions"] > 10, "no learner rebuilt a published value"
     assert len([actor for actor in RunTapes(killed).readers if actor.learner == 2]) == 2, "two incarnations are in it"
 
