@@ -283,18 +283,6 @@ PROTOCOL = ("step_time", "speeds", "fragments", "every", "tau", "quorum", "grace
 FLAGS = {"context_tokens": "context"}
 """Parameters whose flag is another word."""
 
-_NUMERIC = (
-    "plan",
-    "merge",
-    "norm_clip",
-    "outer",
-    "outer_lr",
-    "outer_momentum",
-    "outer_ramp",
-    "outer_breadth",
-    "up",
-    "down",
-)
 RENAMED = {  # parameters whose setting is called otherwise
     "context_tokens": "context",
     "every": "every_steps",
@@ -319,14 +307,14 @@ def refuse_with_resume(context: typer.Context, allowed: set[str], word: str = "-
 
 def make_settings(given: dict[str, Any]) -> JobSettings:
     """The job that these options describe; those that are None were not given."""
-    from dataclasses import replace
+    from dataclasses import asdict, replace
 
     from atoll.train.job_settings import ADAMW_BETA2, ADAMW_LR, FOR_ADAMW, JobSettings, Kill
 
     method = given.get("method") or "decoupled"
     values: dict[str, Any] = {}
     if given.get("inner") == "adamw":
-        values = {"lr": ADAMW_LR, "beta2": ADAMW_BETA2} | {name: getattr(FOR_ADAMW, name) for name in _NUMERIC}
+        values = {"lr": ADAMW_LR, "beta2": ADAMW_BETA2} | asdict(FOR_ADAMW)
     values |= _OF_METHOD.get(method, {})
     values |= {name: value for name, value in given.items() if value is not None}
     if "tokens" in values:
@@ -341,7 +329,7 @@ def make_settings(given: dict[str, Any]) -> JobSettings:
         values["data"] = str(Path(values["data"]).absolute())
     if method == "single":
         values.setdefault("learners", 1)
-    numeric = {name: values.pop(name) for name in _NUMERIC if name in values}
+    numeric = {name: values.pop(name) for name in asdict(FOR_ADAMW) if name in values}
     values = {RENAMED.get(name, name): value for name, value in values.items()}
     return JobSettings(**values, numerics=replace(JobSettings().numerics, **numeric))
 

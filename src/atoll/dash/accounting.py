@@ -1,8 +1,7 @@
 """Where the time of an island went, from its tapes: every second of it is in exactly one part.
 
-from atoll.dash.accounting import read_shares
-for share in read_shares("runs/first"):
-    print(share.learner, share.goodput, share.away_s)
+`shares_of` splits a span of time by the lives of one learner (`facts.Life`, fed with its tapes); `RunPicture.shares`
+does it for a run's directory. The chaos verdict, the page, `atoll watch` and `atoll report` all show this split.
 """
 
 from __future__ import annotations

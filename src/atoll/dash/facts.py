@@ -137,7 +137,7 @@ class Standing(NamedTuple):
     sentence: str
 
 
-class Told(NamedTuple):
+class Reports(NamedTuple):
     """What a learner has reported. `trained` are tokens of one incarnation; `turns` say where another one begins."""
 
     at: array[float]
@@ -179,7 +179,7 @@ class Reign:
         self.pauses: list[list[float]] = []  # begin and end; an open one ends with the newest entry
         self.controls: list[Word] = []  # what operators asked for
         self.standings: dict[int, list[Standing]] = {}
-        self.told: dict[int, Told] = {}
+        self.told: dict[int, Reports] = {}
         self._is_paused = False
         self._sealed: dict[int, tuple[int, int, float]] = {}  # by fragment: alive, asked, seconds of grace
         self._graces: dict[int, tuple[float, float]] = {}  # by fragment: when it was opened, and the slack
@@ -254,7 +254,7 @@ class Reign:
     def _report(self, at: float, learner: int, incarnation: int, body: Report) -> None:
         told = self.told.get(learner)
         if told is None:
-            told = self.told[learner] = Told(array("d"), array("q"), array("d"), array("d"), [])
+            told = self.told[learner] = Reports(array("d"), array("q"), array("d"), array("d"), [])
         if not told.turns or told.turns[-1][0] < incarnation:
             told.turns.append((incarnation, len(told.at)))
         elif told.turns[-1][0] > incarnation:

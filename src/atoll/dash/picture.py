@@ -55,9 +55,6 @@ class Mark(NamedTuple):
     kind: str
     text: str
 
-    def fields(self) -> dict[str, Any]:
-        return self._asdict()
-
 
 class Band(NamedTuple):
     begin: float
@@ -76,7 +73,6 @@ class RunPicture:
         self.samples = Samples()
         self.told = Told(run)
         self.to = 0.0  # time of the newest entry
-        self.grown_at = 0.0  # monotonic time at which something new was found
         self.config: RunConfig | None = None
         self.simulated = False
         self.version = 0  # rises whenever something new was read
@@ -84,8 +80,7 @@ class RunPicture:
         self._tails: dict[Actor, TapeTail] = {}
         self._takes: dict[Actor, Callable[[Entry], None]] = {}
         self.places: dict[Actor, list[tuple[float, Place]]] = {}  # every so many entries: the time before, and where
-        self.lines = Lines(run)
-        self._bytes_read = 0
+        self.lines = Lines(self.told)
         list(self._find())  # a wrong directory is told now, not when somebody looks
 
     # ---------------------------------------------------------------------------------------------------- growing
@@ -93,17 +88,13 @@ class RunPicture:
     def grow(self, for_s: float = 0.5) -> bool:
         """Read on. True: there is still more than that time allowed."""
         until = time.monotonic() + for_s
-        before = self.version
         for actor in self._find():
             if not self._read(actor, until):
                 self.version += 1
-                self.grown_at = time.monotonic()
                 return True
         if self.lines.look():
             self.version += 1
         self.told.look()
-        if self.version != before:
-            self.grown_at = time.monotonic()
         return False
 
     def loading(self) -> float | None:

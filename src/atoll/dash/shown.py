@@ -8,7 +8,7 @@ from typing import Any
 
 from atoll.core.types import RunConfig
 from atoll.dash.accounting import Shares
-from atoll.dash.alerts import Alert, alerts_at
+from atoll.dash.alerts import alerts_at
 from atoll.dash.facts import Merge
 from atoll.dash.picture import JOINED_LATER_S, RECENT_MERGES, STALE_S, Mark, RunPicture
 from atoll.dash.samples import Sample
@@ -46,7 +46,7 @@ def picture_at(picture: RunPicture, at: float | None = None) -> dict[str, Any]:
         "islands": islands,
         "fragments": [] if sample is None else _fragments(sample, when),
         "ledger": None if sample is None else _ledger(sample),
-        "alerts": [shown_alert(each) for each in alerts_at(picture, when, sample, islands, live)],
+        "alerts": [each._asdict() for each in alerts_at(picture, when, sample, islands, live)],
     }
 
 
@@ -295,10 +295,6 @@ def _ledger(sample: Sample) -> dict[str, Any]:
     return {**books._asdict(), "balanced": sample.is_balanced}
 
 
-def shown_alert(alert: Alert) -> dict[str, Any]:
-    return alert._asdict()
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # The timeline
 
@@ -317,7 +313,7 @@ def timeline(picture: RunPicture, begin: float | None, end: float | None, width:
         "syncer": [
             [max(b, begin), min(e, end), state] for b, e, state in syncer_bands(picture, live) if e > begin and b < end
         ],
-        "marks": [mark.fields() for mark in marks(picture) if begin <= mark.at <= end],
+        "marks": [mark._asdict() for mark in marks(picture) if begin <= mark.at <= end],
         "rounds": rounds(picture, begin, end, min(max(width, 50), MOST_ROUNDS)),
     }
 

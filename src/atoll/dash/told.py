@@ -138,14 +138,14 @@ class Told:
 class Lines:
     """metrics/learner-3.jsonl of every learner, eval.jsonl and syncer.jsonl beside them, on the run's clock."""
 
-    def __init__(self, run: Path) -> None:
-        self._run = run
+    def __init__(self, told: Told) -> None:
+        self._told, self._run = told, told.run
+        run = told.run
         self._tails: dict[Path, JsonTail] = {}
         self._eval = JsonTail(run / "metrics" / "eval.jsonl")
         self._syncer = MetricsReader(run)
         self._starts: dict[tuple[int, str], tuple[int, float, float]] = {}
         self.tracks: dict[str, Track] = {}
-        self._told = Told(run)
 
     def look(self) -> bool:
         """Read what is new; False: nothing."""
