@@ -10,6 +10,13 @@ programs no longer understand us, and that the wire version has to rise.
 
 from __future__ import annotations
 
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import pytest
 from hypothesis import settings
 
@@ -25,3 +32,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--rewrite-vectors", action="store_true", help="write down what travels in tests/net/vectors/*.json"
     )
+
+
+@contextmanager
+def _network(how: int) -> Iterator[None]:
+    with open(Path(tempfile.gettempdir()) / f"atoll-tests-network-{os.getuid()}.lock", "w") as file:
+        fcntl.flock(file, how)
+        yield
+
+
+@pytest.fixture
+def still_network() -> Iterator[None]:
+    """No other test, of whichever process, adds or removes network interfaces: a browser drops its requests then."""
+    with _network(fcntl.LOCK_SH):
+        yield
+
+
+@pytest.fixture
+def moving_network() -> Iterator[None]:
+    """For a test that adds network interfaces: it waits for those that need a still network."""
+    with _network(fcntl.LOCK_EX):
+        yield

@@ -225,6 +225,7 @@ def test_the_run_leaves_its_plan_its_log_a_verdict_and_a_page(struck):
 
 
 @pytest.mark.skipif(not NETNS, reason="no network namespaces here")
+@pytest.mark.usefixtures("moving_network")
 def test_links_in_the_kernel(text, tmp_path):
     scenario = small_scenario(
         tmp_path / "links.toml",

@@ -16,7 +16,10 @@ import pytest
 from atoll.chaos import netns
 from atoll.chaos.netns import Namespaces, enter, run
 
-pytestmark = pytest.mark.skipif(netns.unavailable() is not None, reason=f"no namespaces: {netns.unavailable()}")
+pytestmark = [
+    pytest.mark.skipif(netns.unavailable() is not None, reason=f"no namespaces: {netns.unavailable()}"),
+    pytest.mark.usefixtures("moving_network"),
+]
 
 
 class Inside:

@@ -103,3 +103,16 @@ def test_a_burst_of_messages_that_were_held_up_leaves_a_limit_of_four_steps():
     assert talk.member(1).standing == "live"
     talk.fires(30.1)
     assert talk.member(1).standing == "suspect"
+
+
+def test_quick_steps_on_a_busy_machine_are_no_silence():
+    """Steps of a millisecond, and a process that gets no processor for half a second: four least waits are a second."""
+    talk = SyncerTalk(RunConfig(fragments=1, every_steps=999))
+    one = talk.joined(1)
+    for step in range(1, 201):
+        one.reports(1 + 0.001 * step, step, step_time_s=0.001)
+        talk.fires(1 + 0.001 * step)
+    talk.fires(2.1)
+    assert talk.member(1).standing == "live"
+    talk.fires(2.5)
+    assert talk.member(1).standing == "suspect"

@@ -46,7 +46,7 @@ def serve() -> Iterator[Callable[[Served], Served]]:
 
 
 @pytest.fixture
-def visit(browser: Any, serve: object) -> Iterator[Visit]:
+def visit(browser: Any, serve: object, still_network: None) -> Iterator[Visit]:
     """`visit(url, width=390, allow="409")` opens a page; `allow` is what the console may say there."""
     problems: list[str] = []
     contexts = []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from atoll.core.protocol import Persisted
+from atoll.core.protocol import Delivered, LeaveWanted, Persisted, Send
 from atoll.core.tape import Actor, Entry
 from atoll.core.types import RunConfig
 from atoll.ml.settings import Numerics
@@ -186,6 +186,34 @@ def test_a_version_is_published_when_it_is_durable_and_not_before():
         run.step()
     assert len(values) == run.syncer.merges == 3
     assert not torch.equal(values[1], values[2])
+
+
+def test_a_version_on_its_way_to_a_learner_that_has_left_is_for_nobody():
+    """Its core acknowledges it still, although what the update refers to is gone with the learner."""
+    plan = tiny.tiny_plan(1)
+    config = tiny.lockstep_config(plan, learners=2, every=3)
+    execution = tiny.execute(config, tiny.EXACT, plan)
+    leaver = Actor(2, 1)
+    acknowledged = []
+
+    def on_entry(entry: Entry) -> None:
+        execution.apply(entry)
+        if entry.actor == leaver and execution.learners[leaver].stopped:
+            sent = [effect.envelope.body for effect in entry.effects if type(effect) is Send]
+            acknowledged.extend(body for body in sent if type(body) is Delivered)
+
+    class Leaving(Lockstep):
+        def leave(self) -> None:
+            self._tell(leaver.learner, LeaveWanted("enough"))
+
+    run = Leaving(config, tiny.tokens_of(2), on_entry, overlap=2)
+    while run.syncer.merges < 2:
+        run.step()
+    run.leave()
+    for _ in range(3):
+        run.step()
+    assert acknowledged == [Delivered(0, 2)], "the version arrived after it had left"
+    assert execution.learners[leaver].values == {}
 
 
 def test_the_mean_of_learners_is_what_its_name_says_and_values_go_back_into_a_model():

@@ -317,11 +317,13 @@ class Members(Leasing):
     def _silence_limit(self, member: Member) -> float:
         """Four times the high value of the gaps between its messages: a stutter is no silence.
 
-        Never below four of its steps: messages that were held up come in one burst and make the gaps look short.
+        Never below four of its steps: messages that were held up come in one burst and make the gaps look short. And
+        never below four of the shortest waits: a busy machine holds up a learner of quick steps for longer than these.
         """
         if member.gap.count < MEASURED_GAPS:
             return self.limits.first_wait_s
-        limit = max(patience(member.gap, 4, self.limits), min(4 * member.pace.mean, self.limits.most_wait_s))
+        least = min(4 * max(member.pace.mean, self.limits.least_wait_s), self.limits.most_wait_s)
+        limit = max(patience(member.gap, 4, self.limits), least)
         return max(limit, self.limits.first_wait_s) if self._rests(member) else limit
 
     def _watch_silence(self, at: float, member: Member) -> None:

@@ -380,6 +380,8 @@ class Execution:
             return
         if envelope.session != learner.session:
             return  # of an older link; the core drops it
+        if learner.stopped:
+            return  # the core still acknowledges what was on its way, but nobody will adopt it
         if type(body) is Published:
             # The core acknowledges what it has taken, and takes nothing while it does not.
             acknowledged = Delivered(body.fragment, body.version)
