@@ -110,9 +110,9 @@ def test_quick_steps_on_a_busy_machine_are_no_silence():
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=999))
     one = talk.joined(1)
     for step in range(1, 201):
-        one.reports(1 + 0.001 * step, step, step_time_s=0.001)
-        talk.fires(1 + 0.001 * step)
-    talk.fires(2.1)
+        one.reports(0.001 * step, step, step_time_s=0.001)
+        talk.fires(0.001 * step)
+    talk.fires(1.1)
     assert talk.member(1).standing == "live"
-    talk.fires(2.5)
+    talk.fires(1.5)
     assert talk.member(1).standing == "suspect"

@@ -194,7 +194,7 @@ def test_a_version_on_its_way_to_a_learner_that_has_left_is_for_nobody():
     config = tiny.lockstep_config(plan, learners=2, every=3)
     execution = tiny.execute(config, tiny.EXACT, plan)
     leaver = Actor(2, 1)
-    acknowledged = []
+    acknowledged: list[Delivered] = []
 
     def on_entry(entry: Entry) -> None:
         execution.apply(entry)
