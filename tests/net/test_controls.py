@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from atoll.core.protocol import ControlRequested, Held, MergeRound, Say, Send, StepTaken
+from atoll.core.protocol import ControlRequested, Held, MergeRound, Say, Send, SnapshotRequested, StepTaken
+from atoll.core.tables import Stage
 from atoll.core.tape import Actor
 from atoll.core.types import SYNCER
+from atoll.ml.settings import Numerics
+from atoll.net import controls
 from atoll.net.controls import Wishes
 from atoll.net.durable import StoreDamaged
+from atoll.net.run_settings import RunSettings
 from atoll.net.store import Store
+from atoll.net.syncer import SyncerProcess
 from atoll.tape_files import RunTapes
 from tests.net.in_process import learner_of, train
 from tests.net.runs import QUICK, Child, Run, endless
@@ -387,3 +394,39 @@ WRONG: list[tuple[Any, Any]] = [
 def test_a_file_that_no_syncer_has_written_is_refused(kept, tmp_path):
     with pytest.raises(StoreDamaged, match="remove it"):
         Wishes.checked(kept, tmp_path / "controls.json", QUICK)
+
+
+def test_a_wish_that_waited_behind_the_end_of_the_run_is_declined(tmp_path):
+    """It was checked while the run went on; by its turn the run ends, and a yes would be a lie."""
+
+    async def scene() -> controls.Answer:
+        syncer: Any = SyncerProcess(tmp_path, RunSettings(endless(), Numerics()))
+        syncer.core = SimpleNamespace(stage=Stage.RUNNING, paused=False)
+        async with syncer._controlling:  # as `finish` holds it
+            wish = asyncio.create_task(controls.control(syncer, {"what": "pause", "who": "ada"}))
+            await asyncio.sleep(0)  # the wish is checked, and waits for its turn
+            syncer.core.stage = Stage.FINISHING
+        answer = await wish
+        assert syncer.wishes.kept == {}
+        syncer.core = None
+        await syncer.stop()
+        return answer
+
+    assert asyncio.run(scene()) == controls.ENDS
+
+
+def test_a_snapshot_is_on_the_tape_with_who_asked(tmp_path):
+    with Run(tmp_path, endless()) as run:
+        learners = run.joined(1)
+        run.go(*learners)
+        assert run.ask("POST", "/v1/snapshot", json.dumps({"who": "ada@desk"}).encode())[0] == 202
+        wrongs: tuple[Any, ...] = ({"who": "a\nb"}, {"who": 3}, {"whom": "ada"}, [], {"who": "x" * 201})
+        for wrong in wrongs:
+            code, body = run.ask("POST", "/v1/snapshot", json.dumps(wrong).encode())
+            assert (code, "who asks" in json.loads(body)["error"]) == (400, True)
+        run.end()
+        run.finish(*learners)
+    wanted = [entry for entry in syncer_entries(tmp_path) if isinstance(entry.event, SnapshotRequested)]
+    assert [entry.event.who for entry in wanted] == ["ada@desk"]
+    said = [str(effect.reason) for entry in wanted for effect in entry.effects if isinstance(effect, Say)]
+    assert any(sentence.endswith(" of 1 learners, asked for by ada@desk") for sentence in said)

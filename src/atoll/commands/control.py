@@ -42,11 +42,12 @@ def run(
     from atoll.commands.snapshot import find_syncer, show_taken
     from atoll.net.reaching import Refused, ask
 
-    wish = {"what": what, "value": _value(what, value), "who": who if who is not None else _user_and_host()}
+    who = who if who is not None else user_and_host()
+    wish = {"what": what, "value": _value(what, value), "who": who}
     here = None if ":" in place and not Path(place).is_dir() else Path(place)
     address, secret = find_syncer(here, place if here is None else None, token or None, "control it while it does")
     if what == "snapshot":
-        show_taken(address, secret, as_json)
+        show_taken(address, secret, who, as_json)
         return
     if what == "drain" and not sure:
         _ask_first(f"Learner {value} will leave the run and is not started again. Go on?")
@@ -90,7 +91,7 @@ def _ask_first(question: str) -> None:
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _user_and_host() -> str:
+def user_and_host() -> str:
     import getpass
     import socket
 

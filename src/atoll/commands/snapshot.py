@@ -42,11 +42,13 @@ def run(
             raise ValueError("say whose snapshots to list: atoll snapshot RUN --list")
         _show_list(run, as_json)
         return
-    show_taken(*find_syncer(run, syncer, token or None, ADVICE), as_json)
+    from atoll.commands.control import user_and_host
+
+    show_taken(*find_syncer(run, syncer, token or None, ADVICE), user_and_host(), as_json)
 
 
-def show_taken(address: str, token: str | None, as_json: bool) -> None:
-    told = _taken(address, token)
+def show_taken(address: str, token: str | None, who: str, as_json: bool) -> None:
+    told = _taken(address, token, who)
     if as_json:
         print_json(told)
     elif told["state"] == "durable":
@@ -76,13 +78,13 @@ def find_syncer(run: Path | None, syncer: str | None, token: str | None, advice:
     return found.address, token if token is not None else found.token
 
 
-def _taken(address: str, token: str | None) -> dict[str, Any]:
+def _taken(address: str, token: str | None, who: str) -> dict[str, Any]:
     """Until it is durable or given up. How long that takes is the syncer's to say: it waits for no learner forever."""
     import time
 
     from atoll.net.reaching import ask
 
-    number = ask(address, token, "POST", "/v1/snapshot", ANSWER_S)["snapshot"]
+    number = ask(address, token, "POST", "/v1/snapshot", ANSWER_S, {"who": who})["snapshot"]
     while True:
         told: dict[str, Any] = ask(address, token, "GET", f"/v1/snapshot/{number}", ANSWER_S)
         if told["state"] != "being taken":

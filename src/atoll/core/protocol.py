@@ -221,7 +221,7 @@ class StoreFenced(NamedTuple):
 
 
 class SnapshotRequested(NamedTuple):
-    pass
+    who: str = ""  # the operator who asked for it
 
 
 class FinishRequested(NamedTuple):

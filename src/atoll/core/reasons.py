@@ -90,6 +90,7 @@ REASONS: dict[str, str] = {
     "superseded-epoch": "a syncer of epoch {0} has taken over; this one, epoch {1}, stops",
     # snapshots
     "snapshot-started": "snapshot {0} of {1} learners",
+    "snapshot-asked": "snapshot {0} of {1} learners, asked for by {2}",
     "snapshot-durable": "snapshot {0} is durable: {1} learners, {2} in-flight contributions",
     "snapshot-left-out": "learner {0} is left out of snapshot {1}: {2}",
     "snapshot-abandoned": "snapshot {0} is abandoned: {1}",

@@ -35,20 +35,23 @@ class Snapshots(Members):
         if self.cut is not None:
             self._say("run", 0, "snapshot-busy")
         elif self.stage is Stage.RUNNING:
-            self._cut(now)
+            self._cut(now, event.who)
 
     def _maybe_cut(self, now: float) -> None:
         every = self.config.snapshot_every_merges
         if every and self.cut is None and self.stage is Stage.RUNNING and self.merges - self.merges_at_cut >= every:
             self._cut(now)
 
-    def _cut(self, now: float) -> None:
+    def _cut(self, now: float, who: str = "") -> None:
         self.merges_at_cut = self.merges
         self.marker += 1
         wanted = {m.id for m in self.live.values()}
         deadline = now + max((self._part_patience(m) for m in self.live.values()), default=0.0)
         self.cut = Cut(self.marker, self._versions(), self.leases, wanted, deadline)
-        self._say("run", 0, "snapshot-started", self.marker, len(wanted))
+        if who:
+            self._say("run", 0, "snapshot-asked", self.marker, len(wanted), who)
+        else:
+            self._say("run", 0, "snapshot-started", self.marker, len(wanted))
         for member in self.live.values():
             self._send(member, Marker(self.marker))
         self._arm((now + deadline) / 2, "snapshot", self.marker)

@@ -71,7 +71,7 @@ def carry_out(run: Path, wish: Wish) -> str:
         raise Refused(503, "no syncer of this run can be reached from here")
     try:
         if wish.what == "snapshot":
-            told = ask(found.address, found.token, "POST", "/v1/snapshot", ANSWER_S)
+            told = ask(found.address, found.token, "POST", "/v1/snapshot", ANSWER_S, {"who": wish.who})
             return f"snapshot {told['snapshot']} is being taken"
         body = {"what": wish.what, "value": wish.value, "who": wish.who}
         told = ask(found.address, found.token, "POST", "/v1/control", ANSWER_S, body)

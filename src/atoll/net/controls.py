@@ -38,6 +38,9 @@ class Answer(NamedTuple):
     sentence: str
 
 
+ENDS = Answer(409, "the run ends or has ended: nothing can be changed any more")
+
+
 class Wishes:
     """What is in force, as the file has it. Never changed: `after` makes another one."""
 
@@ -78,28 +81,33 @@ def _is_wish(kept: Mapping[Any, Any], about: object, limits: Limits) -> bool:
     )
 
 
+def who_problem(who: object) -> str | None:
+    if not isinstance(who, str) or not who.strip() or len(who) > MOST_WHO or not who.isprintable():
+        return f"say who asks, in at most {MOST_WHO} characters: it is written on the tape"
+    return None
+
+
 async def control(syncer: SyncerProcess, raw: object) -> Answer:
     """One wish, as it came. Nothing has happened where the status is not 200."""
     if not isinstance(raw, dict) or not {"what", "who"} <= set(raw) <= FIELDS:
         return Answer(400, "a control is a JSON object with what, who, and where it takes one a value")
     what, value, who = raw["what"], raw.get("value"), raw["who"]
-    if not isinstance(who, str) or not who.strip() or len(who) > MOST_WHO or not who.isprintable():
-        return Answer(400, f"say who asks, in at most {MOST_WHO} characters: it is written on the tape")
-    problem = control_problem(what, value, syncer.settings.config.limits)
+    problem = who_problem(who) or control_problem(what, value, syncer.settings.config.limits)
     if problem is not None:
         return Answer(400, problem)
     core = syncer.core
     if core is None:
         return Answer(409, "the run has no model yet, so there is nothing to control")
     if core.stage is not Stage.RUNNING:
-        return Answer(409, "the run ends or has ended: nothing can be changed any more")
+        return ENDS
     event = ControlRequested(what, value, who)
     known = _known_already(core, event)
     if known is not None:
         return known
     said = _sentence(core, event)
     try:
-        await syncer.control(event)
+        if not await syncer.control(event):
+            return ENDS
     except Fenced as fenced:
         return Answer(409, str(fenced))
     except OSError as wrong:

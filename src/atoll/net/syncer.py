@@ -394,11 +394,16 @@ class SyncerProcess:
             del self.links[link.key]
             self.tell(LearnerDisconnected(*link.key, why))
 
-    async def control(self, event: ControlRequested) -> None:
-        """An operator's wish, checked. Durable before the core hears of it; raises `OSError` when it cannot be."""
+    async def control(self, event: ControlRequested) -> bool:
+        """An operator's wish, checked. Durable before the core hears of it; raises `OSError` when it cannot be.
+
+        False: the run was told to end while the wish waited for its turn."""
         async with self._controlling:
+            if self.core is None or self.core.stage is not Stage.RUNNING:
+                return False
             await self._keep_wishes(self.wishes.after(event, time.time()))
             self.tell(event)
+            return True
 
     async def _keep_wishes(self, wishes: Wishes) -> None:
         if wishes is not self.wishes:
@@ -419,13 +424,13 @@ class SyncerProcess:
                 self.log.warning("the end of the pause cannot be written down: %s", wrong)
             self.tell(FinishRequested())
 
-    def take_snapshot(self) -> int | None:
+    def take_snapshot(self, who: str = "") -> int | None:
         """The number of a snapshot that is being taken from now on, or is being taken already. None: not now."""
         if self.core is None or self.core.stage is not Stage.RUNNING:
             return None
         if self.core.cut is None:
             before = self.core.marker
-            self.tell(SnapshotRequested())
+            self.tell(SnapshotRequested(who))
             return self.core.marker if self.core.marker > before else None
         return self.core.cut.id
 

@@ -18,7 +18,7 @@ from atoll.ml.codecs import codec
 from atoll.ml.plan import FragmentPlan
 from atoll.ml.robust import size_of
 from atoll.net.byte_buffers import CHUNK_BYTES, SMALL_BYTES, ByteBuffers
-from atoll.net.controls import control
+from atoll.net.controls import control, who_problem
 from atoll.net.memory_gate import MemoryGate
 from atoll.net.prometheus import MISSING, exposition
 from atoll.net.snapshot_files import snapshot_info
@@ -406,7 +406,13 @@ class Paths:
         return web.Response(body=text, headers={"Content-Type": content_type})
 
     async def take_snapshot(self, request: web.Request) -> web.StreamResponse:
-        number = self.syncer.take_snapshot()
+        raw = parse_json(await request.read()) if request.can_read_body else {"who": ""}
+        if not isinstance(raw, dict) or set(raw) != {"who"}:
+            return _error(400, "a snapshot is asked for with nothing, or with a JSON object that says who asks")
+        problem = who_problem(raw["who"]) if raw["who"] != "" else None
+        if problem is not None:
+            return _error(400, problem)
+        number = self.syncer.take_snapshot(raw["who"])
         if number is None:
             if self.syncer.core is None:
                 return _error(409, "the run has no model yet, so there is nothing to take a snapshot of")
