@@ -42,9 +42,10 @@ from atoll.core.protocol import (
 from atoll.core.types import FragmentId
 from atoll.ml.codecs import codec
 from atoll.ml.plan import FragmentPlan, TensorInfo, make_plan
+from atoll.net.learner_bulk import LearnerBulk
 from atoll.net.learner_link import LearnerLink, Refusal
 from atoll.net.run_settings import RunSettings
-from atoll.net.wire import CODEC_NUMBERS, Kind, WireError
+from atoll.net.wire import CODEC_NUMBERS, Kind, WireError, encode_message
 
 LOG = logging.getLogger("atoll.light")
 STATE = b"inner state of a learner that has none"
@@ -64,6 +65,7 @@ class LightLearner:
     def __init__(self, address: str, number: int, settings: RunSettings, plan: FragmentPlan, payload: Tensor) -> None:
         self.number = number
         self.link = LearnerLink(address, None, LOG, self._on_message, self._on_opened, self._on_closed, self._on_failed)
+        self.bulk = LearnerBulk(self.link, None)
         self.sent = 0  # control messages
         self.heard = 0
         self.put = 0  # contributions that were taken
@@ -175,17 +177,17 @@ class LightLearner:
 
     async def contribute(self, envelope: Envelope) -> None:
         number = CODEC_NUMBERS[self._settings.numerics.up]
-        await self.link.put("/v1/contribution", Kind.CONTRIBUTION, number, envelope, self._payload)
+        await self.bulk.contribute(number, envelope, self._payload)
 
     async def fetch(self, p: FragmentId, version: int, base: int | None) -> None:
         down, numel = codec(self._settings.numerics.down), self._plan.numel(p)
         sizes = {CODEC_NUMBERS[down.name]: down.size(numel), -1: 4 * numel}
-        self.link.give_back(await self.link.fragment(p, version, base, sizes))
+        self.bulk.give_back(await self.bulk.fetch(p, version, base, sizes))
 
     async def _put(self, envelope: Envelope) -> None:
         try:
             if type(envelope.body) is InnerState:
-                await self.link.put("/v1/state", Kind.INNER_STATE, 0, envelope, STATE)
+                await self.bulk.put("/v1/state", Kind.INNER_STATE, 0, encode_message(envelope), memoryview(STATE))
             else:
                 await self.contribute(envelope)
                 self.put += 1

@@ -16,7 +16,8 @@ from typing import Any
 from atoll.core.protocol import Persist, Persisted, Record, VersionRecord
 from atoll.core.types import RoundId
 from atoll.ml import robust
-from atoll.net import durable, part_keeper, syncer
+from atoll.net import durable, learner_bulk, pacing, part_keeper, syncer
+from atoll.net.arrivals import Arrivals
 from atoll.net.held_fragments import HeldFragment
 from atoll.net.island_tensors import Buffer, FragmentTensors
 from atoll.net.store import Store
@@ -52,6 +53,29 @@ def wrong_update(directory: Path) -> None:
                 struck(directory, "update").touch()
 
     syncer.HeldFragment = Wrong  # type: ignore[attr-defined]
+
+
+def small_slices(directory: Path) -> None:
+    """What is larger than 64 KiB goes in slices of as much, so that models of a test do."""
+    learner_bulk.WHOLE_BYTES = 2**16
+    pacing.LEAST_SLICE = pacing.FIRST_SLICE = pacing.MOST_SLICE = 2**16
+
+
+def telling(directory: Path) -> None:
+    """Transfers of a test are large enough to say something about a link."""
+    pacing.TELLING_BYTES = 2**19
+
+
+def forgotten_slices(directory: Path) -> None:
+    """A bug: what has arrived of a contribution is gone with the connection that brought it."""
+    give_up = Arrivals.give_up
+
+    def forget(self: Any, claim: Any) -> None:
+        if claim.is_wanted and claim.arrival.missing.holds(claim.begin, claim.end):
+            claim.arrival.missing.add(0, claim.arrival.data.numel())
+        give_up(self, claim)
+
+    Arrivals.give_up = forget  # type: ignore[method-assign]
 
 
 def held_disk(directory: Path) -> None:
@@ -199,6 +223,9 @@ def shared_buffers(directory: Path) -> None:
 
 
 PLANTS: dict[str, Callable[[Path], None]] = {
+    "small-slices": small_slices,
+    "forgotten-slices": forgotten_slices,
+    "telling": telling,
     "wrong-update": wrong_update,
     "held-disk": held_disk,
     "deadly-part": deadly_part,

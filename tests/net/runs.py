@@ -93,6 +93,7 @@ class LearnerSpec:
     join_timeout_s: float | None = LIMIT_S
     planted: str = ""
     keeps: bool = True  # tape and parts, in the directory of the run
+    max_rate: str | None = None
     draws: bool = False  # from torch's generator after every step, and tells what in `extra_state`
 
 
@@ -173,6 +174,7 @@ def learner_child(directory: Path, address: str, spec: LearnerSpec, log: Path, p
             run_directory=directory if spec.keeps else None,
             join_timeout_s=spec.join_timeout_s,
             extra_state=(lambda: {"drawn": drawn[-1:]}) if spec.draws else None,
+            max_rate=spec.max_rate,
         ) as learner:
             moments = [float(state["step"]) for state in job.optimizer.state.values()]
             told = {"learner": learner.id, "incarnation": learner.incarnation, "moments": max(moments, default=0.0)}

@@ -9,7 +9,17 @@ from typing import Any, NamedTuple
 from atoll.core import protocol as p
 from atoll.core.reasons import Reason, because
 from atoll.core.types import Mark, RoundId
-from atoll.net.wire import Code, FragmentHeader, Kind, Side, digest, encode_header, encode_message, frame_head
+from atoll.net.wire import (
+    Code,
+    FragmentHeader,
+    Kind,
+    Side,
+    SliceHeader,
+    digest,
+    encode_header,
+    encode_message,
+    frame_head,
+)
 
 ROUND = RoundId(fragment=2, base=11, epoch=3, attempt=1)
 MARK = Mark(incarnation=1, base=10, copied_at=480, trained=1_966_080, dropped=0, taken=3840)
@@ -85,7 +95,7 @@ def _message(name: str) -> bytes:
 
 
 def _text(text: str) -> bytes:
-    return b"ATLL\x02" + text.encode("utf-8")
+    return b"ATLL\x03" + text.encode("utf-8")
 
 
 _PING = encode_message(p.Envelope(4, 1, 2, 3, 517, 902, 0, p.Ping(8)))
@@ -96,7 +106,7 @@ BAD_MESSAGES: tuple[BadMessage, ...] = (
     BadMessage("half of the magic and something else", "learner", b"AT{}", "magic"),
     BadMessage("a frame where a message belongs", "learner", b"ATLF" + _PING[4:], "magic"),
     BadMessage("an earlier version", "learner", b"ATLL\x01" + _PING[5:], "version"),
-    BadMessage("a later version", "learner", b"ATLL\x03" + _PING[5:], "version"),
+    BadMessage("a later version", "learner", b"ATLL\x04" + _PING[5:], "version"),
     BadMessage("no text", "learner", _PING[:5], "json"),
     BadMessage("half of the text", "learner", _PING[:-3], "json"),
     BadMessage("two texts", "learner", _PING + _PING[5:], "json"),
@@ -134,10 +144,16 @@ class Sent(NamedTuple):
 _VALUES = struct.pack("<5f", 0.0, 1.0, -2.5, 3.0e-3, -1.0e6)
 _PLAN = b'{"how":"balanced","tensors":[["head",[2,2],"float32","weight",""]],"fragments":[[[0,0,2]]]}'
 
+
+def _fragment(base: int | None, begin: int, of: int) -> bytes:
+    return FragmentHeader(2, 12, base, digest(_VALUES).hex(), begin, of).encode()
+
+
 FRAMES: tuple[Sent, ...] = (
     Sent("a delta as bf16", Kind.CONTRIBUTION, 1, _message("learner: Contribution"), bytes.fromhex("803f00c0")),
-    Sent("an update as bf16", Kind.FRAGMENT, 1, FragmentHeader(2, 12, 11, digest(_VALUES).hex()).encode(), b"\1\2" * 5),
-    Sent("a whole value", Kind.FRAGMENT, 0, FragmentHeader(2, 12, None, digest(_VALUES).hex()).encode(), _VALUES),
+    Sent("the end of an update as bf16", Kind.FRAGMENT, 1, _fragment(11, 4, 14), b"\1\2" * 5),
+    Sent("a whole value", Kind.FRAGMENT, 0, _fragment(None, 0, len(_VALUES)), _VALUES),
+    Sent("a slice of a delta", Kind.SLICE, 0, SliceHeader(4, 2, 3, RoundId(2, 11, 1, 1), 4, 10).encode(), b"\1\2\3"),
     Sent("inner state", Kind.INNER_STATE, 0, _message("learner: InnerState"), b"safetensors would be here"),
     Sent("the plan of a new model", Kind.MODEL, 0, b"{}", _PLAN),
     Sent("values of a new model", Kind.MODEL, 0, encode_header({"fragment": 2}), _VALUES),
@@ -157,7 +173,7 @@ class BadFrame(NamedTuple):
 
 def _forged(frame: Sent, **fields: Any) -> bytes:
     """The frame with other fields in its head, and the digest that belongs to them."""
-    head: dict[str, Any] = {"magic": b"ATLF", "version": 2, "kind": int(frame.kind), "codec": frame.codec, "flags": 0}
+    head: dict[str, Any] = {"magic": b"ATLF", "version": 3, "kind": int(frame.kind), "codec": frame.codec, "flags": 0}
     head |= {"header_bytes": len(frame.header), "payload_bytes": len(frame.payload)} | fields
     packed = struct.pack("<4sBBBBIQ", *head.values())
     return packed + digest(packed, frame.header, frame.payload) + frame.header + frame.payload
@@ -179,7 +195,7 @@ BAD_FRAMES: tuple[BadFrame, ...] = (
     _bad("half a payload", _DELTA, _GOOD[:-1], "truncated"),
     _bad("another magic", _DELTA, _forged(_DELTA, magic=b"ATLL"), "magic"),
     _bad("some JSON", _DELTA, b'{"learner":4}', "magic"),
-    _bad("a later version", _DELTA, _forged(_DELTA, version=3), "version"),
+    _bad("a later version", _DELTA, _forged(_DELTA, version=4), "version"),
     _bad("an unknown flag", _DELTA, _forged(_DELTA, flags=1), "version"),
     _bad("an unknown kind", _DELTA, _forged(_DELTA, kind=9), "kind"),
     _bad("another kind than expected", _DELTA, _WHOLE.data(), "kind"),

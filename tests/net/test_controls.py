@@ -404,7 +404,7 @@ def test_a_wish_that_waited_behind_the_end_of_the_run_is_declined(tmp_path):
         syncer.core = SimpleNamespace(stage=Stage.RUNNING, paused=False)
         async with syncer._controlling:  # as `finish` holds it
             wish = asyncio.create_task(controls.control(syncer, {"what": "pause", "who": "ada"}))
-            await asyncio.sleep(0)  # the wish is checked, and waits for its turn
+            await asyncio.wait((wish,), timeout=0)  # it is checked, and waits for its turn
             syncer.core.stage = Stage.FINISHING
         answer = await wish
         assert syncer.wishes.kept == {}

@@ -85,10 +85,10 @@ async def trains(stranger: Stranger) -> Pull:
 # --------------------------------------------------------------------------------------------------------------------
 # Requests
 
-FINE = b'ATLL\x02["Envelope",1,1,1,0,7,3,0,["Ping",5]]'
+FINE = b'ATLL\x03["Envelope",1,1,1,0,7,3,0,["Ping",5]]'
 
 
-def head(kind: int = 1, codec: int = 1, header: int = 0, payload: int = 0, magic: bytes = b"ATLF", version: int = 2):
+def head(kind: int = 1, codec: int = 1, header: int = 0, payload: int = 0, magic: bytes = b"ATLF", version: int = 3):
     return struct.pack("<4sBBBBIQ", magic, version, kind, codec, 0, header, payload) + bytes(16)
 
 
@@ -104,7 +104,7 @@ WRONG_BODIES = {
     "a payload of 16 EiB": (head(payload=2**64 - 1), "size"),
     "a header that is no message": (head(header=2) + b"{}", "magic"),
     "a header that is cut": (head(header=10) + b"ATLL", "truncated"),
-    "a message that is none": (head(header=6) + b"ATLL\x02{", "json"),
+    "a message that is none": (head(header=6) + b"ATLL\x03{", "json"),
     "another message": (head(header=len(FINE)) + FINE, "type"),
 }
 
@@ -180,7 +180,7 @@ def test_an_upload_that_breaks_off_is_forgotten(run):
     host, _, port = run.address.rpartition(":")
     for _ in range(3):
         with socket.create_connection((host, int(port)), timeout=LIMIT_S) as raw:
-            raw.sendall(b"PUT /v1/contribution HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\nATLF\x02")
+            raw.sendall(b"PUT /v1/contribution HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\nATLF\x03")
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, not a farewell
 
 
@@ -233,13 +233,13 @@ def test_the_model_of_the_run_may_be_offered_again(run):
 WRONG_MESSAGES = {
     "not Atoll": (b"HELO me", "magic"),
     "another version": (b"ATLL\x01[]", "version"),
-    "no JSON": (b"ATLL\x02[", "json"),
-    "no envelope": (b'ATLL\x02["Ping",1]', "type"),
-    "not a number": (b'ATLL\x02["Envelope",1,1,1,0,7,3,0,["Report",1,1,NaN]]', "json"),
-    "a number of 65 bits": (b'ATLL\x02["Envelope",1,1,1,0,7,3,0,["Ping",%d]]' % 2**64, "json"),
-    "a syncer's word": (b'ATLL\x02["Envelope",1,1,1,0,7,3,0,["Pong",1]]', "type"),
+    "no JSON": (b"ATLL\x03[", "json"),
+    "no envelope": (b'ATLL\x03["Ping",1]', "type"),
+    "not a number": (b'ATLL\x03["Envelope",1,1,1,0,7,3,0,["Report",1,1,NaN]]', "json"),
+    "a number of 65 bits": (b'ATLL\x03["Envelope",1,1,1,0,7,3,0,["Ping",%d]]' % 2**64, "json"),
+    "a syncer's word": (b'ATLL\x03["Envelope",1,1,1,0,7,3,0,["Pong",1]]', "type"),
     "no hello first": (FINE, "type"),
-    "too long": (b"ATLL\x02" + b" " * (4 * 2**20), "size"),
+    "too long": (b"ATLL\x03" + b" " * (4 * 2**20), "size"),
 }
 
 
@@ -459,7 +459,7 @@ def test_inner_state_beyond_every_optimizer_is_refused_before_memory_is_taken(ru
     async def test(stranger: Stranger) -> tuple[int, dict[str, Any]]:
         await stranger.join()
         header = encode_message(stranger.envelope(InnerState(stranger.learner, 99, 7, 1, (0, 0))))
-        frame = struct.pack("<4sBBBBIQ", b"ATLF", 2, 3, 0, 0, len(header), 2**39) + bytes(16) + header
+        frame = struct.pack("<4sBBBBIQ", b"ATLF", 3, 3, 0, 0, len(header), 2**39) + bytes(16) + header
         return await stranger.put("/v1/state", frame)
 
     status, told = with_stranger(run, 71, test)

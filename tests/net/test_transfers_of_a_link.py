@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from atoll.net.learner_bulk import LearnerBulk
 from atoll.net.learner_link import LearnerLink, LinkGone
 
 
@@ -53,7 +54,7 @@ async def with_a_fetch_under_way(then: Any) -> None:
     dialled = asyncio.ensure_future(link.dial(0.0))
     try:
         await opened.wait()
-        fetch = asyncio.ensure_future(link.while_open(link.fragment(0, 1, None, {-1: 4})))
+        fetch = asyncio.ensure_future(link.while_open(LearnerBulk(link, None).fetch(0, 1, None, {-1: 4})))
         await standing.asked.wait()
         await then(standing, link, fetch)
     finally:

@@ -27,12 +27,14 @@ from atoll.net.wire import (
     HEAD_BYTES,
     MOST_HEADER_BYTES,
     MOST_MESSAGE_BYTES,
+    MOST_PAYLOAD_BYTES,
     FragmentHeader,
     Frame,
     FrameHead,
     FrameParser,
     Kind,
     Side,
+    SliceHeader,
     WireError,
     as_bytes,
     decode_header,
@@ -184,7 +186,7 @@ def test_deep_nesting_is_refused_at_every_depth_of_the_stack(text):
             at_depth(depth - 1)
         else:
             with pytest.raises(WireError):
-                decode_message(b"ATLL\x02" + text.encode(), "learner")
+                decode_message(b"ATLL\x03" + text.encode(), "learner")
 
     for depth in range(0, 300, 10):
         at_depth(depth)
@@ -193,7 +195,7 @@ def test_deep_nesting_is_refused_at_every_depth_of_the_stack(text):
 @pytest.mark.parametrize("filling", ["[],", '"",', "{},", "0,", '"\\u00e4",', "1e5,"])
 def test_memory_for_a_message_is_bounded(filling):
     inner = filling * ((MOST_MESSAGE_BYTES // 8) // len(filling))
-    data = b'ATLL\x02["Envelope",1,1,1,1,1,1,0,[' + inner.encode() + b"0]]"
+    data = b'ATLL\x03["Envelope",1,1,1,1,1,1,0,[' + inner.encode() + b"0]]"
     tracemalloc.start()
     try:
         with pytest.raises(WireError):
@@ -205,7 +207,7 @@ def test_memory_for_a_message_is_bounded(filling):
 
 @given(data=st.binary(max_size=200), side=st.sampled_from(["learner", "syncer"]))
 def test_any_bytes_are_a_message_or_refused(data, side):
-    for start in (b"", b"ATLL\x02", b'ATLL\x02["Envelope",'):
+    for start in (b"", b"ATLL\x03", b'ATLL\x03["Envelope",'):
         with suppress(WireError):
             decode_message(start + data, side)
 
@@ -221,7 +223,7 @@ JSON = st.recursive(
 def test_any_json_is_a_message_or_refused(raw, side):
     for value in (raw, ["Envelope", 1, 1, 1, 1, 1, 1, 0, raw]):
         with suppress(WireError):
-            decode_message(b"ATLL\x02" + json.dumps(value).encode(), side)
+            decode_message(b"ATLL\x03" + json.dumps(value).encode(), side)
 
 
 @given(message=st.sampled_from(MESSAGES), at=st.integers(0), new=st.binary(max_size=3), drop=st.integers(0, 3))
@@ -263,11 +265,24 @@ def test_a_header_has_exactly_its_fields():
 
 def test_the_header_of_a_fragment_comes_back():
     for base in (11, None):
-        header = FragmentHeader(2, 12, base, "0123456789abcdef" * 2)
+        header = FragmentHeader(2, 12, base, "0123456789abcdef" * 2, 4, 20)
         assert FragmentHeader.decode(header.encode()) == header
     for text in ("0" * 31, "0" * 33, "0" * 31 + "G", "0" * 31 + "A"):
         with refused("type"):
-            FragmentHeader.decode(FragmentHeader(2, 12, None, text).encode())
+            FragmentHeader.decode(FragmentHeader(2, 12, None, text, 0, 4).encode())
+    for begin, of in ((-1, 4), (5, 4), (0, MOST_PAYLOAD_BYTES + 1)):
+        with refused("size"):
+            FragmentHeader.decode(FragmentHeader(2, 12, None, "0" * 32, begin, of).encode())
+
+
+def test_the_header_of_a_slice_comes_back():
+    header = SliceHeader(4, 2, 3, RoundId(7, 11, 1, 2), 4, 20)
+    assert SliceHeader.decode(header.encode()) == header
+    for numbers in ([], [1, 2, 3], [1, 2, 3, True], [1, 2, 3, "4"], [1, 2, 3, 4, 5]):
+        with refused("type"):
+            SliceHeader.decode(encode_header(header._asdict() | {"round": numbers}))
+    with refused("size"):
+        SliceHeader.decode(header._replace(begin=21).encode())
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -326,7 +341,7 @@ def test_a_changed_frame_is_refused_or_the_same(frame, edits, cuts):
 
 @given(data=st.binary(max_size=200), kind=st.sampled_from(Kind), cuts=st.lists(st.integers(0), max_size=5))
 def test_any_bytes_are_refused_as_a_frame(data, kind, cuts):
-    for start in (b"", b"ATLF\x02", b"ATLF\x02" + bytes([kind]) + bytes(6)):
+    for start in (b"", b"ATLF\x03", b"ATLF\x03" + bytes([kind]) + bytes(6)):
         with pytest.raises(WireError):
             parsed(start + data, kind, cuts)
 
@@ -443,7 +458,7 @@ def test_a_frame_that_is_too_large_is_not_sent():
 
 def test_the_head_is_as_the_table_says():
     header, payload = b'{"fragment":2}', b"\1\2\3\4"
-    fields = b"ATLF" + bytes([2, 4, 0, 0]) + (14).to_bytes(4, "little") + (4).to_bytes(8, "little")
+    fields = b"ATLF" + bytes([3, 4, 0, 0]) + (14).to_bytes(4, "little") + (4).to_bytes(8, "little")
     head = frame_head(Kind.MODEL, 0, header, payload)
     assert head == fields + digest(fields + header + payload)
     assert len(head) == HEAD_BYTES == 36
@@ -456,7 +471,7 @@ def test_codecs_have_their_numbers():
 def test_only_bodies_and_what_is_in_them_travel():
     """A record or an event would be a valid value on a tape; no peer may hand us one."""
     with refused("type"):
-        decode_message(b'ATLL\x02["Envelope",1,1,1,1,1,1,0,["ManifestRecord",[],1,1]]', "syncer")
+        decode_message(b'ATLL\x03["Envelope",1,1,1,1,1,1,0,["ManifestRecord",[],1,1]]', "syncer")
     assert {*wire._CODEC.types} < {kind.__name__ for kind in tape.REGISTERED}
 
 

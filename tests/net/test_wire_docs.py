@@ -11,7 +11,7 @@ import pytest
 
 from atoll.core.protocol import LearnerBody, SyncerBody
 from atoll.ml.codecs import CODECS
-from atoll.net import syncer_http, wire
+from atoll.net import arrivals, syncer_bulk, syncer_http, wire
 from atoll.net.syncer_link import MOST_WAITING
 from atoll.net.syncer_status import TOLD
 from tests.net.test_vectors import FILES
@@ -85,7 +85,9 @@ def limits_are_those_of_the_code(text: str) -> Iterator[str]:
         "text with figures": f"{syncer_http.MOST_METRICS_BYTES} characters",
         "a plan": f"{syncer_http.MOST_PLAN_BYTES // mib} MiB",
         "inner state": f"{syncer_http.STATE_BYTES_PER_PARAMETER} bytes per parameter",
-        "silence in the middle of a body": f"{syncer_http.SILENT_S:g} s",
+        "silence in the middle of a body": f"{syncer_bulk.SILENT_S:g} s",
+        "contributions of a learner that are begun in slices": f"{arrivals.MOST_PER_LEARNER},",
+        "time in which nobody goes on with one of them": f"{arrivals.IDLE_S:g} s",
         "messages that wait for a learner that does not read": f"{MOST_WAITING},",
     }
     for what, limit in wanted.items():
@@ -106,11 +108,11 @@ def figures_for_people_are_told(text: str) -> Iterator[str]:
 
 
 def the_example_is_what_is_written(text: str) -> Iterator[str]:
-    if "\n    ATLL\\x02" not in text:
+    if "\n    ATLL\\x03" not in text:
         yield "no example"
         return
-    example = re.findall(r"^    ATLL\\x02(.*)$", text, re.MULTILINE)[0]
-    envelope = wire.decode_message(b"ATLL\x02" + example.encode(), "learner")
+    example = re.findall(r"^    ATLL\\x03(.*)$", text, re.MULTILINE)[0]
+    envelope = wire.decode_message(b"ATLL\x03" + example.encode(), "learner")
     if wire.encode_message(envelope)[5:].decode() != example:
         yield "the example is not how it is written"
 

@@ -93,7 +93,7 @@ class Relay:
         self._until_damage = {True: 0.0, False: 0.0}
         self._free_at = {True: 0.0, False: 0.0}  # when the link has sent what it was given
         self._counts = [0, 0, 0, 0, 0]
-        self._writers: set[asyncio.StreamWriter] = set()
+        self._carried: dict[asyncio.StreamWriter, int] = {}  # by every end that is written to
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -134,9 +134,12 @@ class Relay:
         for up in _directions(way):
             self._loop.call_soon_threadsafe(self._changes.__setitem__, up, how)
 
-    def reset(self) -> None:
-        """Break every connection as it stands."""
-        self.call(self._reset())
+    def reset(self, beyond_bytes: int = -1) -> None:
+        """Break every connection as it stands that has carried more than so much since the last `count_anew`."""
+        self.call(self._reset(beyond_bytes))
+
+    def count_anew(self) -> None:
+        self._loop.call_soon_threadsafe(lambda: self._carried.update(dict.fromkeys(self._carried, 0)))
 
     # ------------------------------------------------------------------------------------------ in the loop
 
@@ -157,22 +160,23 @@ class Relay:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.sleep(0)  # an abort is carried out at the next turn
 
-    async def _reset(self) -> None:
-        for writer in list(self._writers):
-            writer.transport.abort()
+    async def _reset(self, beyond_bytes: int = -1) -> None:
+        for writer, carried in list(self._carried.items()):
+            if carried > beyond_bytes:
+                writer.transport.abort()
 
     async def _taken(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         self._counts[0] += 1
-        self._writers.add(writer)
+        self._carried[writer] = 0
         onward: asyncio.StreamWriter | None = None
         try:
             for passing in self._passing.values():  # a handshake needs both directions
                 await passing.wait()
             back, onward = await asyncio.open_connection(*self._target)
-            self._writers.add(onward)
+            self._carried[onward] = 0
             async with asyncio.TaskGroup() as group:
                 self._lead(group, reader, onward, True)
                 self._lead(group, back, writer, False)
@@ -182,7 +186,7 @@ class Relay:
             for end in (writer, onward):
                 if end is not None:
                     end.transport.abort()
-                    self._writers.discard(end)
+                    self._carried.pop(end, None)
             self._tasks.discard(task)
 
     def _lead(
@@ -218,6 +222,7 @@ class Relay:
             if up in self._changes:
                 data = self._changes[up](data)
             self._counts[1 if up else 2] += len(data)
+            self._carried[writer] = self._carried.get(writer, 0) + len(data)
             writer.write(data)
             await writer.drain()
 

@@ -221,6 +221,14 @@ Down = Annotated[
         help="How updates travel back, the same four. [default: bf16]",
     ),
 ]
+MaxRate = Annotated[
+    str | None,
+    typer.Option(
+        "--max-rate",
+        metavar="RATE",
+        help="Most that values take of a learner's link, each way: 2gbit, 500mbit, 10MB/s. [default: no bound]",
+    ),
+]
 StepTime = Annotated[
     str | None,
     typer.Option(
@@ -254,6 +262,7 @@ SHARED = (
     "inner",
     "lr",
     "beta2",
+    "max_rate",
     "step_time",
     "speeds",
     "fragments",
@@ -277,7 +286,18 @@ SHARED = (
 )
 """Names of the parameters that `train` and `syncer` have."""
 
-PROTOCOL = ("step_time", "speeds", "fragments", "every", "tau", "quorum", "grace", "snapshot_every", "adopt")
+PROTOCOL = (
+    "max_rate",
+    "step_time",
+    "speeds",
+    "fragments",
+    "every",
+    "tau",
+    "quorum",
+    "grace",
+    "snapshot_every",
+    "adopt",
+)
 """Those of them that say how learners and syncer work together; the rest says what is trained."""
 
 FLAGS = {"context_tokens": "context"}

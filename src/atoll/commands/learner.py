@@ -20,7 +20,7 @@ EXAMPLE = "atoll learner --syncer head:7400"
 SAY_EVERY_S = 5.0
 
 
-def run(
+def run(  # long: its options
     syncer: Annotated[
         str,
         typer.Option("--syncer", metavar="HOST:PORT", help="Where atoll syncer listens; with standbys: A:PORT,B:PORT."),
@@ -50,6 +50,15 @@ def run(
     threads: Annotated[
         int | None, typer.Option("--threads", metavar="N", min=1, help="Threads of torch. [default: 1]")
     ] = None,
+    max_rate: Annotated[
+        str | None,
+        typer.Option(
+            "--max-rate",
+            metavar="RATE",
+            help="Most that values take of this island's link, each way: 2gbit, 500mbit, 10MB/s. "
+            "[default: what the run says]",
+        ),
+    ] = None,
     log_format: LogFormat = "text",
     as_json: JsonOption = False,
 ) -> None:
@@ -77,6 +86,8 @@ def run(
         settings = replace(settings, data=str(data.absolute()))
     if threads is not None:
         settings = replace(settings, threads=threads)
+    if max_rate is not None:
+        settings = replace(settings, max_rate=max_rate)
     directory = out if out is not None else Path("runs") / job.run_id
     directory.mkdir(parents=True, exist_ok=True)
     watch = _Watch(log_format, shown=not as_json)

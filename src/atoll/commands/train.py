@@ -80,6 +80,7 @@ def run(
     inner: options.Inner = None,
     lr: options.Lr = None,
     beta2: options.Beta2 = None,
+    max_rate: options.MaxRate = None,
     step_time: options.StepTime = None,
     speeds: options.Speeds = None,
     fragments: options.Fragments = None,

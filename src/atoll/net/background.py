@@ -49,15 +49,16 @@ from atoll.ml.model import ModelView
 from atoll.ml.plan import FragmentPlan
 from atoll.net.door import RETRY_S, SAY_EVERY_S, Door, fragment_sizes
 from atoll.net.island_tensors import FragmentTensors
+from atoll.net.learner_bulk import Fetched, LearnerBulk
 from atoll.net.learner_errors import BackgroundFailed
-from atoll.net.learner_link import Fetched, LearnerLink, LinkGone, Refusal, why
+from atoll.net.learner_link import LearnerLink, LinkGone, Refusal, why
 from atoll.net.logs import about
 from atoll.net.part_keeper import PartKeeper
 from atoll.net.parts import TakenPart
 from atoll.net.run_settings import RunSettings
 from atoll.net.step_boundary import Saved
 from atoll.net.tape_keeper import TapeKeeper
-from atoll.net.wire import CODEC_NUMBERS, Kind, WireError
+from atoll.net.wire import CODEC_NUMBERS, Kind, WireError, as_bytes, encode_message
 from atoll.tape_files import new_header
 
 if TYPE_CHECKING:
@@ -82,14 +83,16 @@ class Background:
 
     _loop: asyncio.AbstractEventLoop  # from `start` to `stop`
 
-    def __init__(self, address: str, token: str | None, log: logging.Logger) -> None:
+    def __init__(self, address: str, token: str | None, log: logging.Logger, max_rate: float | None = None) -> None:
+        """`max_rate`: bytes per second of values, each way."""
         self.log = log
         self.last_loss: float | Tensor | None = None
         self.is_founded = False
         self._link = LearnerLink(
             address, token, log, self._on_message, self._on_opened, self._on_closed, self._on_failed
         )
-        self._door = Door(self._link, log)
+        self._bulk = LearnerBulk(self._link, max_rate)
+        self._door = Door(self._link, self._bulk, log)
         self._thread = threading.Thread(target=self._run, name="atoll-background", daemon=True)
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="atoll-codec")
         self._outbox: deque[tuple[Entry, list[Any]]] = deque()
@@ -401,8 +404,7 @@ class Background:
         number = CODEC_NUMBERS[self._settings.numerics.up]
         named = about("fragment", fragment.p, version=body.round.base)
         try:
-            put = self._link.put("/v1/contribution", Kind.CONTRIBUTION, number, envelope, data)
-            await self._link.while_open(put)
+            await self._link.while_open(self._bulk.contribute(number, envelope, data))
         except Refusal as refusal:
             self.log.info("the contribution to fragment %d was not taken: %s", fragment.p, refusal, extra=named)
         except (aiohttp.ClientError, OSError, TimeoutError) as wrong:
@@ -413,7 +415,7 @@ class Background:
         try:
             taken = await asyncio.wrap_future(self._states.pop(_state_key(envelope)))
             data = await self._computed(inner_state.pack_taken, taken)
-            await self._link.put("/v1/state", Kind.INNER_STATE, 0, envelope, data)
+            await self._bulk.put("/v1/state", Kind.INNER_STATE, 0, encode_message(envelope), as_bytes(data))
         except (Refusal, aiohttp.ClientError, OSError, TimeoutError, ValueError) as wrong:
             self.log.warning("inner state for learner %d did not arrive: %s", body.to, why(wrong))
 
@@ -508,7 +510,7 @@ class Background:
             fetched = await self._fetch_bytes(p, body)
             if fetched is not None:
                 await self._take(fragment, envelope, fetched, base)
-                self._link.give_back(fetched)
+                self._bulk.give_back(fetched)
         finally:
             fragment.release(base)
 
@@ -521,7 +523,7 @@ class Background:
                 async with self._fetches:
                     if p in self._noticed:
                         return None  # a newer one
-                    return await self._link.while_open(self._link.fragment(p, body.version, body.base, sizes))
+                    return await self._link.while_open(self._bulk.fetch(p, body.version, body.base, sizes))
             except LinkGone:
                 return None  # everything that is missing is told of on the next one
             except (Refusal, WireError) as wrong:

@@ -17,6 +17,7 @@ from atoll.ml.codecs import codec
 from atoll.ml.model import ModelView
 from atoll.ml.plan import FragmentPlan
 from atoll.net.island_tensors import FragmentTensors
+from atoll.net.learner_bulk import LearnerBulk
 from atoll.net.learner_errors import LearnerRefused, SyncerUnreachable
 from atoll.net.learner_link import LearnerLink, Refusal, why
 from atoll.net.run_settings import RunSettings
@@ -34,8 +35,9 @@ T = TypeVar("T")
 class Door:
     """`join_by` is a moment of the monotonic clock; None waits for as long as it takes, and says so."""
 
-    def __init__(self, link: LearnerLink, log: logging.Logger) -> None:
+    def __init__(self, link: LearnerLink, bulk: LearnerBulk, log: logging.Logger) -> None:
         self._link = link
+        self._bulk = bulk
         self._log = log
 
     async def settings(self, join_by: float | None) -> tuple[RunSettings, bool]:
@@ -77,7 +79,7 @@ class Door:
             raise TimeoutError("the last merges are under way")
         for fragment, shown in zip(fragments, told["fragments"], strict=True):
             version = int(shown["version"])
-            fetched = await self._link.fragment(fragment.p, version, None, fragment_sizes(fragment.numel, down))
+            fetched = await self._bulk.fetch(fragment.p, version, None, fragment_sizes(fragment.numel, down))
             value = fragment.decode_whole(fetched.data)
             if fragment.digest(value) != fetched.header.value_digest:
                 raise WireError(f"fragment {fragment.p} is not the one that was published", "digest")

@@ -66,7 +66,7 @@ class HeldFragment:
         self.outer = OuterStep(plan, p, numerics, value.clone())
         self.served = Served(version, value, digest_of(value), NOTHING, None)
         self.next: Served | None = None  # merged, and not yet durable
-        self.starts: dict[tuple[Version, Version | None], bytes] = {}  # of the frames served, by version and base
+        self.starts: dict[tuple[Version, Version | None, int, int], bytes] = {}  # of frames: version, base, begin, end
         self._spare: Tensor | None = None
         self._holds: Counter[Version] = Counter()  # learners that were told of a version, and transfers of it
         self._old: dict[Version, Served] = {}  # of those, the versions that are not the newest any more
@@ -155,9 +155,9 @@ class HeldFragment:
                 del self._old[min(self._old)]  # a transfer that has begun goes on; who comes later asks anew
         self.served = self.next
         self.next = None
-        for version, base in list(self.starts):
-            if version not in self._old:
-                del self.starts[version, base]
+        for key in list(self.starts):
+            if key[0] not in self._old:
+                del self.starts[key]
 
     def hold(self, version: Version) -> Served | None:
         """Keep this version until `release`; None if it is not here any more."""

@@ -51,6 +51,7 @@ from atoll.net.island_tensors import FragmentTensors
 from atoll.net.learner_errors import JoinTimeout, LearnerRefused, SyncerUnreachable
 from atoll.net.learner_stats import NOTHING_UNTOLD, LearnerStats, Untold
 from atoll.net.logs import Named
+from atoll.net.rates import rate_of
 from atoll.net.run_clock import RunClock
 from atoll.net.run_settings import RunSettings
 from atoll.net.step_boundary import Action, Adopt, Copy, End, Give, Save, Solo, Start, StepBoundary
@@ -93,6 +94,8 @@ class Learner:
     neither. A part holds parameters, the optimizer's state and torch's generators, and what `extra_state` returns: any
     value that JSON knows, such as a place in the data. When everybody has died and nobody is left to take inner state
     from, a learner starts from its own part, and `restored_state` is what `extra_state` had returned then.
+
+    `max_rate`, as "500mbit" or "2gbit", bounds what values take of the link, each way; messages are not counted.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class Learner:
         run_directory: str | PathLike[str] | None = None,
         join_timeout_s: float | None = None,
         extra_state: Callable[[], Any] | None = None,
+        max_rate: str | None = None,
         log: logging.Logger | None = None,
     ) -> None:
         if learner is not None and learner < 1:
@@ -119,7 +123,7 @@ class Learner:
         self._extra_state = extra_state
         self._restored_state: Any = None
         self._join_by: float | None = None  # on the monotonic clock
-        self._background = Background(addresses(syncer), token, self.log)
+        self._background = Background(addresses(syncer), token, self.log, rate_of(max_rate) if max_rate else None)
         self._lock = threading.RLock()  # it knows whose it is: an interrupt may leave it locked
         self._news = threading.Condition(self._lock)  # actions for the training thread, while it joins
         self._actions: deque[Action] = deque()  # of events that the background told of; done at the next boundary

@@ -10,18 +10,16 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 from aiohttp import WSMsgType
 from torch import Tensor
 
 from atoll.core.protocol import Envelope
-from atoll.net.byte_buffers import CHUNK_BYTES, READ_BYTES, SMALL_BYTES, ByteBuffers
+from atoll.net.byte_buffers import CHUNK_BYTES, READ_BYTES
 from atoll.net.wire import (
-    CODEC_NUMBERS,
     MOST_MESSAGE_BYTES,
-    FragmentHeader,
     FrameHead,
     FrameParser,
     Kind,
@@ -49,20 +47,14 @@ T = TypeVar("T")
 class Refusal(Exception):  # noqa: N818 - an answer, not an accident
     """The syncer has answered, and the answer is no."""
 
-    def __init__(self, status: int, sentence: str) -> None:
+    def __init__(self, status: int, sentence: str, code: str = "") -> None:
         super().__init__(sentence)
         self.status = status
+        self.code = code  # where the bytes were wrong: one of `wire.CODES`
 
 
 class LinkGone(OSError):  # noqa: N818 - nothing failed that is not told of already
     """The link of a transfer has ended before it."""
-
-
-class Fetched(NamedTuple):
-    """A fragment's bytes as they came. `base` None: the whole value."""
-
-    header: FragmentHeader
-    data: Tensor
 
 
 class LearnerLink:
@@ -83,13 +75,12 @@ class LearnerLink:
         self._place = 0  # of the one that is asked
         self.bytes_up = 0
         self.bytes_down = 0
-        self._log = log
+        self.log = log
         self._headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
         self._on_message = on_message
         self._on_opened = on_opened
         self._on_closed = on_closed
         self._on_failed = on_failed
-        self._buffers = ByteBuffers()
         self._session: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._outgoing: asyncio.Queue[bytes | str | None] = asyncio.Queue()
@@ -244,7 +235,7 @@ class LearnerLink:
             async with asyncio.timeout(within_s):
                 await closed.wait()
         except TimeoutError:
-            self._log.warning("the last words did not reach the syncer within %g s", within_s)
+            self.log.warning("the last words did not reach the syncer within %g s", within_s)
 
     # ---------------------------------------------------------------------------------------------------- asking
 
@@ -270,58 +261,15 @@ class LearnerLink:
 
         await self.ask("PUT", "/v1/model", data=body())
 
-    # ---------------------------------------------------------------------------------------------------- bulk
-
-    async def put(self, path: str, kind: Kind, codec: int, envelope: Envelope, payload: Any) -> None:
-        header = encode_message(envelope)
-        view = as_bytes(payload)
-        if view.nbytes <= SMALL_BYTES:
-            whole = frame_head(kind, codec, header, view) + header + bytes(view)
-            await self.ask("PUT", path, data=whole)
-            self.bytes_up += len(whole)
-            return
-        head = await asyncio.get_running_loop().run_in_executor(None, frame_head, kind, codec, header, view)
-
-        async def body() -> AsyncIterator[bytes | memoryview]:
-            yield head + header
-            async for chunk in _chunks(view):
-                yield chunk
-
-        size = len(head) + len(header) + view.nbytes
-        await self.ask("PUT", path, data=body(), headers={"Content-Length": str(size)})
-        self.bytes_up += size
-
-    async def fragment(self, fragment: int, version: int, base: int | None, sizes: dict[int, int]) -> Fetched:
-        """`sizes`: what an update may have, by the number of its codec; under -1 what a whole value has."""
+    @contextlib.asynccontextmanager
+    async def get(self, path: str, asked: dict[str, str] | None = None) -> AsyncIterator[aiohttp.ClientResponse]:
+        """An answer that is good, to be read."""
         assert self._session is not None
-        found: list[Tensor] = []
-
-        def accept(head: FrameHead, header: bytes) -> Any:
-            said = FragmentHeader.decode(header)
-            if (said.fragment, said.version) != (fragment, version) or said.base not in (None, base):
-                raise WireError(f"fragment {said.fragment} at version {said.version} was not asked for", "type")
-            whole = said.base is None and head.codec == CODEC_NUMBERS["f32"]
-            if head.payload_bytes != sizes.get(-1 if whole else head.codec) or whole != (said.base is None):
-                raise WireError(f"fragment {fragment} in {head.payload_bytes} bytes of codec {head.codec}", "size")
-            found.append(self._buffers.take(head.payload_bytes))
-            return as_bytes(found[0])
-
-        path = self.url(f"/v1/fragment/{fragment}/{version}")
-        parser = FrameParser(Kind.FRAGMENT, accept)
-        async with self._session.get(path, params={"base": "whole" if base is None else str(base)}) as answer:
+        async with self._session.get(self.url(path), params=asked) as answer:
             await _check(answer)
-            async for chunk in answer.content.iter_any():
-                parser.feed(chunk)
-                self.bytes_down += len(chunk)
-        frame = parser.finish()
-        return Fetched(FragmentHeader.decode(frame.header), found[0])
-
-    def give_back(self, fetched: Fetched) -> None:
-        """Its bytes were decoded; their memory is used again."""
-        self._buffers.give(fetched.data)
+            yield answer
 
     async def inner_state(self, learner: int, incarnation: int, most_bytes: int) -> bytes:
-        assert self._session is not None
         found: list[bytearray] = []
 
         def accept(head: FrameHead, header: bytes) -> Any:
@@ -331,8 +279,7 @@ class LearnerLink:
             return memoryview(found[0])
 
         parser = FrameParser(Kind.INNER_STATE, accept)
-        async with self._session.get(self.url(f"/v1/state/{learner}/{incarnation}")) as answer:
-            await _check(answer)
+        async with self.get(f"/v1/state/{learner}/{incarnation}") as answer:
             async for chunk in answer.content.iter_any():
                 parser.feed(chunk)
                 self.bytes_down += len(chunk)
@@ -359,10 +306,11 @@ async def _check(answer: aiohttp.ClientResponse) -> None:
         return
     text = await answer.content.read(MOST_ERROR_BYTES)
     try:
-        sentence = str(parse_json(text)["error"])
-    except (WireError, KeyError, TypeError):
-        sentence = f"{answer.status} {answer.reason}"
-    raise Refusal(answer.status, sentence)
+        told = parse_json(text)
+        sentence, code = str(told["error"]), str(told.get("code", ""))
+    except (WireError, KeyError, TypeError, AttributeError):
+        sentence, code = f"{answer.status} {answer.reason}", ""
+    raise Refusal(answer.status, sentence, code)
 
 
 def why(wrong: BaseException | None) -> str:

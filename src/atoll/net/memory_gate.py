@@ -15,8 +15,7 @@ class MemoryGate:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def take(self, size: int) -> None:
-        if not self._waiting and self._fits(size):
-            self.held_bytes += size
+        if self.take_now(size):
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((size, turn))
@@ -29,6 +28,13 @@ class MemoryGate:
                 self._waiting.remove((size, turn))
                 self.give(0)  # whoever stood behind it may fit
             raise
+
+    def take_now(self, size: int) -> bool:
+        """Without waiting, where that can be."""
+        free = not self._waiting and self._fits(size)
+        if free:
+            self.held_bytes += size
+        return free
 
     def give(self, size: int) -> None:
         self.held_bytes -= size

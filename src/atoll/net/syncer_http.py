@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -13,45 +12,31 @@ from aiohttp import WebSocketError, WSCloseCode, WSMsgType, web
 from torch import Tensor
 
 from atoll.core.protocol import Contribution, Envelope, Hello, InnerState, MessageArrived
-from atoll.core.types import MOST_TOKENS, FragmentId
-from atoll.ml.codecs import codec
+from atoll.core.types import FragmentId
 from atoll.ml.plan import FragmentPlan
-from atoll.ml.robust import size_of
-from atoll.net.byte_buffers import CHUNK_BYTES, SMALL_BYTES, ByteBuffers
 from atoll.net.controls import control, who_problem
-from atoll.net.memory_gate import MemoryGate
 from atoll.net.prometheus import MISSING, exposition
 from atoll.net.snapshot_files import snapshot_info
 from atoll.net.spool import Spool, SpoolFile
-from atoll.net.stand_still import StandStill
-from atoll.net.syncer import Payload, SyncerProcess
+from atoll.net.syncer import SyncerProcess
+from atoll.net.syncer_bulk import MOST_DIGITS, SILENT_S, Bulk, Frames, LinkGone, error, numbers
 from atoll.net.syncer_link import CLOSING_S, SyncerLink, as_last_words
 from atoll.net.syncer_status import TOLD, status
 from atoll.net.wire import (
-    CODEC_NUMBERS,
     MOST_MESSAGE_BYTES,
-    FragmentHeader,
-    Frame,
     FrameHead,
-    FrameParser,
     Kind,
     WireError,
     as_bytes,
     decode_header,
     decode_message,
-    frame_head,
     parse_json,
 )
-
-SILENT_S = 60.0
-"""An upload from which nothing comes for so long is given up, and a reader that does not take a chunk: both hold memory
-that others wait for."""
 
 MOST_METRICS_BYTES = 4096
 MOST_PLAN_BYTES = 256 * 2**20
 MOST_MODEL_BYTES = 2**40
 STATE_BYTES_PER_PARAMETER = 64
-MOST_DIGITS = 18
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 T = TypeVar("T")
@@ -62,10 +47,6 @@ class Refused(NamedTuple):
     sentence: str
 
 
-class LinkGone(Exception):  # noqa: N818 - nobody's fault: the link broke while it was on its way
-    """What belongs to a link that is closed is of no use to anybody."""
-
-
 def build_app(syncer: SyncerProcess) -> web.Application:
     """The application of one syncer. Every path asks for the token."""
     paths = Paths(syncer)
@@ -74,8 +55,9 @@ def build_app(syncer: SyncerProcess) -> web.Application:
     app.router.add_put("/v1/model", paths.model)
     app.router.add_post("/v1/join", paths.join)
     app.router.add_get("/v1/link", paths.link)
-    app.router.add_put("/v1/contribution", paths.contribution)
-    app.router.add_get("/v1/fragment/{fragment:[0-9]+}/{version:[0-9]+}", paths.fragment)
+    app.router.add_put("/v1/slice", paths.bulk.slice)
+    app.router.add_put("/v1/contribution", paths.bulk.contribution)
+    app.router.add_get("/v1/fragment/{fragment:[0-9]+}/{version:[0-9]+}", paths.bulk.fragment)
     app.router.add_put("/v1/state", paths.put_state)
     app.router.add_get("/v1/state/{learner:[0-9]+}/{incarnation:[0-9]+}", paths.get_state)
     app.router.add_get("/v1/status", paths.status)
@@ -92,8 +74,8 @@ class Paths:
     def __init__(self, syncer: SyncerProcess) -> None:
         self.syncer = syncer
         self.spool = Spool(syncer.directory / "spool")
+        self.bulk = Bulk(syncer)
         self._founding = asyncio.Lock()
-        self._buffers = ByteBuffers()
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -102,26 +84,26 @@ class Paths:
         if not syncer.is_allowed(request.headers.get("Authorization", "")):
             syncer.refused["token"] += 1
             syncer.log.warning("a request without the right token from %s was refused", request.remote)
-            return _error(401, "the token is missing or wrong: the learner and the syncer must be given the same one")
+            return error(401, "the token is missing or wrong: the learner and the syncer must be given the same one")
         try:
             return await handler(request)
         except WireError as wrong:
             syncer.refused[wrong.code] += 1
             syncer.log.warning("%s %s from %s was refused: %s", request.method, request.path, request.remote, wrong)
-            return _error(400, str(wrong), wrong.code)
+            return error(400, str(wrong), wrong.code)
         except LinkGone:
-            return _error(409, "the link that this belongs to is closed")
+            return error(409, "the link that this belongs to is closed")
         except ConnectionError as wrong:
             syncer.log.info("%s %s from %s broke off: %s", request.method, request.path, request.remote, wrong)
-            return _error(400, "it broke off")  # nobody reads it
+            return error(400, "it broke off")  # nobody reads it
         except web.HTTPException:
             raise
         except TimeoutError:
             syncer.refused["silent"] += 1
-            return _error(408, f"nothing came for {SILENT_S:g} s")
+            return error(408, f"nothing came for {SILENT_S:g} s")
         except Exception:
             syncer.log.exception("%s %s has failed", request.method, request.path)
-            return _error(500, "the syncer has failed on this request; its log says how")
+            return error(500, "the syncer has failed on this request; its log says how")
 
     # ---------------------------------------------------------------------------------------------------- joining
 
@@ -139,7 +121,7 @@ class Paths:
     async def model(self, request: web.Request) -> web.StreamResponse:
         """Founding. The first model that arrives whole is the run's; a second one is compared with it."""
         async with self._founding:
-            frames = _Frames(request)
+            frames = Frames(request)
             frame = await frames.next(Kind.MODEL, _accept_plan)
             try:
                 plan = FragmentPlan.from_json(parse_json(frame.payload, MOST_PLAN_BYTES))
@@ -147,7 +129,7 @@ class Paths:
                 raise WireError(f"the plan is refused: {wrong}", "type") from None
             refusal = self._plan_refusal(plan)
             if refusal is not None:
-                return _error(*refusal)
+                return error(*refusal)
             if self.syncer.plan is not None:
                 return web.json_response({"founded": False})
             values = [await self._read_value(frames, plan, p) for p in range(len(plan.fragments))]
@@ -156,7 +138,7 @@ class Paths:
                 await self.syncer.found(plan, values)
             except OSError as wrong:
                 self.syncer.log.error("the model cannot be written: %s", wrong)
-                return _error(507, f"the syncer cannot write the model: {wrong.strerror}")
+                return error(507, f"the syncer cannot write the model: {wrong.strerror}")
             return web.json_response({"founded": True}, status=201)
 
     def _plan_refusal(self, plan: FragmentPlan) -> Refused | None:
@@ -175,7 +157,7 @@ class Paths:
             return Refused(409, f"another model: {len(plan.tensors)} tensors, the run has another number")
         return None
 
-    async def _read_value(self, frames: _Frames, plan: FragmentPlan, p: FragmentId) -> Tensor:
+    async def _read_value(self, frames: Frames, plan: FragmentPlan, p: FragmentId) -> Tensor:
         try:
             value = torch.empty(plan.numel(p))
         except RuntimeError:
@@ -196,7 +178,7 @@ class Paths:
 
     async def link(self, request: web.Request) -> web.StreamResponse:
         if self.syncer.core is None:
-            return _error(409, "the run has no model yet: bring one first")
+            return error(409, "the run has no model yet: bring one first")
         socket = web.WebSocketResponse(
             max_msg_size=MOST_MESSAGE_BYTES, compress=False, autoping=True, timeout=CLOSING_S
         )
@@ -258,93 +240,6 @@ class Paths:
             told = {name: raw[name] for name in TOLD if _is_figure(raw.get(name, ""))}
             syncer.metrics.told(syncer.clock.now(), learner, incarnation, told)
 
-    # ---------------------------------------------------------------------------------------------------- bulk
-
-    async def contribution(self, request: web.Request) -> web.StreamResponse:
-        """Values are checked before the core hears of them: a bad one must be refused with its reason."""
-        syncer = self.syncer
-        payload: Payload | None = None
-        found: list[tuple[Envelope, int, Tensor]] = []
-
-        def accept(head: FrameHead, header: bytes) -> Any:
-            envelope, numel = self._check_contribution(head, header)
-            found.append((envelope, numel, self._buffers.take(head.payload_bytes)))
-            return as_bytes(found[0][2])
-
-        def give_back() -> None:
-            frames.give_back()
-            while found:
-                self._buffers.give(found.pop()[2])
-
-        frames = _Frames(request, syncer.gate)
-        try:
-            await frames.next(Kind.CONTRIBUTION, accept)
-            await frames.end()
-            envelope, numel, data = found[0]
-            up = codec(syncer.settings.numerics.up)
-            problem, norm = await _computed(data.numel(), up.examine, data, numel)
-            syncer.bytes_up += data.numel()
-            assert isinstance(envelope.body, Contribution)
-            if problem is None:
-                usual = syncer.fragments[envelope.body.round.fragment].usual
-                problem = usual.problem(size_of(norm, envelope.body.steps))
-            envelope = envelope._replace(body=envelope.body._replace(problem=problem))
-            payload = Payload(data, norm, give_back)
-            syncer.tell(MessageArrived(envelope), payload)
-            return web.Response(status=204)
-        finally:
-            if payload is None or not payload.is_taken:
-                give_back()
-
-    def _check_contribution(self, head: FrameHead, header: bytes) -> tuple[Envelope, int]:
-        syncer = self.syncer
-        envelope = decode_message(header, "learner")
-        body = envelope.body
-        if type(body) is not Contribution:
-            raise WireError(f"a contribution was due, found {type(body).__name__}", "type")
-        self._check_link(envelope)
-        if syncer.plan is None or not 0 <= body.round.fragment < len(syncer.plan.fragments):
-            raise WireError(f"there is no fragment {body.round.fragment}", "type")
-        up = codec(syncer.settings.numerics.up)
-        if head.codec != CODEC_NUMBERS[up.name]:
-            raise WireError(f"codec {head.codec}, the run's contributions are {up.name}", "codec")
-        numel = syncer.plan.numel(body.round.fragment)
-        if head.payload_bytes != up.size(numel):
-            raise WireError(f"{head.payload_bytes} bytes, fragment {body.round.fragment} has {up.size(numel)}", "size")
-        if body.problem is not None or not 0 <= body.trained <= MOST_TOKENS:
-            raise WireError("a learner does not say this of its own contribution", "type")
-        return envelope, numel
-
-    def _check_link(self, envelope: Envelope) -> None:
-        if (envelope.learner, envelope.incarnation, envelope.session) not in self.syncer.links:
-            raise LinkGone
-
-    async def fragment(self, request: web.Request) -> web.StreamResponse:
-        syncer = self.syncer
-        p, version = _numbers(request, "fragment", "version")
-        held, wanted = syncer.fragments.get(p), request.query.get("base", "whole")
-        if held is None:
-            return _error(404, "there is no such fragment")
-        served = held.hold(version)
-        if served is None:
-            return _error(410, f"version {version} is not served any more, the newest is {held.served.version}")
-        try:
-            if served.update is not None and wanted == str(served.base):
-                payload, base, number = served.update, served.base, CODEC_NUMBERS[syncer.settings.numerics.down]
-            else:
-                payload, base, number = served.value, None, CODEC_NUMBERS["f32"]
-            view = as_bytes(payload)
-            start = held.starts.get((served.version, base))
-            if start is None:  # all learners fetch the same bytes: the digest is computed once
-                header = FragmentHeader(held.id, served.version, base, served.value_digest).encode()
-                head = await _computed(view.nbytes, frame_head, Kind.FRAGMENT, number, header, view)
-                start = held.starts[served.version, base] = head + header
-            sent = await _stream(request, start, view)
-            syncer.bytes_down += view.nbytes
-            return sent
-        finally:
-            held.release(version)
-
     # ---------------------------------------------------------------------------------------------------- inner state
 
     async def put_state(self, request: web.Request) -> web.StreamResponse:
@@ -359,7 +254,7 @@ class Paths:
             return found[0][1].payload
 
         try:
-            frames = _Frames(request)
+            frames = Frames(request)
             await frames.next(Kind.INNER_STATE, accept)
             await frames.end()
             await asyncio.get_running_loop().run_in_executor(None, found[0][1].fill_in)
@@ -368,7 +263,7 @@ class Paths:
             raise
         except OSError as wrong:
             self.syncer.log.warning("inner state cannot be kept: %s", wrong)
-            return _error(507, f"the syncer cannot keep it: {wrong.strerror}")
+            return error(507, f"the syncer cannot keep it: {wrong.strerror}")
         finally:
             if found:
                 found[0][1].close()
@@ -379,7 +274,7 @@ class Paths:
         envelope = decode_message(header, "learner")
         if type(envelope.body) is not InnerState:
             raise WireError(f"inner state was due, found {type(envelope.body).__name__}", "type")
-        self._check_link(envelope)
+        self.bulk.check_link(envelope.learner, envelope.incarnation, envelope.session)
         assert self.syncer.plan is not None
         most = STATE_BYTES_PER_PARAMETER * self.syncer.plan.total_numel + 2**24
         if head.payload_bytes > most:
@@ -387,9 +282,9 @@ class Paths:
         return envelope
 
     async def get_state(self, request: web.Request) -> web.StreamResponse:
-        path = self.spool.path(_numbers(request, "learner", "incarnation"))
+        path = self.spool.path(numbers(request, "learner", "incarnation"))
         if path is None:
-            return _error(404, "no inner state waits for this learner")
+            return error(404, "no inner state waits for this learner")
         return web.FileResponse(path)
 
     # ---------------------------------------------------------------------------------------------------- people
@@ -402,21 +297,21 @@ class Paths:
         try:
             text, content_type = exposition(self.syncer, request.headers.get("Accept", ""))
         except ImportError:
-            return _error(501, MISSING)
+            return error(501, MISSING)
         return web.Response(body=text, headers={"Content-Type": content_type})
 
     async def take_snapshot(self, request: web.Request) -> web.StreamResponse:
         raw = parse_json(await request.read()) if request.can_read_body else {"who": ""}
         if not isinstance(raw, dict) or set(raw) != {"who"}:
-            return _error(400, "a snapshot is asked for with nothing, or with a JSON object that says who asks")
+            return error(400, "a snapshot is asked for with nothing, or with a JSON object that says who asks")
         problem = who_problem(raw["who"]) if raw["who"] != "" else None
         if problem is not None:
-            return _error(400, problem)
+            return error(400, problem)
         number = self.syncer.take_snapshot(raw["who"])
         if number is None:
             if self.syncer.core is None:
-                return _error(409, "the run has no model yet, so there is nothing to take a snapshot of")
-            return _error(409, "no snapshot is taken of a run that ends or has ended: its model is its result")
+                return error(409, "the run has no model yet, so there is nothing to take a snapshot of")
+            return error(409, "no snapshot is taken of a run that ends or has ended: its model is its result")
         return web.json_response({"snapshot": number}, status=202)
 
     async def snapshot(self, request: web.Request) -> web.StreamResponse:
@@ -428,13 +323,13 @@ class Paths:
             return web.json_response(told)
         info = await asyncio.to_thread(snapshot_info, self.syncer.directory, number)
         if info is None:
-            return _error(404, f"there is no snapshot {number}; the newest few are kept")
+            return error(404, f"there is no snapshot {number}; the newest few are kept")
         return web.json_response(told | {"state": "durable"} | info.to_json(self.syncer.directory))
 
     async def control(self, request: web.Request) -> web.StreamResponse:
         answer = await control(self.syncer, parse_json(await request.read()))
         if answer.status != 200:
-            return _error(*answer)
+            return error(*answer)
         return web.json_response({"done": answer.sentence})
 
     async def finish(self, request: web.Request) -> web.StreamResponse:
@@ -442,70 +337,8 @@ class Paths:
         return web.Response(status=204)
 
     async def clean_up(self, app: web.Application) -> None:
+        self.bulk.arrivals.close()
         self.spool.clear()
-
-
-class _Frames:
-    """The frames of one request's body. A body that stands still for too long is given up.
-
-    With a gate, the bytes of a payload are asked for there before more than its first piece is read.
-    """
-
-    def __init__(self, request: web.Request, gate: MemoryGate | None = None) -> None:
-        self._chunks: AsyncIterator[bytes] = request.content.iter_any()
-        self._rest = b""
-        self._gate = gate
-        self._taken = 0
-
-    async def _more(self) -> bytes | None:
-        if self._rest:
-            rest, self._rest = self._rest, b""
-            return rest
-        return await anext(self._chunks, None)
-
-    async def next(self, kind: Kind, accept: Callable[[FrameHead, bytes], Any]) -> Frame:
-        wanted = 0
-
-        def noting(head: FrameHead, header: bytes) -> Any:
-            nonlocal wanted
-            memory = accept(head, header)
-            wanted = head.payload_bytes
-            return memory
-
-        parser = FrameParser(kind, noting, several=True)
-        async with StandStill(SILENT_S) as still:
-            while not parser.done:
-                chunk = await self._more()
-                if chunk is None:
-                    break
-                parser.feed(chunk)
-                still.moved += 1
-                if wanted and self._gate is not None and not self._taken:
-                    still.pause()
-                    await self._gate.take(wanted)
-                    still.go_on()
-                    self._taken = wanted
-        frame = parser.finish()
-        self._rest = parser.rest
-        return frame
-
-    def give_back(self) -> None:
-        if self._gate is not None:
-            self._gate.give(self._taken)
-            self._taken = 0
-
-    async def end(self) -> None:
-        async with asyncio.timeout(SILENT_S):
-            if await self._more() is not None:
-                raise WireError("more bytes than frames", "trailing")
-
-
-def _numbers(request: web.Request, one: str, other: str) -> tuple[int, int]:
-    """Two numbers of the path. Longer ones than any that was ever given out are nothing that is here."""
-    texts = request.match_info[one], request.match_info[other]
-    if max(map(len, texts)) > MOST_DIGITS:
-        raise web.HTTPNotFound
-    return int(texts[0]), int(texts[1])
 
 
 def _accept_plan(head: FrameHead, header: bytes) -> Any:
@@ -515,37 +348,5 @@ def _accept_plan(head: FrameHead, header: bytes) -> Any:
     return bytearray(head.payload_bytes)
 
 
-async def _computed(size: int, pass_over: Callable[..., T], *args: Any) -> T:
-    """In another thread, unless there are few bytes to pass over."""
-    if size <= SMALL_BYTES:
-        return pass_over(*args)
-    return await asyncio.get_running_loop().run_in_executor(None, pass_over, *args)
-
-
-async def _stream(request: web.Request, start: bytes, payload: memoryview) -> web.StreamResponse:
-    """In pieces, so that a slow reader costs nothing but its own time; one that does not read at all is cut off."""
-    if payload.nbytes <= SMALL_BYTES:
-        return web.Response(body=start + bytes(payload), content_type="application/octet-stream")
-    response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
-    response.content_length = len(start) + payload.nbytes
-    try:
-        async with StandStill(SILENT_S) as still:
-            await response.prepare(request)
-            await response.write(start)
-            for begin in range(0, payload.nbytes, CHUNK_BYTES):
-                await response.write(payload[begin : begin + CHUNK_BYTES])
-                still.moved += 1
-            await response.write_eof()
-    except (TimeoutError, ConnectionError):
-        if request.transport is not None:
-            request.transport.abort()
-    return response
-
-
 def _is_figure(value: object) -> bool:
     return value is None or (type(value) in (int, float) and math.isfinite(value))  # type: ignore[arg-type]
-
-
-def _error(status: int, sentence: str, code: str = "") -> web.Response:
-    text = json.dumps({"error": sentence} | ({"code": code} if code else {}))
-    return web.Response(status=status, text=text, content_type="application/json")

@@ -23,7 +23,7 @@ from atoll.core.protocol import Envelope, LearnerBody, SyncerBody
 from atoll.core.reasons import Reason
 from atoll.core.types import Mark, RoundId
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 """Of both formats. It rises when a reader of the old one would misunderstand the new one."""
 
 MOST_MESSAGE_BYTES = 4 * 2**20
@@ -69,6 +69,7 @@ class Kind(IntEnum):
     FRAGMENT = 2
     INNER_STATE = 3
     MODEL = 4
+    SLICE = 5
 
 
 ENCODED_KINDS = frozenset({Kind.CONTRIBUTION, Kind.FRAGMENT})
@@ -92,7 +93,7 @@ def encode_message(envelope: Envelope) -> bytes:
     """One envelope as the bytes of a WebSocket message.
 
     >>> encode_message(Envelope(1, 1, 1, 0, 7, 3, 0, Ping(5)))
-    b'ATLL\\x02["Envelope",1,1,1,0,7,3,0,["Ping",5]]'
+    b'ATLL\\x03["Envelope",1,1,1,0,7,3,0,["Ping",5]]'
     """
     try:
         text = to_text(_encode_envelope(envelope))
@@ -179,23 +180,68 @@ def decode_header(data: Buffer, fields: Mapping[str, type | tuple[type, ...]]) -
 
 
 class FragmentHeader(NamedTuple):
-    """The header of a `FRAGMENT` frame. `base` None: the payload is the whole value."""
+    """The header of a `FRAGMENT` frame. `base` None: the payload is of the whole value.
+
+    The payload is the bytes from `begin` on; the fragment has `of` of them.
+    """
 
     fragment: int
     version: int
     base: int | None
     value_digest: str  # `digest` of the published value as f32, in hex
+    begin: int
+    of: int
 
     def encode(self) -> bytes:
         return encode_header(self._asdict())
 
     @classmethod
     def decode(cls, data: Buffer) -> FragmentHeader:
-        raw = decode_header(data, {"fragment": int, "version": int, "base": (int, type(None)), "value_digest": str})
+        raw = decode_header(data, _FRAGMENT_FIELDS)
         text = raw["value_digest"]
         if len(text) != 32 or not set(text) <= set("0123456789abcdef"):
             raise WireError(f"value_digest is 32 hexadecimal digits, found {_shown(text)}", "type")
+        _check_place(raw["begin"], raw["of"])
         return cls(**raw)
+
+
+class SliceHeader(NamedTuple):
+    """The header of a `SLICE` frame: bytes from `begin` on of a contribution that has `of` of them."""
+
+    learner: int
+    incarnation: int
+    session: int
+    round: RoundId
+    begin: int
+    of: int
+
+    def encode(self) -> bytes:
+        return encode_header(self._asdict())
+
+    @classmethod
+    def decode(cls, data: Buffer) -> SliceHeader:
+        raw = decode_header(data, _SLICE_FIELDS)
+        numbers = raw["round"]
+        if len(numbers) != len(RoundId._fields) or any(type(number) is not int for number in numbers):
+            raise WireError(f"a round is {len(RoundId._fields)} whole numbers, found {_shown(numbers)}", "type")
+        _check_place(raw["begin"], raw["of"])
+        return cls(**(raw | {"round": RoundId(*numbers)}))
+
+
+_FRAGMENT_FIELDS: Mapping[str, type | tuple[type, ...]] = {
+    "fragment": int,
+    "version": int,
+    "base": (int, type(None)),
+    "value_digest": str,
+    "begin": int,
+    "of": int,
+}
+_SLICE_FIELDS = {"learner": int, "incarnation": int, "session": int, "round": list, "begin": int, "of": int}
+
+
+def _check_place(begin: int, of: int) -> None:
+    if not 0 <= begin <= of <= MOST_PAYLOAD_BYTES:
+        raise WireError(f"bytes from {begin} on of {of}: there are none", "size")
 
 
 def _no_constant(word: str) -> NoReturn:

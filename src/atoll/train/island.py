@@ -29,7 +29,8 @@ def train_island(
 ) -> bool:
     """Train as this learner, or as whichever the syncer says, until the run is over. False: it was asked to leave."""
     loop = InnerLoop(settings)
-    with Learner(loop.model, loop.optimizer, syncer, token, learner=learner, run_directory=run) as link:
+    rate = settings.max_rate
+    with Learner(loop.model, loop.optimizer, syncer, token, learner=learner, run_directory=run, max_rate=rate) as link:
         loop.keep_pace_of(link.id)
         share = JobSettings.from_json(link.extra).share_of_a_step(loop.config.context)  # of the run as it was founded
 

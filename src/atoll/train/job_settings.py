@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 
 from atoll.core.types import AdoptHow, RunConfig
 from atoll.ml.settings import Numerics
+from atoll.net.rates import rate_of
 
 Method = Literal["decoupled", "ddp", "diloco", "streaming", "single"]
 METHODS: tuple[str, ...] = get_args(Method)
@@ -109,6 +110,7 @@ class JobSettings:
     clip: float = 1.0  # largest norm of a gradient; 0: not clipped
     threads: int = 1  # of torch in each learner; more threads than cores in all make everything slower
     # pace
+    max_rate: str | None = None  # of the values on a learner's link, each way, as 2gbit
     step_time_s: float = 0.0  # a step takes at least this long at speed 1
     speeds: tuple[float, ...] = ()  # one per learner; empty: all 1
     kills: tuple[Kill, ...] = ()
@@ -147,6 +149,8 @@ class JobSettings:
             raise ValueError(f"beta2 is {self.beta2:g}; give a number from 0 up to 1")
         if not 0.0 <= self.warmup < 1.0:
             raise ValueError(f"warmup is {self.warmup:g}; give a share of the run from 0 up to 1")
+        if self.max_rate is not None:
+            rate_of(self.max_rate)
         self._check_learners()
         self.run_config("any")  # it refuses what the protocol cannot do
 

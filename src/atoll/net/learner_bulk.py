@@ -1,0 +1,215 @@
+"""Values between a learner and its syncer: paced, in slices where they are large, and on from where they broke off.
+
+Whatever was fetched of a fragment is kept while its version is wanted, also over another link; what arrived of a
+contribution is kept by the syncer, which says what is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
+
+import aiohttp
+from torch import Tensor
+
+from atoll.core.protocol import Contribution, Envelope
+from atoll.core.types import FragmentId, RoundId, Version
+from atoll.net.byte_buffers import SMALL_BYTES, ByteBuffers
+from atoll.net.learner_link import LearnerLink, Refusal
+from atoll.net.pacing import FIRST_SLICE, Direction
+from atoll.net.spans import Spans
+from atoll.net.wire import (
+    CODEC_NUMBERS,
+    FragmentHeader,
+    FrameHead,
+    FrameParser,
+    Kind,
+    SliceHeader,
+    WireError,
+    as_bytes,
+    encode_message,
+    frame_head,
+)
+
+WHOLE_BYTES = FIRST_SLICE
+"""What is not larger travels in one request."""
+
+TRIES = 3
+RETRY_S = 0.5
+
+
+class Fetched(NamedTuple):
+    """A fragment's bytes as they came. `base` None: the whole value."""
+
+    header: FragmentHeader
+    data: Tensor
+
+
+class _Fetching:
+    """What is here of one version of one fragment."""
+
+    def __init__(self, version: Version, base: Version | None) -> None:
+        self.asked = (version, base)
+        self.header: FragmentHeader | None = None  # of the first slice
+        self.codec = 0
+        self.data: Tensor | None = None
+        self.missing = Spans()
+
+
+class LearnerBulk:
+    def __init__(self, link: LearnerLink, bytes_per_s: float | None) -> None:
+        self._link = link
+        self._buffers = ByteBuffers()
+        self._fetching: dict[FragmentId, _Fetching] = {}
+        self._begun: dict[FragmentId, RoundId] = {}  # contributions of which the syncer may have a part
+        self._up = Direction(bytes_per_s, link.log, "up")
+        self._down = Direction(bytes_per_s, link.log, "down")
+
+    # ---------------------------------------------------------------------------------------------------- down
+
+    async def fetch(
+        self, fragment: FragmentId, version: Version, base: Version | None, sizes: dict[int, int]
+    ) -> Fetched:
+        """`sizes`: what an update may have, by the number of its codec; under -1 what a whole value has."""
+        under_way = self._fetching.get(fragment)
+        if under_way is None or under_way.asked != (version, base):
+            under_way = self._fetching[fragment] = _Fetching(version, base)
+        try:
+            if under_way.header is None:
+                await self._fetch_slice(fragment, under_way, sizes, 0, WHOLE_BYTES)
+            if under_way.missing:
+                await self._down.carry(
+                    under_way.missing,
+                    lambda begin, end: self._fetch_slice(fragment, under_way, sizes, begin, end),
+                )
+        except (Refusal, WireError):
+            self._fetching.pop(fragment, None)
+            raise
+        self._fetching.pop(fragment, None)
+        assert under_way.header is not None and under_way.data is not None
+        return Fetched(under_way.header, under_way.data)
+
+    async def _fetch_slice(
+        self, fragment: FragmentId, under_way: _Fetching, sizes: dict[int, int], begin: int, end: int
+    ) -> None:
+        """Bytes that are damaged on their way are asked for once more."""
+        try:
+            await self._fetch_slice_once(fragment, under_way, sizes, begin, end)
+        except WireError as wrong:
+            if wrong.code != "digest":
+                raise
+            self._link.log.info("bytes %d to %d of fragment %d came damaged: %s", begin, end, fragment, wrong)
+            await self._fetch_slice_once(fragment, under_way, sizes, begin, end)
+
+    async def _fetch_slice_once(
+        self, fragment: FragmentId, under_way: _Fetching, sizes: dict[int, int], begin: int, end: int
+    ) -> None:
+        version, base = under_way.asked
+
+        def accept(head: FrameHead, header: bytes) -> Any:
+            said = FragmentHeader.decode(header)
+            if (said.fragment, said.version, said.begin) != (fragment, version, begin) or said.base not in (None, base):
+                raise WireError(f"fragment {said.fragment} at version {said.version} was not asked for", "type")
+            self._check_same(fragment, under_way, head, said)
+            whole = said.base is None and head.codec == CODEC_NUMBERS["f32"]
+            if said.of != sizes.get(-1 if whole else head.codec) or whole != (said.base is None):
+                raise WireError(f"fragment {fragment} in {said.of} bytes of codec {head.codec}", "size")
+            if head.payload_bytes != min(end, said.of) - begin:
+                raise WireError(f"{head.payload_bytes} bytes where {begin} to {end} were asked for", "size")
+            if under_way.data is None:
+                under_way.data = self._buffers.take(said.of)
+                under_way.codec = head.codec
+            return as_bytes(under_way.data)[begin : begin + head.payload_bytes]
+
+        parser = FrameParser(Kind.FRAGMENT, accept)
+        asked = {"base": "whole" if base is None else str(base), "begin": str(begin), "end": str(end)}
+        async with self._link.get(f"/v1/fragment/{fragment}/{version}", asked) as answer:
+            async for chunk in answer.content.iter_any():
+                parser.feed(chunk)
+                self._link.bytes_down += len(chunk)
+                self._down.moved += len(chunk)
+                await self._down.pace.take(len(chunk))
+        frame = parser.finish()
+        if under_way.header is None:
+            under_way.header = FragmentHeader.decode(frame.header)
+            under_way.missing.add(frame.head.payload_bytes, under_way.header.of)
+
+    def _check_same(self, fragment: FragmentId, under_way: _Fetching, head: FrameHead, said: FragmentHeader) -> None:
+        """A syncer that has started again serves the value where it served an update."""
+        first = under_way.header
+        if first is not None and (head.codec, said) != (under_way.codec, first._replace(begin=said.begin)):
+            self._fetching.pop(fragment, None)
+            raise ConnectionError("the syncer serves other bytes of this version now")
+
+    def give_back(self, fetched: Fetched) -> None:
+        """Its bytes were decoded; their memory is used again."""
+        self._buffers.give(fetched.data)
+
+    # ---------------------------------------------------------------------------------------------------- up
+
+    async def contribute(self, codec: int, envelope: Envelope, data: Tensor) -> None:
+        body = envelope.body
+        assert isinstance(body, Contribution)
+        view, header = as_bytes(data), encode_message(envelope)
+        if view.nbytes <= WHOLE_BYTES:
+            await self.put("/v1/contribution", Kind.CONTRIBUTION, codec, header, view)
+            return
+        is_new = self._begun.get(body.round.fragment) != body.round
+        self._begun[body.round.fragment] = body.round
+        missing = Spans([(0, view.nbytes)]) if is_new else None
+        for attempt in range(TRIES):
+            try:
+                if missing is None:
+                    missing = await self._say_contributed(codec, header)
+                if not missing:
+                    return
+                await self._up.carry(missing, lambda begin, end: self._put_slice(envelope, view, begin, end))
+            except (Refusal, aiohttp.ClientError, OSError, TimeoutError) as wrong:
+                is_damaged = isinstance(wrong, Refusal) and wrong.code == "digest"
+                if (isinstance(wrong, Refusal) and not is_damaged) or attempt == TRIES - 1:
+                    raise
+                await asyncio.sleep(RETRY_S * 2**attempt)
+            missing = None
+        missing = await self._say_contributed(codec, header)
+        if missing:
+            raise ConnectionError(f"{missing.bytes} bytes of it are missing")
+
+    async def _say_contributed(self, codec: int, header: bytes) -> Spans:
+        """That all of it is there. What the syncer misses; nothing: it has the contribution."""
+        whole = frame_head(Kind.CONTRIBUTION, codec, header, b"") + header
+        told = await self._link.ask("PUT", "/v1/contribution", data=whole)
+        try:
+            return Spans((int(begin), int(end)) for begin, end in told["missing"]) if told is not None else Spans()
+        except (KeyError, TypeError, ValueError):
+            raise WireError("what the syncer misses cannot be read", "type") from None
+
+    async def _put_slice(self, envelope: Envelope, view: memoryview, begin: int, end: int) -> None:
+        body = envelope.body
+        assert isinstance(body, Contribution)
+        learner, incarnation, session = envelope.learner, envelope.incarnation, envelope.session
+        header = SliceHeader(learner, incarnation, session, body.round, begin, view.nbytes)
+        await self.put("/v1/slice", Kind.SLICE, 0, header.encode(), view[begin:end])
+
+    async def put(self, path: str, kind: Kind, codec: int, header: bytes, view: memoryview) -> None:
+        """One frame."""
+        if view.nbytes <= SMALL_BYTES:
+            whole = frame_head(kind, codec, header, view) + header + bytes(view)
+            await self._up.pace.take(len(whole))
+            await self._link.ask("PUT", path, data=whole)
+            self._link.bytes_up += len(whole)
+            return
+        head = await asyncio.get_running_loop().run_in_executor(None, frame_head, kind, codec, header, view)
+        pace = self._up.pace
+
+        async def body() -> AsyncIterator[bytes | memoryview]:
+            yield head + header
+            for begin in range(0, view.nbytes, pace.piece_bytes):
+                piece = view[begin : begin + pace.piece_bytes]
+                await pace.take(piece.nbytes)
+                self._up.moved += piece.nbytes
+                yield piece
+
+        size = len(head) + len(header) + view.nbytes
+        await self._link.ask("PUT", path, data=body(), headers={"Content-Length": str(size)})
+        self._link.bytes_up += size

@@ -1,0 +1,154 @@
+"""How fast values may go, and over how many connections at once. Control messages are never held up here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from atoll.net.byte_buffers import CHUNK_BYTES
+from atoll.net.spans import Spans
+
+BURST_S = 0.05
+"""That a paced direction may be ahead of its rate after it stood still."""
+
+LEAST_PIECE = 4096
+MOST_STREAMS = 16
+BETTER = 1.2
+"""Twice the streams have to carry so much more. Less is noise, and every stream costs both sides memory."""
+
+SAME = 0.95
+PATIENCE = 16
+"""Transfers between two looks at whether another number of streams would do better."""
+
+TELLING_BYTES = 4 * 2**20
+"""A transfer of less says little about a link."""
+
+LEAST_SLICE, FIRST_SLICE, MOST_SLICE = 2**20, 4 * 2**20, 16 * 2**20
+SLICE_S = 1.0
+"""What a stream carries in this time is sent as one slice: what a lost connection costs at most."""
+
+
+class Pace:
+    """A bound on bytes per second; None: as fast as it goes."""
+
+    def __init__(self, bytes_per_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._due = 0.0  # everything that was let through so far would have taken until then
+
+    @property
+    def piece_bytes(self) -> int:
+        """To be let through at a time, so that what is paced flows instead of coming in bursts."""
+        if self.bytes_per_s is None:
+            return CHUNK_BYTES
+        return max(LEAST_PIECE, min(CHUNK_BYTES, int(self.bytes_per_s * BURST_S / 2)))
+
+    def let_through(self, size: int) -> float:
+        """These bytes go now. How long to wait before the next ones."""
+        if self.bytes_per_s is None:
+            return 0.0
+        now = self._clock()
+        self._due = max(self._due, now - BURST_S) + size / self.bytes_per_s
+        return max(0.0, self._due - now)
+
+    async def take(self, size: int) -> None:
+        wait_s = self.let_through(size)
+        if wait_s > 0:
+            await asyncio.sleep(wait_s)
+
+
+class Streams:
+    """How many connections carry one large payload: as many as were seen to carry more than half of them do.
+
+    One connection carries at most a window per round trip. On a long link that is little, and another one carries as
+    much again; on a short one it only shares what there is. So it is tried: twice as many now and then, kept where they
+    carry more, and half as many, kept where they carry as much.
+    """
+
+    def __init__(self, log: logging.Logger, way: str) -> None:
+        self.width = 1
+        self.bytes_per_s = 0.0  # of all streams together, in the newest transfer that told something
+        self._log = log
+        self._way = way
+        self._wait = 0  # transfers until the next look
+        self._tried: tuple[int, float] | None = None  # the width before this one, and what it carried
+        self._up = True  # the next look is at more
+
+    def slice_bytes(self) -> int:
+        if not self.bytes_per_s:
+            return FIRST_SLICE
+        return int(min(max(self.bytes_per_s / self.width * SLICE_S, LEAST_SLICE), MOST_SLICE))
+
+    def note(self, moved: int, seconds: float) -> None:
+        """A transfer has ended that used all of `width`."""
+        if moved < TELLING_BYTES or seconds <= 0:
+            return
+        self.bytes_per_s = moved / seconds
+        if self._tried is not None:
+            self._judge(*self._tried)
+        elif self._wait > 0:
+            self._wait -= 1
+        else:
+            self._try_another()
+
+    def _try_another(self) -> None:
+        other = self.width * 2 if self._up or self.width == 1 else self.width // 2
+        self._up = not self._up
+        if other <= MOST_STREAMS:
+            self._tried = self.width, self.bytes_per_s
+            self.width = other
+
+    def _judge(self, before: int, carried: float) -> None:
+        self._tried = None
+        now, width = self.bytes_per_s, self.width
+        wanted = BETTER if width > before else SAME
+        if now >= wanted * carried:
+            if width > before:
+                shown = f"{now / 1e6:.1f} MB/s where {before} carried {carried / 1e6:.1f}"
+                self._log.info("%s: %d streams carry %s", self._way, width, shown)
+                self._up = True
+                self._try_another()  # perhaps even more
+                return
+        else:
+            self.width = before
+            self.bytes_per_s = carried
+        self._wait = PATIENCE
+
+
+class Direction:
+    """Values that go one way, of one learner."""
+
+    def __init__(self, bytes_per_s: float | None, log: logging.Logger, way: str) -> None:
+        self.pace = Pace(bytes_per_s)
+        self.streams = Streams(log, way)
+        self.moved = 0
+
+    async def carry(self, missing: Spans, move: Callable[[int, int], Awaitable[None]]) -> None:
+        """Move every missing span in slices, over as many streams as are good. What fails is missing again."""
+        slice_bytes = self.streams.slice_bytes()
+        width = self.streams.width
+        is_full = missing.bytes >= 2 * width * slice_bytes  # otherwise some streams have nothing to do
+        began, moved = time.monotonic(), self.moved
+
+        async def work() -> None:
+            while (span := missing.take(slice_bytes)) is not None:
+                try:
+                    await move(*span)
+                except BaseException:
+                    missing.add(*span)
+                    raise
+
+        tasks = [asyncio.ensure_future(work()) for _ in range(width)]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for task in tasks:
+                task.cancel()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+        for wrong in ended:
+            if isinstance(wrong, BaseException) and not isinstance(wrong, asyncio.CancelledError):
+                raise wrong
+        if is_full or width == 1:
+            self.streams.note(self.moved - moved, time.monotonic() - began)
