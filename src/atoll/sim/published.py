@@ -1,4 +1,4 @@
-"""The published goodput figures, as data (arXiv 2604.21428). Print them as "published", never as our own.
+"""The published goodput and bandwidth figures, as data (arXiv 2604.21428). Print them as "published", never as our own.
 
 Percent, rounded to whole points as published. The decoupled method with one learner is the elastic job.
 """
@@ -62,3 +62,16 @@ def published_percent(method: Method, learners: int, chips: int, metric: Metric 
         if (cell.method, cell.learners, cell.chips, cell.metric) == (method, learners, chips, metric):
             return cell.percent
     return None
+
+
+# Bandwidth for a given compute utilisation (its Table 13): 5B parameters, steps of 1 s, Gbit/s, by sites and method.
+PUBLISHED_RATE_PARAMS = 5e9
+PUBLISHED_RATE_STEP_S = 1.0
+PUBLISHED_RATES_GBIT_S: dict[tuple[int, str], dict[float, float]] = {
+    (2, "data-parallel"): {0.5: 49.0, 0.9: 104.0, 0.95: 113.0},
+    (2, "decoupled-bf16"): {0.5: 0.58, 0.9: 1.7, 0.95: 1.9},
+    (2, "decoupled-int4"): {0.5: 0.15, 0.9: 0.43, 0.95: 0.49},
+    (8, "data-parallel"): {0.5: 85.0, 0.9: 183.0, 0.95: 198.0},
+    (8, "decoupled-bf16"): {0.5: 1.0, 0.9: 3.0, 0.95: 3.3},
+    (8, "decoupled-int4"): {0.5: 0.26, 0.9: 0.75, 0.95: 0.84},
+}

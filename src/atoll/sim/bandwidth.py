@@ -1,0 +1,281 @@
+"""What a link must carry for islands to train at a given compute utilisation: one model for every method.
+
+Every method exchanges now and then, and part of each exchange is hidden under steps that go on meanwhile:
+
+    transfer = share * parameters * bits * factor / rate + turns * delay
+    visible  = max(0, transfer - hidden * T)
+    step     = max(T + visible / every, bits of one exchange / (rate * every))
+    utilisation = T / step                                            (published: T_math / (T_math + T_comm))
+
+T is the time of a step alone, `factor` what a site sends of each number: 2 (D - 1) / D in an all-reduce of D sites.
+The second limit of a step is the link itself: exchanges overlap with steps, never with each other's bytes. Methods
+differ in the numbers of `Exchange`; `docs/plan.md` says where each comes from and how far the published table is met.
+
+    >>> load = Load(params=5e9, sites=8, step_s=1.0)
+    >>> round(rate_for(data_parallel(8), load, 0.9) / 1e9)
+    180
+    >>> round(rate_for(decoupled("int4"), load, 0.9) / 1e9, 2)
+    0.74
+    >>> round(utilisation(data_parallel(8), load, 180e9), 3)
+    0.9
+
+A learner of Atoll never waits for its link: what gives way there is H (`period_steps`, `rate_that_keeps`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+UTILISATIONS = (0.5, 0.75, 0.9, 0.95, 0.99)
+
+CODEC_BITS = {"f32": 32.0, "bf16": 16.0, "int8": 8.0, "int4": 4.0}
+"""Bits per number as published figures count them."""
+
+WIRE_BITS = {"f32": 32.0, "bf16": 16.0, "int8": 8.0 + 32.0 / 256.0, "int4": 4.0 + 16.0 / 64.0}
+"""Bits per number as Atoll sends them: with the scale that a block of int8 or int4 shares."""
+
+BACKWARD_SHARE = 2.0 / 3.0
+"""Of a step: a backward pass is two multiplications for each one of the forward pass. Gradients travel meanwhile."""
+
+PUBLISHED_PERIOD_STEPS = 100.0
+"""Steps in which the published decoupled rows send the whole model once, beside a schedule of H = 24 (`decoupled`)."""
+
+PUBLISHED_EVERY_STEPS = 24.0
+"""H of the published table."""
+
+BOUNDARY_STEPS = 0.5
+"""An exchange that is due waits for a step boundary, which is half a step away on average."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """How one method exchanges."""
+
+    bits: float  # per number
+    share: float  # of the model, in one exchange
+    every_steps: float  # from one exchange to the next
+    hidden_steps: float  # time of an exchange that training does not notice, in steps
+    turns: float = 0.0  # one-way delays, one after the other
+
+    def __post_init__(self) -> None:
+        _demand(0.0 < self.bits < math.inf, "bits", self.bits, "give bits per number above 0")
+        _demand(0.0 < self.share <= 1.0, "share", self.share, "give a share of the model, above 0 and at most 1")
+        _demand(0.0 < self.every_steps < math.inf, "every_steps", self.every_steps, "give steps above 0")
+        _demand(0.0 <= self.hidden_steps < math.inf, "hidden_steps", self.hidden_steps, "give steps, 0 or more")
+        _demand(0.0 <= self.turns < math.inf, "turns", self.turns, "give delays per exchange, 0 or more")
+
+    @property
+    def bits_per_step(self) -> float:
+        """Per number of the model, over all steps."""
+        return self.bits * self.share / self.every_steps
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is trained where: the same for every method."""
+
+    params: float
+    sites: int
+    step_s: float  # alone: without any exchange
+    delay_s: float = 0.0  # of a link, one way
+    star: bool = False  # all sites send to one syncer elsewhere, instead of an all-reduce or a syncer's share at each
+
+    def __post_init__(self) -> None:
+        _demand(1.0 <= self.params < math.inf, "params", self.params, "give a number of parameters such as 5e9")
+        _demand(self.sites >= 2, "sites", self.sites, "nothing travels with one site; give 2 or more")
+        _demand(0.0 < self.step_s < math.inf, "step_s", self.step_s, "give seconds above 0")
+        _demand(0.0 <= self.delay_s < math.inf, "delay_s", self.delay_s, "give seconds, 0 or more")
+
+    @property
+    def factor(self) -> float:
+        """Sent by a site, and received, for each number that it exchanges."""
+        return 1.0 if self.star else all_reduce_factor(self.sites)
+
+
+def _demand(fine: bool, name: str, value: object, remedy: str) -> None:
+    if not fine:
+        raise ValueError(f"{name} is {value}; {remedy}")
+
+
+def all_reduce_factor(sites: int) -> float:
+    """2 (D - 1) / D: in a ring each site sends D - 1 parts of 1 / D twice, once to sum and once to spread the sums.
+
+    A syncer in D parts, one at each site, comes to the same: (D - 1) / D of a contribution go out, and so do D - 1
+    copies of the part that was merged here.
+
+    >>> all_reduce_factor(2), all_reduce_factor(8)
+    (1.0, 1.75)
+    """
+    return 2.0 * (sites - 1) / sites
+
+
+# ------------------------------------------------------------------------------------------------------------ methods
+
+
+def data_parallel(sites: int, bits: float = 16.0, hidden_steps: float = BACKWARD_SHARE) -> Exchange:
+    """Gradients of the whole model at every step; what fits under the backward pass is hidden."""
+    return Exchange(bits, 1.0, 1.0, hidden_steps, turns=ring_turns(sites))
+
+
+def diloco(sites: int, codec: str = "bf16", every_steps: int = 24) -> Exchange:
+    """The whole model every H steps. Nothing is hidden: outer gradients exist when the last inner step is over."""
+    return Exchange(codec_bits(codec), 1.0, float(every_steps), 0.0, turns=ring_turns(sites))
+
+
+def streaming(
+    sites: int, codec: str = "bf16", every_steps: int = 24, fragments: int = 24, tau_steps: float = 2
+) -> Exchange:
+    """One fragment every H / P steps, which has tau steps of time."""
+    check_schedule(every_steps, fragments, tau_steps)
+    return Exchange(
+        codec_bits(codec), 1.0 / fragments, every_steps / fragments, float(tau_steps), turns=ring_turns(sites)
+    )
+
+
+def decoupled(codec: str = "bf16", every_steps: int = 24, fragments: int = 24, tau_steps: float = 2) -> Exchange:
+    """Decoupled DiLoCo as the published table counts it.
+
+    A fragment has tau steps, less half a step until the boundary at which it is copied. The published rates carry the
+    model once in about 100 steps, not once in H = 24: at 95 %, 1.9 Gbit/s are 2.0 Gbit per step, while a bf16 fragment
+    of 5B / 24 is 3.3. So this is how utilisation is counted there; what keeps H is `rate_that_keeps`.
+    """
+    check_schedule(every_steps, fragments, tau_steps)
+    stretch = PUBLISHED_PERIOD_STEPS / PUBLISHED_EVERY_STEPS
+    hidden = max(tau_steps - BOUNDARY_STEPS, 0.0)
+    return Exchange(codec_bits(codec), 1.0 / fragments, stretch * every_steps / fragments, hidden, turns=2.0)
+
+
+def ring_turns(sites: int) -> float:
+    return 2.0 * (sites - 1)
+
+
+def codec_bits(codec: str) -> float:
+    if codec not in CODEC_BITS:
+        raise ValueError(f"there is no codec {codec!r}; give one of {', '.join(CODEC_BITS)}")
+    return CODEC_BITS[codec]
+
+
+def check_schedule(every_steps: int, fragments: int, tau_steps: float) -> None:
+    if every_steps < 1:
+        raise ValueError(f"H is {every_steps}; give at least 1 step between two rounds of a fragment")
+    if fragments < 1:
+        raise ValueError(f"a model has at least 1 fragment, not {fragments}")
+    if not 1 <= tau_steps < math.inf:
+        raise ValueError(f"tau is {tau_steps:g}; give at least 1 step, or use diloco to wait at once")
+
+
+# --------------------------------------------------------------------------------------------------- the model itself
+
+
+def exchange_bits(exchange: Exchange, load: Load) -> float:
+    """Sent by one site in one exchange."""
+    return exchange.share * load.params * exchange.bits * load.factor
+
+
+def step_time_s(exchange: Exchange, load: Load, rate_bit_s: float) -> float:
+    """Of a step on average, with links of this rate. Infinite at a rate of 0."""
+    if not rate_bit_s > 0.0:
+        if rate_bit_s == 0.0:
+            return math.inf
+        raise ValueError(f"the rate is {rate_bit_s:g} bit/s; give 0 or more")
+    sending_s = exchange_bits(exchange, load) / rate_bit_s
+    visible_s = max(0.0, sending_s + exchange.turns * load.delay_s - exchange.hidden_steps * load.step_s)
+    return max(load.step_s + visible_s / exchange.every_steps, sending_s / exchange.every_steps)
+
+
+def utilisation(exchange: Exchange, load: Load, rate_bit_s: float) -> float:
+    """Share of the time that goes into steps: T / (T + what is visible of exchanges)."""
+    return load.step_s / step_time_s(exchange, load, rate_bit_s)
+
+
+def rate_for(exchange: Exchange, load: Load, wanted: float) -> float:
+    """The smallest rate, in bit/s per site and direction, that reaches this utilisation: the inverse of `utilisation`.
+
+    Infinite where no rate does it, because delays alone cost more.
+    """
+    if not 0.0 < wanted < 1.0:
+        raise ValueError(f"utilisation {wanted:g} cannot be asked for; give a share above 0 and below 1, such as 0.95")
+    allowed_s = load.step_s * (exchange.every_steps * (1.0 - wanted) / wanted + exchange.hidden_steps)
+    sending_s = allowed_s - exchange.turns * load.delay_s
+    if sending_s <= 0.0:
+        return math.inf
+    bits = exchange_bits(exchange, load)
+    return max(bits / sending_s, bits * wanted / (exchange.every_steps * load.step_s))
+
+
+# ---------------------------------------------------------------------------------------------- what Atoll itself does
+
+
+def rate_that_keeps(codec: str, load: Load, every_steps: int) -> float:
+    """Bit/s, per site and direction, that carry every fragment once in H steps of Atoll: below it H gives way."""
+    return load.params * wire_bits(codec) * load.factor / (every_steps * load.step_s)
+
+
+def period_steps(codec: str, load: Load, every_steps: int, rate_bit_s: float) -> float:
+    """Effective H: steps between two rounds of a fragment over links of this rate. Steps take as long as ever.
+
+    Rounds in flight grow with the latency of a link (`core.policy.flight_limit`), so that delay costs age, not rounds.
+    """
+    if not rate_bit_s >= 0.0:
+        raise ValueError(f"the rate is {rate_bit_s:g} bit/s; give 0 or more")
+    if rate_bit_s == 0.0:
+        return math.inf
+    return max(float(every_steps), every_steps * rate_that_keeps(codec, load, every_steps) / rate_bit_s)
+
+
+def wire_bits(codec: str) -> float:
+    codec_bits(codec)  # refuses what there is not
+    return WIRE_BITS[codec]
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a run here should show: compare it with what was measured."""
+
+    method: str
+    step_s: float
+    utilisation: float
+    period_steps: float  # between two exchanges of the same part of the model
+    sent_bit_s: float  # by one site, on average
+
+
+def predict(
+    method: str,
+    load: Load,
+    rate_bit_s: float,
+    *,
+    codec: str = "bf16",
+    every_steps: int = 24,
+    fragments: int = 24,
+    tau_steps: float = 2,
+    work_s: float | None = None,
+) -> Prediction:
+    """What `atoll train --method METHOD` does on links of this rate: `ddp`, `diloco`, `streaming` or `decoupled`.
+
+    The baselines here sum f32 over gloo, whatever the codec. `work_s` is the real work of a step whose pace is kept by
+    waiting: a paced step hides all that fits between its work and its pace. Without it the step is all work, and
+    gradients hide under its backward pass. A decoupled learner never waits; its links decide how often a fragment comes
+    round.
+
+    >>> thin = Load(params=10e6, sites=4, step_s=0.5, delay_s=0.02)
+    >>> ddp = predict("ddp", thin, 48e6, work_s=0.1)
+    >>> round(ddp.step_s / predict("decoupled", thin, 48e6, codec="int4").step_s, 1)
+    20.4
+    """
+    if method == "decoupled":
+        every = period_steps(codec, load, every_steps, rate_bit_s)
+        sent = load.params * wire_bits(codec) * load.factor / (every * load.step_s) if rate_bit_s > 0.0 else 0.0
+        return Prediction(method, load.step_s, 1.0, every, sent)
+    if method == "ddp":
+        hidden = BACKWARD_SHARE if work_s is None else max(0.0, 1.0 - work_s / load.step_s)
+        exchange, period = data_parallel(load.sites, 32.0, hidden), 1.0
+    elif method == "diloco":
+        exchange, period = diloco(load.sites, "f32", every_steps), float(every_steps)
+    elif method == "streaming":
+        exchange, period = streaming(load.sites, "f32", every_steps, fragments, tau_steps), float(every_steps)
+    else:
+        raise ValueError(f"there is no method {method!r}; give ddp, diloco, streaming or decoupled")
+    step_s = step_time_s(exchange, load, rate_bit_s)
+    sent = load.params * exchange.bits_per_step * load.factor / step_s
+    return Prediction(method, step_s, load.step_s / step_s, period, sent)
