@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.commands.plan_show import published_cells
+from atoll.commands.simulate_show import amount
 from atoll.sim.bandwidth import rate_for, utilisation
 from atoll.sim.plan import PlanWish, exchanges
 
@@ -56,7 +57,9 @@ def draw_plan(path: Path, wish: PlanWish) -> None:
         panel.set_xlabel("Gbit/s of a site's link, each direction")
         panel.set_ylabel("compute utilisation, %")
         panel.set_ylim(0.0, 104.0)
-        title = f"{wish.params:.3g} parameters on {len(wish.islands)} sites, H = {wish.every_steps}"
+        title = (
+            f"{amount(wish.params)} parameters on {len(wish.islands)} sites; decoupled as the published table counts"
+        )
         panel.set_title(title, fontsize=11, loc="left")
         panel.grid(axis="y", color="#dddddd", linewidth=0.7)
         panel.set_axisbelow(True)
