@@ -229,3 +229,15 @@ def test_what_cannot_be_is_refused(ask, sentence):
 def test_planning_needs_no_torch():
     script = "import sys; sys.modules['torch'] = None; import atoll.sim.plan, atoll.sim.bandwidth"
     subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
+
+
+def test_the_last_gradients_are_never_hidden():
+    """Above the utilisation at which one of 56 messages alone takes the time that is allowed, it decides the rate."""
+    load = Load(params=5e9, sites=2, step_s=1.0)
+    dp = data_parallel(2)
+    rate = rate_for(dp, load, 0.99)
+    assert rate == pytest.approx(5e9 * 16 / 56 / (1 / 0.99 - 1))
+    assert utilisation(dp, load, rate) == pytest.approx(0.99)
+    as_one_flow = Exchange(16.0, 1.0, 1.0, 2 / 3)
+    assert rate > 1.15 * rate_for(as_one_flow, load, 0.99)
+    assert rate_for(dp, load, 0.9) < 1.03 * rate_for(as_one_flow, load, 0.9)

@@ -3,7 +3,7 @@
 Every method exchanges now and then, and part of each exchange is hidden under steps that go on meanwhile:
 
     transfer = share * parameters * bits * factor / rate + turns * delay
-    visible  = max(0, transfer - hidden * T)
+    visible  = max(transfer - hidden * T, tail * sending)             (sending: the first term of transfer)
     step     = max(T + visible / every, bits of one exchange / (rate * every))
     utilisation = T / step                                            (published: T_math / (T_math + T_comm))
 
@@ -13,10 +13,10 @@ differ in the numbers of `Exchange`; `docs/plan.md` says where each comes from a
 
     >>> load = Load(params=5e9, sites=8, step_s=1.0)
     >>> round(rate_for(data_parallel(8), load, 0.9) / 1e9)
-    180
+    183
     >>> round(rate_for(decoupled("int4"), load, 0.9) / 1e9, 2)
     0.74
-    >>> round(utilisation(data_parallel(8), load, 180e9), 3)
+    >>> round(utilisation(data_parallel(8), load, 182.8e9), 3)
     0.9
 
 A learner of Atoll never waits for its link: what gives way there is H (`period_steps`, `rate_that_keeps`).
@@ -38,6 +38,10 @@ WIRE_BITS = {"f32": 32.0, "bf16": 16.0, "int8": 8.0 + 32.0 / 256.0, "int4": 4.0 
 BACKWARD_SHARE = 2.0 / 3.0
 """Of a step: a backward pass is two multiplications for each one of the forward pass. Gradients travel meanwhile."""
 
+GRADIENT_MESSAGES = 56
+"""In which the gradients of a model go out, one after the other as the backward pass comes to them: the first message
+waits for its own part of that pass, and the last one begins when the pass has ended. Fitted to the published table."""
+
 PUBLISHED_PERIOD_STEPS = 100.0
 """Steps in which the published decoupled rows send the whole model once, beside a schedule of H = 24 (`decoupled`)."""
 
@@ -57,12 +61,14 @@ class Exchange:
     every_steps: float  # from one exchange to the next
     hidden_steps: float  # time of an exchange that training does not notice, in steps
     turns: float = 0.0  # one-way delays, one after the other
+    tail: float = 0.0  # share of an exchange that cannot begin before its step has ended, and is never hidden
 
     def __post_init__(self) -> None:
         _demand(0.0 < self.bits < math.inf, "bits", self.bits, "give bits per number above 0")
         _demand(0.0 < self.share <= 1.0, "share", self.share, "give a share of the model, above 0 and at most 1")
         _demand(0.0 < self.every_steps < math.inf, "every_steps", self.every_steps, "give steps above 0")
         _demand(0.0 <= self.hidden_steps < math.inf, "hidden_steps", self.hidden_steps, "give steps, 0 or more")
+        _demand(0.0 <= self.tail < 1.0, "tail", self.tail, "give a share of the exchange, below 1")
         _demand(0.0 <= self.turns < math.inf, "turns", self.turns, "give delays per exchange, 0 or more")
 
     @property
@@ -113,9 +119,12 @@ def all_reduce_factor(sites: int) -> float:
 # ------------------------------------------------------------------------------------------------------------ methods
 
 
-def data_parallel(sites: int, bits: float = 16.0, hidden_steps: float = BACKWARD_SHARE) -> Exchange:
-    """Gradients of the whole model at every step; what fits under the backward pass is hidden."""
-    return Exchange(bits, 1.0, 1.0, hidden_steps, turns=ring_turns(sites))
+def data_parallel(
+    sites: int, bits: float = 16.0, hidden_steps: float = BACKWARD_SHARE, messages: int = GRADIENT_MESSAGES
+) -> Exchange:
+    """Gradients of the whole model at every step; what fits under the backward pass is hidden, but for the last."""
+    hidden = hidden_steps * (1.0 - 1.0 / messages)
+    return Exchange(bits, 1.0, 1.0, hidden, turns=ring_turns(sites), tail=1.0 / messages if messages > 1 else 0.0)
 
 
 def diloco(sites: int, codec: str = "bf16", every_steps: int = 24) -> Exchange:
@@ -180,7 +189,8 @@ def step_time_s(exchange: Exchange, load: Load, rate_bit_s: float) -> float:
             return math.inf
         raise ValueError(f"the rate is {rate_bit_s:g} bit/s; give 0 or more")
     sending_s = exchange_bits(exchange, load) / rate_bit_s
-    visible_s = max(0.0, sending_s + exchange.turns * load.delay_s - exchange.hidden_steps * load.step_s)
+    late_s = sending_s + exchange.turns * load.delay_s - exchange.hidden_steps * load.step_s
+    visible_s = max(late_s, exchange.tail * sending_s)
     return max(load.step_s + visible_s / exchange.every_steps, sending_s / exchange.every_steps)
 
 
@@ -196,10 +206,12 @@ def rate_for(exchange: Exchange, load: Load, wanted: float) -> float:
     """
     if not 0.0 < wanted < 1.0:
         raise ValueError(f"utilisation {wanted:g} cannot be asked for; give a share above 0 and below 1, such as 0.95")
-    allowed_s = load.step_s * (exchange.every_steps * (1.0 - wanted) / wanted + exchange.hidden_steps)
-    sending_s = allowed_s - exchange.turns * load.delay_s
+    visible_s = load.step_s * exchange.every_steps * (1.0 - wanted) / wanted
+    sending_s = visible_s + load.step_s * exchange.hidden_steps - exchange.turns * load.delay_s
     if sending_s <= 0.0:
         return math.inf
+    if exchange.tail:
+        sending_s = min(sending_s, visible_s / exchange.tail)
     bits = exchange_bits(exchange, load)
     return max(bits / sending_s, bits * wanted / (exchange.every_steps * load.step_s))
 
@@ -269,7 +281,7 @@ def predict(
         return Prediction(method, load.step_s, 1.0, every, sent)
     if method == "ddp":
         hidden = BACKWARD_SHARE if work_s is None else max(0.0, 1.0 - work_s / load.step_s)
-        exchange, period = data_parallel(load.sites, 32.0, hidden), 1.0
+        exchange, period = Exchange(32.0, 1.0, 1.0, hidden, turns=ring_turns(load.sites)), 1.0
     elif method == "diloco":
         exchange, period = diloco(load.sites, "f32", every_steps), float(every_steps)
     elif method == "streaming":
