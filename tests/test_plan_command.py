@@ -108,7 +108,7 @@ def test_who_waits_goes_at_the_pace_of_the_slowest_and_who_does_not_at_its_own(c
     assert [island["name"] for island in options["islands"]] == ["north 1", "north 2", "south"]
     dp, int4 = options["methods"]["data-parallel"], options["methods"]["decoupled-int4"]
     factor = 4 / 3
-    assert dp["step_s"] == pytest.approx(1 - (2 / 3) * (55 / 56) + 1e9 * 16 * factor / 200e6)
+    assert dp["step_s"] == pytest.approx(2 * (1 - (2 / 3) * (55 / 56)) + 1e9 * 16 * factor / 200e6)
     assert dp["tokens_per_s"] == pytest.approx(2500 / dp["step_s"])
     assert int4["tokens_per_s"] == pytest.approx(1000 + 1000 + 250)
     assert int4["effective_h"] == pytest.approx(1e9 * 4.25 * factor / 200e6)
