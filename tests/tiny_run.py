@@ -67,6 +67,7 @@ class TinyRun:
         self._links: dict[int, tuple[int, Actor, Actor]] = {}  # by learner: session, both ends
         self._heap: list[tuple[float, int, Actor, Event]] = []
         self._timers: dict[Actor, float] = {}  # when the next one is due, in true time
+        self._stopped: dict[Actor, float] = {}  # until when a process stands still
         self._serial = 0
         for who in range(learners + 1):
             self.start(who)
@@ -89,6 +90,16 @@ class TinyRun:
         for learner in [who] if who else list(self._links):
             self._cut(learner, "the other end died")
 
+    def stop(self, who: int, for_s: float) -> None:
+        """As SIGSTOP and SIGCONT do: what it was doing takes longer, and what comes meanwhile waits."""
+        actor = self.actors[who]
+        self._stopped[actor] = self.now + for_s
+        for place, (when, serial, whose, event) in enumerate(self._heap):
+            if whose == actor and isinstance(event, StepTaken):
+                longer = event._replace(step_time_s=event.step_time_s + for_s)
+                self._heap[place] = when + for_s, serial, whose, longer
+        heapq.heapify(self._heap)
+
     def finish(self) -> None:
         self._push(self.now, self.actors[SYNCER], FinishRequested())
 
@@ -99,6 +110,11 @@ class TinyRun:
     def until(self, end: float) -> TinyRun:
         while self._heap and self._heap[0][0] <= end:
             self.now, _, actor, event = heapq.heappop(self._heap)
+            if self.now < self._stopped.get(actor, self.now):
+                self._push(self._stopped[actor], actor, event)
+                if isinstance(event, TimerFired):
+                    self._timers[actor] = self._stopped[actor]
+                continue
             if isinstance(event, TimerFired) and self._timers.get(actor) != self.now:
                 continue  # another deadline has taken its place
             if actor == self.actors[actor.learner] and actor.learner in self.cores:

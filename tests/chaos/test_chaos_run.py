@@ -14,11 +14,15 @@ from typing import Any
 
 import pytest
 
+from atoll.accounting.lives import Life
 from atoll.chaos import disks, netns
 from atoll.chaos.facts import Facts, read_facts
 from atoll.chaos.struck import read_log
 from atoll.cli import main
-from atoll.dash.facts import Life
+from atoll.dash.picture import RunPicture
+from atoll.dash.shown import picture_at
+from atoll.train.job_settings import JobSettings
+from atoll.train.report import Judged, decoupled_report
 from tests.chaos.small_chaos import schedule, small_scenario
 from tests.train.small_jobs import processes_of, small_text
 
@@ -161,7 +165,26 @@ def test_a_new_learner_joins_and_leaves_for_good(struck):
     assert life.last < left["began_s"] + 3.0
     assert struck.facts.first_merged(4, 1) is not None
     assert [each["learner"] for each in struck.told["islands"]] == [1, 2, 3, 4]
-    assert struck.told["islands"][3]["allocated_s"] == pytest.approx(left["began_s"] - joined["began_s"], abs=0.01)
+    assert struck.told["islands"][3]["allocated_s"] == pytest.approx(life.last - life.first, abs=0.5)
+
+
+def test_verdict_report_and_page_tell_the_same_of_its_time(struck):
+    told, run = struck.told, struck.run
+    settings = JobSettings.load(run / "config.json")
+    report = decoupled_report(run, settings, Judged(2.0, 1, 5.0, "", 1), 0.0)
+    picture = RunPicture(run)
+    while picture.grow():
+        pass
+    shown = picture_at(picture)
+    assert told["goodput"] == pytest.approx(report.goodput, abs=1e-9)
+    assert told["goodput"] == pytest.approx(shown["headline"]["goodput"], abs=1e-9)
+    assert told["uptime"] == pytest.approx(report.uptime, abs=1e-9)
+    assert told["uptime"] == pytest.approx(shown["headline"]["uptime"], abs=1e-9)
+    assert told["wall_s"] == pytest.approx(report.wall_s, abs=1e-9)
+    for island, reported, seen in zip(told["islands"], report.islands, shown["islands"], strict=True):
+        assert island["goodput"] == pytest.approx(reported.goodput, abs=1e-9)
+        assert island["goodput"] == pytest.approx(seen["goodput"], abs=1e-9)
+    assert shown["islands"][1]["split"]["paused"] == pytest.approx(1.5, abs=0.4), "it was stopped for so long"
 
 
 def test_disks_refused_writes_and_the_records_are_whole(struck):

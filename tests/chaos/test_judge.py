@@ -16,6 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atoll.accounting.lives import Life
+from atoll.accounting.shares import Shares, clip, overlap_s, shares_of, states_of
 from atoll.chaos import judge as judging
 from atoll.chaos.facts import read_facts
 from atoll.chaos.faults import KINDS, Target
@@ -26,8 +28,6 @@ from atoll.chaos.scenario import EXPECTABLE, Expectation, shipped
 from atoll.chaos.struck import Log, Struck
 from atoll.core.protocol import MergeRound, StepTaken
 from atoll.core.tape import Actor
-from atoll.dash.accounting import Shares, clip, overlap_s, shares_of, states_of
-from atoll.dash.facts import Life
 from atoll.tape_files import tape_path
 from atoll.train.report import note_fault
 from tests.tiny_run import STEP_S, TinyRun, eventful_run
@@ -112,7 +112,7 @@ def test_the_shares_of_an_island_add_up_and_tell_where_its_time_went(saved):
     assert 1.5 < struck.away_s < 4.5
     assert found.islands[0].away_s < 0.5
     assert found.goodput == pytest.approx(
-        sum(e.stepping_s for e in found.islands) / sum(e.allocated_s for e in found.islands)
+        sum(e.in_steps_s for e in found.islands) / sum(e.allocated_s for e in found.islands)
     )
     assert found.uptime == pytest.approx(1.0, abs=0.02)
 
@@ -168,15 +168,16 @@ def test_a_pause_of_a_survivor_is_found(tmp_path):
 
 
 def test_a_learner_that_was_stopped_itself_is_no_survivor(tmp_path):
-    run = eventful_run()
-    run.entries = [e._replace(at=e.at + 5.0) if e.actor == Actor(3, 1) and e.at > 13.0 else e for e in run.entries]
-    stop = Planned(3, 11.5, "stop", Target("learner", 3), {"for": 5.0}, "schedule 3")
-    plan = replace(PLAN, faults=(*PLAN.faults, stop))
-    where = planted(run, tmp_path / "run")
-    Log(where).struck(Struck(3, True, FOUNDED + 12.9, FOUNDED + 18.0, "SIGSTOP"))
-    found = verdict_of(where, expected("worst_pause_s", 2.0), plan=plan)
+    run = TinyRun().until(12.9)
+    run.stop(3, 5.1)
+    run.until(60.0)
+    run.finish()
+    stop = Planned(1, 11.9, "stop", Target("learner", 3), {"for": 5.1}, "schedule 1")
+    where = written(run.until(120.0).save(tmp_path / "run"), (Struck(1, True, FOUNDED + 12.9, FOUNDED + 18.0, "STOP"),))
+    found = verdict_of(where, expected("worst_pause_s", 2.0), plan=replace(PLAN, faults=(stop,)))
     assert line(found, "worst pause").passed
     assert found.islands[2].stopped_s == pytest.approx(5.1)
+    assert not line(verdict_of(where, expected("worst_pause_s", 2.0)), "worst pause").passed, "it stood for longer"
 
 
 def test_tokens_that_nobody_trained_are_found(tmp_path):
@@ -348,7 +349,8 @@ def test_shares_add_up_whatever_happens(stops, span, steps):
     apart = [stop for n, stop in enumerate(stops) if all(overlap_s(stop, other) == 0 for other in stops[:n])]
     found = shares_of(1, [life], span, apart)
     assert all(getattr(found, each.name) >= 0 for each in fields(Shares))
-    assert found.stepping_s <= found.allocated_s + 1e-9
+    parts = (getattr(found, each.name) for each in fields(Shares) if each.name not in ("learner", "allocated_s"))
+    assert sum(parts) == pytest.approx(found.allocated_s)
     bands = states_of([life], span, apart, None)
     assert sum(end - begin for (begin, end), _ in bands) == pytest.approx(found.allocated_s)
     assert math.isfinite(found.goodput)

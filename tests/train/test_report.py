@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from atoll.accounting.books import read_books
+from atoll.accounting.reigns import mean_line
+from atoll.accounting.shares import covered_s
 from atoll.core.types import SYNCER
 from atoll.train import report as reports
 from atoll.train.job_settings import JobSettings
 from atoll.train.loop import Metrics, Step
-from atoll.train.report import Bytes, Fault, IslandReport, Judged, Paced, Report, Tokens
-from atoll.train.tape_figures import covered_s, read_figures
+from atoll.train.report import Bytes, Fault, IslandReport, Judged, Paced, Report, Tokens, effective_h, middle_step_s
 from tests.tiny_run import STEP_S, TOKENS, TinyRun, eventful_run
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/report.md").read_text(encoding="utf-8")
@@ -67,38 +69,43 @@ def eventful(tmp_path_factory) -> Path:
 
 
 def test_steps_and_lives_are_what_the_learners_were_told(eventful):
-    figures = read_figures(eventful)
-    assert [island.learner for island in figures.islands] == [1, 2, 3]
-    assert [len(island.lives) for island in figures.islands] == [1, 2, 1]
-    for island in figures.islands:
-        assert island.tokens == island.steps * TOKENS
-        assert island.median_step_s() == STEP_S
-    assert figures.finished
+    books = read_books(eventful)
+    assert sorted(books.lives) == [1, 2, 3]
+    assert [len(lives) for _, lives in sorted(books.lives.items())] == [1, 2, 1]
+    for lives in books.lives.values():
+        assert all(life.tokens == life.steps * TOKENS for life in lives)
+        assert middle_step_s(lives) == pytest.approx(STEP_S)
+    assert books.is_finished
 
 
 def test_the_books_are_the_syncers_and_balance(eventful):
-    ledger = read_figures(eventful).ledger
-    assert ledger.trained == sum(island.tokens for island in read_figures(eventful).islands)
-    assert ledger.trained == ledger.merged + ledger.pending + ledger.dropped
-    assert ledger.dropped > 0, "the tokens of the killed learner must be lost somewhere"
-    assert ledger.dropped == sum(ledger.dropped_by_reason.values())
+    books = read_books(eventful)
+    assert books.reign is not None
+    ledger = mean_line(books.reign.lines())
+    assert ledger.trained == sum(life.tokens for lives in books.lives.values() for life in lives)
+    assert ledger.balanced()
+    assert sum(ledger.dropped.values()) > 0, "the tokens of the killed learner must be lost somewhere"
 
 
 def test_goodput_lacks_the_time_in_which_a_learner_was_away(eventful):
-    figures = read_figures(eventful)
-    before, after = figures.islands[1].lives
-    away_s = after.began - before.ended
+    books = read_books(eventful)
+    before, after = books.lives[2]
+    away_s = after.joined - before.log.ends[-1]
     assert away_s > 2.0, "the fault must have fired"
-    lost = 1.0 - figures.goodput(3)
-    assert lost == pytest.approx(away_s / (3 * figures.wall_s), abs=0.01)
-    assert figures.stepping_s / figures.wall_s > 0.99
+    goodput, uptime = books.goodput(), books.uptime()
+    assert goodput is not None
+    assert 1.0 - goodput == pytest.approx(away_s / (3 * books.wall_s()), abs=0.01)
+    assert uptime is not None
+    assert uptime > 0.99
 
 
 def test_effective_h_is_that_of_the_protocol(eventful):
-    figures = read_figures(eventful)
-    effective_h = figures.effective_h()
-    assert effective_h is not None
-    assert figures.config.every_steps <= effective_h < figures.config.every_steps + 2
+    books = read_books(eventful)
+    found = effective_h(books)
+    assert found is not None
+    assert books.reign is not None
+    every = books.reign.core.config.every_steps
+    assert every <= found < every + 2
 
 
 def test_the_pause_of_a_whole_job_is_no_time_of_the_run(tmp_path):
@@ -110,9 +117,12 @@ def test_the_pause_of_a_whole_job_is_no_time_of_the_run(tmp_path):
     for who in (SYNCER, 1, 2, 3):
         run.start(who)
     run.until(1040.0)
-    figures = read_figures(run.save(tmp_path))
-    assert 30.0 < figures.wall_s < 41.0
-    assert not figures.finished
+    books = read_books(run.save(tmp_path))
+    assert 30.0 < books.wall_s() < 41.0
+    goodput = books.goodput()
+    assert goodput is not None
+    assert goodput > 0.9
+    assert not books.is_finished
 
 
 def decoupled(run: Path, **settings) -> Report:

@@ -11,11 +11,13 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from atoll.accounting.books import Books, read_books
+from atoll.accounting.lives import Life
+from atoll.accounting.merges import Merge
+from atoll.accounting.reigns import Reign, Word
+from atoll.accounting.shares import overlap_s
+from atoll.accounting.steps import Span
 from atoll.core.ledger import Line
-from atoll.core.types import SYNCER
-from atoll.dash.accounting import overlap_s
-from atoll.dash.facts import Life, Merge, Reign, Span, Word
-from atoll.tape_files import RunTapes
 
 
 class SyncerLife(NamedTuple):
@@ -28,6 +30,7 @@ class SyncerLife(NamedTuple):
 class Facts:
     """Of one run."""
 
+    books: Books
     lives: dict[int, list[Life]]  # by learner, in the order of their processes
     syncers: list[SyncerLife]
     merges: list[Merge]
@@ -40,14 +43,12 @@ class Facts:
     @property
     def began(self) -> float:
         """The first learner may train."""
-        began = [life.began for lives in self.lives.values() for life in lives if life.began is not None]
-        return min(began, default=0.0)
+        return self.books.trains_since() or 0.0
 
     @property
     def ended(self) -> float:
-        """The last step of anybody."""
-        ends = [life.step_ends[-1] for lives in self.lives.values() for life in lives if life.step_ends]
-        return max(ends, default=self.began)
+        """The last step of anybody, or the newest entry of a run that has not come to its end."""
+        return max(self.began, self.books.ended())
 
     @property
     def tokens(self) -> int:
@@ -73,32 +74,24 @@ class Facts:
 
 def nothing() -> Facts:
     """Of a run that never began."""
-    return Facts({}, [], [], [], [], {}, [], 0)
+    return Facts(Books(), {}, [], [], [], [], {}, [], 0)
 
 
 def read_facts(run: Path) -> Facts:
-    """From all tapes of a run; they may be cut short."""
-    tapes = RunTapes(run)
+    """From all tapes of a run, none of it thinned out; they may be cut short."""
     facts = nothing()
-    for actor, reader in tapes.readers.items():  # by learner, then by start
-        if actor.learner == SYNCER:
-            reign = Reign(reader.header)
-            for entry in reader:
-                reign.take(entry)
-            _add(reign, facts)
-        else:
-            life: Life | None = None
-            for entry in reader:
-                life = life or Life(actor.start, entry.at, entry.at)
-                life.take(entry)
-            if life is not None:
-                facts.lives.setdefault(actor.learner, []).append(life)
+    facts.books = books = read_books(run, keep=None)
+    facts.lives = books.lives
+    for reign in books.reigns:
+        _add(reign, facts)
     facts.merges.sort(key=lambda merge: merge.at)
+    if books.reign is not None:
+        facts.ledger = books.reign.lines()
     return facts
 
 
 def _add(reign: Reign, facts: Facts) -> None:
-    facts.merges += reign.merges
+    facts.merges += reign.merges.rows
     facts.words += reign.words
     facts.unfit += reign.unfit
     facts.failed_writes += reign.failed_writes
@@ -106,7 +99,6 @@ def _add(reign: Reign, facts: Facts) -> None:
         facts.refused[code] = facts.refused.get(code, 0) + count
     if reign.first is not None:
         facts.syncers.append(SyncerLife(reign.epoch, reign.first, reign.last))
-    facts.ledger = [reign.core.ledger.line(p) for p in reign.core.fragments]
 
 
 class Pause(NamedTuple):
@@ -133,15 +125,3 @@ def worst_pause(facts: Facts, excused: Mapping[int, Sequence[Span]]) -> Pause | 
                 assert usual_s is not None
                 worst = Pause(learner, before, after - before, usual_s)
     return worst
-
-
-def stepping_union_s(facts: Facts, span: Span) -> float:
-    """Seconds in which somebody was in a step."""
-    steps = sorted(step for lives in facts.lives.values() for life in lives for step in life.steps())
-    total, reached = 0.0, span[0]
-    for begin, end in steps:
-        begin, end = max(begin, reached), min(end, span[1])
-        if end > begin:
-            total += end - begin
-            reached = end
-    return total

@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from atoll.accounting.shares import Shares, states_of
+from atoll.accounting.steps import Span
 from atoll.chaos.checking import judge as check_tapes
-from atoll.chaos.facts import Facts, nothing, read_facts, stepping_union_s, worst_pause
+from atoll.chaos.facts import Facts, nothing, read_facts, worst_pause
 from atoll.chaos.plan import Plan, Planned
 from atoll.chaos.scenario import EXPECTABLE, Expectation
 from atoll.chaos.struck import Struck, read_log
-from atoll.dash.accounting import Shares, shares_of, states_of
-from atoll.dash.facts import Life, Span
 from atoll.sim.checkers import all_checkers
 from atoll.tape_files import RunTapes
 from atoll.train.report import read_faults
@@ -145,21 +145,20 @@ def judge(
 ) -> Verdict:
     """`founded_at`: when the clock of the tapes began, in seconds of the Unix epoch; None: the run never began."""
     facts = read_facts(run) if founded_at is not None else nothing()
+    facts.books.asked_for = plan.learners
     clock = _Clock(run, founded_at or 0.0)
     faults = tuple(_fault(planned, clock, facts) for planned in plan.faults)
     span = (facts.began, facts.ended)
     islands = _islands(plan, facts, clock, span)
-    allocated_s = sum(each.allocated_s for each in islands)
     pause = _worst(facts, plan, clock, faults)
     merged_of_alive = facts.merged_of_alive()
     invariants = _invariants(run) if founded_at is not None else {"entries": 0, "violation": None, "judged_until": None}
     ledger = _books(facts)
     unplanned = _unplanned(run, plan)
-    wall_s = max(0.0, span[1] - span[0])
-    goodput = sum(each.stepping_s for each in islands) / allocated_s if allocated_s else 0.0
+    goodput = facts.books.goodput() or 0.0
     up_s = sum(each.up_s for each in islands)
-    goodput_up = sum(each.stepping_s for each in islands) / up_s if up_s > 0.0 else 0.0
-    uptime = stepping_union_s(facts, span) / wall_s if wall_s else 0.0
+    goodput_up = sum(each.in_steps_s for each in islands) / up_s if up_s > 0.0 else 0.0
+    uptime = facts.books.uptime() or 0.0
     figures = {
         "goodput": goodput,
         "goodput_up": goodput_up,
@@ -191,7 +190,7 @@ def judge(
         interrupted=ending.interrupted,
         failed=ending.failed,
         checks=tuple(checks),
-        wall_s=wall_s,
+        wall_s=facts.books.wall_s(),
         goodput=goodput,
         goodput_up=goodput_up,
         uptime=uptime,
@@ -297,30 +296,14 @@ def _stops(plan: Plan, learner: int, clock: _Clock, until: float) -> list[Span]:
     return [span for span in spans if span is not None]
 
 
-def _allotted(plan: Plan, learner: int, clock: _Clock, span: Span) -> Span:
-    """From when to when an island should have trained: some join or leave in the middle."""
-    begin, end = span
-    for planned in plan.faults:
-        if planned.target.kind == "learner" and planned.target.number == learner:
-            found = clock.span(planned, span[1])
-            if found is not None and planned.fault == "join":
-                begin = found[0]
-            elif found is not None and planned.fault == "leave":
-                end = min(end, found[0])
-    return begin, end
-
-
 def _learners(plan: Plan, facts: Facts) -> list[int]:
     return sorted({*range(1, plan.learners + 1), *facts.lives})
 
 
 def _islands(plan: Plan, facts: Facts, clock: _Clock, span: Span) -> tuple[Shares, ...]:
-    found = []
-    for learner in _learners(plan, facts):
-        lives: list[Life] = facts.lives.get(learner, [])
-        allotted = _allotted(plan, learner, clock, span)
-        found.append(shares_of(learner, lives, allotted, _stops(plan, learner, clock, span[1])))
-    return tuple(found)
+    stops = {learner: _stops(plan, learner, clock, span[1]) for learner in _learners(plan, facts)}
+    found = [facts.books.split(learner, stops=each) for learner, each in stops.items()]
+    return tuple(each for each in found if each is not None)
 
 
 def _worst(facts: Facts, plan: Plan, clock: _Clock, faults: Sequence[FaultReport]) -> Worst | None:
@@ -513,7 +496,7 @@ def _held(line: Expectation, value: float, ending: Ending) -> str:
 def _timeline(plan: Plan, facts: Facts, clock: _Clock, span: Span) -> dict[str, Any]:
     bands = []
     for learner in _learners(plan, facts):
-        begin, end = _allotted(plan, learner, clock, span)
+        begin, end = facts.books.span_of(learner) or span
         left_at = end if end < span[1] else None
         stops = _stops(plan, learner, clock, span[1])
         states = states_of(facts.lives.get(learner, []), (begin, span[1]), stops, left_at)

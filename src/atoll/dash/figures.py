@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from atoll.dash.facts import Merge
+from atoll.accounting.merges import Merge
 from atoll.dash.picture import RunPicture
-from atoll.dash.shown import goodput_until
 from atoll.dash.told import Track
 
 GRID = 600
@@ -43,9 +42,9 @@ MERGE_FIGURES: dict[str, tuple[str, str, str]] = {
 """Of metrics/syncer.jsonl, by their names there."""
 
 OF_MERGES: dict[str, tuple[str, str, str, Callable[[Merge], float | None]]] = {
-    "merges.contributions": ("merges", "merged", "learners", lambda m: float(len(m.contributors))),
-    "merges.asked": ("merges", "asked", "learners", lambda m: float(m.asked)),
-    "merges.alive": ("merges", "alive", "learners", lambda m: float(m.alive)),
+    "merges.contributions": ("merges", "merged", "learners", lambda m: m.merged),
+    "merges.asked": ("merges", "asked", "learners", lambda m: m.asked),
+    "merges.alive": ("merges", "alive", "learners", lambda m: m.alive),
     "merges.steps": ("effective-h", "steps since the last merge", "steps", lambda m: m.steps),
     "grace.used": ("grace", "grace used", "s", lambda m: m.waited_s if m.slack_s is not None else None),
     "grace.slack": ("grace", "slack", "s", lambda m: m.slack_s),
@@ -104,7 +103,7 @@ def _whole(picture: RunPicture, name: str, begin: float, end: float) -> Curve:
         pairs = [(m.at, value) for m in merges if (value := figure(m)) is not None]
         return Curve([at for at, _ in pairs], [value for _, value in pairs])
     if name == "goodput":
-        return _on_grid(picture, begin, end, lambda at: goodput_until(picture, at))
+        return _on_grid(picture, begin, end, picture.goodput)
     if name == "throughput":
         return _throughput(picture, None, begin, end)
     found = re.fullmatch(r"throughput\.learner\.([0-9]{1,9})", name)

@@ -7,17 +7,19 @@ of rounds, members and books is that of the syncer's own core, told again what i
 from __future__ import annotations
 
 import time
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from atoll.accounting.books import Books, asked_for
+from atoll.accounting.reigns import Reign
+from atoll.accounting.shares import Shares
+from atoll.accounting.steps import Span
 from atoll.core.tape import Actor, Entry, TapeError
 from atoll.core.types import SYNCER, RunConfig
-from atoll.dash.accounting import Shares, shares_of
 from atoll.dash.alerts import Rules
-from atoll.dash.facts import Life, Merge, Reign, Span, Standing
 from atoll.dash.samples import Sample, Samples, sample_of
 from atoll.dash.told import Lines, Told
 from atoll.tape_files import FOLDER, SIMULATED_NOTE, Place, TapeTail, tapes_in
@@ -27,9 +29,6 @@ RATE_S = 10.0
 
 RECENT_MERGES = 3
 """Of every fragment: who weighs how much lately."""
-
-LINGERS_S = 1.0
-"""So long after its last entry a process without a link may still be there."""
 
 JOINED_LATER_S = 60.0
 """After the others: such a learner was added to the run, and did not just start slowly."""
@@ -62,17 +61,15 @@ class Band(NamedTuple):
     state: str
 
 
-class RunPicture:
+class RunPicture(Books):
     """One run directory: of this machine, of a syncer that serves islands elsewhere, or simulated."""
 
     def __init__(self, run: Path, rules: Rules | None = None) -> None:
+        super().__init__()
         self.run = run
         self.rules = rules if rules is not None else Rules()
-        self.lives: dict[int, list[Life]] = {}
-        self.reigns: list[Reign] = []
         self.samples = Samples()
         self.told = Told(run)
-        self.to = 0.0  # time of the newest entry
         self.config: RunConfig | None = None
         self.simulated = False
         self.version = 0  # rises whenever something new was read
@@ -90,12 +87,19 @@ class RunPicture:
         until = time.monotonic() + for_s
         for actor in self._find():
             if not self._read(actor, until):
+                self._settle()
                 self.version += 1
                 return True
+        self.end_reigns()
+        self._settle()
         if self.lines.look():
             self.version += 1
         self.told.look()
         return False
+
+    def _settle(self) -> None:
+        self.asked_for = asked_for(self.run) if self.lives else 0
+        self.settle()
 
     def loading(self) -> float | None:
         """How much of the tapes is read, as a share; None where it is all."""
@@ -133,9 +137,8 @@ class RunPicture:
             self.config = header.config
             self.simulated = header.note == SIMULATED_NOTE
         if actor.learner != SYNCER:
-            return lambda entry: self._take_learner(actor.learner, actor.start, entry)
-        reign = Reign(header)
-        self.reigns.append(reign)
+            return lambda entry: self.take_learner(actor.learner, actor.start, entry)
+        reign = self.new_reign(header)
         return lambda entry: self._take_syncer(reign, entry)
 
     def _read(self, actor: Actor, until: float) -> bool:
@@ -147,8 +150,6 @@ class RunPicture:
         try:
             for entry in tail.new_entries():
                 take(entry)
-                if entry.at > self.to:
-                    self.to = entry.at
                 count += 1
                 if entry.tick % 256 == 0:
                     self.places.setdefault(actor, []).append((entry.at, tail.place()))
@@ -163,19 +164,10 @@ class RunPicture:
             self.version += 1
         return True
 
-    def _take_learner(self, learner: int, incarnation: int, entry: Entry) -> None:
-        lives = self.lives.setdefault(learner, [])
-        life = next((each for each in reversed(lives) if each.incarnation == incarnation), None)
-        if life is None:  # by number, and not the last one: an old process may write on beside its successor
-            life = Life(incarnation, entry.at, entry.at)
-            lives.append(life)
-            lives.sort(key=lambda each: each.incarnation)
-        life.take(entry)
-
     def _take_syncer(self, reign: Reign, entry: Entry) -> None:
-        if self.samples.is_due(entry.at) and reign.first is not None:
+        if self.samples.is_due(entry.at) and reign.first is not None and not reign.is_over:
             self.samples.add(sample_of(reign, entry.at))
-        reign.take(entry)
+        self.take_syncer(reign, entry)
 
     def entries(self, actor: Actor, begin: float, end: float) -> Iterator[Entry]:
         """Of one tape, in this span of time, read again from the file."""
@@ -200,10 +192,6 @@ class RunPicture:
         return min(firsts, default=0.0)
 
     @property
-    def reign(self) -> Reign | None:
-        return self.reigns[-1] if self.reigns else None
-
-    @property
     def wall0(self) -> float | None:
         return None if self.simulated else self.told.founded_at
 
@@ -213,44 +201,6 @@ class RunPicture:
             return self.samples.before(at)
         reign = self.reign
         return sample_of(reign, reign.last) if reign is not None and reign.first is not None else None
-
-    def learners(self) -> list[int]:
-        known = {learner for reign in self.reigns for learner in reign.standings}
-        return sorted(known | set(self.lives))
-
-    def merges(self, begin: float, end: float) -> Iterator[Merge]:
-        for reign in self.reigns:
-            if reign.merges and reign.merges[0].at <= end and reign.merges[-1].at >= begin:
-                for index in range(
-                    bisect_right(reign.merges, begin, key=_at), bisect_right(reign.merges, end, key=_at)
-                ):
-                    yield reign.merges[index]
-
-    def merges_until(self, at: float) -> int:
-        return sum(bisect_right(reign.merges, at, key=_at) for reign in self.reigns)
-
-    def newest_merges(self, at: float, count: int) -> list[Merge]:
-        """The last so many before this moment, newest first."""
-        found: list[Merge] = []
-        for reign in reversed(self.reigns):
-            end = bisect_right(reign.merges, at, key=_at)
-            found += reversed(reign.merges[max(0, end - (count - len(found))) : end])
-            if len(found) >= count:
-                break
-        return found
-
-    # ---------------------------------------------------------------------------------------------------- islands
-
-    def standing(self, learner: int, at: float) -> Standing | None:
-        """In the eyes of the syncer that reigned then."""
-        for reign in reversed(self.reigns):
-            if reign.first is None or reign.first > at:
-                continue
-            track = reign.standings.get(learner, [])
-            index = bisect_right(track, at, key=_at)
-            if index:
-                return track[index - 1]
-        return None
 
     def bands(self, learner: int, begin: float, end: float) -> list[Band]:
         """What an island did when, without gaps: its own tapes where they are here, else what the syncer saw."""
@@ -280,36 +230,16 @@ class RunPicture:
             alone[-1] = lives[-1].alone_since, self.to  # it still is, also since its newest entry
         covers = sorted([*((span, "alone") for span in alone), *self._suspicions(learner)])
         at = lives[0].first
-        for number, life in enumerate(lives):
+        for life in lives:
             if life.first > at:
                 yield Band(at, life.first, "gone")
-            began = life.began if life.began is not None else life.last
-            yield Band(life.first, began, "recovering")
-            end = life.last
-            if number == len(lives) - 1 and self._is_on(learner, life):
-                end = max(end, self.to)
-            yield from self._covered(Band(began, end, "training"), covers)
-            at = max(at, end)
+            yield Band(life.first, life.joined, "recovering")
+            yield from self._covered(Band(life.joined, life.until, "training"), covers)
+            at = max(at, life.until)
         if at < self.to:
             last = self.standing(learner, self.to)
             state = last.standing if last is not None and last.standing in ("left", "quarantined") else "gone"
             yield Band(at, self.to, state)
-
-    def _is_on(self, learner: int, life: Life) -> bool:
-        """Its process is there as far as anybody knows: between two steps its tape says nothing.
-
-        The syncer knows a learner as away whose link is cut; then its own tape goes on. What a syncer knows from before
-        its restart says nothing.
-        """
-        last = self.standing(learner, self.to)
-        if last is None or last.incarnation != life.incarnation:
-            return False
-        if last.standing in ("live", "suspect", "joining"):
-            return True
-        if self.to - life.last > max(LINGERS_S, 3 * (self.usual_step_s(learner, self.to) or 0.0)):
-            return False
-        restored = any(last is reign.standings[learner][0] for reign in self.reigns[1:] if learner in reign.standings)
-        return last.standing == "away" and (restored or life.last >= last.at)
 
     def _suspicions(self, learner: int) -> Iterator[tuple[Span, str]]:
         changes = [each for reign in self.reigns for each in reign.standings.get(learner, ())]
@@ -346,20 +276,6 @@ class RunPicture:
         if at < band.end:
             yield Band(at, band.end, band.state)
 
-    def pauses(self) -> list[Span]:
-        """In which the run stood still because somebody asked for it. While the syncer is away it still does."""
-        found: list[Span] = []
-        for number, reign in enumerate(self.reigns):
-            for begin, end in reign.pauses:
-                if end == reign.last and reign.core.paused:
-                    later = next((r.first for r in self.reigns[number + 1 :] if r.first is not None), self.to)
-                    end = max(end, later)
-                found.append((begin, end))
-        return found
-
-    def is_paused(self, at: float) -> bool:
-        return any(begin <= at <= end for begin, end in self.pauses())
-
     def state(self, learner: int, at: float) -> Band:
         """What it does at this moment, and since when."""
         newest = Band(at, at, "gone")
@@ -368,80 +284,10 @@ class RunPicture:
                 newest = band
         return newest
 
-    def span_of(self, learner: int, at: float) -> Span | None:
-        """In which it should have trained, until then; None where its tapes are elsewhere, or it had not come.
-
-        From the first moment at which anybody might, but for one that came later on its own; until it left for good.
-        """
-        lives, since = self.lives.get(learner), self.trains_since()
-        if not lives or since is None or lives[0].first > at:
-            return None
-        begin = since if lives[0].first < since + JOINED_LATER_S else lives[0].first
-        end = min(at, self.ended())
-        last = self.standing(learner, at)
-        if last is not None and last.standing == "left":
-            end = min(end, last.at, max(life.last for life in lives if life.first <= at))
-        return begin, max(begin, end)
-
     def shares(self, learner: int, at: float) -> Shares | None:
-        """Where its time went until then."""
-        span = self.span_of(learner, at)
-        if span is None:
-            return None
+        """Where its time went until then, with what it told of waiting and copying."""
         waited_s, copied_s = (self.lines.value(name, learner, at) or 0.0 for name in ("waited_s", "boundary_s"))
-        return shares_of(learner, self.lives[learner], span, (), self.pauses(), waited_s, copied_s)
-
-    def trains_since(self) -> float | None:
-        """The first learner may train."""
-        began = [life.began for lives in self.lives.values() for life in lives if life.began is not None]
-        return min(began, default=None)
-
-    def ended(self) -> float:
-        """The last step of anybody once the run is over, else now."""
-        reign = self.reign
-        if reign is not None and reign.core.stage.value == "finished":
-            ends = [life.step_ends[-1] for lives in self.lives.values() for life in lives if life.step_ends]
-            return max(ends, default=self.to)
-        return self.to
-
-    def progress_of(self, learner: int, at: float) -> tuple[int, float]:
-        """Steps of its newest process, and tokens of all, by then."""
-        steps, tokens = 0, 0.0
-        for life in self.lives.get(learner, ()):
-            if life.first > at:
-                break
-            index = bisect_right(life.step_ends, at)
-            steps = life.steps_taken[index - 1] if index else 0
-            tokens += life.trained[index - 1] if index else 0.0
-        if learner in self.lives:
-            return steps, tokens
-        trained: dict[int, float] = {}
-        for reign in self.reigns:
-            told = reign.told.get(learner)
-            index = bisect_right(told.at, at) if told is not None else 0
-            if told is not None and index:
-                steps = told.step[index - 1]
-                trained |= told.trained_until(at)
-        return steps, sum(trained.values())
-
-    def tokens_until(self, at: float) -> float:
-        return sum(self.progress_of(learner, at)[1] for learner in self.learners())
-
-    def usual_step_s(self, learner: int, at: float, most: int = 32) -> float | None:
-        """The median of its last steps."""
-        for life in reversed(self.lives.get(learner, ())):
-            index = bisect_right(life.step_ends, at)
-            if index:
-                counts = life.steps_taken
-                recent = range(max(1, index - most), index)
-                each = [life.step_times_s[i] / max(1, counts[i] - counts[i - 1]) for i in recent]
-                return median(each or [life.step_times_s[0] / max(1, counts[0])])
-        for reign in reversed(self.reigns):
-            told = reign.told.get(learner)
-            index = bisect_right(told.at, at) if told is not None else 0
-            if told is not None and index:
-                return median(told.step_time_s[max(0, index - most) : index])
-        return None
+        return self.split(learner, at, (), waited_s, copied_s)
 
     def rate_span_s(self, at: float) -> float:
         """Over which rates are taken: long enough for some steps, and not longer than somebody trained."""
@@ -449,10 +295,6 @@ class RunPicture:
         wished_s = max(RATE_S, 5 * median(steps)) if steps else RATE_S
         since = self.trains_since()
         return wished_s if since is None or at <= since else min(wished_s, at - since)
-
-
-def _at(each: Any) -> float:
-    return float(each.at)
 
 
 def _size(path: Path) -> int:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import NamedTuple
 
+from atoll.accounting.reigns import Reign, mean_line
 from atoll.core.ledger import Line
 from atoll.core.syncer import FragmentView, MemberView, SyncerView
-from atoll.dash.facts import Reign
 
 MOST = 2048
 FIRST_SPACING_S = 0.5
@@ -22,6 +22,7 @@ class Sample(NamedTuple):
     epoch: int
     view: SyncerView
     merged_at: dict[int, float]  # by fragment: when its newest version became durable
+    merged_with: dict[int, float]  # by learner: when the newest merge that has it became durable
     quorum: int
     grace_margin: float
 
@@ -36,16 +37,7 @@ class Sample(NamedTuple):
     @property
     def books(self) -> Line:
         """Of all fragments, as means: a token settles in each of them."""
-        lines = self.view.ledger
-        count = max(1, len(lines))
-        dropped: dict[str, int] = {}
-        for line in lines:
-            for why, tokens in line.dropped.items():
-                dropped[why] = dropped.get(why, 0) + tokens
-        trained = max((line.trained for line in lines), default=0)
-        merged = sum(line.merged for line in lines) // count
-        dropped = {why: tokens // count for why, tokens in dropped.items()}
-        return Line(trained, merged, trained - merged - sum(dropped.values()), dropped)  # what is rounded is pending
+        return mean_line(self.view.ledger)
 
     @property
     def is_balanced(self) -> bool:
@@ -54,7 +46,15 @@ class Sample(NamedTuple):
 
 def sample_of(reign: Reign, at: float) -> Sample:
     config = reign.core.config
-    return Sample(at, reign.epoch, reign.core.view(), dict(reign.merged_at), config.quorum, config.grace_margin)
+    return Sample(
+        at,
+        reign.epoch,
+        reign.core.view(),
+        dict(reign.merged_at),
+        dict(reign.merged_with),
+        config.quorum,
+        config.grace_margin,
+    )
 
 
 class Samples:

@@ -6,10 +6,10 @@ import time
 from statistics import fmean, median
 from typing import Any
 
+from atoll.accounting.merges import Merge
+from atoll.accounting.shares import Shares
 from atoll.core.types import RunConfig
-from atoll.dash.accounting import Shares
 from atoll.dash.alerts import alerts_at
-from atoll.dash.facts import Merge
 from atoll.dash.picture import JOINED_LATER_S, RECENT_MERGES, STALE_S, Mark, RunPicture
 from atoll.dash.samples import Sample
 
@@ -67,7 +67,7 @@ def _known(picture: RunPicture, at: float) -> list[int]:
     """Learners that had come by then."""
     known = []
     for learner in picture.learners():
-        lives = picture.lives.get(learner)
+        lives = picture.lives_of(learner)
         if picture.standing(learner, at) is not None or (lives and lives[0].first <= at):
             known.append(learner)
     return known
@@ -97,11 +97,11 @@ def _headline(
         "loss": fmean(losses) if losses else _last_loss(islands),
         "tokens": int(done),
         "tokens_per_s": per_s,
-        "goodput": goodput_until(picture, at),
-        "uptime": _uptime(picture, at),
+        "goodput": picture.goodput(at),
+        "uptime": picture.uptime(at),
         "alive": view.alive if view is not None else None,
-        "asked": fmean(m.asked for m in recent) if recent else None,
-        "merged": fmean(len(m.contributors) for m in recent) if recent else None,
+        "asked": _mean(recent, "asked"),
+        "merged": _mean(recent, "merged"),
         "learners": len(islands),
         "bytes_up_per_s": _rate(picture, "bytes_up", at, span_s),
         "bytes_down_per_s": _rate(picture, "bytes_down", at, span_s),
@@ -127,40 +127,19 @@ def _recent_count(picture: RunPicture) -> int:
 
 def _effective_h(recent: list[Merge]) -> float | None:
     """Steps that a contributor had taken since its last merge of the same fragment."""
-    steps = [m.steps for m in recent if m.contributors]
-    return fmean(steps) if steps else None
+    return _mean([m for m in recent if m.contributors], "steps")
+
+
+def _mean(merges: list[Merge], name: str) -> float | None:
+    """Over all merges, of which some stand for several."""
+    whole = sum(m.stands_for for m in merges)
+    return sum(getattr(m, name) * m.stands_for for m in merges) / whole if whole else None
 
 
 def _rate(picture: RunPicture, name: str, at: float, span_s: float) -> float | None:
     rates = [picture.lines.rate(name, learner, at - span_s, at) for learner in picture.learners()]
     known = [rate for rate in rates if rate is not None]
     return sum(known) if known else None
-
-
-def goodput_until(picture: RunPicture, at: float) -> float | None:
-    """Share of the islands' time, in which they should have trained, that was spent in steps."""
-    spans = {learner: span for learner in picture.lives if (span := picture.span_of(learner, at)) is not None}
-    whole = sum(end - begin for begin, end in spans.values())
-    in_steps = sum(life.in_steps_s(*span) for learner, span in spans.items() for life in picture.lives[learner])
-    return in_steps / whole if whole > 0 else None
-
-
-def _uptime(picture: RunPicture, at: float) -> float | None:
-    """Share of the time in which at least one island might train."""
-    since = picture.trains_since()
-    end = min(at, picture.ended())
-    if since is None or end <= since:
-        return None
-    spans = sorted(
-        (life.began, life.last) for lives in picture.lives.values() for life in lives if life.began is not None
-    )
-    covered, reached = 0.0, since
-    for begin, last in spans:
-        begin, last = max(begin, reached), min(last, end)
-        if last > begin:
-            covered += last - begin
-            reached = last
-    return min(1.0, covered / (end - since))
 
 
 def _island(
@@ -230,8 +209,12 @@ def _weight(learner: int, recent: list[Merge]) -> float | None:
     """Its share in the newest merges, those without it counted as nothing."""
     if not recent:
         return None
-    mine = [w for m in recent for (who, _), w in zip(m.contributors, m.weights, strict=True) if who == learner]
-    return sum(mine) / len(recent)
+    mine = whole = 0.0
+    for merge in recent:
+        whole += merge.stands_for
+        for (who, _), weight in zip(merge.contributors, merge.weights, strict=True):
+            mine += weight * merge.stands_for if who == learner else 0.0
+    return mine / whole
 
 
 def _last_words(picture: RunPicture, learner: int, at: float, state: str) -> str | None:
@@ -241,7 +224,7 @@ def _last_words(picture: RunPicture, learner: int, at: float, state: str) -> str
     died = [fault for fault in picture.told.faults if fault.who == f"learner {learner}" and fault.at <= at]
     if not died:
         return None
-    came_back = any(life.first > died[-1].at for life in picture.lives.get(learner, ()))
+    came_back = any(life.first > died[-1].at for life in picture.lives_of(learner))
     words = picture.told.last_words(died[-1].who) if not came_back else None  # the log goes on after it
     return f"{died[-1].what} at {died[-1].at:.1f} s" + (f": {words}" if words else "")
 
@@ -331,13 +314,14 @@ def rounds(picture: RunPicture, begin: float, end: float, width: int) -> list[di
 
 
 def _round(merges: list[Merge]) -> dict[str, Any]:
+    count = sum(m.stands_for for m in merges)
     return {
         "at": fmean(m.at for m in merges),
-        "fragment": merges[0].fragment if len(merges) == 1 else None,
-        "contributions": fmean(len(m.contributors) for m in merges),
-        "asked": fmean(m.asked for m in merges),
-        "alive": fmean(m.alive for m in merges),
-        "count": len(merges),
+        "fragment": merges[0].fragment if count == 1 else None,
+        "contributions": _mean(merges, "merged"),
+        "asked": _mean(merges, "asked"),
+        "alive": _mean(merges, "alive"),
+        "count": count,
     }
 
 
@@ -349,7 +333,7 @@ def marks(picture: RunPicture) -> list[Mark]:
     ]
     for learner in picture.learners():
         who = f"learner {learner}"
-        for number, life in enumerate(picture.lives.get(learner, ())):
+        for number, life in enumerate(picture.lives_of(learner)):
             if number:
                 found.append(Mark(life.first, who, "restarted", f"incarnation {life.incarnation} begins"))
             elif picture.reigns and life.first > picture.begin + JOINED_LATER_S:

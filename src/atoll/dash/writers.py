@@ -128,7 +128,7 @@ def export(
 
 
 def is_over(picture: RunPicture) -> bool:
-    return picture.simulated or (picture.reign is not None and picture.reign.core.stage.value == "finished")
+    return picture.simulated or picture.is_finished
 
 
 def _is_judged(picture: RunPicture, over_at: float) -> bool:

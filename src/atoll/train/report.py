@@ -9,13 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from atoll.accounting.books import Books, read_books
+from atoll.accounting.lives import Life
+from atoll.accounting.reigns import mean_line
+from atoll.accounting.steps import Span
 from atoll.train.job_settings import JobSettings
 from atoll.train.loop import read_metrics
-from atoll.train.tape_figures import Island, TapeFigures, read_figures
 
 REPORT = "report.json"
 FAULTS = "faults.jsonl"
@@ -71,6 +75,7 @@ class IslandReport:
     step_s: float | None
     tokens_per_s: float
     loss: float | None
+    goodput: float
     away_s: float
     waited_s: float
     bytes_up: int
@@ -146,26 +151,46 @@ def read_faults(run: Path) -> list[dict[str, Any]]:
 
 def decoupled_report(run: Path, settings: JobSettings, judged: Judged, founded_at: float) -> Report:
     """`founded_at`: when the clock of the tapes began, in seconds of the Unix epoch."""
-    figures = read_figures(run)
-    ledger = figures.ledger
-    islands = tuple(_island_of_tape(run, figures, island) for island in figures.islands)
+    books = read_books(run)
+    books.asked_for = settings.learners
+    assert books.reign is not None, "a run without a syncer has no model either"
+    ledger = mean_line(books.reign.lines())
+    dropped = sum(ledger.dropped.values())
+    islands = tuple(_island_of_tape(run, books, learner) for learner in sorted(books.lives))
     up, down = sum(island.bytes_up for island in islands), sum(island.bytes_down for island in islands)
-    learners = max(settings.learners, len(figures.islands))
+    merges = sum(reign.merges.total for reign in books.reigns)
+    contributions = sum(reign.merges.contributions for reign in books.reigns)
     return Report(
         **_shared(settings, judged),
-        learners=learners,
-        wall_s=figures.wall_s,
-        goodput=figures.goodput(learners),
-        uptime=min(1.0, figures.stepping_s / max(figures.wall_s, 1e-9)),
+        learners=max(settings.learners, len(islands)),
+        wall_s=books.wall_s(),
+        goodput=books.goodput() or 0.0,
+        uptime=books.uptime() or 0.0,
         steps=sum(island.steps for island in islands),
-        tokens=Tokens(ledger.trained, ledger.merged, ledger.pending, ledger.dropped),
-        rounds=figures.merges,
-        contributions_per_merge=figures.contributions / figures.merges if figures.merges else None,
-        effective_h=figures.effective_h(),
+        tokens=Tokens(ledger.trained, ledger.merged, ledger.pending, dropped),
+        rounds=merges,
+        contributions_per_merge=contributions / merges if merges else None,
+        effective_h=effective_h(books),
         bytes=Bytes(up, down, (up + down) / max(ledger.trained, 1)),
-        faults=tuple(_fault(figures, each, founded_at) for each in read_faults(run)),
+        faults=tuple(_fault(books, each, founded_at) for each in read_faults(run)),
         islands=islands,
     )
+
+
+def effective_h(books: Books) -> float | None:
+    """Steps that a learner takes between two merges of a fragment, if it is there all the time."""
+    lives = [life for each in books.lives.values() for life in each]
+    present_s = sum(map(_present_s, lives))
+    merges = sum(reign.merges.total for reign in books.reigns)
+    if not merges or not present_s or books.reign is None:
+        return None
+    steps = sum(life.steps for life in lives) * books.wall_s() / present_s
+    return steps * len(books.reign.core.config.fragment_ids()) / merges
+
+
+def _present_s(life: Life) -> float:
+    """From the moment at which it might train to its last step."""
+    return life.log.ends[-1] - life.began if life.began is not None and life.steps else 0.0
 
 
 def _shared(settings: JobSettings, judged: Judged) -> dict[str, Any]:
@@ -182,43 +207,60 @@ def _shared(settings: JobSettings, judged: Judged) -> dict[str, Any]:
     }
 
 
-def _island_of_tape(run: Path, figures: TapeFigures, island: Island) -> IslandReport:
-    lines = read_metrics(run, island.learner)
+def _island_of_tape(run: Path, books: Books, learner: int) -> IslandReport:
+    lines = read_metrics(run, learner)
     newest = {line["start"]: line for line in lines}  # the last line of every incarnation
-    present_s = island.present_s()
+    lives = [life for life in books.lives[learner] if life.began is not None]
+    present_s = sum(map(_present_s, lives))
+    tokens = sum(life.tokens for life in lives)
+    shares = books.split(learner)
     return IslandReport(
-        learner=island.learner,
-        starts=len(island.lives),
-        steps=island.steps,
-        tokens=island.tokens,
-        step_s=island.median_step_s(),
-        tokens_per_s=island.tokens / present_s if present_s else 0.0,
+        learner=learner,
+        starts=len(lives),
+        steps=sum(life.steps for life in lives),
+        tokens=tokens,
+        step_s=middle_step_s(lives),
+        tokens_per_s=tokens / present_s if present_s else 0.0,
         loss=_last_loss(lines),
-        away_s=max(0.0, figures.wall_s - present_s),
+        goodput=shares.goodput if shares is not None else 0.0,
+        away_s=shares.away_s if shares is not None else 0.0,
         waited_s=0.0,
         bytes_up=sum(line.get("bytes_up", 0) for line in newest.values()),
         bytes_down=sum(line.get("bytes_down", 0) for line in newest.values()),
-        inner_state=tuple(life.moments for life in island.lives),
+        inner_state=tuple(life.moments for life in lives),
     )
+
+
+def middle_step_s(lives: Sequence[Life], within: Span = (float("-inf"), float("inf"))) -> float | None:
+    """The median step, of those that lie wholly in a span of time."""
+    times = sorted(each for life in lives for each in life.log.durations(*within))
+    rest = sum(count for _, count in times) / 2
+    for step_s, count in times:
+        rest -= count
+        if rest <= 0:
+            return step_s
+    return None
 
 
 def _last_loss(lines: Sequence[Mapping[str, Any]]) -> float | None:
     return next((line["loss"] for line in reversed(lines) if "loss" in line), None)
 
 
-def _fault(figures: TapeFigures, noted: Mapping[str, Any], founded_at: float) -> Fault:
+def _fault(books: Books, noted: Mapping[str, Any], founded_at: float) -> Fault:
     at = noted["at"] - founded_at
-    struck = next((i for i in figures.islands if noted["who"] == f"learner {i.learner}"), None)
-    lives = struck.return_after(at) if struck is not None else None
+    struck = next((n for n in books.lives if noted["who"] == f"learner {n}"), None)
+    lives = _return_after(books.lives[struck], at) if struck is not None else None
     before = during = away_s = None
     if lives is not None:
-        others = [island for island in figures.islands if island is not struck]
-        gone, back = lives[0].ended, lives[1].began
-        away_s = back - gone
-        before = _middle_step_s(others, (gone - max(away_s, 1.0), gone))
-        during = _middle_step_s(others, (gone, back))
+        gone, back = lives
+        assert back.began is not None
+        last = gone.log.ends[-1] if gone.steps else gone.joined
+        away_s = back.began - last
+        others = [lives for learner, lives in books.lives.items() if learner != struck]
+        before = _others_step_s(others, (last - max(away_s, 1.0), last))
+        during = _others_step_s(others, (last, back.began))
     return Fault(
-        at_s=at - figures.began,
+        at_s=at - (books.trains_since() or 0.0),
         who=noted["who"],
         what=noted["what"],
         planned=noted["planned"],
@@ -229,8 +271,17 @@ def _fault(figures: TapeFigures, noted: Mapping[str, Any], founded_at: float) ->
     )
 
 
-def _middle_step_s(islands: Sequence[Island], span: tuple[float, float]) -> float | None:
-    found = [step_s for step_s in (island.median_step_s(span) for island in islands) if step_s is not None]
+def _return_after(lives: Sequence[Life], at: float) -> tuple[Life, Life] | None:
+    """The life that ended around this moment, and the one that followed."""
+    trained = [life for life in lives if life.began is not None]
+    for before, after in pairwise(trained):
+        if before.joined <= at <= after.joined:
+            return before, after
+    return None
+
+
+def _others_step_s(islands: Sequence[Sequence[Life]], span: Span) -> float | None:
+    found = [step_s for step_s in (middle_step_s(lives, span) for lives in islands) if step_s is not None]
     return median(found) if found else None
 
 
@@ -279,6 +330,7 @@ def _island_of_end(learner: int, end: Mapping[str, Any], lines: Sequence[Mapping
         step_s=median(line["step_s"] for line in lines if "step_s" in line),
         tokens_per_s=end["tokens"] / max(end["ended_at"] - end["began_at"], 1e-9),
         loss=_last_loss(lines),
+        goodput=min(1.0, end["useful_s"] / max(end["ended_at"] - end["began_at"], 1e-9)),
         away_s=0.0,
         waited_s=end["waited_s"],
         bytes_up=end["sent_bytes"],

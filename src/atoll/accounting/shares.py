@@ -1,16 +1,13 @@
-"""Where the time of an island went, from its tapes: every second of it is in exactly one part.
-
-`shares_of` splits a span of time by the lives of one learner (`facts.Life`, fed with its tapes); `RunPicture.shares`
-does it for a run's directory. The chaos verdict, the page, `atoll watch` and `atoll report` all show this split.
-"""
+"""Where the time of an island went: every second of it is in exactly one part. docs/accounting.md says what each is."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from atoll.dash.facts import Life, Span
+from atoll.accounting.lives import Life
+from atoll.accounting.steps import Span
 
 State = Literal["training", "alone", "stopped", "joining", "away", "gone"]
 
@@ -22,7 +19,7 @@ class Shares:
     learner: int
     allocated_s: float
     stepping_s: float
-    stopped_s: float  # of SIGSTOP
+    stopped_s: float  # within steps, beyond what they usually take; and by SIGSTOP, where that is known
     away_s: float  # no process, or one that is only starting
     joining_s: float  # fetching the model and a peer's inner state
     between_s: float  # the rest: between steps, for instance waiting for a core
@@ -31,15 +28,23 @@ class Shares:
     copying_s: float = 0.0  # within steps, for Atoll at their ends, where the island told of it
 
     @property
+    def in_steps_s(self) -> float:
+        """Whatever went on within them."""
+        return self.stepping_s + self.waiting_s + self.copying_s
+
+    @property
     def goodput(self) -> float:
-        """In steps, whatever went on within them: what the tapes say, as in report.json."""
-        in_steps_s = self.stepping_s + self.waiting_s + self.copying_s
-        return in_steps_s / self.allocated_s if self.allocated_s > 0.0 else 0.0
+        return self.in_steps_s / self.allocated_s if self.allocated_s > 0.0 else 0.0
 
     @property
     def up_s(self) -> float:
         """There was a process that could do something."""
         return self.allocated_s - self.away_s - self.stopped_s
+
+
+def stepping_s(lives: Iterable[Life], span: Span, allocated_s: float) -> float:
+    """Of an island, in steps: what goodput is made of."""
+    return min(allocated_s, sum(life.in_steps_s(*span) for life in lives))
 
 
 def shares_of(
@@ -50,29 +55,29 @@ def shares_of(
     pauses: Sequence[Span] = (),
     waited_s: float = 0.0,
     copied_s: float = 0.0,
+    allocated_s: float | None = None,
 ) -> Shares:
     """`span`: in which the learner should have trained. `stops`: in which its process stood by SIGSTOP. `pauses`: in
-    which the run was paused. `waited_s`, `copied_s`: of its steps, for data and for Atoll."""
-    allocated_s = max(0.0, span[1] - span[0])
-    stood = [clipped for clipped in (clip(stop, span) for stop in stops) if clipped is not None]
-    stepping_s = joining_s = present_s = paused_s = 0.0
-    for life in lives:
-        here = clip((life.first, life.last), span)
-        if here is None:
-            continue
-        present_s += here[1] - here[0]
-        began = life.began if life.began is not None else life.last
-        joining_s += overlap_s((life.first, began), span)
-        stepping_s += life.in_steps_s(*span) - sum(life.in_steps_s(*each) for each in stood)
-        for each in filter(None, (clip(pause, here) for pause in pauses)):
-            paused_s += each[1] - each[0] - life.in_steps_s(*each)
-    stopped_s = sum(end - begin for begin, end in stood)
-    in_steps_s = max(0.0, stepping_s)
+    which the run was paused. `waited_s`, `copied_s`: of its steps, for data and for Atoll. `allocated_s`: of the span,
+    where some of it does not count."""
+    allocated_s = max(0.0, span[1] - span[0]) if allocated_s is None else allocated_s
+    in_steps_s = stepping_s(lives, span, allocated_s)
+    rest_s = allocated_s - in_steps_s
+
+    def part(seconds: float) -> float:
+        """Of what is left; so that the parts add up, whatever clocks say."""
+        nonlocal rest_s
+        taken_s = min(max(0.0, seconds), rest_s)
+        rest_s -= taken_s
+        return taken_s
+
+    there = [here for here in (clip((life.first, life.until), span) for life in lives) if here is not None]
+    away_s = part(allocated_s - covered_s(there))
+    joining_s = part(covered_s([(life.first, life.joined) for life in lives], span))
+    stopped_s = part(sum(life.stood_s(*span) for life in lives) + sum(_standing_s(lives, stop, span) for stop in stops))
+    paused_s = part(sum(_standing_s(lives, pause, span) for pause in pauses))
     waiting_s = min(waited_s, in_steps_s)
     copying_s = min(copied_s, in_steps_s - waiting_s)
-    away_s = max(0.0, allocated_s - present_s)
-    rest_s = max(0.0, allocated_s - in_steps_s - stopped_s - away_s - joining_s)
-    paused_s = min(max(0.0, paused_s), rest_s)
     return Shares(
         learner,
         allocated_s,
@@ -80,11 +85,21 @@ def shares_of(
         stopped_s,
         away_s,
         joining_s,
-        rest_s - paused_s,
+        rest_s,
         paused_s,
         waiting_s,
         copying_s,
     )
+
+
+def _standing_s(lives: Sequence[Life], within: Span, span: Span) -> float:
+    """Of a time in which processes were not to step: they were there, and were not in steps."""
+    found = 0.0
+    for life in lives:
+        here = clip(within, (max(span[0], life.joined), min(span[1], life.until)))
+        if here is not None:
+            found += max(0.0, here[1] - here[0] - life.in_steps_s(*here) - life.stood_s(*here))
+    return found
 
 
 def states_of(
@@ -101,10 +116,9 @@ def states_of(
     at = span[0]
     for life in lives:
         add(at, life.first, "away")
-        began = life.began if life.began is not None else life.last
-        add(life.first, began, "joining")
-        add(began, life.last, "training")
-        at = max(at, life.last)
+        add(life.first, life.joined, "joining")
+        add(life.joined, life.until, "training")
+        at = max(at, life.until)
     if left_at is not None:
         add(at, span[1], "gone")
     else:
@@ -129,6 +143,36 @@ def _covered(bands: list[tuple[Span, State]], covers: Sequence[tuple[Span, str]]
                 cut.append(((over[1], band[1]), was))
         bands = cut
     return bands
+
+
+def covered_s(spans: Iterable[Span], within: Span = (float("-inf"), float("inf"))) -> float:
+    """Length of the union of spans.
+
+    >>> covered_s([(0.0, 2.0), (1.0, 3.0), (10.0, 11.0)])
+    4.0
+    """
+    total, reached = 0.0, within[0]
+    for begin, end in sorted(spans):
+        begin, end = max(begin, reached), min(end, within[1])
+        if end > begin:
+            total += end - begin
+            reached = end
+    return total
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """In order, without those that touch.
+
+    >>> union([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0)])
+    [(0.0, 3.0), (5.0, 6.0)]
+    """
+    found: list[Span] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+    return found
 
 
 def overlap_s(one: Span, other: Span) -> float:
