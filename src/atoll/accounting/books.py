@@ -6,7 +6,7 @@ Fed entry by entry (`take_learner`, `take_syncer`), then asked after `settle`. `
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -352,6 +352,26 @@ class Books:
             if usual_s is not None:
                 return usual_s
         return None
+
+    def moment_of(self, learner: int, incarnation: int, step: int | None, at: float) -> float:
+        """When a process said something, of which its clock says `at`: that clock may be wrong, and may have jumped.
+
+        `step`: what it had taken by then, of which its tape knows when.
+        """
+        life = next((each for each in self.lives.get(learner, ()) if each.incarnation == incarnation), None)
+        if life is None:
+            return at
+        at -= life.lead_s
+        row = bisect_left(life.log.steps, step) if step is not None else len(life.log)
+        if row == len(life.log):  # its tape is not as far
+            begin, end = life.last, max(life.until, self.to)
+        else:
+            begin, end = life.log.begins[row], life.log.ends[row]
+        return at if begin - CLOCKS_S <= at <= end + CLOCKS_S else end
+
+    def lead_of(self, learner: int, incarnation: int) -> float:
+        """By which the clock of a process is ahead."""
+        return next((life.lead_s for life in self.lives.get(learner, ()) if life.incarnation == incarnation), 0.0)
 
 
 def asked_for(run: Path) -> int:

@@ -14,6 +14,7 @@ from statistics import median
 from typing import NamedTuple
 
 from atoll.accounting.books import Books, asked_for
+from atoll.accounting.levels import KEEP
 from atoll.accounting.reigns import Reign
 from atoll.accounting.shares import Shares
 from atoll.accounting.steps import Span
@@ -44,6 +45,10 @@ STANDINGS = {
     "quarantined": "quarantined",
 }
 
+PLACE_ENTRIES = 256
+MOST_PLACES = 4096
+"""Of a tape, from which it can be read again: so many entries apart, and twice as many when there are too many."""
+
 STALE_S = 5.0
 """A run without a new entry for so long is perhaps not being written."""
 
@@ -64,8 +69,9 @@ class Band(NamedTuple):
 class RunPicture(Books):
     """One run directory: of this machine, of a syncer that serves islands elsewhere, or simulated."""
 
-    def __init__(self, run: Path, rules: Rules | None = None) -> None:
-        super().__init__()
+    def __init__(self, run: Path, rules: Rules | None = None, keep: int | None = KEEP) -> None:
+        """`keep`: see `Books`; so much of every curve too."""
+        super().__init__(keep)
         self.run = run
         self.rules = rules if rules is not None else Rules()
         self.samples = Samples()
@@ -77,7 +83,8 @@ class RunPicture(Books):
         self._tails: dict[Actor, TapeTail] = {}
         self._takes: dict[Actor, Callable[[Entry], None]] = {}
         self.places: dict[Actor, list[tuple[float, Place]]] = {}  # every so many entries: the time before, and where
-        self.lines = Lines(self.told)
+        self._every: dict[Actor, int] = {}  # how many
+        self.lines = Lines(self.told, self.moment_of, keep)
         list(self._find())  # a wrong directory is told now, not when somebody looks
 
     # ---------------------------------------------------------------------------------------------------- growing
@@ -92,10 +99,12 @@ class RunPicture(Books):
                 return True
         self.end_reigns()
         self._settle()
-        if self.lines.look():
+        read = self.lines.read
+        more = self.lines.look(until)
+        if self.lines.read > read:
             self.version += 1
         self.told.look()
-        return False
+        return more
 
     def _settle(self) -> None:
         self.asked_for = asked_for(self.run) if self.lives else 0
@@ -151,8 +160,8 @@ class RunPicture(Books):
             for entry in tail.new_entries():
                 take(entry)
                 count += 1
-                if entry.tick % 256 == 0:
-                    self.places.setdefault(actor, []).append((entry.at, tail.place()))
+                if entry.tick % PLACE_ENTRIES == 0:
+                    self._note_place(actor, entry)
                     if time.monotonic() > until:
                         return False
         except TapeError as wrong:
@@ -164,6 +173,16 @@ class RunPicture(Books):
             self.version += 1
         return True
 
+    def _note_place(self, actor: Actor, entry: Entry) -> None:
+        every = self._every.setdefault(actor, PLACE_ENTRIES)
+        if entry.tick % every:
+            return
+        places = self.places.setdefault(actor, [])
+        places.append((entry.at, self._tails[actor].place()))
+        if len(places) >= MOST_PLACES:
+            self.places[actor] = places[1::2]  # those that twice the distance would have had
+            self._every[actor] = 2 * every
+
     def _take_syncer(self, reign: Reign, entry: Entry) -> None:
         if self.samples.is_due(entry.at) and reign.first is not None and not reign.is_over:
             self.samples.add(sample_of(reign, entry.at))
@@ -172,13 +191,14 @@ class RunPicture(Books):
     def entries(self, actor: Actor, begin: float, end: float) -> Iterator[Entry]:
         """Of one tape, in this span of time, read again from the file."""
         places = self.places.get(actor, [])
-        index = bisect_left(places, begin, key=lambda each: each[0])
+        lead_s = self.lead_of(actor.learner, actor.start)
+        index = bisect_left(places, begin + lead_s, key=lambda each: each[0])
         tail = TapeTail(self._tails[actor].reader.path, places[index - 1][1] if index else None)
         for entry in tail.new_entries():
-            if entry.at > end:
+            if entry.at - lead_s > end:
                 return
-            if entry.at >= begin:
-                yield entry
+            if entry.at - lead_s >= begin:
+                yield entry._replace(at=entry.at - lead_s) if lead_s else entry
 
     def actors(self) -> list[Actor]:
         return list(self._tails)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+from atoll.accounting.levels import KEEP, Levels
 from atoll.net.logs import sentence_of
 from atoll.net.metrics_files import MetricsReader
 
@@ -18,6 +20,9 @@ LAST_WORDS = 240
 """Letters of a log's end that are shown of a process that died."""
 
 MOST_PIECE_BYTES = 4 * 2**20
+
+MomentOf: TypeAlias = Callable[[int, int, int | None, float], float]
+"""Of a learner, its process, a step of that and what its clock says: when it was."""
 
 
 class Fault(NamedTuple):
@@ -57,18 +62,24 @@ class JsonTail:
 
 
 class Track:
-    """Figures over time; each at its own times, which only rise."""
+    """Figures over time; each at its own times, which never fall. Old ones are joined, two and two."""
 
-    __slots__ = ("at", "value")
+    __slots__ = ("_grows", "_levels", "at", "value")
 
-    def __init__(self) -> None:
+    def __init__(self, grows: bool = False, keep: int | None = KEEP) -> None:
+        """`grows`: a sum since the beginning, of which the later one stands for both; of others it is the mean."""
         self.at: array[float] = array("d")
         self.value: array[float] = array("d")
+        self._grows = grows
+        self._levels = Levels(keep)
 
     def add(self, at: float, value: float) -> None:
-        if not self.at or at >= self.at[-1]:
-            self.at.append(at)
-            self.value.append(value)
+        self.at.append(max(at, self.at[-1]) if self.at else at)
+        self.value.append(value)
+        for first, stop in self._levels.add():
+            ones, others = self.value[first:stop:2], self.value[first + 1 : stop : 2]
+            self.at[first:stop] = self.at[first + 1 : stop : 2]
+            self.value[first:stop] = others if self._grows else array("d", map(_mean, ones, others))
 
     def before(self, at: float) -> float | None:
         index = bisect_right(self.at, at)
@@ -83,6 +94,13 @@ class Track:
             return None
         took_s = self.at[last - 1] - self.at[first]
         return (self.value[last - 1] - self.value[first]) / took_s if took_s > 0 else None
+
+
+def _mean(one: float, other: float) -> float:
+    """Of those that are numbers."""
+    if one == one and other == other:
+        return (one + other) / 2
+    return one if one == one else other
 
 
 GROWING = ("bytes_up", "bytes_down", "boundary_s", "waited_s")
@@ -138,42 +156,58 @@ class Told:
 class Lines:
     """metrics/learner-3.jsonl of every learner, eval.jsonl and syncer.jsonl beside them, on the run's clock."""
 
-    def __init__(self, told: Told) -> None:
+    def __init__(self, told: Told, moment_of: MomentOf | None = None, keep: int | None = KEEP) -> None:
+        """`moment_of`: what tapes know of the time of a line; clocks of hosts may be wrong."""
         self._told, self._run = told, told.run
         run = told.run
+        self._moment_of = moment_of
+        self._keep = keep
         self._tails: dict[Path, JsonTail] = {}
         self._eval = JsonTail(run / "metrics" / "eval.jsonl")
         self._syncer = MetricsReader(run)
+        self._reading: Iterator[None] | None = None  # what the last look has not come to
         self._starts: dict[tuple[int, str], tuple[int, float, float]] = {}
         self.tracks: dict[str, Track] = {}
+        self.read = 0  # lines
 
-    def look(self) -> bool:
-        """Read what is new; False: nothing."""
-        if self._told.founded_at is None:
+    def look(self, until: float = math.inf) -> bool:
+        """Read what is new, up to this moment of the monotonic clock. True: there is more."""
+        if self._reading is None:
             self._told.look()
             if self._told.founded_at is None:
                 return False
-        found = False
+            self._reading = self._lines(self._told.founded_at)
+        for _ in self._reading:
+            self.read += 1
+            if self.read % 64 == 0 and time.monotonic() > until:
+                return True
+        self._reading = None
+        return False
+
+    def _lines(self, founded_at: float) -> Iterator[None]:
+        """One after the other, so that a month of them need not be read at once."""
         for path in sorted((self._run / "metrics").glob("learner-*.jsonl")):
             tail = self._tails.setdefault(path, JsonTail(path))
             for line in tail.new_lines():
-                found = True
-                self._take_learner(line, self._told.founded_at)
+                self._take_learner(line, founded_at)
+                yield
         for line in self._eval.new_lines():
-            found = True
             if isinstance(line.get("at"), int | float):
-                self._add("eval.loss", line["at"] - self._told.founded_at, line.get("loss"))
+                self._add("eval.loss", line["at"] - founded_at, line.get("loss"))
+            yield
         with suppress(OSError):  # curves are worth less than the rest of the picture
             for line in self._syncer.lines():
-                found = True
                 self._take_syncer(line)
-        return found
+                yield
 
     def _take_learner(self, line: dict[str, Any], founded_at: float) -> None:
         try:
             at, learner, start = float(line["at"]) - founded_at, int(line["learner"]), int(line["start"])
         except (KeyError, TypeError, ValueError):
             return
+        if self._moment_of is not None:
+            step = line.get("step")
+            at = self._moment_of(learner, start, step if isinstance(step, int) else None, at)
         self._add_learner(learner, start, at, line)
 
     def _add_learner(self, learner: int, start: int, at: float, line: dict[str, Any]) -> None:
@@ -215,7 +249,7 @@ class Lines:
             return
         track = self.tracks.get(name)
         if track is None:
-            track = self.tracks[name] = Track()
+            track = self.tracks[name] = Track(name.partition(".")[0] in GROWING, self._keep)
         fine = isinstance(value, int | float) and math.isfinite(value)
         track.add(at, float(value) if fine else math.nan)
 
