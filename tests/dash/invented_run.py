@@ -69,6 +69,7 @@ class InventedRun:
     last_words: str = "SIGKILL: step 151 loss 2.71\nstep 152 loss 2.69\n(end of its log)"
     balanced: bool = True
     damaged: list[str] = field(default_factory=list)
+    derived: bool = False  # what islands did with their time is known from the syncer alone
     unknown: bool = False  # every figure that may be unknown is
     done: list[Json] = field(default_factory=list)  # what the controls were told, with who and when
 
@@ -156,6 +157,7 @@ class InventedRun:
             "tokens_per_s": per_s,
             "goodput": sum(island.spent(when, *UP) for island in self.islands) / whole * 0.995,
             "uptime": 1.0,
+            "derived": self.derived,
             "alive": sum(card["state"] in UP for card in islands),
             "asked": recent[-1]["asked"] if recent else 0,
             "merged": sum(merge["contributions"] for merge in recent) / max(len(recent), 1),
@@ -235,6 +237,7 @@ class InventedRun:
             "loss": self.loss(at, island.learner) if up else None,
             "staleness_s": round(1.0 + (at * 7 + island.learner) % 3, 1) if up else None,
             "weight": round(1 / self.learners, 4) if state == "training" else 0.0,
+            "derived": self.derived,
             "goodput": stepping / at if at else None,
         }
         return {

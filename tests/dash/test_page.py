@@ -36,6 +36,16 @@ def test_one_look_says_that_the_run_is_well(dash, visit):
     assert "Well" in page.title()
 
 
+def test_what_is_derived_says_so(serve, visit):
+    dash = serve(FakeDash(InventedRun(now=60.0, derived=True)))
+    page = visit(dash.url)
+    expect(figure(page, "goodput")).to_contain_text("derived")
+    expect(card(page, 1).locator(".goodput")).to_contain_text("derived")
+    dash.change(derived=False)
+    expect(figure(page, "goodput")).not_to_contain_text("derived")
+    expect(card(page, 1).locator(".goodput")).not_to_contain_text("derived")
+
+
 def test_an_island_dies_and_training_goes_on(dash, visit):
     page = visit(dash.url)
     expect(card(page, 3)).to_contain_text("training")

@@ -292,8 +292,38 @@ def test_islands_whose_tapes_are_elsewhere_are_shown_as_the_syncer_saw_them(tmp_
     assert island(shown, 1)["state"] == "training"
     assert island(shown, 1)["step"] > 5
     assert island(shown, 1)["step_s"] == pytest.approx(1.0)
-    assert island(shown, 1)["split"]["gone"] == pytest.approx(0.0, abs=0.1)
     assert shown["headline"]["tokens"] > 0
+
+
+def test_the_time_of_islands_elsewhere_is_derived_from_what_they_told_the_syncer(tmp_path):
+    """Stopped, killed, and without a syncer for a while: as their own tapes would have it, and marked as derived."""
+    run = TinyRun().until(40.5)
+    run.stop(1, 30.0)
+    run.until(100.0)
+    run.kill(2)
+    run.until(120.0)
+    run.start(2)
+    run.until(150.0)
+    run.kill(SYNCER)
+    run.until(170.0)
+    run.start(SYNCER)
+    own = RunPicture(run.until(260.0).save(tmp_path / "own"))
+    run.save(tmp_path / "elsewhere")
+    for path in (tmp_path / "elsewhere" / "tapes").glob("learner-*"):
+        path.unlink()
+    elsewhere = RunPicture(tmp_path / "elsewhere")
+    for each in (own, elsewhere):
+        while each.grow():
+            pass
+    for at in (60.0, 110.0, 160.0, 250.0):
+        ours, theirs = as_json(picture_at(own, at)), as_json(picture_at(elsewhere, at))
+        assert not ours["headline"]["derived"]
+        assert theirs["headline"]["derived"]
+        for name in ("goodput", "uptime"):
+            assert theirs["headline"][name] == pytest.approx(ours["headline"][name], abs=0.01)
+        for mine, seen in zip(ours["islands"], theirs["islands"], strict=True):
+            assert (mine["derived"], seen["derived"]) == (False, True)
+            assert seen["split"] == pytest.approx(mine["split"], abs=0.2)
 
 
 def test_tokens_of_islands_elsewhere_are_summed_over_their_processes(tmp_path):

@@ -195,7 +195,7 @@ def _islands(shown: dict[str, Any]) -> Iterator[str]:
             f"<tr><td>learner {each['learner']}</td><td class='n'>{each['incarnation'] or '-'}</td>"
             f"<td class='n'>{each['tokens']:,}</td><td class='n'>{each['step']:,}</td>"
             f"<td class='n'>{share(each['weight'])}</td><td class='n'>{share(each['goodput'])}</td>"
-            f"<td>{_split(each['split'])}</td></tr>"
+            f"<td>{_split(each['split'])}{' (derived)' if each['derived'] else ''}</td></tr>"
         )
     yield "</table></div>"
 

@@ -56,7 +56,7 @@ def plain(shown: dict[str, Any]) -> str:
         ", ".join(f"{count} {STATES[state][0]}" for state, count in states.items()) or "nobody",
         f"loss {figure(head['loss'])}",
         f"{figure(head['tokens_per_s'])} tokens/s",
-        f"goodput {share(head['goodput'])}",
+        f"goodput {share(head['goodput'])}" + (" derived" if head["derived"] else ""),
         f"{head['merges']:,} merges of {figure(head['merged'])}",
     ]
     parts += [f"ALERT {each['text']}" for each in shown["alerts"]]
@@ -86,7 +86,7 @@ def _headline(head: dict[str, Any]) -> Text:
         ("loss", figure(head["loss"])),
         ("tokens", f"{head['tokens']:,}"),
         ("tokens/s", figure(head["tokens_per_s"])),
-        ("goodput", share(head["goodput"])),
+        ("goodput" + (" (derived)" if head["derived"] else ""), share(head["goodput"])),
         ("uptime", share(head["uptime"])),
         ("alive/asked/merged", "/".join(figure(head[name]) for name in ("alive", "asked", "merged"))),
         ("up", bytes_per_s(head["bytes_up_per_s"])),

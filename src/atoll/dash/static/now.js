@@ -19,11 +19,17 @@ const FIGURES = [
   [
     "goodput",
     "Goodput",
-    "share of the islands' time in steps that counted",
+    "share of the islands' time that was spent in steps",
     (f) => share(f.goodput),
-    () => "of all time",
+    (f) => (f.derived ? "of all time, derived" : "of all time"),
   ],
-  ["uptime", "Uptime", "share of the time in which some island trained", (f) => share(f.uptime), () => "of the run"],
+  [
+    "uptime",
+    "Uptime",
+    "share of the time in which some island was in steps",
+    (f) => share(f.uptime),
+    (f) => (f.derived ? "of the run, derived" : "of the run"),
+  ],
   [
     "counts",
     "Islands",
@@ -189,7 +195,9 @@ export function card(learner, onStory) {
   entry.bar = h("div", { class: "split", role: "img" });
   for (const part of Object.keys(SPLIT))
     entry.bar.append((entry.segments[part] = h("i", { class: "swatch", "data-state": part })));
-  entry.goodput = h("span", { class: "goodput" });
+  entry.share = h("span");
+  entry.derived = h("span", { class: "long soft" });
+  entry.goodput = h("span", { class: "goodput" }, entry.share, entry.derived);
   entry.reason = h("p", { class: "reason", hidden: true });
   entry.words = h("pre", {
     class: "words",
@@ -262,8 +270,10 @@ function fillSplit(entry, island) {
     entry.segments[part].style.flexGrow = all ? some / all : 0;
     if (all && some / all >= 0.0005) told.push(`${meaning} ${share(some / all)}`);
   }
-  put(entry.goodput, share(island.goodput));
-  const text = told.length ? `Goodput ${share(island.goodput)}: ${told.join(", ")}` : "Goodput is not known yet";
+  put(entry.share, share(island.goodput));
+  put(entry.derived, island.derived && told.length ? " derived" : "");
+  const how = island.derived ? ", derived from what it told the syncer" : "";
+  const text = told.length ? `Goodput ${share(island.goodput)}${how}: ${told.join(", ")}` : "Goodput is not known yet";
   attr(entry.bar, "aria-label", text);
   attr(entry.bar, "title", text);
 }
