@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 
 import pytest
 
@@ -77,10 +79,24 @@ def test_books_that_do_not_balance(tmp_path):
 def test_a_run_that_is_written_no_more(tmp_path):
     run = TinyRun().until(20.0).save(tmp_path)
     (run / "store").mkdir()
-    (run / "store" / "run.json").write_text(json.dumps({"value": {"founded_at": 1.0e9}}))
+    (run / "store" / "run.json").write_text(json.dumps({"value": {"founded_at": 1.0e9}}))  # a clock that is years off
+    assert rules_of(pictured(run)) == set(), "its tapes were written just now"
+    for tape in (run / "tapes").iterdir():
+        os.utime(tape, (2.0e9 - 1e6, time.time() - 1e6))
     picture = pictured(run)
     assert rules_of(picture) == {("old", "syncer")}
-    assert picture_at(picture)["age_s"] > 1e6
+    assert picture_at(picture)["age_s"] == pytest.approx(1e6, abs=60.0)
+    with open(next((run / "tapes").glob("syncer-*")), "ab") as file:
+        file.write(another_line_of(run))
+    while picture.grow():
+        pass
+    assert rules_of(picture) == set(), "it has grown, whatever anybody's clock says"
+
+
+def another_line_of(run):
+    longer = TinyRun().until(21.0).save(run / "longer")
+    name = "tapes/syncer-e1.tape"
+    return (longer / name).read_bytes()[(run / name).stat().st_size :]
 
 
 def test_rules_come_from_a_file(tmp_path):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from atoll.accounting.shares import shares_of
 from atoll.chaos.facts import read_facts
+from atoll.core.protocol import MessageArrived
 from atoll.core.tape import TapeError
 from atoll.core.types import SYNCER
 from atoll.dash.figures import Curve, as_csv, catalogue, curve, thinned
@@ -127,6 +128,97 @@ def test_a_live_picture_shows_at_once_who_was_killed(tmp_path):
     while found.grow():
         pass
     assert [each["state"] for each in picture_at(found)["islands"]] == ["training", "gone", "training"]
+
+
+def pictured(run):
+    found = RunPicture(run)
+    while found.grow():
+        pass
+    return found
+
+
+def test_the_step_that_is_under_way_is_a_step_and_not_gone(tmp_path):
+    """A step takes 1 s; this one takes long, and nobody knows yet how long."""
+    run = TinyRun().until(40.5)
+    run.stop(1, 500.0)
+    soon = island(picture_at(pictured(run.until(42.6).save(tmp_path / "soon"))), 1)["split"]
+    assert soon["gone"] == 0.0
+    assert soon["stepping"] == pytest.approx(42.5, abs=0.5), "less than three times the usual"
+    run = TinyRun().until(40.5)
+    run.stop(1, 500.0)
+    picture = pictured(run.until(46.0).save(tmp_path / "later"))
+    assert picture.standing(1, picture.to).standing in ("live", "suspect")
+    later = island(picture_at(picture), 1)["split"]
+    assert later["gone"] == 0.0
+    assert later["stepping"] == pytest.approx(40.8, abs=0.5)
+    assert later["paused"] == pytest.approx(4.8, abs=0.5)
+
+
+def test_stale_is_the_time_since_the_last_merge_with_it(tmp_path):
+    run = TinyRun().until(30.0)
+    run.kill(2)
+    picture = pictured(run.until(90.0).save(tmp_path))
+    last = max(m.at for m in read_facts(tmp_path).merges if 2 in [who for who, _ in m.contributors])
+    shown = picture_at(picture)
+    assert island(shown, 2)["staleness_s"] == pytest.approx(picture.to - last)
+    assert island(shown, 1)["staleness_s"] < 5.0
+    assert island(picture_at(picture, 60.0), 2)["staleness_s"] == pytest.approx(60.0 - last, abs=1e-6)
+
+
+@pytest.mark.parametrize("off_s", [7200.0, -7200.0])
+def test_a_clock_that_is_hours_off_changes_nothing(tmp_path, off_s):
+    def of(where, clocks_s):
+        run = TinyRun(clocks_s=clocks_s).until(30.0)
+        run.kill(2)
+        run.until(33.0)
+        run.start(2)
+        saved = run.until(60.0).save(where)
+        (saved / "store").mkdir()
+        (saved / "store" / "run.json").write_text(json.dumps({"value": {"founded_at": 0.0}}))
+        (saved / "metrics").mkdir()
+        lines = [
+            {"at": clocks_s.get(2, 0.0) + 1.2 + step, "learner": 2, "start": 1, "step": step, "loss": 9.0 - step / 10}
+            for step in range(1, 25)
+        ]
+        lines[20]["at"] += 40_000.0  # and it jumps once
+        (saved / "metrics" / "learner-2.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return pictured(saved)
+
+    right, wrong = of(tmp_path / "right", {}), of(tmp_path / "wrong", {2: off_s})
+    assert wrong.lives[2][0].lead_s == pytest.approx(off_s, abs=0.2), "the clock must be off"
+    assert wrong.to == pytest.approx(right.to, abs=0.2)
+    one, other = timeline(right, None, None, 500), timeline(wrong, None, None, 500)
+    for mine, theirs in zip(one["islands"], other["islands"], strict=True):
+        assert [band[2] for band in mine["bands"]] == [band[2] for band in theirs["bands"]]
+        assert [band[0] for band in mine["bands"]] == pytest.approx([band[0] for band in theirs["bands"]], abs=0.7)
+    assert island(picture_at(wrong), 2)["split"] == pytest.approx(island(picture_at(right), 2)["split"], abs=0.8)
+    loss = curve(wrong, "loss.learner.2")
+    assert loss.y == curve(right, "loss.learner.2").y
+    assert len(loss.y) == 24
+    assert loss.x == pytest.approx(curve(right, "loss.learner.2").x, abs=1.1)
+    assert picture_at(wrong, 20.0)["headline"]["tokens"] == pytest.approx(
+        picture_at(right, 20.0)["headline"]["tokens"], abs=100
+    )
+    told = story_until(wrong, ("learner", 2), 20.0, 3).lines
+    assert told
+    assert all(10.0 < line.at <= 20.0 for line in told)
+
+
+def test_a_clock_of_which_nothing_is_known_yet_does_not_stretch_the_run(tmp_path):
+    """The syncer's tape does not have its first message yet."""
+    run = TinyRun(clocks_s={3: 7200.0}).until(20.0).save(tmp_path)
+    path = tape_path(run, next(actor for actor in TinyRun().headers if actor.learner == SYNCER))
+    heard = ((e.tick, e.event) for e in TapeTail(path).new_entries())
+    first = next(tick for tick, event in heard if isinstance(event, MessageArrived) and event.envelope.learner == 3)
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join(lines[:first]) + b"\n")
+    found = pictured(run)
+    assert found.to < 100.0
+    path.write_bytes(b"\n".join(lines))
+    while found.grow():
+        pass
+    assert found.to == pytest.approx(20.0, abs=1.0)
+    assert [each["state"] for each in picture_at(found)["islands"]] == ["training"] * 3
 
 
 def test_a_moment_before_the_beginning_shows_nobody(picture):

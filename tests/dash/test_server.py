@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import time
 from contextlib import asynccontextmanager
@@ -220,7 +221,9 @@ def test_a_run_that_falls_silent_is_drawn_all_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(serving, "REDRAWN_S", 0.1)
     run = TinyRun().until(5.0).save(tmp_path / "run")
     (run / "store").mkdir()
-    (run / "store" / "run.json").write_text(json.dumps({"value": {"founded_at": time.time() - 60.0}}))
+    (run / "store" / "run.json").write_text(json.dumps({"value": {"founded_at": 1.0}}))
+    for tape in (run / "tapes").iterdir():
+        os.utime(tape, (time.time() - 55.5, time.time() - 55.5))
 
     async def talk():
         async with client_of(run, rules=Rules(old_s=56.0)) as client:

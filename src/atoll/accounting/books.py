@@ -47,6 +47,7 @@ class Books:
         self.to = 0.0  # the newest entry, as of the last `settle`
         self.asked_for = 0  # learners 1 to this one were there to begin with, or should have been
         self._heard: dict[tuple[int, int], dict[int, float]] = {}  # by process: ticks of messages, and their arrival
+        self._said: dict[tuple[int, int], dict[int, float]] = {}  # the same of tapes that are ahead of the syncer's
         self._sections: list[Span] = []
         self._since: float | None = None
         self._ended = 0.0
@@ -71,12 +72,7 @@ class Books:
         if type(event) is MessageArrived:
             envelope = event.envelope
             process = envelope.learner, envelope.incarnation
-            heard = self._heard.get(process)
-            if heard is None:
-                heard = self._heard[process] = {}
-            heard[envelope.tick] = entry.at
-            if len(heard) > 2 * COMPARED:
-                del heard[next(islice(heard, COMPARED, None))]
+            _note(self._heard, process, envelope.tick, entry.at)
             if envelope.learner not in self.lives:
                 body = envelope.body
                 member = reign.core.members.get(envelope.learner)
@@ -95,6 +91,8 @@ class Books:
         heard = self._heard.get((learner, incarnation))
         if heard and entry.tick in heard:
             self._compare(life, entry.at - heard.pop(entry.tick))
+        elif not life.is_clock_known:
+            _note(self._said, (learner, incarnation), entry.tick, entry.at)
         life.take(entry)
 
     def _life(self, lives: dict[int, list[Life]], learner: int, incarnation: int, at: float) -> Life:
@@ -119,6 +117,16 @@ class Books:
         if lead_s != life.lead_s and (lead_s > life.lead_s or not known):
             life.set_lead(lead_s)
 
+    def _compare_late(self) -> None:
+        """Processes whose tapes were read before the syncer's had their messages."""
+        for (learner, incarnation), said in list(self._said.items()):
+            life = self._life(self.lives, learner, incarnation, 0.0)
+            heard = self._heard.get((learner, incarnation), {})
+            for tick in said.keys() & heard.keys():
+                self._compare(life, said[tick] - heard.pop(tick))
+            if life.is_clock_known:
+                del self._said[learner, incarnation]
+
     def end_reigns(self) -> None:
         """All but the newest that has begun: to be called when their tapes are read to the end."""
         begun = [reign for reign in self.reigns if reign.first is not None]
@@ -127,6 +135,7 @@ class Books:
 
     def settle(self) -> None:
         """Once what is new was taken: what depends on more than one tape."""
+        self._compare_late()
         own = [life for lives in self.lives.values() for life in lives]
         lives = [*own, *(life for lives in self.seen.values() for life in lives)]
         reigns = [reign for reign in self.reigns if reign.first is not None]
@@ -372,6 +381,16 @@ class Books:
     def lead_of(self, learner: int, incarnation: int) -> float:
         """By which the clock of a process is ahead."""
         return next((life.lead_s for life in self.lives.get(learner, ()) if life.incarnation == incarnation), 0.0)
+
+
+def _note(times: dict[tuple[int, int], dict[int, float]], process: tuple[int, int], tick: int, at: float) -> None:
+    """Some of the first ticks of a process, and some of the newest."""
+    known = times.get(process)
+    if known is None:
+        known = times[process] = {}
+    known[tick] = at
+    if len(known) > 2 * COMPARED:
+        del known[next(islice(known, COMPARED, None))]
 
 
 def asked_for(run: Path) -> int:

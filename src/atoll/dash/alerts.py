@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -139,7 +138,7 @@ def _books(sample: Sample) -> list[Alert]:
 def _old(picture: RunPicture, rules: Rules) -> list[Alert]:
     if picture.wall0 is None or not rules.old_s:
         return []
-    age_s = time.time() - picture.wall0 - picture.to
+    age_s = picture.age_s()
     if age_s <= rules.old_s:
         return []
     text = f"nothing new for {age_s:.0f} s: the syncer writes no more; was it stopped?"

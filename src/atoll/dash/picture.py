@@ -83,6 +83,7 @@ class RunPicture(Books):
         self._tails: dict[Actor, TapeTail] = {}
         self._takes: dict[Actor, Callable[[Entry], None]] = {}
         self.places: dict[Actor, list[tuple[float, Place]]] = {}  # every so many entries: the time before, and where
+        self._grew_at: float | None = None  # on the monotonic clock; None until all that there was is read
         self._every: dict[Actor, int] = {}  # how many
         self.lines = Lines(self.told, self.moment_of, keep)
         list(self._find())  # a wrong directory is told now, not when somebody looks
@@ -99,6 +100,8 @@ class RunPicture(Books):
                 return True
         self.end_reigns()
         self._settle()
+        if self._grew_at is None:
+            self._grew_at = time.monotonic() - self._silent_s()
         read = self.lines.read
         more = self.lines.look(until)
         if self.lines.read > read:
@@ -109,6 +112,14 @@ class RunPicture(Books):
     def _settle(self) -> None:
         self.asked_for = asked_for(self.run) if self.lives else 0
         self.settle()
+
+    def _silent_s(self) -> float:
+        """Since the newest tape was written, when nobody has seen it grow yet: by the clock of its disk."""
+        return max(0.0, time.time() - max((_written(tail.reader.path) for tail in self._tails.values()), default=0.0))
+
+    def age_s(self) -> float:
+        """Since a tape has grown, as it was seen from here: clocks of other hosts do not matter."""
+        return time.monotonic() - self._grew_at if self._grew_at is not None else 0.0
 
     def loading(self) -> float | None:
         """How much of the tapes is read, as a share; None where it is all."""
@@ -171,6 +182,8 @@ class RunPicture(Books):
             self._note_damage(wrong)  # a disk far away, perhaps: the next look tries again
         if count:
             self.version += 1
+            if self._grew_at is not None:
+                self._grew_at = time.monotonic()
         return True
 
     def _note_place(self, actor: Actor, entry: Entry) -> None:
@@ -322,3 +335,10 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
+
+
+def _written(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

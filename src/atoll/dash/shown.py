@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from statistics import fmean, median
 from typing import Any
 
@@ -58,9 +57,7 @@ def is_live(picture: RunPicture, sample: Sample | None) -> bool:
 
 
 def _age_s(picture: RunPicture) -> float | None:
-    if picture.wall0 is None:
-        return None
-    return max(0.0, time.time() - picture.wall0 - picture.to)
+    return picture.age_s() if picture.wall0 is not None else None
 
 
 def _known(picture: RunPicture, at: float) -> list[int]:
@@ -164,7 +161,7 @@ def _island(
         "speed": None,
         "loss": picture.lines.value("loss", learner, at),
         "link": _link(member.standing if member is not None else None, band.state),
-        "staleness_s": _staleness_s(learner, at, recent),
+        "staleness_s": _staleness_s(learner, at, sample),
         "weight": _weight(learner, recent),
         "derived": picture.is_derived(learner),
         "goodput": shares.goodput if shares is not None else None,
@@ -199,12 +196,10 @@ def _link(standing: str | None, state: str) -> str | None:
     return None if standing is None else "up" if standing in ("live", "suspect", "joining", "admitting") else "down"
 
 
-def _staleness_s(learner: int, at: float, recent: list[Merge]) -> float | None:
-    """Since it was last in a merge."""
-    for merge in recent:
-        if any(who == learner for who, _ in merge.contributors):
-            return at - merge.at
-    return None
+def _staleness_s(learner: int, at: float, sample: Sample | None) -> float | None:
+    """Since it was last in a merge: so long nothing of its work has come into the model."""
+    merged_at = sample.merged_with.get(learner) if sample is not None else None
+    return at - merged_at if merged_at is not None else None
 
 
 def _weight(learner: int, recent: list[Merge]) -> float | None:

@@ -252,6 +252,7 @@ export function fillCard(entry, island, at) {
     island.link && island.link !== "up" && STATES[island.state]?.tone !== "calm" ? "warn" : null,
   );
   put(v.stale, duration(island.staleness_s));
+  attr(v.stale, "title", "since the last merge that has a contribution of it");
   put(v.weight, share(island.weight));
   fillSplit(entry, island);
   const reason = island.reason === word ? "" : (island.reason ?? "");
