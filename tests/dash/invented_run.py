@@ -180,6 +180,7 @@ class InventedRun:
             "from": 0.0,
             "to": self.now,
             "now": at is None,
+            "sample_age_s": 0.0 if at is None else 3.0,
             "live": self.live,
             "age_s": self.age_s if self.live else None,
             "loading": self.loading,

@@ -321,6 +321,7 @@ def test_travelling_in_time_shows_everything_as_it_was(dash, visit):
     expect(card(page, 3)).to_contain_text("gone")
     past = page.locator(".notice[data-kind=past]")
     expect(past).to_contain_text("You look into the past: 1:10.0 into the run")
+    expect(past).to_contain_text("Fragments and ledger are as of 3\u202fs earlier")
     expect(page.locator("#verdict")).to_contain_text("In the past")
     then = dash.runs[0].picture(70.0)
     expect(page.locator("#ledger-0 tbody tr").first).to_contain_text(f"{then['ledger']['trained']:,}")

@@ -12,7 +12,7 @@ import pytest
 
 from atoll.cli import main
 from atoll.dash.terminal import STATES
-from tests.tiny_run import eventful_run
+from tests.tiny_run import TinyRun, eventful_run
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_a_moment_of_the_past_says_so(run, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     assert main(["watch", str(run), "--at", "13"]) == 0
     told = capsys.readouterr().out
-    assert "as it was then" in told
+    assert "as it was then; fragments and books as 0." in told, "samples are half a second apart"
     line = next(line for line in told.splitlines() if line.startswith("2 "))
     assert "gone" in line
     assert STATES["gone"][2] in line, "who sees no colours reads letters"
@@ -44,6 +44,20 @@ def test_json_is_the_picture_of_the_page(run, capsys):
     shown = json.loads(capsys.readouterr().out)
     assert shown["stage"] == "finished"
     assert len(shown["islands"]) == 3
+
+
+def test_rules_come_from_a_file(tmp_path, capsys):
+    tiny = TinyRun().until(10.0)
+    tiny.kill(2)
+    run = tiny.until(60.0).save(tmp_path / "run")
+    rules = tmp_path / "rules.toml"
+    for limit_s, found in ((30.0, ["island-gone"]), (90.0, [])):
+        rules.write_text(f"gone_s = {limit_s}\n")
+        assert main(["watch", str(run), "--json", "--rules", str(rules)]) == 0
+        assert [each["rule"] for each in json.loads(capsys.readouterr().out)["alerts"]] == found
+    rules.write_text("gone = 3\n")
+    assert main(["watch", str(run), "--rules", str(rules)]) == 2
+    assert "no rule 'gone'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("width", ["40", "80", "200"])

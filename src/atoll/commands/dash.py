@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from atoll.commands.page_beside import RulesFile, Webhook
 from atoll.commands.syncer import Token
 
 EXAMPLE = "atoll dash runs/first"
@@ -24,13 +25,8 @@ def run(
         typer.Option("--port", metavar="PORT", help="[default: the first free one from 7410]", min=0, max=65535),
     ] = None,
     token: Token = None,
-    rules: Annotated[
-        Path | None, typer.Option("--rules", metavar="FILE", help="TOML with limits for alerts; docs/dash.md has them.")
-    ] = None,
-    webhook: Annotated[
-        str | None,
-        typer.Option("--webhook", metavar="URL", help="Alerts are posted there as JSON, when they come and go."),
-    ] = None,
+    rules: RulesFile = None,
+    webhook: Webhook = None,
     wait: Annotated[
         bool, typer.Option("--wait", help="The run may begin later: its directory need not hold tapes yet.")
     ] = False,

@@ -10,7 +10,7 @@ import typer
 from atoll.commands import job_options as options
 from atoll.commands.log_format import LogFormat, say
 from atoll.commands.output import ExitCode, JsonOption, complain, print_json
-from atoll.commands.page_beside import Dash, DashPort, page_beside
+from atoll.commands.page_beside import Dash, DashPort, Page, PageRules, PageWebhook, page_beside
 
 if TYPE_CHECKING:
     from atoll.train.job_settings import JobSettings
@@ -27,6 +27,8 @@ RESUMED = {
     "token",
     "dash",
     "dash_port",
+    "rules",
+    "webhook",
     "log_format",
     "as_json",
 }
@@ -105,6 +107,8 @@ def run(
     eval_tokens: options.EvalTokens = None,
     dash: Dash = False,
     dash_port: DashPort = None,
+    rules: PageRules = None,
+    webhook: PageWebhook = None,
     log_format: LogFormat = "text",
     as_json: JsonOption = False,
 ) -> None:
@@ -123,6 +127,8 @@ def run(
     token = token or None  # an empty variable is no token
     check_access(host, token)
     check_format(log_format)
+    page = Page(dash, dash_port, rules, webhook)
+    page.check()
     if options.is_given(context, "take_over_after") and not standby:
         raise ValueError("--take-over-after means nothing without --standby")
     if resume or standby:
@@ -136,7 +142,7 @@ def run(
         check_new(out)
         out.mkdir(parents=True, exist_ok=True)
         settings.save(out / CONFIG)
-    with page_beside(dash, out, dash_port, token):
+    with page_beside(page, out, token):
         _serve(out, settings, host, port, token, take_over_after if standby else None, log_format, as_json)
 
 

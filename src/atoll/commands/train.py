@@ -13,7 +13,7 @@ import typer
 from atoll.commands import job_options as options
 from atoll.commands.log_format import LogFormat, of_children
 from atoll.commands.output import ExitCode, JsonOption, complain, print_json
-from atoll.commands.page_beside import Dash, DashPort, page_beside
+from atoll.commands.page_beside import Dash, DashPort, Page, PageRules, PageWebhook, page_beside
 
 if TYPE_CHECKING:
     from atoll.train.job_settings import JobSettings
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "atoll train --out runs/first"
 
-BESIDE = {"dash", "dash_port", "log_format", "as_json"}
+BESIDE = {"dash", "dash_port", "rules", "webhook", "log_format", "as_json"}
 """Options that are no settings of a run."""
 
 RUNS = Path("runs")
@@ -103,6 +103,8 @@ def run(
     eval_tokens: options.EvalTokens = None,
     dash: Dash = False,
     dash_port: DashPort = None,
+    rules: PageRules = None,
+    webhook: PageWebhook = None,
     log_format: LogFormat = "text",
     as_json: JsonOption = False,
 ) -> None:
@@ -117,6 +119,8 @@ def run(
     from atoll.train.job_settings import check_new
 
     check_format(log_format)
+    page = Page(dash, dash_port, rules, webhook)
+    page.check()
     if resume and restore is not None:
         raise ValueError("--resume goes on with a run, --restore starts a new one: give one of them")
     if resume:
@@ -140,7 +144,7 @@ def run(
         from atoll.train.job import AlreadyFinished, JobFailed
 
     try:
-        with of_children(log_format), page_beside(dash, out, dash_port, secrets.token_urlsafe(16), True):
+        with of_children(log_format), page_beside(page, out, secrets.token_urlsafe(16), True):
             if resume:
                 settings, report = _resumed(out, learners)
             elif restore is not None:

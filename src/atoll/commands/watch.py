@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atoll.commands.output import JsonOption, print_json
+from atoll.commands.page_beside import RulesFile
 from atoll.commands.progress import progress
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def run(
     at: Annotated[
         float | None, typer.Option("--at", metavar="SECONDS", help="Show the run as it was then, and end.")
     ] = None,
+    rules: RulesFile = None,
     once: Annotated[bool, typer.Option("--once", help="Show it as it is now, and end.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -34,10 +36,11 @@ def run(
     Ends with the run, or by Ctrl-C, which ends the watching only. Where stdout is no terminal it prints a line now and
     then. With --json it prints the picture once, in the shape of docs/dash.md.
     """
+    from atoll.dash.alerts import Rules
     from atoll.dash.picture import RunPicture
     from atoll.dash.shown import picture_at
 
-    picture = RunPicture(run)
+    picture = RunPicture(run, Rules.load(rules) if rules is not None else None)
     _catch_up(picture)
     if as_json:
         print_json(picture_at(picture, at))

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from aiohttp import web
 
-from atoll.dash.alerts import Rules
+from atoll.dash.alerts import Rules, check_webhook
 from atoll.dash.server import LOOPBACK, Dash, Watched
 
 PORT = 7410
@@ -41,8 +41,7 @@ def serve(
     """Until Ctrl-C or SIGTERM. ValueError and TapeError for whatever is wrong with what was asked."""
     if token is None and host not in LOOPBACK:
         raise ValueError(f"--host {host} shows the run to others: give a token (--token or ATOLL_TOKEN) as well")
-    if webhook is not None and not webhook.startswith(("http://", "https://")):
-        raise ValueError(f"--webhook {webhook!r} is no address: give one such as https://example.org/alerts")
+    check_webhook(webhook)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(message)s")
     limits = Rules.load(rules) if rules is not None else None
     asyncio.run(_serve(runs, limits, host, port, token, webhook, wait, while_stdin, own_token, open_browser))

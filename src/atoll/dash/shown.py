@@ -33,6 +33,7 @@ def picture_at(picture: RunPicture, at: float | None = None) -> dict[str, Any]:
         "from": picture.begin,
         "to": picture.to,
         "now": now,
+        "sample_age_s": when - sample.at if sample is not None else None,
         "live": live,
         "age_s": _age_s(picture) if live else None,
         "loading": picture.loading(),

@@ -69,6 +69,8 @@ def _title(picture: RunPicture, shown: dict[str, Any]) -> Text:
     text.append(f"  {clock(shown['at'])}", "dim")
     if not shown["now"]:
         text.append("  as it was then", "yellow")
+        if shown["sample_age_s"] is not None:
+            text.append(f"; fragments and books as {shown['sample_age_s']:.1f} s before", "yellow")
     elif shown["loading"] is not None:
         text.append(f"  still reading: {share(shown['loading'])}", "yellow")
     elif shown["live"]:

@@ -86,7 +86,9 @@ export class Notices {
     const picture = column.newest ?? column.shown;
     const wall = many ? null : wallTime(travel, picture?.wall0);
     const before = picture ? `, ${duration(picture.to - travel)} before the newest entry` : "";
-    const text = `You look into the past: ${runTime(travel, true)} into the run${wall ? ` (${wall})` : ""}${before}.`;
+    const age = column.shown?.sample_age_s;
+    const sample = typeof age === "number" ? ` Fragments and ledger are as of ${duration(age)} earlier.` : "";
+    const text = `You look into the past: ${runTime(travel, true)} into the run${wall ? ` (${wall})` : ""}${before}.${sample}`;
     return {
       key: "past",
       kind: "past",
