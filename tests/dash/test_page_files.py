@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shutil
+import subprocess
+import tomllib
+from fnmatch import fnmatch
 from importlib.resources import files
 from pathlib import Path
 
@@ -59,7 +63,8 @@ def test_vendored_files_are_what_the_readme_says(path):
     assert hashlib.sha256(path.read_bytes()).hexdigest() in re.findall(rf"`{re.escape(path.name)}`.*`(\w{{64}})`", told)
 
 
-def test_every_file_is_reached_from_the_page():
+def reached() -> set[str]:
+    """From index.html, by names in its files."""
     seen: set[str] = set()
     wanted = ["index.html"]
     while wanted:
@@ -72,13 +77,51 @@ def test_every_file_is_reached_from_the_page():
             wanted += re.findall(r"(?:src|href)=\"(?!#)([\w./]+)\"", text)
             wanted += [found.removeprefix("./") for found in re.findall(r"from \"(\./[\w.]+)\"", text)]
             wanted += re.findall(r"script\(\"([\w./]+)\"\)", text)
+    return seen
+
+
+def test_every_file_is_reached_from_the_page():
     there = {path.name for path in OURS} | {f"vendor/{path.name}" for path in VENDORED}
-    assert there - seen == {"vendor/uPlot.LICENSE"}
-    assert seen <= there
+    assert there - reached() == {"vendor/uPlot.LICENSE"}
+    assert reached() <= there
 
 
 def test_the_package_has_the_page():
-    assert (files("atoll.dash") / "static" / "index.html").is_file()
+    """As it is installed here, whatever that is made of."""
+    assert [name for name in reached() if not (files("atoll.dash") / "static" / name).is_file()] == []
+
+
+def left_out(names: list[str], exclude: list[str]) -> list[str]:
+    """Of these files below src/atoll, those that a build leaves out: by our list, or because git does not know them."""
+    wheel = [name for name in names if any(fnmatch(name.rsplit("/", 1)[-1], pattern) for pattern in exclude)]
+    asked = "\n".join(names)
+    ignored = subprocess.run(
+        ["git", "check-ignore", "--stdin", "--no-index"],
+        cwd=ROOT,
+        input=asked,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ignored.returncode in (0, 1), ignored.stderr
+    return sorted({*wheel, *ignored.stdout.splitlines()})
+
+
+def test_a_wheel_has_every_file_that_is_no_setting_of_a_tool():
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("git says what a build leaves out, and this is no checkout")
+    told = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]["targets"]
+    wheel = told["wheel"]
+    assert wheel["packages"] == ["src/atoll"]
+    paths = [path.relative_to(ROOT) for path in (ROOT / "src/atoll").rglob("*") if path.is_file()]
+    names = [str(path) for path in paths if not {"__pycache__", ".ruff_cache"} & set(path.parts)]
+    assert {str(path.relative_to(ROOT)) for path in (*OURS, *VENDORED)} <= set(names)
+    assert left_out(names, wheel["exclude"]) == ["src/atoll/core/ruff.toml"]
+    assert left_out(["src/atoll/dash/static/dist/x.js", "src/atoll/dash/static/x.pyc"], []) != [], "it can fail"
+    assert left_out(names, ["*.js"]) != left_out(names, wheel["exclude"])
+    for source, target in wheel["force-include"].items():
+        assert (ROOT / source).is_file()
+        assert target == "atoll/dash/grafana.json"
 
 
 def test_the_manual_lists_the_shortcuts_of_the_page():
