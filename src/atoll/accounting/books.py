@@ -42,7 +42,8 @@ class Books:
         """`keep`: newest entries of every log that are not joined; None: all."""
         self.keep = keep
         self.lives: dict[int, list[Life]] = {}  # by learner, in the order of their processes: from their own tapes
-        self.seen: dict[int, list[Life]] = {}  # of learners without tapes here, from those of the syncer
+        self.here: set[int] = set()  # learners whose tapes are here
+        self.seen: dict[int, list[Life]] = {}  # of all others, from the tapes of the syncer
         self.reigns: list[Reign] = []
         self.to = 0.0  # the newest entry, as of the last `settle`
         self.asked_for = 0  # learners 1 to this one were there to begin with, or should have been
@@ -73,7 +74,7 @@ class Books:
             envelope = event.envelope
             process = envelope.learner, envelope.incarnation
             _note(self._heard, process, envelope.tick, entry.at)
-            if envelope.learner not in self.lives:
+            if envelope.learner not in self.here:
                 body = envelope.body
                 member = reign.core.members.get(envelope.learner)
                 is_live = member is not None and member.standing.value == "live"
@@ -86,7 +87,9 @@ class Books:
                     life.see_gone(entry.at)
 
     def take_learner(self, learner: int, incarnation: int, entry: Entry) -> None:
-        self.seen.pop(learner, None)
+        if learner not in self.here:
+            self.here.add(learner)
+            self.seen.pop(learner, None)
         life = self._life(self.lives, learner, incarnation, entry.at)
         heard = self._heard.get((learner, incarnation))
         if heard and entry.tick in heard:
@@ -352,7 +355,12 @@ class Books:
         return steps, tokens
 
     def tokens_until(self, at: float) -> float:
-        return sum(self.progress_of(learner, at)[1] for learner in self.learners())
+        found = 0.0
+        for learner in self._learners:
+            for life in self.lives_of(learner):
+                if life.first <= at:
+                    found += life.log.tokens_until(at)
+        return found
 
     def usual_step_s(self, learner: int, at: float) -> float | None:
         """The median of its last steps."""
@@ -405,8 +413,9 @@ def asked_for(run: Path) -> int:
 
 def read_books(run: Path, keep: int | None = KEEP) -> Books:
     """From all tapes of a run; they may be cut short."""
-    books = Books(keep)
-    for actor, reader in RunTapes(run).readers.items():  # syncers first
+    books, tapes = Books(keep), RunTapes(run)
+    books.here = set(tapes.learners())
+    for actor, reader in tapes.readers.items():  # syncers first
         if actor.learner == SYNCER:
             reign = books.new_reign(reader.header)
             for entry in reader:

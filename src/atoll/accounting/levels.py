@@ -16,18 +16,14 @@ KEEP = 2048
 class Levels:
     """Says which rows are to be joined, and where exact ones begin. The rows themselves are somebody else's."""
 
-    __slots__ = ("_keep", "_sizes")
+    __slots__ = ("_keep", "_sizes", "joined")
 
     def __init__(self, keep: int | None = KEEP) -> None:
         """`keep`: a multiple of 4; None keeps everything."""
         assert keep is None or keep % 4 == 0, f"{keep} rows cannot be halved twice"
         self._keep = keep
         self._sizes = [0]
-
-    @property
-    def joined(self) -> int:
-        """So many rows at the beginning stand for more than one entry each."""
-        return sum(self._sizes) - self._sizes[0]
+        self.joined = 0  # so many rows at the beginning stand for more than one entry each
 
     def add(self) -> list[tuple[int, int]]:
         """One row more. Slices of even length whose rows are to be joined pairwise, one slice after the other."""
@@ -44,10 +40,12 @@ class Levels:
                 sizes.append(0)
             sizes[level + 1] += keep // 4
             level += 1
+        self.joined = sum(sizes) - sizes[0]
         return slices
 
     def halve(self) -> tuple[int, int]:
         """As many rows as can be are joined, wherever they stand; an odd one at the end stays as it is."""
         rows = sum(self._sizes)
         self._sizes = [rows % 2, rows // 2]
+        self.joined = rows // 2
         return 0, rows - rows % 2

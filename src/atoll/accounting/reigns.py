@@ -78,7 +78,7 @@ class Reign:
         self.epoch = header.actor.start
         self.first: float | None = None
         self.last = 0.0
-        self.stage = ""
+        self._stage = ""
         self.merges = MergeLog(keep)
         self.merged_at: dict[int, float] = {}  # by fragment: when its newest version became durable
         self.merged_with: dict[int, float] = {}  # by learner: when the newest merge that has it became durable
@@ -108,8 +108,13 @@ class Reign:
     def is_over(self) -> bool:
         return self._header is None
 
+    @property
+    def stage(self) -> str:
+        return self._core.stage.value if self._core is not None else self._stage
+
     def end(self) -> None:
         """Another one reigns: what this one may still write counts for nothing, and its core is given up."""
+        self._stage = self.stage
         self._header = self._core = None
         self._sealed, self._graces, self._waiting = {}, {}, {}
 
@@ -121,7 +126,6 @@ class Reign:
         event, core = entry.event, self.core
         core.handle(entry.at, event)  # type: ignore[arg-type]  # a syncer's tape holds a syncer's events
         self.first, self.last = entry.at if self.first is None else self.first, entry.at
-        self.stage = core.stage.value
         if core.paused:
             if not self.is_paused:
                 self.pauses.append([entry.at, entry.at])
@@ -137,7 +141,7 @@ class Reign:
         else:
             if type(event) is PersistFailed:
                 self.failed_writes += 1
-            for learner in (event.learner,) if type(event) is LearnerDisconnected else self.core.members:
+            for learner in (event.learner,) if type(event) is LearnerDisconnected else core.members:
                 self._note_standing(entry.at, learner)
         for effect in entry.effects:
             if type(effect) is Send:
@@ -150,13 +154,13 @@ class Reign:
                 elif effect.reason.code.startswith("control-"):
                     self.controls.append(Word(entry.at, effect.reason.code, effect.subject, str(effect.reason)))
             elif type(effect) is OpenGrace:
-                slack_s = self.core.config.overlap_steps * effect.step_s - effect.quorum_s - effect.sync_s
+                slack_s = core.config.overlap_steps * effect.step_s - effect.quorum_s - effect.sync_s
                 self._graces[effect.round.fragment] = entry.at, slack_s
             elif type(effect) is MergeRound:
                 fragment = effect.round.fragment
                 opened = self._graces.get(fragment)
                 waited_s = entry.at - opened[0] if opened is not None else 0.0
-                self._sealed[fragment] = len(self.core.live), len(self.core.fragments[fragment].asked), waited_s
+                self._sealed[fragment] = len(core.live), len(core.fragments[fragment].asked), waited_s
             elif type(effect) is Persist and type(effect.record) is VersionRecord:
                 self._waiting[effect.record.fragment] = effect.record
 

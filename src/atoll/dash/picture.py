@@ -157,6 +157,8 @@ class RunPicture(Books):
             self.config = header.config
             self.simulated = header.note == SIMULATED_NOTE
         if actor.learner != SYNCER:
+            self.here.add(actor.learner)
+            self.seen.pop(actor.learner, None)
             return lambda entry: self.take_learner(actor.learner, actor.start, entry)
         reign = self.new_reign(header)
         return lambda entry: self._take_syncer(reign, entry)
