@@ -11,10 +11,10 @@ from tests.net.small_models import BATCH, Work
 STEPS = 20_000  # nobody needs so many
 
 
-def learner_of(run: Run, job: Work, number: int | None, **settings: Any) -> Learner:
+def learner_of(run: Run, job: Work, number: int | None, address: str = "", **settings: Any) -> Learner:
     """A learner in this process."""
     known: dict[str, Any] = {"run_directory": run.directory, "join_timeout_s": LIMIT_S}
-    return Learner(job.model, job.optimizer, run.address, run.token, learner=number, **(known | settings))
+    return Learner(job.model, job.optimizer, address or run.address, run.token, learner=number, **(known | settings))
 
 
 def train(learner: Learner, job: Work, steps: int = STEPS) -> int:

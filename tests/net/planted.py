@@ -16,7 +16,7 @@ from typing import Any
 from atoll.core.protocol import Persist, Persisted, Record, VersionRecord
 from atoll.core.types import RoundId
 from atoll.ml import robust
-from atoll.net import durable, learner_bulk, pacing, part_keeper, syncer
+from atoll.net import access, durable, learner_bulk, listening, pacing, part_keeper, syncer
 from atoll.net.arrivals import Arrivals
 from atoll.net.held_fragments import HeldFragment
 from atoll.net.island_tensors import Buffer, FragmentTensors
@@ -53,6 +53,12 @@ def wrong_update(directory: Path) -> None:
                 struck(directory, "update").touch()
 
     syncer.HeldFragment = Wrong  # type: ignore[attr-defined]
+
+
+def hurried_listener(directory: Path) -> None:
+    """Strangers get less time, and there are fewer places for them."""
+    listening.HANDSHAKE_S, listening.UNPROVEN_S, listening.MOST_UNPROVEN = 0.5, 1.0, 40
+    access.LOOK_EVERY_S = 0.1
 
 
 def small_slices(directory: Path) -> None:
@@ -227,6 +233,7 @@ PLANTS: dict[str, Callable[[Path], None]] = {
     "forgotten-slices": forgotten_slices,
     "telling": telling,
     "wrong-update": wrong_update,
+    "hurried-listener": hurried_listener,
     "held-disk": held_disk,
     "deadly-part": deadly_part,
     "deadly-snapshot": deadly_snapshot,

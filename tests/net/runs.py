@@ -43,6 +43,7 @@ from atoll.net import serving
 from atoll.net.learner import Learner
 from atoll.net.run_settings import RunSettings
 from atoll.net.serving import serve_syncer
+from atoll.net.tls import ClientTls, KeyFiles
 from atoll.sim.checkers import all_checkers
 from atoll.tape_files import RunTapes
 from tests.net import planted
@@ -95,6 +96,8 @@ class LearnerSpec:
     keeps: bool = True  # tape and parts, in the directory of the run
     max_rate: str | None = None
     draws: bool = False  # from torch's generator after every step, and tells what in `extra_state`
+    keys: Path | None = None
+    ca: Path | None = None
 
 
 def _begin(log: Path) -> None:
@@ -114,7 +117,15 @@ def _end_with_the_test() -> None:
 
 
 def syncer_child(
-    directory: Path, settings: RunSettings, port: int, token: str | None, bug: str, log: Path, pipe: Connection
+    directory: Path,
+    settings: RunSettings,
+    port: int,
+    token: str | None,
+    bug: str,
+    keys: KeyFiles | None,
+    host: str,
+    log: Path,
+    pipe: Connection,
 ) -> None:
     _begin(log)
     planted.plant(bug, directory)
@@ -123,10 +134,12 @@ def syncer_child(
         finished = serve_syncer(
             directory,
             settings,
+            host=host,
             port=port,
             token=token,
             on_ready=lambda address: pipe.send(("ready", address)),
             on_finished=lambda syncer: save_file(syncer.published(), directory / "published.safetensors"),
+            keys=keys,
         )
         pipe.send(("ended", finished))
     except BaseException as wrong:
@@ -170,6 +183,8 @@ def learner_child(directory: Path, address: str, spec: LearnerSpec, log: Path, p
             job.optimizer,
             address,
             spec.token,
+            keys=spec.keys,
+            ca=spec.ca,
             learner=spec.number,
             run_directory=directory if spec.keeps else None,
             join_timeout_s=spec.join_timeout_s,
@@ -336,11 +351,15 @@ class Run:
         token: str | None = None,
         planted: str = "",
         extra: dict[str, Any] | None = None,
+        keys: KeyFiles | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
         self.directory = directory
         self.settings = RunSettings(run or config(), numerics or Numerics(), extra or {})
         self.token = token
         self.planted = planted
+        self.keys = keys
+        self.host = host
         self.address = ""
         self.children: list[Child] = []
         self.syncer = self.start_syncer()
@@ -360,7 +379,7 @@ class Run:
         """The first one, or another one on the same directory and the same port."""
         port = int(self.address.rpartition(":")[2]) if self.address else 0
         log = self.directory / "logs" / f"syncer-{len(self.children)}.log"
-        args = (self.directory, self.settings, port, self.token, self.planted)
+        args = (self.directory, self.settings, port, self.token, self.planted, self.keys, self.host)
         self.syncer = Child("syncer", log, syncer_child, args)
         self.children.append(self.syncer)
         self.address = self.syncer.hear("ready")
@@ -417,6 +436,11 @@ class Run:
         if self.token is not None:
             headers = {"Authorization": f"Bearer {self.token}"} | headers
         connection = http.client.HTTPConnection(self.address, timeout=LIMIT_S)
+        if self.keys is not None:  # as the syncer itself
+            by_key = self.keys.authority is not None
+            tls = ClientTls(self.keys.certificate.parent) if by_key else ClientTls(pinned=self.keys)
+            context = tls.context()
+            connection = http.client.HTTPSConnection(self.address, timeout=LIMIT_S, context=context)
         try:
             connection.request(method, path, body or None, headers)
             answer = connection.getresponse()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +18,7 @@ from atoll.core.protocol import Body, Contribution, Envelope, Hello, InnerState,
 from atoll.core.types import NOTHING
 from atoll.ml.codecs import codec
 from atoll.ml.plan import FragmentPlan, make_plan, tensors_of
+from atoll.net.tls import ClientTls
 from atoll.net.wire import CODEC_NUMBERS, Kind, decode_message, encode_message, frame_head
 from tests.net.runs import LIMIT_S, Run
 from tests.net.small_models import work
@@ -22,10 +26,23 @@ from tests.net.small_models import work
 ENOUGH_S = LIMIT_S
 
 
+async def _let_go(http: aiohttp.ClientSession) -> None:
+    """Until its connections are gone: those with TLS say goodbye to each other first."""
+    await http.close()
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(ENOUGH_S):
+        while len(loop._selector.get_map()) > 1:  # type: ignore[attr-defined] # the loop's own pipe is left
+            turn = asyncio.Event()
+            loop.call_later(0.01, turn.set)
+            await turn.wait()
+
+
 class Stranger:
     """`async with`. Its model is the `plain` one of the runs."""
 
-    def __init__(self, run: Run, learner: int, incarnation: int = 1, session: int = 1) -> None:
+    def __init__(
+        self, run: Run, learner: int, incarnation: int = 1, session: int = 1, keys: Path | None = None
+    ) -> None:
         self.run = run
         self.learner = learner
         self.incarnation = incarnation
@@ -37,12 +54,14 @@ class Stranger:
         tensors = tensors_of(work("plain").model)
         self.plan: FragmentPlan = make_plan(tensors, run.settings.config.fragments, numerics.plan)
         headers = {"Authorization": f"Bearer {run.token}"} if run.token is not None else {}
-        self._session_of = lambda: aiohttp.ClientSession(f"http://{run.address}", headers=headers)
+        base = f"http{'s' if keys is not None else ''}://{run.address}"
+        context = ClientTls(keys).context() if keys is not None else True
+        self._new = lambda: aiohttp.ClientSession(base, headers=headers, connector=aiohttp.TCPConnector(ssl=context))
         self.http: aiohttp.ClientSession
         self.socket: aiohttp.ClientWebSocketResponse
 
     async def __aenter__(self) -> Stranger:
-        self.http = self._session_of()
+        self.http = self._new()
         self.socket = await self.http.ws_connect("/v1/link", max_msg_size=2**26)
         return self
 
@@ -50,7 +69,16 @@ class Stranger:
         self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.socket.close()
-        await self.http.close()
+        await _let_go(self.http)
+
+    @asynccontextmanager
+    async def unlinked(self) -> AsyncIterator[Stranger]:
+        """For requests alone."""
+        self.http = self._new()
+        try:
+            yield self
+        finally:
+            await _let_go(self.http)
 
     def envelope(self, body: Body) -> Envelope:
         self.tick += 1

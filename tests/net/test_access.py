@@ -13,10 +13,11 @@ import aiohttp
 import pytest
 
 from atoll.net import reaching
+from atoll.net.access import check_access
 from atoll.net.learner import Learner
 from atoll.net.learner_errors import LearnerRefused
 from atoll.net.run_settings import RunSettings
-from atoll.net.serving import check_access, serve_syncer
+from atoll.net.serving import serve_syncer
 from tests.net.runs import LIMIT_S, LearnerSpec, Run, config
 from tests.net.small_models import work
 
@@ -126,17 +127,25 @@ def test_a_websocket_without_the_token_is_not_opened(tmp_path):
 # Where it listens
 
 
+@pytest.mark.parametrize("token", [None, TOKEN])
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "head", ""])
-def test_without_a_token_only_this_machine_is_served(tmp_path, host):
-    with pytest.raises(ValueError, match=r"without a token.*give --token"):
-        serve_syncer(tmp_path, RunSettings(config()), host=host)
+def test_without_keys_only_this_machine_is_served(tmp_path, host, token):
+    with pytest.raises(ValueError, match=r"others could read.*`atoll keys init DIR`.*--host 127.0.0.1"):
+        serve_syncer(tmp_path, RunSettings(config()), host=host, token=token)
     assert list(tmp_path.iterdir()) == [], "nothing was begun"
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_plain_text_beyond_this_machine_is_asked_for_by_its_name_and_needs_a_token(tmp_path):
+    check_access("0.0.0.0", TOKEN, plain_text=True)
+    with pytest.raises(ValueError, match=r"without a token.*give --token"):
+        serve_syncer(tmp_path, RunSettings(config()), host="0.0.0.0", plain_text=True)
+    assert list(tmp_path.iterdir()) == [], "nothing was begun"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost"])
 def test_without_a_token_this_machine_may(host):
     check_access(host, None)
-    check_access("0.0.0.0", TOKEN)
+    check_access(host, TOKEN)
 
 
 def test_a_short_token_is_refused():
@@ -156,7 +165,7 @@ def test_a_port_that_is_taken_and_a_host_that_nobody_knows_are_said(tmp_path):
         with pytest.raises(ValueError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .*give another --port"):
             serve_syncer(tmp_path, RunSettings(config()), port=port)
     with pytest.raises(ValueError, match=r"cannot listen on no-such-host\.invalid: .*give another --host"):
-        serve_syncer(tmp_path, RunSettings(config()), host="no-such-host.invalid", token=TOKEN)
+        serve_syncer(tmp_path, RunSettings(config()), host="no-such-host.invalid", token=TOKEN, plain_text=True)
 
 
 def test_a_syncer_may_run_in_a_thread(tmp_path):

@@ -16,8 +16,8 @@ import pytest
 
 from atoll.core.types import Limits
 from atoll.net import lease
+from atoll.net.addresses import addresses
 from atoll.net.durable import put_file
-from atoll.net.learner import addresses
 from atoll.net.lease import Sign, Turn, Watcher, read_sign, this_machine, write_sign
 from atoll.net.reaching import where
 from atoll.net.store import Fenced, InUse, Store

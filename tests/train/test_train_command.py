@@ -331,6 +331,49 @@ def test_a_syncer_and_learners_that_dial_in(text, tmp_path, capsys, monkeypatch)
     assert (tmp_path / "island/tapes/learner-1-i1.tape").exists()
 
 
+def test_a_syncer_with_keys_for_other_machines_and_the_commands_that_reach_it(text, tmp_path, capsys):
+    """As docs/several-hosts.md has it: on all addresses of this machine, with keys, and an operator elsewhere."""
+    ring, run = tmp_path / "keys", tmp_path / "run"
+    assert main(["keys", "init", str(ring), "--host", "localhost"]) == 0
+    assert main(["keys", "add", str(ring), "far"]) == 0
+    assert main(["keys", "add", str(ring), "ada", "--operator"]) == 0
+    words = small(text, "--learners", "1", "--tokens", str(100 * STEP), "--step-time", "5ms")
+    outside = ["syncer", "--out", str(run), "--host", "0.0.0.0", "--port", "0"]
+    assert main([*outside, *words]) == 2
+    assert "`atoll keys init DIR`" in capsys.readouterr().err
+    assert not run.exists()
+    served = subprocess.Popen(
+        [sys.executable, "-m", "atoll", *outside, "--keys", str(ring), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert served.stdout is not None
+        port = served.stdout.readline().split()[-1].rstrip(".").rpartition(":")[2]
+        assert f"atoll learner --syncer HOST:{port} --keys DIR" in served.stdout.readline()
+        head = f"localhost:{port}"
+        capsys.readouterr()
+        assert main(["control", head, "grace", "0.5", "--keys", str(ring / "ada")]) == 1
+        assert "has no model yet" in capsys.readouterr().err
+        assert main(["control", head, "grace", "0.5", "--keys", str(ring / "far")]) == 2
+        assert "not one of an operator" in capsys.readouterr().err
+        assert main(["control", str(run), "grace", "0.5"]) == 1, "the syncer's own machine needs no words about keys"
+        assert "has no model yet" in capsys.readouterr().err
+        assert main(["snapshot", "--syncer", f"https://{head}", "--token", "a long secret"]) == 2
+        assert "authority that is not trusted here" in capsys.readouterr().err
+        assert main(["learner", "--syncer", head]) == 2
+        assert "this port speaks TLS" in capsys.readouterr().err
+        island = ["--keys", str(ring / "far"), "--out", str(tmp_path / "island"), "--json"]
+        assert main(["learner", "--syncer", head, *island]) == 0
+        assert json.loads(capsys.readouterr().out)["learner"] == 1
+        assert "is finished; its model is" in served.communicate(timeout=60)[0]
+    finally:
+        served.kill()
+        served.wait()
+    assert served.returncode == 0
+
+
 def test_nobody_at_the_address(capsys):
     assert main(["learner", "--syncer", "nowhere"]) == 2
     assert "give host:port" in capsys.readouterr().err

@@ -84,7 +84,7 @@ def learn_under_faults(
         enter(namespace)
     make_disk_slow(orders)
     poison_contributions(orders)
-    train_island(settings, learner, syncer, token, run)
+    train_island(settings, learner, f"http://{syncer}", token, run)  # nothing of it leaves this machine
 
 
 def serve_under_faults(

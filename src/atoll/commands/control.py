@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from atoll.commands.access_options import Ca, Keys, Token
 from atoll.commands.output import ExitCode, JsonOption, complain, print_json
-from atoll.commands.syncer import Token
 
 EXAMPLE = "atoll control runs/first pause"
 
@@ -26,6 +26,8 @@ def run(
         str | None, typer.Argument(metavar="VALUE", help="Which learner, which quorum or which grace margin.")
     ] = None,
     token: Token = None,
+    keys: Keys = None,
+    ca: Ca = None,
     who: Annotated[
         str | None, typer.Option("--who", metavar="NAME", help="Who asks, for the tape. [default: user@host]")
     ] = None,
@@ -40,19 +42,20 @@ def run(
     and a grace margin stay in force when the syncer is started again.
     """
     from atoll.commands.snapshot import find_syncer, show_taken
-    from atoll.net.reaching import Refused, ask
+    from atoll.net.reaching import Refused
 
     who = who if who is not None else user_and_host()
     wish = {"what": what, "value": _value(what, value), "who": who}
     here = None if ":" in place and not Path(place).is_dir() else Path(place)
-    address, secret = find_syncer(here, place if here is None else None, token or None, "control it while it does")
+    named = place if here is None else None
+    found = find_syncer(here, named, token or None, "control it while it does", keys, ca)
     if what == "snapshot":
-        show_taken(address, secret, who, as_json)
+        show_taken(found, who, as_json)
         return
     if what == "drain" and not sure:
         _ask_first(f"Learner {value} will leave the run and is not started again. Go on?")
     try:
-        told = ask(address, secret, "POST", "/v1/control", ANSWER_S, wish)
+        told = found.ask("POST", "/v1/control", wish)
     except Refused as refused:
         if refused.status not in (404, 409, 507):
             raise

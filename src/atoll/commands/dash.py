@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from atoll.commands.access_options import Token
 from atoll.commands.page_beside import RulesFile, Webhook
-from atoll.commands.syncer import Token
 
 EXAMPLE = "atoll dash runs/first"
 
@@ -18,13 +18,20 @@ def run(
         list[Path], typer.Argument(metavar="RUN [RUN]", help="Directory of a run; a second one is shown beside it.")
     ],
     host: Annotated[
-        str, typer.Option("--host", metavar="HOST", help="Listen there; others need a token.")
+        str, typer.Option("--host", metavar="HOST", help="Listen there; others need a token, and TLS.")
     ] = "127.0.0.1",
     port: Annotated[
         int | None,
         typer.Option("--port", metavar="PORT", help="[default: the first free one from 7410]", min=0, max=65535),
     ] = None,
     token: Token = None,
+    keys: Annotated[
+        Path | None,
+        typer.Option("--keys", metavar="DIR", help="TLS with this key, of atoll keys init; for others than this host."),
+    ] = None,
+    plain_text: Annotated[
+        bool, typer.Option("--plain-text", help="Show it to others without TLS: everybody on the way can read it.")
+    ] = False,
     rules: RulesFile = None,
     webhook: Webhook = None,
     wait: Annotated[
@@ -46,4 +53,4 @@ def run(
         from atoll.dash.serve import serve
     except ModuleNotFoundError as missing:
         raise ValueError(f"the page needs {missing.name}: pip install 'atoll[dash]'") from None
-    serve(runs, host, port, token or None, rules, webhook, wait, while_stdin, own_token, open_browser)
+    serve(runs, host, port, token or None, rules, webhook, wait, while_stdin, own_token, open_browser, keys, plain_text)

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from atoll.commands.access_options import Ca, Keys, Token
 from atoll.commands.log_format import LogFormat, say
 from atoll.commands.output import ExitCode, JsonOption, complain, print_json
-from atoll.commands.syncer import Token
 
 if TYPE_CHECKING:
     from atoll.net.learner import Learner
     from atoll.train.loop import Step
 
-EXAMPLE = "atoll learner --syncer head:7400"
+EXAMPLE = "atoll learner --syncer head:7400 --keys keys/far"
 
 SAY_EVERY_S = 5.0
 
@@ -26,6 +26,8 @@ def run(  # long: its options
         typer.Option("--syncer", metavar="HOST:PORT", help="Where atoll syncer listens; with standbys: A:PORT,B:PORT."),
     ],
     token: Token = None,
+    keys: Keys = None,
+    ca: Ca = None,
     number: Annotated[
         int | None,
         typer.Option(
@@ -67,11 +69,13 @@ def run(  # long: its options
     The island dials out, so it may be behind a router. It never waits for others: while the syncer cannot be reached it
     trains on, and what it trained is merged later. Ctrl-C leaves the run, the others go on; come back with the same
     --learner and --out. Which samples it trains on is leased to it: any number of islands may come, at any time, and
-    what one of them leaves untrained is given to others.
+    what one of them leaves untrained is given to others. To another machine it speaks TLS: with --keys, or with --ca
+    and the token.
     """
     import logging
     from dataclasses import replace
 
+    from atoll.net.addresses import place
     from atoll.net.learner_errors import AtollError
     from atoll.net.logs import check_format, set_up
     from atoll.train.children import terminated_like_interrupted
@@ -80,7 +84,7 @@ def run(  # long: its options
     token = token or None  # an empty variable is no token
     if check_format(log_format) == "json":
         set_up(log_format, logging.INFO)
-    job = ask_for_job(syncer, token, lambda: complain(f"waiting for a syncer at {syncer}"))
+    job = ask_for_job(place(syncer, keys, ca), token, lambda: complain(f"waiting for a syncer at {syncer}"))
     settings = job.settings
     if data is not None:
         settings = replace(settings, data=str(data.absolute()))
@@ -93,7 +97,7 @@ def run(  # long: its options
     watch = _Watch(log_format, shown=not as_json)
     try:
         with terminated_like_interrupted():
-            is_over = train_island(settings, number, syncer, token, directory, watch)
+            is_over = train_island(settings, number, syncer, token, directory, watch, keys, ca)
     except AtollError as wrong:
         complain(str(wrong))
         raise typer.Exit(ExitCode.FAILED) from None

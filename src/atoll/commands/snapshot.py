@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from atoll.commands.access_options import Ca, Keys, Token
 from atoll.commands.output import ExitCode, JsonOption, complain, print_json
-from atoll.commands.syncer import Token
+
+if TYPE_CHECKING:
+    from atoll.net.tls import ClientTls
 
 EXAMPLE = "atoll snapshot runs/first"
 
@@ -26,6 +29,8 @@ def run(
         str | None, typer.Option("--syncer", metavar="HOST:PORT", help="Ask the syncer there instead.")
     ] = None,
     token: Token = None,
+    keys: Keys = None,
+    ca: Ca = None,
     listed: Annotated[
         bool, typer.Option("--list", help="Take none: list those that the directory has; nothing need run.")
     ] = False,
@@ -44,11 +49,11 @@ def run(
         return
     from atoll.commands.control import user_and_host
 
-    show_taken(*find_syncer(run, syncer, token or None, ADVICE), user_and_host(), as_json)
+    show_taken(find_syncer(run, syncer, token or None, ADVICE, keys, ca), user_and_host(), as_json)
 
 
-def show_taken(address: str, token: str | None, who: str, as_json: bool) -> None:
-    told = _taken(address, token, who)
+def show_taken(found: Reachable, who: str, as_json: bool) -> None:
+    told = _taken(found, who)
     if as_json:
         print_json(told)
     elif told["state"] == "durable":
@@ -59,15 +64,37 @@ def show_taken(address: str, token: str | None, who: str, as_json: bool) -> None
         raise typer.Exit(ExitCode.FAILED)
 
 
-def find_syncer(run: Path | None, syncer: str | None, token: str | None, advice: str) -> tuple[str, str | None]:
-    """Address and token of the syncer of this run, or of the one that is named."""
-    from atoll.net.learner import address
+class Reachable(NamedTuple):
+    """How a syncer is asked."""
+
+    address: str
+    token: str | None
+    tls: ClientTls | None
+
+    def ask(self, method: str, path: str, body: Any = None) -> Any:
+        from atoll.net.reaching import ask
+
+        return ask(self.address, self.token, method, path, ANSWER_S, body, self.tls)
+
+
+def find_syncer(
+    run: Path | None,
+    syncer: str | None,
+    token: str | None,
+    advice: str,
+    keys: Path | None = None,
+    ca: Path | None = None,
+) -> Reachable:
+    """The syncer of this run, or the one that is named."""
+    from atoll.net.addresses import address, place
     from atoll.net.reaching import where
 
     if syncer is not None:
         if run is not None:
             raise ValueError("give a run's directory or --syncer, not both")
-        return address(syncer), token
+        found_at = place(syncer, keys, ca)
+        found_at.check()
+        return Reachable(address(found_at.addresses), token, found_at.tls)
     if run is None:
         raise ValueError("say of which run: atoll snapshot RUN, or --syncer HOST:PORT")
     if not run.is_dir():
@@ -75,18 +102,16 @@ def find_syncer(run: Path | None, syncer: str | None, token: str | None, advice:
     found = where(run)
     if found is None:
         raise ValueError(f"no syncer runs on {run} here: {advice}")
-    return found.address, token if token is not None else found.token
+    return Reachable(found.address, token if token is not None else found.token, found.tls)
 
 
-def _taken(address: str, token: str | None, who: str) -> dict[str, Any]:
+def _taken(found: Reachable, who: str) -> dict[str, Any]:
     """Until it is durable or given up. How long that takes is the syncer's to say: it waits for no learner forever."""
     import time
 
-    from atoll.net.reaching import ask
-
-    number = ask(address, token, "POST", "/v1/snapshot", ANSWER_S, {"who": who})["snapshot"]
+    number = found.ask("POST", "/v1/snapshot", {"who": who})["snapshot"]
     while True:
-        told: dict[str, Any] = ask(address, token, "GET", f"/v1/snapshot/{number}", ANSWER_S)
+        told: dict[str, Any] = found.ask("GET", f"/v1/snapshot/{number}")
         if told["state"] != "being taken":
             return told
         time.sleep(LOOK_EVERY_S)

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atoll.commands import job_options as options
+from atoll.commands.access_options import Token
 from atoll.commands.log_format import LogFormat, say
 from atoll.commands.output import ExitCode, JsonOption, complain, print_json
 from atoll.commands.page_beside import Dash, DashPort, Page, PageRules, PageWebhook, page_beside
 
 if TYPE_CHECKING:
+    from atoll.net.tls import KeyFiles
     from atoll.train.job_settings import JobSettings
 
-EXAMPLE = "atoll syncer --host 0.0.0.0 --out runs/two-hosts"
+EXAMPLE = "atoll syncer --host 0.0.0.0 --keys keys/syncer --out runs/two-hosts"
 
 RESUMED = {
     "out",
@@ -25,6 +27,10 @@ RESUMED = {
     "host",
     "port",
     "token",
+    "keys",
+    "certificate",
+    "private_key",
+    "plain_text",
     "dash",
     "dash_port",
     "rules",
@@ -33,16 +39,6 @@ RESUMED = {
     "as_json",
 }
 """Options that a run which goes on does not have settings of its own for."""
-
-Token = Annotated[
-    str | None,
-    typer.Option(
-        "--token",
-        envvar="ATOLL_TOKEN",
-        metavar="SECRET",
-        help="What learners must know to take part. Better in the environment: others can read a command line.",
-    ),
-]
 
 
 # long: the list of options, with what each one means
@@ -66,10 +62,36 @@ def run(
         ),
     ] = 15.0,
     host: Annotated[
-        str, typer.Option("--host", metavar="HOST", help="Address to listen on; beyond this machine it needs a token.")
+        str, typer.Option("--host", metavar="HOST", help="Address to listen on; beyond this machine it needs keys.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", metavar="PORT", help="Port to listen on; 0: any.")] = 7400,
     token: Token = None,
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            "--keys",
+            metavar="DIR",
+            help="TLS with the syncer's key, as atoll keys init has made it; only those with a key of the same "
+            "authority are let in, and with the token as well where there is one.",
+        ),
+    ] = None,
+    certificate: Annotated[
+        Path | None,
+        typer.Option(
+            "--certificate", metavar="FILE", help="TLS with this certificate, in PEM, for those who have the token."
+        ),
+    ] = None,
+    private_key: Annotated[
+        Path | None, typer.Option("--private-key", metavar="FILE", help="Of --certificate, in PEM.")
+    ] = None,
+    plain_text: Annotated[
+        bool,
+        typer.Option(
+            "--plain-text",
+            help="Listen beyond this machine without TLS: whoever is on the network can read and change everything. "
+            "For networks with nobody else on them.",
+        ),
+    ] = False,
     learners: Annotated[
         int | None,
         typer.Option("--learners", metavar="M", help="Learners among which the data is divided. [default: 4]"),
@@ -118,14 +140,16 @@ def run(
     nothing: it merges what they send, and makes every version durable before anybody sees it. Stop it when you like,
     and go on with --resume. A second one with --standby on the same directory, here or on a machine that shares it,
     takes over by itself; learners are told both addresses. docs/several-hosts.md shows two hosts step by step,
-    docs/recovery.md the rest. Without a token it listens to this machine only.
+    docs/recovery.md the rest. Without keys (atoll keys init) it listens to this machine only.
     """
+    from atoll.net.access import check_access
     from atoll.net.logs import check_format
-    from atoll.net.serving import check_access
+    from atoll.net.tls import ServerTls
     from atoll.train.job_settings import CONFIG, JobSettings, check_new
 
     token = token or None  # an empty variable is no token
-    check_access(host, token)
+    files = _key_files(keys, certificate, private_key)
+    check_access(host, token, ServerTls(files) if files is not None else None, plain_text)
     check_format(log_format)
     page = Page(dash, dash_port, rules, webhook)
     page.check()
@@ -143,7 +167,22 @@ def run(
         out.mkdir(parents=True, exist_ok=True)
         settings.save(out / CONFIG)
     with page_beside(page, out, token):
-        _serve(out, settings, host, port, token, take_over_after if standby else None, log_format, as_json)
+        wait_s = take_over_after if standby else None
+        _serve(out, settings, host, port, token, files, plain_text, wait_s, log_format, as_json)
+
+
+def _key_files(keys: Path | None, certificate: Path | None, private_key: Path | None) -> KeyFiles | None:
+    from atoll.net.tls import KeyFiles, key_files
+
+    if keys is not None:
+        if certificate is not None or private_key is not None:
+            raise ValueError("--keys brings its own certificate: leave --certificate and --private-key out")
+        return key_files(keys, of_syncer=True)
+    if certificate is None and private_key is None:
+        return None
+    if certificate is None or private_key is None:
+        raise ValueError("--certificate and --private-key go together")
+    return KeyFiles(certificate, private_key)
 
 
 # long: from the wait of a standby to the model
@@ -153,6 +192,8 @@ def _serve(
     host: str,
     port: int,
     token: str | None,
+    keys: KeyFiles | None,
+    plain_text: bool,
     take_over_after: float | None,
     log_format: str,
     as_json: bool,
@@ -178,8 +219,13 @@ def _serve(
     def told(address: str) -> None:
         print(f"The syncer listens on {address}.")
         port = address.rpartition(":")[2]
-        print(f"On each island: atoll learner --syncer HOST:{port}")
-        print(f'Or in a loop of your own: atoll.Learner(model, optimizer, syncer="HOST:{port}")')
+        given, written = "", ""
+        if keys is not None:
+            by_key = keys.authority is not None
+            given = " --keys DIR" if by_key else " --ca FILE"
+            written = ', keys="DIR"' if by_key else ', ca="FILE", token=...'
+        print(f"On each island: atoll learner --syncer HOST:{port}{given}")
+        print(f'Or in a loop of your own: atoll.Learner(model, optimizer, syncer="HOST:{port}"{written})')
         sys.stdout.flush()
 
     def waits() -> None:
@@ -194,7 +240,9 @@ def _serve(
             say(log_format, f"Taking over: {turn.reason}.")
         try:
             by_force = turn is not None and turn.by_force
-            finished = was_finished or serve_syncer(out, run, host, port, token, on_ready, take_over=by_force)
+            finished = was_finished or serve_syncer(
+                out, run, host, port, token, on_ready, take_over=by_force, keys=keys, plain_text=plain_text
+            )
             break
         except InUse:
             if take_over_after is None:

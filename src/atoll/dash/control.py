@@ -58,7 +58,11 @@ def is_reachable(run: Path, token: str | None) -> bool:
         found = where(run)
     except (OSError, ValueError):
         return False
-    return found is not None and (token is None or found.token == token)
+    if found is None:
+        return False
+    # A syncer that asks for its key and for no token: the page has the key, and a token of its own.
+    by_key = found.token is None and found.keys is not None
+    return token is None or found.token == token or by_key
 
 
 def carry_out(run: Path, wish: Wish) -> str:
@@ -71,10 +75,10 @@ def carry_out(run: Path, wish: Wish) -> str:
         raise Refused(503, "no syncer of this run can be reached from here")
     try:
         if wish.what == "snapshot":
-            told = ask(found.address, found.token, "POST", "/v1/snapshot", ANSWER_S, {"who": wish.who})
+            told = ask(found.address, found.token, "POST", "/v1/snapshot", ANSWER_S, {"who": wish.who}, found.tls)
             return f"snapshot {told['snapshot']} is being taken"
         body = {"what": wish.what, "value": wish.value, "who": wish.who}
-        told = ask(found.address, found.token, "POST", "/v1/control", ANSWER_S, body)
+        told = ask(found.address, found.token, "POST", "/v1/control", ANSWER_S, body, found.tls)
         return str(told["done"])
     except Declined as declined:
         raise Refused(declined.status if declined.status in (400, 404, 409) else 502, str(declined)) from None

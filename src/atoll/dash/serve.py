@@ -17,6 +17,7 @@ from aiohttp import web
 
 from atoll.dash.alerts import Rules, check_webhook
 from atoll.dash.server import LOOPBACK, Dash, Watched
+from atoll.net.tls import ServerTls, key_files
 
 PORT = 7410
 TRIES = 20
@@ -37,14 +38,23 @@ def serve(
     while_stdin: bool,
     own_token: bool,
     open_browser: bool,
+    keys: Path | None = None,
+    plain_text: bool = False,
 ) -> None:
     """Until Ctrl-C or SIGTERM. ValueError and TapeError for whatever is wrong with what was asked."""
     if token is None and host not in LOOPBACK:
         raise ValueError(f"--host {host} shows the run to others: give a token (--token or ATOLL_TOKEN) as well")
     check_webhook(webhook)
+    if keys is None and host not in LOOPBACK and not plain_text:
+        raise ValueError(
+            f"on {host} others could read the page and its token on the way: give --keys DIR with the syncer's key"
+            f" (atoll keys init), or --plain-text where nobody else is on the network"
+        )
+    # Whoever looks has a browser and the token; keys of their own are not asked for.
+    tls = ServerTls(key_files(keys, of_syncer=True)._replace(authority=None)) if keys is not None else None
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(message)s")
     limits = Rules.load(rules) if rules is not None else None
-    asyncio.run(_serve(runs, limits, host, port, token, webhook, wait, while_stdin, own_token, open_browser))
+    asyncio.run(_serve(runs, limits, host, port, token, webhook, wait, while_stdin, own_token, open_browser, tls))
 
 
 async def _serve(
@@ -58,6 +68,7 @@ async def _serve(
     while_stdin: bool,
     own_token: bool,
     open_browser: bool,
+    tls: ServerTls | None,
 ) -> None:
     watched = [Watched(run, rules) for run in runs]
     if not wait:
@@ -67,8 +78,8 @@ async def _serve(
     runner = web.AppRunner(Dash(watched, token, webhook, own_token).app(), access_log=None, shutdown_timeout=FORCE_S)
     await runner.setup()
     try:
-        await web.SockSite(runner, listening).start()
-        address = _address(host, listening.getsockname()[1], token)
+        await web.SockSite(runner, listening, ssl_context=tls.context if tls is not None else None).start()
+        address = _address(host, listening.getsockname()[1], token, "https" if tls is not None else "http")
         print(f"The page is at {address}", flush=True)
         print(_what(token), flush=True)
         if open_browser:
@@ -114,6 +125,6 @@ def _listen(host: str, port: int | None) -> socket.socket:
     raise AssertionError("one of the ports was the last")
 
 
-def _address(host: str, port: int, token: str | None) -> str:
+def _address(host: str, port: int, token: str | None, scheme: str) -> str:
     name = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "::1": "[::1]"}.get(host, host)
-    return f"http://{name}:{port}/" + (f"#token={quote(token, safe='')}" if token is not None else "")
+    return f"{scheme}://{name}:{port}/" + (f"#token={quote(token, safe='')}" if token is not None else "")

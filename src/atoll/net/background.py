@@ -47,6 +47,7 @@ from atoll.core.types import FragmentId, RoundId, RunConfig
 from atoll.ml import inner_state
 from atoll.ml.model import ModelView
 from atoll.ml.plan import FragmentPlan
+from atoll.net.addresses import Place
 from atoll.net.door import RETRY_S, SAY_EVERY_S, Door, fragment_sizes
 from atoll.net.island_tensors import FragmentTensors
 from atoll.net.learner_bulk import Fetched, LearnerBulk
@@ -83,14 +84,13 @@ class Background:
 
     _loop: asyncio.AbstractEventLoop  # from `start` to `stop`
 
-    def __init__(self, address: str, token: str | None, log: logging.Logger, max_rate: float | None = None) -> None:
+    def __init__(self, place: Place, token: str | None, log: logging.Logger, max_rate: float | None = None) -> None:
         """`max_rate`: bytes per second of values, each way."""
         self.log = log
         self.last_loss: float | Tensor | None = None
         self.is_founded = False
-        self._link = LearnerLink(
-            address, token, log, self._on_message, self._on_opened, self._on_closed, self._on_failed
-        )
+        told = (self._on_message, self._on_opened, self._on_closed, self._on_failed)
+        self._link = LearnerLink(place.addresses, token, log, *told, place.tls)
         self._bulk = LearnerBulk(self._link, max_rate)
         self._door = Door(self._link, self._bulk, log)
         self._thread = threading.Thread(target=self._run, name="atoll-background", daemon=True)

@@ -18,9 +18,10 @@ from atoll.ml.model import ModelView
 from atoll.ml.plan import FragmentPlan
 from atoll.net.island_tensors import FragmentTensors
 from atoll.net.learner_bulk import LearnerBulk
-from atoll.net.learner_errors import LearnerRefused, SyncerUnreachable
+from atoll.net.learner_errors import KeysRefused, LearnerRefused, SyncerUnreachable
 from atoll.net.learner_link import LearnerLink, Refusal, why
 from atoll.net.run_settings import RunSettings
+from atoll.net.tls import tls_problem
 from atoll.net.wire import CODEC_NUMBERS, WireError
 
 RETRY_S = 0.5
@@ -99,6 +100,8 @@ class Door:
                     raise LearnerRefused(f"the syncer at {address} refused: {refusal}") from None
                 problem = str(refusal)
             except (aiohttp.ClientError, OSError, TimeoutError, WireError) as wrong:
+                if tls_problem(wrong) is not None:
+                    raise KeysRefused(f"the syncer at {address} cannot be spoken to: {why(wrong)}") from None
                 problem = why(wrong)
             self._link.turn()
             now = time.monotonic()

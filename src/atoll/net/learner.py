@@ -46,9 +46,10 @@ from atoll.ml import inner_state
 from atoll.ml.codecs import codec
 from atoll.ml.model import ModelView
 from atoll.ml.plan import FragmentPlan, make_plan, tensors_of
+from atoll.net.addresses import place
 from atoll.net.background import Background
 from atoll.net.island_tensors import FragmentTensors
-from atoll.net.learner_errors import JoinTimeout, LearnerRefused, SyncerUnreachable
+from atoll.net.learner_errors import JoinTimeout, KeysRefused, LearnerRefused, SyncerUnreachable
 from atoll.net.learner_stats import NOTHING_UNTOLD, LearnerStats, Untold
 from atoll.net.logs import Named
 from atoll.net.rates import rate_of
@@ -68,7 +69,7 @@ in the middle of one. Steps are told together at the next boundary, and only the
 class Learner:
     """One island of a run, around a training loop that already works.
 
-        with atoll.Learner(model, optimizer, syncer="head:7400", token=token) as learner:
+        with atoll.Learner(model, optimizer, syncer="head:7400", keys="keys/far") as learner:
             for batch in loader:
                 loss = train_step(batch)
                 learner.step(tokens=batch.numel(), loss=loss)
@@ -87,7 +88,10 @@ class Learner:
     `number % N` the place in that epoch's permutation. What a learner has taken and nobody has merged when it is killed
     is given to others.
 
-    `syncer` may name several addresses, as in "head:7400,other:7400": those of standbys, which are asked in turn.
+    `syncer` may name several addresses, as in "head:7400,other:7400": those of standbys, which are asked in turn. To
+    another machine everything goes by TLS: with `keys`, the directory of this island's key (`atoll keys add`), or with
+    `ca`, a file with the authority of the syncer's certificate, and a token; "https://head:7400" alone trusts the
+    authorities of this system. Keys that are renewed are used from the next dial on.
 
     `learner` is the number of this island, from 1. With it a restart is told as the same island; without it the syncer
     gives the next free one. `run_directory` gets this learner's tape and its parts of snapshots; without one it keeps
@@ -105,6 +109,8 @@ class Learner:
         syncer: str,
         token: str | None = None,
         *,
+        keys: str | PathLike[str] | None = None,
+        ca: str | PathLike[str] | None = None,
         learner: int | None = None,
         run_directory: str | PathLike[str] | None = None,
         join_timeout_s: float | None = None,
@@ -123,7 +129,8 @@ class Learner:
         self._extra_state = extra_state
         self._restored_state: Any = None
         self._join_by: float | None = None  # on the monotonic clock
-        self._background = Background(addresses(syncer), token, self.log, rate_of(max_rate) if max_rate else None)
+        self._place = place(syncer, Path(keys) if keys is not None else None, Path(ca) if ca is not None else None)
+        self._background = Background(self._place, token, self.log, rate_of(max_rate) if max_rate else None)
         self._lock = threading.RLock()  # it knows whose it is: an interrupt may leave it locked
         self._news = threading.Condition(self._lock)  # actions for the training thread, while it joins
         self._actions: deque[Action] = deque()  # of events that the background told of; done at the next boundary
@@ -155,6 +162,7 @@ class Learner:
     # ---------------------------------------------------------------------------------------------------- joining
 
     def __enter__(self) -> Learner:
+        self._place.check()
         self._background.start()
         if self._join_timeout_s is not None:
             self._join_by = time.monotonic() + self._join_timeout_s
@@ -562,20 +570,4 @@ def _plan_of(model: nn.Module, settings: RunSettings) -> FragmentPlan:
     return again
 
 
-def addresses(syncer: str) -> str:
-    """`host:port`, or several of them between commas: the syncer and its standbys, asked in turn."""
-    found = [address(each.strip()) for each in syncer.split(",") if each.strip()]
-    if not found:
-        raise ValueError("syncer is empty; give host:port, such as head:7400, or several, as head:7400,other:7400")
-    return ",".join(dict.fromkeys(found))
-
-
-def address(syncer: str) -> str:
-    """`host:port`, checked. An IPv6 address is written in brackets."""
-    host, colon, port = syncer.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"syncer is {syncer!r}; give host:port, such as head:7400 or [::1]:7400")
-    return syncer
-
-
-__all__ = ["JoinTimeout", "Learner", "LearnerRefused", "LearnerStats", "SyncerUnreachable"]
+__all__ = ["JoinTimeout", "KeysRefused", "Learner", "LearnerRefused", "LearnerStats", "SyncerUnreachable"]

@@ -3,7 +3,8 @@
 AtollError
   SyncerUnreachable    nobody answers at the address, or not in time
     JoinTimeout        somebody answers, but the learner could not start in the time that it was given
-  LearnerRefused       the syncer said no: another model, another run, quarantine
+  LearnerRefused       the syncer said no: another model, another run, quarantine, a key or token that is not good
+    KeysRefused        no word was said: one side does not trust the other's key, or one speaks TLS and the other not
   BackgroundFailed     our bug: a background thread has ended; the cause is attached
 """
 
@@ -23,6 +24,10 @@ class JoinTimeout(SyncerUnreachable):
 
 
 class LearnerRefused(AtollError):  # noqa: N818
+    pass
+
+
+class KeysRefused(LearnerRefused):
     pass
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from atoll.core.protocol import Envelope
 from atoll.net.byte_buffers import CHUNK_BYTES, READ_BYTES
+from atoll.net.identity import HEADER
+from atoll.net.tls import ClientTls, Stamp, tls_problem
 from atoll.net.wire import (
     MOST_MESSAGE_BYTES,
     FrameHead,
@@ -33,6 +36,9 @@ from atoll.net.wire import (
 
 CONNECT_S = 15.0
 CLOSING_S = 2.0
+GOODBYE_S = 0.1
+"""Connections with TLS say goodbye to each other, and aiohttp does not tell when they have."""
+
 MOST_WAITING = 16_384
 """Messages that wait for the syncer. It has stopped reading long before."""
 
@@ -69,6 +75,7 @@ class LearnerLink:
         on_opened: Callable[[int], None],
         on_closed: Callable[[int, str], None],
         on_failed: Callable[[str], None],
+        tls: ClientTls | None = None,
     ) -> None:
         self.address = address  # all of them, as they were given
         self._addresses = tuple(address.split(","))
@@ -87,10 +94,16 @@ class LearnerLink:
         self._writing: asyncio.Future[str] | None = None  # of the newest link
         self._closed = asyncio.Event()  # of the newest link
         self._number = 0  # of the newest link
+        self._tls = tls
+        self._keys: Stamp = ()  # the files of the keys that are in use
 
     async def start(self) -> None:
         timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_read=SILENT_S)
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0)
+        context: bool | ssl.SSLContext = True
+        if self._tls is not None:
+            self._keys, context = self._tls.stamp(), self._tls.context()
+        # A name is looked up at every dial: whoever it leads to may have moved meanwhile.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0, use_dns_cache=False, ssl=context)
         self._session = aiohttp.ClientSession(
             connector=connector,
             timeout=timeout,
@@ -100,7 +113,7 @@ class LearnerLink:
         )
 
     def url(self, path: str) -> str:
-        return f"http://{self._addresses[self._place]}{path}"
+        return f"http{'s' if self._tls is not None else ''}://{self._addresses[self._place]}{path}"
 
     def turn(self) -> None:
         """Nobody answers here: the next address is asked, where there is one. Another syncer may have taken over."""
@@ -109,6 +122,22 @@ class LearnerLink:
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
+            if self._tls is not None:
+                await asyncio.sleep(GOODBYE_S)
+
+    async def _renew_keys(self) -> None:
+        """Before a dial: files that have changed are used from now on, those that cannot be used are not."""
+        if self._tls is None or self._tls.stamp() == self._keys:
+            return
+        old = self._session
+        try:
+            await self.start()
+        except (OSError, ValueError) as wrong:
+            self.log.warning("the keys have changed and cannot be used, those before stay in use: %s", wrong)
+            return
+        self.log.info("the keys have changed: dialling with the new ones")
+        if old is not None:
+            await old.close()
 
     # ---------------------------------------------------------------------------------------------------- control
 
@@ -159,6 +188,7 @@ class LearnerLink:
 
     async def _connect(self) -> aiohttp.ClientWebSocketResponse | None:
         """At the first of the addresses that answers, beginning with the one that answered last."""
+        await self._renew_keys()
         assert self._session is not None
         problem = ""
         for _ in self._addresses:
@@ -168,7 +198,8 @@ class LearnerLink:
                         self.url("/v1/link"), max_msg_size=MOST_MESSAGE_BYTES, compress=0, autoping=True
                     )
             except aiohttp.WSServerHandshakeError as wrong:
-                problem = f"the syncer answered {wrong.status}"
+                said = wrong.headers.get(HEADER) if wrong.headers is not None else None
+                problem = f"the syncer answered {wrong.status}{f': {said}' if said else ''}"
             except (aiohttp.ClientError, OSError, TimeoutError) as wrong:
                 problem = why(wrong)
             self.turn()
@@ -314,6 +345,9 @@ async def _check(answer: aiohttp.ClientResponse) -> None:
 
 
 def why(wrong: BaseException | None) -> str:
+    problem = tls_problem(wrong)
+    if problem is not None:
+        return problem
     if isinstance(wrong, aiohttp.ClientConnectorError):
         wrong = wrong.os_error  # aiohttp puts its settings for TLS into the sentence, which nobody asked for
     return str(wrong) or type(wrong).__name__

@@ -14,13 +14,16 @@ from typing import Any
 
 from aiohttp import web
 
+from atoll.net.access import check_access
 from atoll.net.byte_buffers import READ_BYTES
 from atoll.net.lease import TAKE_OVER_S, Turn, Watcher
+from atoll.net.listening import Listener
 from atoll.net.reaching import Reachable, forget_where, tell_where
 from atoll.net.run_settings import RunSettings
 from atoll.net.store import Fenced
-from atoll.net.syncer import LOOPBACK, SyncerProcess
+from atoll.net.syncer import SyncerProcess
 from atoll.net.syncer_http import build_app
+from atoll.net.tls import KeyFiles, ServerTls
 
 LOOK_EVERY_S = 0.25
 LINGER_S = 1.0
@@ -29,15 +32,6 @@ LINGER_S = 1.0
 
 class Superseded(Exception):  # noqa: N818 - a fact about this process, not an error in anything
     """Another syncer has taken over. Nothing that this one wrote since counts, and it must not be started again."""
-
-
-def check_access(host: str, token: str | None) -> None:
-    if token is None and host not in LOOPBACK:
-        raise ValueError(
-            f"without a token the syncer listens on this machine only, not on {host}: give --token, or --host 127.0.0.1"
-        )
-    if token is not None and len(token) < 8:
-        raise ValueError("a token needs at least 8 letters: everybody who can reach the port may try")
 
 
 def serve_syncer(
@@ -49,14 +43,18 @@ def serve_syncer(
     on_ready: Callable[[str], None] | None = None,
     on_finished: Callable[[SyncerProcess], None] | None = None,
     take_over: bool = False,
+    keys: KeyFiles | None = None,
+    plain_text: bool = False,
 ) -> bool:
     """Serve one run until it is over; True when it is. SIGINT and SIGTERM stop it so that it can go on later.
 
     `take_over`: also from a syncer that holds the directory and stands still. Raises `Superseded` when somebody took
-    over from this one.
+    over from this one. `keys`: TLS with them, and without them only this machine is served, unless `plain_text` says
+    that nobody else is on the network.
     """
-    check_access(host, token)
-    return asyncio.run(_serve(directory, settings, host, port, token, on_ready, on_finished, take_over))
+    tls = ServerTls(keys) if keys is not None else None
+    check_access(host, token, tls, plain_text)
+    return asyncio.run(_serve(directory, settings, host, port, token, on_ready, on_finished, take_over, tls))
 
 
 def wait_to_take_over(
@@ -85,13 +83,14 @@ async def _serve(
     on_ready: Callable[[str], None] | None,
     on_finished: Callable[[SyncerProcess], None] | None,
     take_over: bool,
+    tls: ServerTls | None,
 ) -> bool:
     log = logging.getLogger("atoll.syncer")
     stopped = asyncio.Event()
     # Who takes over asks for its address first: without one it would only have put an end to the other.
     sock = _bound(host, port) if take_over else None
     try:
-        syncer = SyncerProcess(directory, settings, token=token, log=log, take_over=take_over)
+        syncer = SyncerProcess(directory, settings, token=token, tls=tls, log=log, take_over=take_over)
     except BaseException as wrong:
         if sock is not None:
             sock.close()
@@ -105,15 +104,19 @@ async def _serve(
         build_app(syncer), access_log=None, logger=unheard, shutdown_timeout=2.0, read_bufsize=READ_BYTES
     )
     signals = _stop_on_signals(stopped)
+    listener: Listener | None = None
     try:
         await syncer.start()
         await runner.setup()
         sock = sock if sock is not None else _bound(host, port)
-        await web.SockSite(runner, sock).start()
+        assert runner.server is not None
+        listener = Listener(sock, runner.server, syncer.access)
+        syncer.on_proved = listener.proved
+        listener.start()
         bound = sock.getsockname()
         address = f"[{bound[0]}]:{bound[1]}" if sock.family is socket.AF_INET6 else f"{bound[0]}:{bound[1]}"
-        _tell_where(directory, Reachable(address, token, syncer.store.epoch), log)
-        log.info("listening on %s%s", address, "" if token else ", this machine only: no token was given")
+        _tell_where(directory, Reachable(address, token, syncer.store.epoch, tls.files if tls else None), log)
+        log.info("listening on %s%s", address, _how(token, tls))
         if on_ready is not None:
             on_ready(address)
         await _first(stopped.wait(), syncer.over.wait())
@@ -129,9 +132,17 @@ async def _serve(
     finally:
         forget_where(directory, syncer.store.epoch)
         await syncer.stop()
+        if listener is not None:
+            await listener.stop()
         await runner.cleanup()
         for number, handler in signals.items():
             signal.signal(number, handler)
+
+
+def _how(token: str | None, tls: ServerTls | None) -> str:
+    if tls is not None:
+        return ", TLS, for those who have a key" if tls.asks_for_keys else ", TLS, for those who have the token"
+    return "" if token else ", this machine only: no token was given"
 
 
 def _tell_where(directory: Path, reachable: Reachable, log: logging.Logger) -> None:
@@ -154,7 +165,7 @@ def _stop_on_signals(stopped: asyncio.Event) -> dict[signal.Signals, Any]:
 
 def _bound(host: str, port: int) -> socket.socket:
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as wrong:
         raise ValueError(f"cannot listen on {host}: {wrong.strerror}; give another --host") from None
     family, kind, _, _, where = found[0]

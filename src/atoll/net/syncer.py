@@ -7,7 +7,6 @@ another writes files. Whoever is slow (a disk, a learner's link) delays neither 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
 from collections import Counter
@@ -54,6 +53,7 @@ from atoll.core.tables import Stage
 from atoll.core.tape import Actor, Entry
 from atoll.core.types import SYNCER, FragmentId, Incarnation, LearnerId
 from atoll.ml.plan import FragmentPlan
+from atoll.net.access import Access
 from atoll.net.controls import Wishes
 from atoll.net.durable import StoreDamaged
 from atoll.net.held_fragments import HeldFragment
@@ -67,9 +67,9 @@ from atoll.net.store import CONTROLS, Fenced, Store
 from atoll.net.syncer_link import SyncerLink
 from atoll.net.syncer_metrics import SyncerMetrics
 from atoll.net.tape_keeper import TapeKeeper
+from atoll.net.tls import ServerTls
 from atoll.tape_files import new_header
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 RECEIVING_BYTES = 256 * 2**20
 """Of contributions that are being received at once, unless four of the largest fragments are more."""
 
@@ -95,6 +95,7 @@ class SyncerProcess:
         settings: RunSettings,
         *,
         token: str | None = None,
+        tls: ServerTls | None = None,
         log: logging.Logger | None = None,
         take_over: bool = False,
     ) -> None:
@@ -118,7 +119,8 @@ class SyncerProcess:
         self.snapshots = SnapshotNews()
         self.failed: BaseException | None = None  # our bug; what is durable is right, and another process goes on
         self.gate = MemoryGate(RECEIVING_BYTES)
-        self._token = token
+        self.access = Access(token, tls, self.refused, self.log)
+        self.on_proved: Callable[[asyncio.BaseTransport | None], None] = lambda transport: None
         self._loop = asyncio.get_running_loop()
         self._merge_thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-merge")
         self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-disk")
@@ -145,6 +147,8 @@ class SyncerProcess:
         if self.settings.plan is not None:
             await self._restore(self.settings.plan)
         self._spawn(self._watch_fence())
+        if self.access.tls is not None:
+            self._spawn(self.access.watch(self.links.values()))
 
     async def _restore(self, plan: FragmentPlan) -> None:
         def load() -> tuple[Restored, dict[FragmentId, HeldFragment]]:
@@ -383,6 +387,11 @@ class SyncerProcess:
         self.handed[learner] = max(known, self.handed.get(learner, 0)) + 1
         return learner, self.handed[learner]
 
+    def present(self) -> set[LearnerId]:
+        """Learners that have a link, or a number and no link yet."""
+        members = self.core.members if self.core is not None else {}
+        return {key[0] for key in self.links} | {learner for learner in self.handed if learner not in members}
+
     def attach(self, link: SyncerLink) -> None:
         old = self.links.pop(link.key, None)
         if old is not None:
@@ -435,13 +444,6 @@ class SyncerProcess:
         return self.core.cut.id
 
     # ---------------------------------------------------------------------------------------------------- showing
-
-    def is_allowed(self, authorization: str) -> bool:
-        """Compared in constant time, whatever is sent."""
-        if self._token is None:
-            return True
-        expected = f"Bearer {self._token}".encode()
-        return hmac.compare_digest(authorization.encode("utf-8", "surrogateescape"), expected)
 
     @property
     def finished(self) -> bool:

@@ -21,6 +21,7 @@ from atoll.ml.codecs import codec
 from atoll.ml.robust import size_of
 from atoll.net.arrivals import ArrivalKey, Arrivals, Claim
 from atoll.net.byte_buffers import CHUNK_BYTES, SMALL_BYTES, ByteBuffers
+from atoll.net.identity import check_speaker
 from atoll.net.memory_gate import MemoryGate
 from atoll.net.stand_still import StandStill
 from atoll.net.syncer import Payload, SyncerProcess
@@ -154,6 +155,7 @@ class Bulk:
         return plan.numel(p), codec(self.syncer.settings.numerics.up).size(plan.numel(p))
 
     def check_link(self, learner: int, incarnation: int, session: int) -> None:
+        check_speaker(learner)
         if (learner, incarnation, session) not in self.syncer.links:
             raise LinkGone
 

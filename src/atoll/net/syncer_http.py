@@ -15,6 +15,7 @@ from atoll.core.protocol import Contribution, Envelope, Hello, InnerState, Messa
 from atoll.core.types import FragmentId
 from atoll.ml.plan import FragmentPlan
 from atoll.net.controls import control, who_problem
+from atoll.net.identity import HEADER, NotYours, Turned, check_speaker, own_number
 from atoll.net.prometheus import MISSING, exposition
 from atoll.net.snapshot_files import snapshot_info
 from atoll.net.spool import Spool, SpoolFile
@@ -79,18 +80,24 @@ class Paths:
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Token first; then whatever is wrong with a request closes that connection and is counted."""
+        """Who asks comes first; then whatever is wrong with a request closes that connection and is counted."""
         syncer = self.syncer
-        if not syncer.is_allowed(request.headers.get("Authorization", "")):
-            syncer.refused["token"] += 1
-            syncer.log.warning("a request without the right token from %s was refused", request.remote)
-            return error(401, "the token is missing or wrong: the learner and the syncer must be given the same one")
+        turned = syncer.access.refusal(request)
+        if turned is not None:
+            answer = error(turned.status, turned.sentence)
+            answer.headers[HEADER] = turned.sentence
+            answer.force_close()  # another key is shown on another connection
+            return answer
+        syncer.on_proved(request.transport)
         try:
             return await handler(request)
         except WireError as wrong:
             syncer.refused[wrong.code] += 1
             syncer.log.warning("%s %s from %s was refused: %s", request.method, request.path, request.remote, wrong)
             return error(400, str(wrong), wrong.code)
+        except NotYours as wrong:
+            syncer.access.turn_away(Turned(wrong.code, 403, str(wrong)), str(request.remote), request.path)
+            return error(403, str(wrong), wrong.code)
         except LinkGone:
             return error(409, "the link that this belongs to is closed")
         except ConnectionError as wrong:
@@ -115,7 +122,7 @@ class Paths:
         wanted = raw.get("learner") if isinstance(raw, dict) else 0
         if wanted is not None and (type(wanted) is not int or not 1 <= wanted <= 1_000_000):
             raise WireError("a learner's number is a whole number from 1, or null for any", "type")
-        learner, incarnation = self.syncer.hand_out(wanted)
+        learner, incarnation = self.syncer.hand_out(own_number(wanted, self.syncer.present()))
         return web.json_response({"learner": learner, "incarnation": incarnation})
 
     async def model(self, request: web.Request) -> web.StreamResponse:
@@ -185,7 +192,7 @@ class Paths:
         await socket.prepare(request)
         link: SyncerLink | None = None
         why = "the connection was closed"
-        refusal: WireError | None = None
+        refusal: WireError | NotYours | None = None
         try:
             async for message in socket:
                 if message.type is WSMsgType.BINARY:
@@ -202,7 +209,7 @@ class Paths:
                     raise WireError(str(message.data), "size" if too_big else "type")
                 elif message.type is WSMsgType.ERROR:
                     why = f"the connection broke: {socket.exception()}"
-        except WireError as wrong:
+        except (WireError, NotYours) as wrong:
             refusal = wrong
             why = f"what it sent was refused: {wrong}"
             self.syncer.refused[wrong.code] += 1
@@ -223,6 +230,7 @@ class Paths:
         if link is None:
             if type(envelope.body) is not Hello:
                 raise WireError(f"the first message on a link is Hello, found {type(envelope.body).__name__}", "type")
+            check_speaker(envelope.learner)
             link = SyncerLink(key, socket, request.transport, self.syncer.fragments)
             self.syncer.attach(link)
         if link.key != key:
@@ -282,7 +290,9 @@ class Paths:
         return envelope
 
     async def get_state(self, request: web.Request) -> web.StreamResponse:
-        path = self.spool.path(numbers(request, "learner", "incarnation"))
+        learner, incarnation = numbers(request, "learner", "incarnation")
+        check_speaker(learner)
+        path = self.spool.path((learner, incarnation))
         if path is None:
             return error(404, "no inner state waits for this learner")
         return web.FileResponse(path)

@@ -37,7 +37,7 @@ class SyncerLink:
     ) -> None:
         self.key = key
         self._socket = socket
-        self._transport = transport
+        self.transport = transport
         self._fragments = fragments
         self._told: dict[FragmentId, Version] = {}  # and kept, until the learner has it or wants another
         self._untold: dict[FragmentId, Envelope] = {}  # the newest version of a fragment that is in `_told`
@@ -106,8 +106,8 @@ class SyncerLink:
         """It has not read for all that time. Without this nobody would ever notice: nothing comes, nothing goes."""
         if not self._task.done():
             self._task.cancel()
-            if self._transport is not None:
-                self._transport.abort()
+            if self.transport is not None:
+                self.transport.abort()
 
     async def closed(self) -> None:
         await asyncio.wait([self._task], timeout=2 * CLOSING_S)

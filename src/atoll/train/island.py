@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atoll.net.learner import Learner, addresses
-from atoll.net.reaching import NoAnswer, Refused, ask
+from atoll.net.addresses import Place
+from atoll.net.learner import Learner
+from atoll.net.reaching import Distrusted, NoAnswer, Refused, ask
 from atoll.net.run_settings import RunSettings
 from atoll.train.job_settings import JobSettings
 from atoll.train.loop import InnerLoop, Metrics, Step
@@ -26,11 +27,22 @@ def train_island(
     token: str | None,
     run: Path,
     on_step: Callable[[Learner, Step], None] | None = None,
+    keys: Path | None = None,
+    ca: Path | None = None,
 ) -> bool:
     """Train as this learner, or as whichever the syncer says, until the run is over. False: it was asked to leave."""
     loop = InnerLoop(settings)
-    rate = settings.max_rate
-    with Learner(loop.model, loop.optimizer, syncer, token, learner=learner, run_directory=run, max_rate=rate) as link:
+    with Learner(
+        loop.model,
+        loop.optimizer,
+        syncer,
+        token,
+        keys=keys,
+        ca=ca,
+        learner=learner,
+        run_directory=run,
+        max_rate=settings.max_rate,
+    ) as link:
         loop.keep_pace_of(link.id)
         share = JobSettings.from_json(link.extra).share_of_a_step(loop.config.context)  # of the run as it was founded
 
@@ -57,16 +69,21 @@ class Job(NamedTuple):
     settings: JobSettings
 
 
-def ask_for_job(syncer: str, token: str | None, on_wait: Callable[[], None] | None = None, wait_s: float = 60.0) -> Job:
+def ask_for_job(
+    place: Place, token: str | None, on_wait: Callable[[], None] | None = None, wait_s: float = 60.0
+) -> Job:
     """What a syncer has for its learners to do. Waits for a syncer that is not there yet, and says so once."""
-    places = addresses(syncer).split(",")  # refuses what is none
+    place.check()
+    syncer, places = place.addresses, place.addresses.split(",")
     until = time.monotonic() + wait_s
     while True:
         try:
-            told = ask(places[0], token, "GET", "/v1/run", 10.0)
+            told = ask(places[0], token, "GET", "/v1/run", 10.0, tls=place.tls)
             break
         except Refused as refused:
             raise ValueError(f"the syncer at {syncer} refused: {refused}") from None
+        except Distrusted:
+            raise
         except NoAnswer as wrong:
             places.append(places.pop(0))
             if time.monotonic() >= until:

@@ -251,7 +251,8 @@ class Supervisor:
 def serve_job(settings: JobSettings, run_id: str, run: Path, port: int, token: str, host: str = "127.0.0.1") -> None:
     """In the syncer's process, until the run is over."""
     torch.set_num_threads(1)  # the cores belong to the learners
-    if not serve_syncer(run, run_of(settings, run_id), host=host, port=port, token=token):
+    # Another address than the loopback one is that of network namespaces, which are on this machine too.
+    if not serve_syncer(run, run_of(settings, run_id), host=host, port=port, token=token, plain_text=True):
         raise KeyboardInterrupt  # it was told to stop
 
 

@@ -1,0 +1,66 @@
+"""docs/security.md says what the code does. Each comparison is shown to be able to fail."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from atoll.net import identity, listening, syncer, tls
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TEXT = (ROOT / "docs/security.md").read_text(encoding="utf-8")
+
+Check = Callable[[str], Iterator[str]]
+
+
+def every_code_is_told(text: str) -> Iterator[str]:
+    told = re.findall(r"^\| `([\w-]+)` \| ", text.partition("## What is refused")[2], re.MULTILINE)
+    if told != list(identity.CODES):
+        yield f"the table has {told}, the code {identity.CODES}"
+
+
+def limits_are_those_of_the_code(text: str) -> Iterator[str]:
+    mib = syncer.RECEIVING_BYTES // 2**20
+    for row in (
+        f"at once | {listening.MOST_UNPROVEN}; one more",
+        f"for a handshake | {listening.HANDSHAKE_S:g} s |",
+        f"is let in | {listening.UNPROVEN_S:g} s |",
+        f"being received | {mib} MiB,",
+    ):
+        if row not in text:
+            yield f"the table of limits lacks {row!r}"
+
+
+def names_and_files_are_those_of_the_code(text: str) -> Iterator[str]:
+    names = (f"{identity.LEARNER}{identity.ANY}", identity.OPERATOR, identity.OF_SYNCER)
+    for word in (*names, tls.CERTIFICATE, tls.KEY, tls.AUTHORITY, tls.REVOKED, *identity.OPERATORS_ONLY):
+        if f"`{word}`" not in text:
+            yield f"{word} is not told"
+
+
+CHECKS: dict[Check, tuple[str, str]] = {
+    every_code_is_told: ("| `no-key` |", "| `keyless` |"),
+    limits_are_those_of_the_code: ("| 256; one more", "| 512; one more"),
+    names_and_files_are_those_of_the_code: ("`/v1/finish`", "`/v1/end`"),
+}
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_page_says_what_the_code_does(check):
+    assert list(check(TEXT)) == []
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_check_sees_a_planted_mistake(check):
+    word, other = CHECKS[check]
+    assert word in TEXT
+    assert list(check(TEXT.replace(word, other))) != []
+
+
+def test_every_refusal_has_one_of_the_codes():
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src/atoll/net").glob("*.py"))
+    used = set(re.findall(r'Turned\(\s*"([\w-]+)"', source)) | {identity.NotYours.code}
+    assert used == set(identity.CODES)
