@@ -28,6 +28,7 @@ import torch
 
 from atoll.net.run_settings import RunSettings
 from atoll.net.serving import serve_syncer
+from atoll.net.tls import key_files
 
 START_S = 60.0
 END_S = 10.0
@@ -166,13 +167,17 @@ class Syncer(NamedTuple):
 
 
 @contextlib.contextmanager
-def syncer(settings: RunSettings, core: int | None = None, profile: str | None = None) -> Iterator[Syncer]:
+def syncer(
+    settings: RunSettings, core: int | None = None, profile: str | None = None, keys: Path | None = None
+) -> Iterator[Syncer]:
     """A real syncer on a free port of this machine, with a directory of its own that goes away with it.
 
-    `profile`: a file for the profile of its event loop. A syncer that is profiled is slower.
+    `profile`: a file for the profile of its event loop. A syncer that is profiled is slower. `keys`: of the syncer, as
+    atoll keys makes them; only those with a key of the same authority are let in.
     """
     with tempfile.TemporaryDirectory(prefix="atoll-bench-") as name:
-        process = start_python(__file__, "syncer", name, json.dumps(settings.to_json()), profile or "", core=core)
+        told = json.dumps(settings.to_json())
+        process = start_python(__file__, "syncer", name, told, profile or "", str(keys or ""), core=core)
         try:
             assert process.stdout is not None
             address = process.stdout.readline().strip()
@@ -183,7 +188,7 @@ def syncer(settings: RunSettings, core: int | None = None, profile: str | None =
             end(process)
 
 
-def serve(directory: str, settings: str, profile: str) -> None:
+def serve(directory: str, settings: str, profile: str, keys: str) -> None:
     """In the child."""
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.ERROR, format="syncer: %(message)s")
@@ -196,6 +201,7 @@ def serve(directory: str, settings: str, profile: str) -> None:
         RunSettings.from_json(json.loads(settings)),
         port=0,
         on_ready=lambda address: print(address, flush=True),
+        keys=key_files(Path(keys), of_syncer=True) if keys else None,
     )
     if profiler is not None:
         profiler.disable()

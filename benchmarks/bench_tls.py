@@ -1,0 +1,141 @@
+"""What TLS costs: time per step and the syncer's processor time with mutual keys against plain text.
+
+    python benchmarks/bench_tls.py [--json] [--seconds 40] [--step-ms 50] [--size 10m]
+
+Two runs on this machine at the same time, one with keys of a private authority on both sides, one in plain text; in
+each of them one learner with a paced step, whose compute is a sleep, and P = H = 24: at every step one fragment goes up
+and another one comes down. Both learners are in this process and take their blocks of steps in turns, so that what
+drifts, drifts for both; the syncers are processes of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts its threads
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from atoll.core.types import Limits, RunConfig
+from atoll.net.keys import Authority
+from atoll.net.learner import Learner
+from atoll.net.run_settings import RunSettings
+from atoll.train.models import SIZES, build, inner_optimizer, parameter_count
+from benchmarks.measuring import MIB, as_json, begin, cpu_s, describe, rest, spread, syncer
+
+FRAGMENTS = EVERY_STEPS = 24
+UNCOUNTED = 3  # steps at the start of a block: nothing arrives in them
+TARGET = 1.01
+
+PATIENT = Limits(first_wait_s=300.0, least_wait_s=300.0)
+"""A learner that reports nothing during the other's block is not lost."""
+
+
+class Side(NamedTuple):
+    """One run."""
+
+    learner: Learner
+    syncer_pid: int
+
+
+def block(side: Side, steps: int, step_s: float, tokens: int) -> tuple[list[float], float, int]:
+    """Seconds per step, the syncer's processor time, and bytes both ways."""
+    rest(lambda: side.learner.stats()[2:4])
+    before = side.learner.stats()
+    syncer_s = cpu_s(side.syncer_pid)
+    taken = []
+    for _ in range(steps + UNCOUNTED):
+        began = time.perf_counter()
+        time.sleep(step_s)
+        side.learner.step(tokens=tokens)
+        taken.append(time.perf_counter() - began)
+    rest(lambda: side.learner.stats()[2:4])  # what is under way belongs to this block
+    after = side.learner.stats()
+    moved = after.bytes_up + after.bytes_down - before.bytes_up - before.bytes_down
+    return taken[UNCOUNTED:], cpu_s(side.syncer_pid) - syncer_s, moved
+
+
+def measure(size: str, step_s: float, seconds: float, steps: int) -> dict[str, Any]:
+    config = SIZES[size]
+    settings = RunSettings(RunConfig("tls", FRAGMENTS, EVERY_STEPS, limits=PATIENT))
+    pairs = max(2, round(seconds / (2 * (steps + UNCOUNTED) * step_s)))
+    with ExitStack() as stack:
+        ring = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="atoll-keys-"))) / "keys"
+        Authority.init(ring).add("one")
+        sides = {}
+        for name, keys in (("plain", None), ("tls", ring)):
+            model = build(config, seed=0)
+            served = stack.enter_context(syncer(settings, keys=keys))
+            shown = ring / "one" if keys is not None else None
+            learner = stack.enter_context(Learner(model, inner_optimizer(model), served.address, keys=shown))
+            sides[name] = Side(learner, served.pid)
+        for side in sides.values():
+            while side.learner.stats().adopted < 2 * FRAGMENTS:  # every fragment has arrived, and was updated once
+                block(side, 4, step_s, 1)
+        found: dict[str, list[tuple[list[float], float, int]]] = {"plain": [], "tls": []}
+        for pair in range(pairs):
+            for name in ("plain", "tls") if pair % 2 == 0 else ("tls", "plain"):
+                found[name].append(block(sides[name], steps, step_s, 1))
+        parameters = parameter_count(model)
+    means = {name: [sum(taken) / len(taken) for taken, _, _ in blocks] for name, blocks in found.items()}
+    told: dict[str, Any] = {"size": size, "parameters": parameters, "pairs": pairs, "block": steps, "step_s": step_s}
+    for name, blocks in found.items():
+        count = pairs * (steps + UNCOUNTED)
+        told[name] = {
+            "step_s": spread(means[name]),
+            "syncer_cpu_s": sum(cpu for _, cpu, _ in blocks) / count,  # per step
+            "bytes": sum(moved for _, _, moved in blocks) / count,
+        }
+    told["ratio"] = spread([tls / plain for tls, plain in zip(means["tls"], means["plain"], strict=True)])
+    told["syncer_cpu_ratio"] = told["tls"]["syncer_cpu_s"] / told["plain"]["syncer_cpu_s"]
+    return told
+
+
+def show(told: dict[str, Any]) -> None:
+    print(
+        f"{told['parameters']:,} parameters, steps paced at {1e3 * told['step_s']:g} ms, P = H = {FRAGMENTS}, "
+        f"{told['pairs']} pairs of blocks of {told['block']} steps\n"
+    )
+    for name, what in (("plain", "plain text"), ("tls", "TLS 1.3, mutual")):
+        step = told[name]["step_s"]
+        print(
+            f"  {what:16} step {1e3 * step.median:8.3f} ms ({1e3 * step.low:.3f} to {1e3 * step.high:.3f}), "
+            f"syncer {1e3 * told[name]['syncer_cpu_s']:7.2f} ms of processor time per step, "
+            f"{told[name]['bytes'] / MIB:.2f} MiB moved"
+        )
+    ratio = told["ratio"]
+    reached = "reached" if ratio.median <= TARGET else "not reached"
+    print(f"\n  step time, TLS / plain  {ratio.median:.4f} ({ratio.low:.4f} to {ratio.high:.4f})", end="")
+    print(f"; wanted: {TARGET}, {reached}")
+    print(f"  syncer's processor time, TLS / plain  {told['syncer_cpu_ratio']:.2f}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--size", default="10m", choices=sorted(SIZES), help="of the model")
+    parser.add_argument("--seconds", type=float, default=40.0, help="of steps, both sides together")
+    parser.add_argument("--step-ms", type=float, default=50.0, help="how long a step takes by itself")
+    parser.add_argument("--block", type=int, default=20, help="counted steps of a block")
+    options = parser.parse_args()
+    where = begin()
+    torch.manual_seed(0)
+    told = measure(options.size, options.step_ms / 1e3, options.seconds, options.block)
+    if options.json:
+        print(as_json({"machine": where, **told}))
+    else:
+        print(f"what TLS costs; {describe(where)}")
+        show(told)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
