@@ -8,7 +8,12 @@ from atoll.core.reasons import Reason
 
 MOST_REMEMBERED = 64
 
-STATES = {"snapshot-started": "being taken", "snapshot-durable": "durable", "snapshot-abandoned": "abandoned"}
+STATES = {
+    "snapshot-started": "being taken",
+    "snapshot-asked": "being taken",
+    "snapshot-durable": "durable",
+    "snapshot-abandoned": "abandoned",
+}
 """By what the core says."""
 
 
