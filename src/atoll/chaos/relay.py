@@ -94,6 +94,8 @@ class Relay:
         self._free_at = {True: 0.0, False: 0.0}  # when the link has sent what it was given
         self._counts = [0, 0, 0, 0, 0]
         self._carried: dict[asyncio.StreamWriter, int] = {}  # by every end that is written to
+        self._break_after: float | None = None
+        self.broken = 0  # connections that broke because of it
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -134,12 +136,18 @@ class Relay:
         for up in _directions(way):
             self._loop.call_soon_threadsafe(self._changes.__setitem__, up, how)
 
-    def reset(self, beyond_bytes: int = -1) -> None:
-        """Break every connection as it stands that has carried more than so much since the last `count_anew`."""
-        self.call(self._reset(beyond_bytes))
+    def reset(self) -> None:
+        """Break every connection as it stands."""
+        self.call(self._reset())
 
-    def count_anew(self) -> None:
-        self._loop.call_soon_threadsafe(lambda: self._carried.update(dict.fromkeys(self._carried, 0)))
+    def break_after(self, bytes_each: float | None) -> None:
+        """Every connection breaks when it has carried so much one way from now on, as some boxes in between do it."""
+
+        def begin() -> None:
+            self._carried.update(dict.fromkeys(self._carried, 0))
+            self._break_after = bytes_each
+
+        self._loop.call_soon_threadsafe(begin)
 
     # ------------------------------------------------------------------------------------------ in the loop
 
@@ -160,10 +168,9 @@ class Relay:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.sleep(0)  # an abort is carried out at the next turn
 
-    async def _reset(self, beyond_bytes: int = -1) -> None:
-        for writer, carried in list(self._carried.items()):
-            if carried > beyond_bytes:
-                writer.transport.abort()
+    async def _reset(self) -> None:
+        for writer in list(self._carried):
+            writer.transport.abort()
 
     async def _taken(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -223,6 +230,9 @@ class Relay:
                 data = self._changes[up](data)
             self._counts[1 if up else 2] += len(data)
             self._carried[writer] = self._carried.get(writer, 0) + len(data)
+            if self._break_after is not None and self._carried[writer] > self._break_after:
+                self.broken += 1
+                raise ConnectionResetError
             writer.write(data)
             await writer.drain()
 
