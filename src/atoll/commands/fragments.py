@@ -52,7 +52,7 @@ def run(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A size of the reference model (100k, 1m, 5m, 10m, moe), a .safetensors file, or a run.",
+            help="A size of the reference model (100k, 360k, 1m, 5m, 10m, moe), a .safetensors file, or a run.",
         ),
     ],
     fragments: Annotated[int, typer.Option("--fragments", metavar="P", help="Fragments of the model.")] = 24,

@@ -31,7 +31,7 @@ Model = Annotated[
     typer.Option(
         "--model",
         metavar="SIZE",
-        help="Parameters of the byte-level GPT: 100k, 1m, 5m, 10m; or moe. [default: 1m]",
+        help="Parameters of the byte-level GPT: 100k, 360k, 1m, 5m, 10m; or moe. [default: 1m]",
     ),
 ]
 Experts = Annotated[

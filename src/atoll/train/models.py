@@ -45,6 +45,7 @@ class GPTConfig:
 
 SIZES: dict[str, GPTConfig] = {
     "100k": GPTConfig(layers=2, heads=2, width=64, context=64),
+    "360k": GPTConfig(layers=3, heads=4, width=96, context=64),
     "1m": GPTConfig(layers=5, heads=4, width=128, context=64),
     "5m": GPTConfig(layers=6, heads=4, width=256, context=64),
     "10m": GPTConfig(layers=6, heads=6, width=384, context=64),
