@@ -237,6 +237,19 @@ class ControlRequested(NamedTuple):
     who: str
 
 
+class ShardLost(NamedTuple):
+    """The process that holds these fragments is away. What it had received and not made durable is gone."""
+
+    fragments: tuple[FragmentId, ...]
+    why: str
+
+
+class ShardBack(NamedTuple):
+    """It is back, with the newest durable version of each of its fragments."""
+
+    held: tuple[tuple[FragmentId, Version], ...]
+
+
 class Started(NamedTuple):
     """First event of every process: the core may now act."""
 
@@ -305,6 +318,8 @@ SyncerEvent = (
     | SnapshotRequested
     | FinishRequested
     | ControlRequested
+    | ShardLost
+    | ShardBack
 )
 LearnerEvent = (
     Started

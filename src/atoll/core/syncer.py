@@ -30,6 +30,8 @@ from atoll.core.protocol import (
     Ready,
     Report,
     Resync,
+    ShardBack,
+    ShardLost,
     SnapshotPart,
     SnapshotRequested,
     Started,
@@ -95,7 +97,7 @@ class SyncerView(NamedTuple):
 
 
 class SyncerCore(Ending):
-    """One syncer process, or one shard of it.
+    """One syncer process.
 
     >>> core = SyncerCore(RunConfig(fragments=2, every_steps=2), epoch=1)
     >>> core.handle(0.0, Started())
@@ -314,6 +316,8 @@ _EVENTS: Table = (
     (SnapshotRequested, "_on_snapshot_requested"),
     (FinishRequested, "_on_finish_requested"),
     (ControlRequested, "_on_control"),
+    (ShardLost, "_on_shard_lost"),
+    (ShardBack, "_on_shard_back"),
 )
 _BODIES: Table = (
     (Report, "_on_report"),

@@ -5,13 +5,13 @@ from __future__ import annotations
 from atoll.core.policy import backoff_s, budget_reason
 from atoll.core.protocol import Envelope, Finish, FinishAck, FinishRequested, Halt, ManifestRecord, Persist
 from atoll.core.reasons import Reason
-from atoll.core.syncer_controls import Controls
 from atoll.core.syncer_members import CONNECTED
+from atoll.core.syncer_shards import Shards
 from atoll.core.syncer_state import Fragment, Member
 from atoll.core.tables import Phase, Stage
 
 
-class Ending(Controls):
+class Ending(Shards):
     def _check_budget(self, now: float) -> None:
         reason = budget_reason(self.config, self.merges, self.ledger.trained)
         if reason is not None:

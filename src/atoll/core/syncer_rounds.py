@@ -52,13 +52,13 @@ class Rounds(SyncerState, ABC):
     def _front(self) -> Fragment | None:
         """The idle fragment that opened longest ago. Fragments in flight are few and passed over."""
         for f in self.by_opening.values():
-            if f.phase is Phase.IDLE and f.id not in self.retrying:
+            if f.phase is Phase.IDLE and f.id not in self.retrying and not f.away:
                 return f
         return None
 
     def _is_ripe(self, f: Fragment) -> bool:
         """K live learners have taken H steps since the last round of this fragment opened."""
-        return self._steps_ready(f) >= self.config.quorum
+        return not f.away and self._steps_ready(f) >= self.config.quorum
 
     def _steps_ready(self, f: Fragment) -> int:
         """Live learners with enough steps since the last opening. Reports that a link has held up arrive together and
@@ -154,7 +154,7 @@ class Rounds(SyncerState, ABC):
         if f.round_is_final:
             self._check_round(now, f)  # asked for the last time: from here on a quorum is enough
 
-    def _abandon(self, now: float, f: Fragment, reason: Reason) -> None:
+    def _abandon(self, now: float, f: Fragment, reason: Reason, what: str = "") -> None:
         """Nothing is merged, every learner keeps its progress, the fragment becomes ripe again.
 
         The steps it takes to be ripe again double with each attempt up to H: when learners are gone, asking the same
@@ -162,7 +162,7 @@ class Rounds(SyncerState, ABC):
         """
         assert f.round is not None
         self._out.append(DiscardRound(f.round, self._note(reason)))
-        self._phase(f, "abandoned" if f.phase is Phase.PULLING else "merge failed")
+        self._phase(f, what or ("abandoned" if f.phase is Phase.PULLING else "merge failed"))
         f.reason = reason
         f.round = None
         f.asked = {}
@@ -390,7 +390,12 @@ class Rounds(SyncerState, ABC):
         owed = member.owed.get(f.id)
         tries = owed.tries if owed is not None and owed.version != f.version else 1
         member.owed[f.id] = Owed(f.version, now, tries)
+        if f.away:
+            return  # nobody could fetch it
         self._send_version(member, f, base=held if held == f.version - 1 and held >= 0 and owed is None else None)
+        self._watch_delivery(now, member)
+
+    def _watch_delivery(self, now: float, member: Member) -> None:
         if not member.publish_timer:
             member.publish_timer = True
             self._arm(now + self._ack_patience(member), "publish", member.id)
@@ -408,7 +413,7 @@ class Rounds(SyncerState, ABC):
         member.publish_timer = False
         wait = self._ack_patience(member)
         for p, owed in list(member.owed.items()):
-            if now < owed.sent_at + wait * 2.0 ** (owed.tries - 1):
+            if self.fragments[p].away or now < owed.sent_at + wait * 2.0 ** (owed.tries - 1):
                 continue
             if owed.tries >= self.limits.publish_tries:
                 member.ack.add(now - owed.sent_at)  # at least: see the same in _on_pull_timer
@@ -417,9 +422,10 @@ class Rounds(SyncerState, ABC):
                 return
             member.owed[p] = Owed(owed.version, now, owed.tries + 1)
             self._send_version(member, self.fragments[p], base=None)
-        if member.owed:
+        sent = [owed for p, owed in member.owed.items() if not self.fragments[p].away]
+        if sent:
             member.publish_timer = True
-            due = min(o.sent_at + wait * 2.0 ** (o.tries - 1) for o in member.owed.values())
+            due = min(o.sent_at + wait * 2.0 ** (o.tries - 1) for o in sent)
             self._arm(max(due, now + self.limits.least_wait_s), "publish", member.id)
 
     def _on_delivered(self, now: float, member: Member, envelope: Envelope, body: Delivered) -> None:
@@ -452,14 +458,15 @@ class Rounds(SyncerState, ABC):
             return
         owed = member.owed.get(f.id)
         tries = 2 if owed is None else owed.tries + 1
+        if f.away:
+            member.owed[f.id] = Owed(f.version, now, 1)  # sent when its shard is back
+            return
         if tries > self.limits.publish_tries:
             self._drop_link(now, member, Reason("member-publish-unanswered", (f.version, f.id, tries - 1)))
             return
         member.owed[f.id] = Owed(f.version, now, tries)
         self._send_version(member, f, base=None)
-        if not member.publish_timer:
-            member.publish_timer = True
-            self._arm(now + self._ack_patience(member), "publish", member.id)
+        self._watch_delivery(now, member)
 
     # ------------------------------------------------------------------------------------ what other parts provide
 

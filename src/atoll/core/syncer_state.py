@@ -64,6 +64,7 @@ class Fragment:
     __slots__ = (
         "asked",
         "attempt",
+        "away",
         "contributions",
         "final",
         "final_tries",
@@ -94,6 +95,7 @@ class Fragment:
         self.id = fragment
         self.version: Version = 0  # newest durable version
         self.phase = Phase.IDLE
+        self.away = False  # the shard that holds it cannot be reached
         self.round: RoundId | None = None  # the open round; None exactly while IDLE
         self.latest_round: RoundId | None = None  # the last one that was opened in this epoch, open or not
         self.attempt = 0  # openings on this version in this epoch

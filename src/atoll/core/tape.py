@@ -137,6 +137,8 @@ REGISTERED: tuple[type, ...] = (
     protocol.SnapshotRequested,
     protocol.FinishRequested,
     protocol.ControlRequested,
+    protocol.ShardLost,
+    protocol.ShardBack,
     protocol.LinkOpened,
     protocol.LinkClosed,
     protocol.DialFailed,
