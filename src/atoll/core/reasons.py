@@ -88,11 +88,12 @@ REASONS: dict[str, str] = {
     "hello-unanswered": "hello said {0} times without a welcome",
     "ping-unanswered": "the syncer did not answer {0} pings",
     "superseded-epoch": "a syncer of epoch {0} has taken over; this one, epoch {1}, stops",
-    # snapshots
+    # shards
     "shard-lost": "its shard is away: {0}",
     "shard-back": "its shard is back, with version {0}",
     "shard-forgot": "its shard came back without version {0}, which was merged and not durable",
     "shard-wrong": "its shard came back with version {0}, the newest is {1}: a directory of another time or run",
+    # snapshots
     "snapshot-started": "snapshot {0} of {1} learners",
     "snapshot-asked": "snapshot {0} of {1} learners, asked for by {2}",
     "snapshot-durable": "snapshot {0} is durable: {1} learners, {2} in-flight contributions",

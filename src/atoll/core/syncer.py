@@ -172,13 +172,12 @@ class SyncerCore(Ending):
             self._save_unsaved()
         if key.kind == "version":
             f = self.fragments[key.number]
+            if f.away:
+                self._ignore("the word of a shard that is away")  # what it holds it says when it is back
+                return
             assert f.phase is Phase.MERGING and f.merged and key.version == f.version + 1, f"unasked {key}"
             self._version_saved(now, f)
-            if self.stage is Stage.RUNNING:
-                self._check_budget(now)
-            self._maybe_cut(now)
-            self._open_ripe(now)
-            self._check_end(now)
+            self._after_versions(now)
         elif key.kind == "members":
             self._members_saved(now, key.number)
         elif key.kind == "leases":
@@ -191,6 +190,9 @@ class SyncerCore(Ending):
     def _on_persist_failed(self, now: float, event: PersistFailed) -> None:
         key = event.key
         if key.kind == "version":
+            if self.fragments[key.number].away:
+                self._ignore("the word of a shard that is away")
+                return
             self._version_not_saved(now, self.fragments[key.number], event.why)
         elif key.kind == "members":
             self._members_not_saved(now, event.why)
@@ -246,14 +248,17 @@ class SyncerCore(Ending):
     def explain(self, f: Fragment) -> Reason:
         """Why the fragment is where it is, for people."""
         quorum = self.config.quorum
+        if f.away:
+            assert f.reason is not None
+            return f.reason
         if f.phase is Phase.IDLE and self.paused:
             return Reason("round-paused")
         if f.phase is Phase.IDLE:
             ready = self._steps_ready(f)
             if ready < quorum:
                 return Reason("round-not-ripe", (ready, quorum, f.need_steps))
-            if self.in_flight >= self.flight_limit:
-                return Reason("round-no-slot", (self.in_flight, self.flight_limit))
+            if self._places_taken() >= self.flight_limit:
+                return Reason("round-no-slot", (self._places_taken(), self.flight_limit))
             return Reason("round-too-few", (len(self._askable(f)), quorum))
         if f.phase is Phase.PULLING:
             return Reason("round-waiting", (len(f.contributions), quorum, f.pull_tries))
@@ -292,6 +297,10 @@ class SyncerCore(Ending):
             assert set(f.contributions) <= set(f.asked), f"fragment {f.id}: contributions of learners not asked"
             if f.phase in (Phase.GRACE, Phase.MERGING):
                 assert len(f.contributions) >= f.quorum, f"fragment {f.id}: {f.phase} below quorum"
+            unheard = f.away and f.phase is Phase.MERGING
+            assert (f.id in self.unheard) == unheard, f"fragment {f.id}: {f.phase}, and its shard's word is awaited"
+            assert not f.away or f.phase is Phase.IDLE or f.merged, f"fragment {f.id}: {f.phase} without its shard"
+            assert not f.away or f.id not in self.unsaved, f"fragment {f.id}: to be saved without its shard"
             if f.round is not None:
                 assert f.round.base == f.version, f"fragment {f.id}: round on {f.round.base}, version {f.version}"
             line = self.ledger.line(f.id)

@@ -17,6 +17,14 @@ class Ending(Shards):
         if reason is not None:
             self._begin_finish(now, reason)
 
+    def _after_versions(self, now: float) -> None:
+        """Versions may have become durable: what that makes due."""
+        if self.stage is Stage.RUNNING:
+            self._check_budget(now)
+        self._maybe_cut(now)
+        self._open_ripe(now)
+        self._check_end(now)
+
     def _on_finish_requested(self, now: float, event: FinishRequested) -> None:
         if self.stage is Stage.RUNNING:
             self._begin_finish(now, Reason("finish-asked"))
@@ -50,7 +58,7 @@ class Ending(Shards):
 
     def _final_failed(self, now: float, f: Fragment, reason: Reason) -> None:
         f.final_tries += 1
-        if f.final_tries >= self.limits.final_tries:
+        if not f.final and f.final_tries >= self.limits.final_tries:
             self._skip_final(f, str(reason))
             self._check_end(now)
 
@@ -62,7 +70,9 @@ class Ending(Shards):
         if self.stage is not Stage.FINISHING or now < self.finish_by:
             return
         for f in self.fragments.values():
-            if f.phase is Phase.IDLE and not f.final:
+            if f.away and not f.final:
+                self._skip_final(f, str(f.reason))
+            elif f.phase is Phase.IDLE and not f.final:
                 live, quorum = len(self._askable(f)), self.config.quorum
                 self._skip_final(f, str(self._note(Reason("round-too-few", (live, quorum)))))
         if any(not f.final for f in self.fragments.values()):
@@ -70,7 +80,8 @@ class Ending(Shards):
         self._check_end(now)
 
     def _check_end(self, now: float) -> None:
-        if self.stage is Stage.FINISHING and self.in_flight == 0 and all(f.final for f in self.fragments.values()):
+        """A version that only a shard that is away knows of keeps nobody waiting: the run ends without it."""
+        if self.stage is Stage.FINISHING and not self._places_taken() and all(f.final for f in self.fragments.values()):
             self._advance("all final")
             self._say("run", 0, "finish-manifest")
             self._save_manifest()

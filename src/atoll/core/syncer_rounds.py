@@ -40,17 +40,18 @@ class Rounds(SyncerState, ABC):
         if self.stage is not Stage.RUNNING or self.paused:
             return
         for f in list(self.retrying.values()):
-            if self.in_flight >= self.flight_limit:
+            if self._places_taken() >= self.flight_limit:
                 return
             if self._is_ripe(f):
                 self._open(now, f)
-        while self.in_flight < self.flight_limit:
+        while self._places_taken() < self.flight_limit:
             f_or_none = self._front()
             if f_or_none is None or not self._is_ripe(f_or_none) or not self._open(now, f_or_none):
                 return
 
     def _front(self) -> Fragment | None:
-        """The idle fragment that opened longest ago. Fragments in flight are few and passed over."""
+        """The idle fragment that opened longest ago. Fragments in flight are few and passed over, and so are those
+        whose shard is away: they are in front when it is back."""
         for f in self.by_opening.values():
             if f.phase is Phase.IDLE and f.id not in self.retrying and not f.away:
                 return f
@@ -306,6 +307,9 @@ class Rounds(SyncerState, ABC):
 
     def _on_merge_done(self, now: float, event: MergeDone) -> None:
         f = self.fragments[event.round.fragment]
+        if f.away:
+            self._ignore("the word of a shard that is away")
+            return
         assert f.round == event.round and f.phase is Phase.MERGING, f"merge of {event.round} was not asked for"
         self._phase(f, "merged")
         f.merged = True
@@ -314,6 +318,9 @@ class Rounds(SyncerState, ABC):
 
     def _on_merge_failed(self, now: float, event: MergeFailed) -> None:
         f = self.fragments[event.round.fragment]
+        if f.away:
+            self._ignore("the word of a shard that is away")
+            return
         assert f.round == event.round and f.phase is Phase.MERGING, f"merge of {event.round} was not asked for"
         self._abandon(now, f, Reason("merge-failed", (event.why,)))
 
@@ -388,10 +395,11 @@ class Rounds(SyncerState, ABC):
         if held >= f.version:
             return
         owed = member.owed.get(f.id)
-        tries = owed.tries if owed is not None and owed.version != f.version else 1
-        member.owed[f.id] = Owed(f.version, now, tries)
         if f.away:
-            return  # nobody could fetch it
+            member.owed[f.id] = Owed(f.version, now, 0)
+            return
+        tries = max(1, owed.tries) if owed is not None and owed.version != f.version else 1
+        member.owed[f.id] = Owed(f.version, now, tries)
         self._send_version(member, f, base=held if held == f.version - 1 and held >= 0 and owed is None else None)
         self._watch_delivery(now, member)
 
@@ -459,7 +467,7 @@ class Rounds(SyncerState, ABC):
         owed = member.owed.get(f.id)
         tries = 2 if owed is None else owed.tries + 1
         if f.away:
-            member.owed[f.id] = Owed(f.version, now, 1)  # sent when its shard is back
+            member.owed.setdefault(f.id, Owed(f.version, now, 1))  # sent again when its shard is back
             return
         if tries > self.limits.publish_tries:
             self._drop_link(now, member, Reason("member-publish-unanswered", (f.version, f.id, tries - 1)))

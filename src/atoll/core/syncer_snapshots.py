@@ -93,9 +93,10 @@ class Snapshots(Members):
 
     def _part_complete(self, member: Member, part: SnapshotPart) -> bool:
         """Every contribution that was outstanding at the learner's cut has arrived, before our cut or since; or a later
-        one of the same fragment has, and it was lost."""
+        one of the same fragment has, and it was lost; or its shard is away, and it was lost with that."""
         heard = member.heard_rounds
-        return all(r.fragment in heard and heard[r.fragment] >= r for r in part.outstanding)
+        away = {f.id for f in self.fragments.values() if f.away}
+        return all(r.fragment in away or (r.fragment in heard and heard[r.fragment] >= r) for r in part.outstanding)
 
     def _check_cut(self, now: float) -> None:
         cut = self.cut

@@ -55,7 +55,7 @@ class Owed(NamedTuple):
 
     version: Version
     sent_at: float
-    tries: int
+    tries: int  # sendings; 0: its shard is away, and it waits for that
 
 
 class Fragment:
@@ -251,7 +251,8 @@ class SyncerState:
         self.retrying: dict[FragmentId, Fragment] = {}  # after an abandoned round; ripe again after few steps
         self.in_flight = 0  # fragments that are not IDLE
         self.unsaved: dict[FragmentId, None] = {}  # merged, refused by the disk, and waiting to be written again
-        self.pulling: dict[FragmentId, Fragment] = {}  # of those, PULLING
+        self.unheard: dict[FragmentId, None] = {}  # merged, and only a shard that is away knows whether it is durable
+        self.pulling: dict[FragmentId, Fragment] = {}  # of those in flight, PULLING
         self.members: dict[LearnerId, Member] = {}
         self.live: dict[LearnerId, Member] = {}  # standing LIVE, by id
         self.ledger = SyncerLedger(ids)
@@ -395,6 +396,10 @@ class SyncerState:
         return self._timers[0][0] if self._timers else None
 
     # ---------------------------------------------------------------------------------------------------- reading
+
+    def _places_taken(self) -> int:
+        """Rounds that keep others from opening. One that waits for the word of a shard that is away keeps nobody."""
+        return self.in_flight - len(self.unheard)
 
     def _progress(self) -> float:
         """Of the budget. The same for all who are told in one event."""
