@@ -14,6 +14,7 @@ from atoll.accounting.merges import Merge, MergeLog
 from atoll.core.ledger import Line
 from atoll.core.protocol import (
     Contribution,
+    DiscardRound,
     LearnerDisconnected,
     MergeRound,
     MessageArrived,
@@ -24,6 +25,7 @@ from atoll.core.protocol import (
     RefuseContribution,
     Say,
     Send,
+    ShardBack,
     VersionRecord,
 )
 from atoll.core.replay import core_of
@@ -138,6 +140,10 @@ class Reign:
                 self.unfit.append(body.problem)
         elif type(event) is Persisted and event.key.kind == "version":
             self._merged(entry.at, self._waiting.pop(event.key.number))
+        elif type(event) is ShardBack:
+            for p, version in event.held:
+                if p in self._waiting and self._waiting[p].version == version == core.fragments[p].version:
+                    self._merged(entry.at, self._waiting.pop(p))
         else:
             if type(event) is PersistFailed:
                 self.failed_writes += 1
@@ -161,6 +167,8 @@ class Reign:
                 opened = self._graces.get(fragment)
                 waited_s = entry.at - opened[0] if opened is not None else 0.0
                 self._sealed[fragment] = len(core.live), len(core.fragments[fragment].asked), waited_s
+            elif type(effect) is DiscardRound:
+                self._waiting.pop(effect.round.fragment, None)
             elif type(effect) is Persist and type(effect.record) is VersionRecord:
                 self._waiting[effect.record.fragment] = effect.record
 

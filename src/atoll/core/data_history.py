@@ -15,12 +15,14 @@ from atoll.core.leases import Key, count_of
 from atoll.core.ledger import Line
 from atoll.core.protocol import (
     AdoptFragment,
+    DiscardRound,
     LeaseRecord,
     MembersRecord,
     Persist,
     Persisted,
     Record,
     RecordKey,
+    ShardBack,
     StepTaken,
     VersionRecord,
 )
@@ -109,15 +111,23 @@ class DataHistory:
             if self.taken[key] and not event.samples:
                 self.repeated[key] = self.repeated.get(key, 0) + event.steps
         elif type(event) is Persisted:
-            record = self._saving.pop((entry.actor, event.key), None)
-            if record is not None:
-                self._durable(record)
+            self._saved(entry.actor, event.key)
+        elif type(event) is ShardBack:
+            for record_key in event.records():
+                self._saved(entry.actor, record_key)
         for effect in entry.effects:
             if type(effect) is Persist:
                 self._saving[(entry.actor, effect.record.key())] = effect.record
+            elif type(effect) is DiscardRound:
+                self._saving.pop((entry.actor, effect.key()), None)
             elif type(effect) is AdoptFragment and effect.dropped_tokens:
                 place = (key, effect.fragment)
                 self._dropped_tokens[place] = self._dropped_tokens.get(place, 0) + effect.dropped_tokens
+
+    def _saved(self, actor: Actor, key: RecordKey) -> None:
+        record = self._saving.pop((actor, key), None)
+        if record is not None:
+            self._durable(record)
 
     def _durable(self, record: Record) -> None:
         if type(record) is VersionRecord:

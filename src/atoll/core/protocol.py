@@ -10,6 +10,10 @@ Ordering contract, for every driver:
   the welcome, a lease BEFORE it is sent.
 - In the same way `MergeRound` by `MergeDone` or `MergeFailed`, `Dial` by `LinkOpened` or `DialFailed`, `SaveSnapshot`
   by `SnapshotSaved` or `SnapshotSaveFailed`.
+- Fragments may be held by shards, which are other processes. Between `ShardLost` and `ShardBack` the driver tells
+  nothing of a shard, drops what it is asked to do there, and what the shard had said before and was not told yet is
+  told before `ShardLost` or never: so questions that were open at `ShardLost` have no answer but `ShardBack`. By then
+  the shard has given up every round that it was in, whatever it was writing has ended, and it says what is durable.
 - Effects of one call are carried out in their order: `CopyFragment`, `AdoptFragment`, `SaveSnapshot` and the copy
   behind `Send(InnerState)` at the step boundary at which they were returned, everything else in the background.
 """
@@ -245,9 +249,14 @@ class ShardLost(NamedTuple):
 
 
 class ShardBack(NamedTuple):
-    """It is back, with the newest durable version of each of its fragments."""
+    """It is back, with the newest durable version of each of its fragments; once there is a manifest, with those that
+    it names. The version that it was making durable when it was lost is durable if it is here."""
 
     held: tuple[tuple[FragmentId, Version], ...]
+
+    def records(self) -> tuple[RecordKey, ...]:
+        """The keys of what it says is durable."""
+        return tuple(RecordKey("version", fragment, version) for fragment, version in self.held)
 
 
 class Started(NamedTuple):
@@ -390,10 +399,15 @@ class MergeRound(NamedTuple):
 
 
 class DiscardRound(NamedTuple):
-    """Forget the running sums of this round; nothing of it is merged."""
+    """Forget the running sums of this round; nothing of it is merged. If its outer step was done, on a shard that came
+    back without its record, that step is undone: the fragment stands at its newest durable version."""
 
     round: RoundId
     reason: Reason
+
+    def key(self) -> RecordKey:
+        """Of the record that it might have become."""
+        return RecordKey("version", self.round.fragment, self.round.base + 1)
 
 
 class Persist(NamedTuple):

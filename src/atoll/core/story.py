@@ -132,6 +132,7 @@ class _Teller:
         ignored = _ignored(entry)
         if ignored is not None:
             yield ignored
+        yield from _shard_lines(entry)
         sent: dict[tuple[FragmentId, int], list[LearnerId]] = {}
         asked: dict[RoundId, list[LearnerId]] = {}
         for effect in entry.effects:
@@ -172,6 +173,20 @@ def _durable(entry: Entry) -> tuple[FragmentId, int] | None:
     if type(event) is said.Persisted and event.key.kind == "version":
         return event.key.number, event.key.version
     return None
+
+
+def _shard_lines(entry: Entry) -> Iterator[_Told]:
+    """Of the run; its fragments are told of one by one."""
+    event = entry.event
+    if type(event) is said.ShardLost:
+        yield _Told(RUN, f"the shard of {_fragments(event.fragments)} is away: {event.why}")
+    elif type(event) is said.ShardBack:
+        yield _Told(RUN, f"the shard of {_fragments(p for p, _ in event.held)} is back")
+
+
+def _fragments(fragments: Iterable[FragmentId]) -> str:
+    each = list(map(str, fragments))
+    return f"{'fragment' if len(each) == 1 else 'fragments'} {', '.join(each)}"
 
 
 def _ignored(entry: Entry) -> _Told | None:

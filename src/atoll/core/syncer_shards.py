@@ -34,7 +34,8 @@ class Shards(Controls):
                 self.unheard[f.id] = None
         for f in lost:
             if f.phase is not Phase.IDLE and f.id not in self.unheard:
-                self._abandon(now, f, Reason("shard-lost", (event.why,)), "lost")
+                args = (len(f.contributions), len(f.asked))
+                self._abandon(now, f, Reason("shard-round-lost", args), "lost")
             f.reason = self._say("fragment", f.id, "shard-lost", event.why)
         self._check_cut(now)  # what was on its way to it does not arrive
         self._open_ripe(now)  # others may go in the place of those that were open

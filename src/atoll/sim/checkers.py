@@ -127,10 +127,11 @@ def all_checkers(config: RunConfig) -> list[Checker]:
     from atoll.sim.checkers_of_learners import LEARNER_CHECKERS
     from atoll.sim.checkers_of_leases import LEASE_CHECKERS
     from atoll.sim.checkers_of_rounds import ROUND_CHECKERS
+    from atoll.sim.checkers_of_shards import SHARD_CHECKERS
     from atoll.sim.checkers_of_the_run import RUN_CHECKERS
 
     of_runs: Iterable[type[Checker]] = (*ROUND_CHECKERS, *LEARNER_CHECKERS, *RUN_CHECKERS)
-    kinds: Iterable[type[Checker]] = (*of_runs, *LEASE_CHECKERS, *CONTROL_CHECKERS)
+    kinds: Iterable[type[Checker]] = (*of_runs, *LEASE_CHECKERS, *CONTROL_CHECKERS, *SHARD_CHECKERS)
     return [kind(config) for kind in kinds]
 
 

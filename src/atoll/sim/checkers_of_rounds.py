@@ -21,6 +21,7 @@ from atoll.core.protocol import (
     Record,
     RecordKey,
     Report,
+    ShardBack,
     VersionRecord,
     Welcome,
 )
@@ -63,8 +64,8 @@ class Durable(Checker):
         super().__init__(config)
         self.versions: dict[FragmentId, Version] = dict.fromkeys(config.fragment_ids(), 0)
         self.saving: dict[tuple[Actor, RecordKey], Record] = {}
-        self.effects = {Persist: self._on_persist_effect}
-        self.events = {Persisted: self._on_persisted_event}
+        self.effects = {Persist: self._on_persist_effect, DiscardRound: self._on_discard_effect}
+        self.events = {Persisted: self._on_persisted_event, ShardBack: self._on_shard_back_event}
 
     def started(self, actor: Actor, restored: Restored | None) -> None:
         super().started(actor, restored)
@@ -94,6 +95,19 @@ class Durable(Checker):
         if record is None:
             self.fail(entry, ("run", 0), f"{event.key} became durable without being asked for")
             return
+        self._found_durable(entry, record)
+
+    def _on_shard_back_event(self, entry: Entry, event: ShardBack) -> None:
+        """What it was writing when it was lost is durable if it says so. All else it says was durable before."""
+        for key in event.records():
+            record = self.saving.pop((entry.actor, key), None)
+            if record is not None:
+                self._found_durable(entry, record)
+
+    def _on_discard_effect(self, entry: Entry, effect: DiscardRound) -> None:
+        self.saving.pop((entry.actor, effect.key()), None)
+
+    def _found_durable(self, entry: Entry, record: Record) -> None:
         if not self.is_current(entry):
             self.late_durable(entry, record)
             return
@@ -320,7 +334,8 @@ class GraceBound(InForce):
         super().__init__(config)
         self.effects = {
             OpenGrace: self._on_open,
-            MergeRound: self._on_merge,
+            MergeRound: self._on_closed,
+            DiscardRound: self._on_closed,
             Accumulate: self._on_accumulate,
         }
         self.arrived = {Report: self._on_report}
@@ -374,7 +389,7 @@ class GraceBound(InForce):
         if until is not None and self._now >= until:
             self.fail(entry, ("fragment", effect.round.fragment), "a contribution was accepted after the grace window")
 
-    def _on_merge(self, entry: Entry, effect: MergeRound) -> None:
+    def _on_closed(self, entry: Entry, effect: MergeRound | DiscardRound) -> None:
         self._until.pop(effect.round, None)
         self._due.pop(effect.round, None)
 

@@ -28,6 +28,8 @@ from atoll.core.protocol import (
     SaveSnapshot,
     Say,
     Send,
+    ShardBack,
+    ShardLost,
     SnapshotRecord,
     SnapshotSaved,
     SnapshotSaveFailed,
@@ -137,6 +139,7 @@ class OneAnswer(Checker):
             Persisted: self._answer_persist,
             PersistFailed: self._answer_persist,
             StoreFenced: self._answer_fenced,
+            ShardLost: self._answer_lost,
             MergeDone: self._answer_merge,
             MergeFailed: self._answer_merge,
             LinkOpened: self._answer_dial,
@@ -173,6 +176,14 @@ class OneAnswer(Checker):
         for key in over:
             del self._open[key]
 
+    def _answer_lost(self, entry: Entry, event: ShardLost) -> None:
+        """A shard that is away answers nothing; what came of it, it says when it is back."""
+        for actor, what in list(self._open):
+            of_version = type(what) is RecordKey and what.kind == "version" and what.number in event.fragments
+            of_merge = type(what) is RoundId and what.fragment in event.fragments
+            if actor == entry.actor and (of_version or of_merge):
+                del self._open[(actor, what)]
+
     def _ask_merge(self, entry: Entry, effect: MergeRound) -> None:
         self._ask(entry, effect.round)
 
@@ -200,6 +211,7 @@ class Bounds(Checker):
         super().__init__(config)
         self.sent = {Pull: self._on_pull, Published: self._on_published, Welcome: self._on_welcome}
         self.effects = {MergeRound: self._on_closed, DiscardRound: self._on_closed, Say: self._on_say}
+        self.events = {ShardBack: self._on_shard_back}
         self._asked_again: dict[FragmentId, int] = {}
         self._open: dict[FragmentId, RoundId] = {}
         self._pulls: dict[FragmentId, dict[tuple[LearnerId, int, int], int]] = {}
@@ -251,6 +263,12 @@ class Bounds(Checker):
         if count > 2 * self.config.limits.publish_tries + 1:
             sentence = f"version {body.version} of fragment {body.fragment} was sent {count} times"
             self.fail(entry, ("learner", envelope.learner), sentence)
+
+    def _on_shard_back(self, entry: Entry, event: ShardBack) -> None:
+        """What it was to send may never have left it: it is sent as if for the first time."""
+        if self.is_current(entry):
+            back = {p for p, _ in event.held}
+            self._published = {key: sent for key, sent in self._published.items() if key[1] not in back}
 
     def _on_welcome(self, entry: Entry, envelope: Envelope) -> None:
         """Each welcome says again what is wanted; how many there are is bounded by the learner's hellos."""

@@ -33,14 +33,14 @@ DRAWN = (
 CONTROLS = ("pause run", "drain", "quorum", "grace")
 """What operators ask for is no fault, and is met by faults all the same."""
 
-FAULTS = (*DRAWN, "die", *CONTROLS)
+FAULTS = (*DRAWN, "die", *CONTROLS, "lose shard")
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     at_s: float
     kind: str
-    learner: int
+    learner: int  # or shard
     lasts_s: float
     size: float  # what it means depends on the kind: seconds of a clock jump, factor of a slow-down
 
@@ -70,6 +70,8 @@ class Plan:
     tight: bool = field(default=False)
     samples: dict[int, int] = field(default_factory=dict)  # of one step of each learner, in a run with leases
     ends_paused: bool = field(default=False)  # it is asked to finish while it is paused
+    shards: int = field(default=0)  # processes that hold its fragments, p at p % shards; 0: the syncer does
+    lost_at_the_end: int | None = field(default=None)  # the shard that the last merges have to do without
 
 
 def draw(seed: int, small: bool = False) -> Plan:
@@ -122,7 +124,7 @@ def draw(seed: int, small: bool = False) -> Plan:
         plan = _with_leases(plan)
     if seed % 8 in (1, 4, 6):
         plan = _with_deaths(plan)
-    return _with_controls(plan)
+    return _with_shards(_with_controls(plan))
 
 
 def _with_leases(plan: Plan) -> Plan:
@@ -172,6 +174,27 @@ def _with_controls(plan: Plan) -> Plan:
         ask("grace", size=rng.choice((0.0, 0.5, 0.9)))
     faults = tuple(sorted((*plan.faults, *asked), key=lambda f: f.at_s))
     return replace(plan, faults=faults, ends_paused=rng.random() < 0.3)
+
+
+def _with_shards(plan: Plan) -> Plan:
+    """In some worlds other processes hold the fragments, and are lost for a while. Drawn apart, as leases are."""
+    rng = Random(plan.seed ^ 0x2676E)  # with this one the seeds that tests name are what they were
+    if rng.random() < 0.6:
+        return plan
+    shards = rng.randint(1, min(4, plan.config.fragments))
+    lost = [
+        Fault(
+            rng.uniform(0, plan.faulty_s),
+            "lose shard",
+            rng.randrange(shards),
+            rng.choice((0.05, 1.0, 5.0, 20.0, 60.0)) * rng.random(),
+            0.0,
+        )
+        for _ in range(rng.randint(0, 5))
+    ]
+    faults = tuple(sorted((*plan.faults, *lost), key=lambda f: f.at_s))
+    at_the_end = rng.randrange(shards) if rng.random() < 0.4 else None
+    return replace(plan, faults=faults, shards=shards, lost_at_the_end=at_the_end)
 
 
 def _draw_link(rng: Random, tight: bool) -> LinkDraw:

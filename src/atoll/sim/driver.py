@@ -10,7 +10,6 @@ from typing import Any
 from atoll.core.learner import LearnerCore
 from atoll.core.protocol import (
     Contribution,
-    ControlRequested,
     Dial,
     DialFailed,
     Effect,
@@ -21,12 +20,9 @@ from atoll.core.protocol import (
     Hangup,
     InnerState,
     LearnerDisconnected,
-    LeaseRecord,
     LeaseRequest,
     LinkClosed,
     LinkOpened,
-    ManifestRecord,
-    MembersRecord,
     MergeDone,
     MergeFailed,
     MergeRound,
@@ -59,77 +55,9 @@ from atoll.core.types import SYNCER, FragmentId, LearnerId
 from atoll.sim.checkers import Violation, Watch, all_checkers
 from atoll.sim.draws import LinkDraw, Plan
 from atoll.sim.engine import Engine
+from atoll.sim.processes import Conn, Disk, Process
 
 BULK = (Contribution, Published, InnerState)
-
-
-class Process:
-    """A running core with its own clock."""
-
-    __slots__ = (
-        "actor",
-        "alive",
-        "clock_s",
-        "conn",
-        "core",
-        "paused_until",
-        "sessions",
-        "slow",
-        "stands",
-        "stepping_since",
-        "timer_at",
-    )
-
-    def __init__(self, actor: Actor, core: SyncerCore | LearnerCore) -> None:
-        self.actor = actor
-        self.core: Any = core
-        self.alive = True
-        self.clock_s = 0.0  # added to virtual time; jumps are faults
-        self.paused_until = 0.0
-        self.timer_at: float | None = None  # virtual time of the scheduled timer
-        self.sessions = 0
-        self.conn: Conn | None = None
-        self.stepping_since = 0.0
-        self.slow = 1.0
-        self.stands = False  # at a step boundary, because the run is paused
-
-
-class Conn:
-    """One link between one learner process and one syncer process."""
-
-    __slots__ = ("last", "learner", "open", "session", "syncer")
-
-    def __init__(self, learner: Process, syncer: Process, session: int) -> None:
-        self.learner = learner
-        self.syncer = syncer
-        self.session = session
-        self.open = True
-        self.last: dict[tuple[bool, bool], float] = {}  # newest arrival per direction and lane: each lane is in order
-
-
-class Disk:
-    """What survives the syncer."""
-
-    def __init__(self) -> None:
-        self.epoch = 0
-        self.versions: dict[FragmentId, VersionRecord] = {}
-        self.members: MembersRecord | None = None
-        self.manifest: ManifestRecord | None = None
-        self.leases: LeaseRecord | None = None
-        self.wishes: dict[str, ControlRequested] = {}  # of operators, by what they are about
-
-    def write(self, record: Record) -> None:
-        if isinstance(record, VersionRecord):
-            self.versions[record.fragment] = record
-        elif isinstance(record, MembersRecord):
-            self.members = record
-        elif isinstance(record, ManifestRecord):
-            self.manifest = record
-        elif isinstance(record, LeaseRecord):
-            self.leases = record
-
-    def restored(self) -> Restored:
-        return Restored(dict(self.versions), self.members, self.manifest, self.leases)
 
 
 class Driver:
@@ -166,6 +94,9 @@ class Driver:
         self.disk_slow_until = 0.0
         self.merge_bad = False
         self.poison: Counter[LearnerId] = Counter()
+        self.shards_away: dict[int, float] = {}  # until when
+        self.shards_untold: set[int] = set()  # of those, whose loss the syncer has not heard of
+        self.shard_starts: Counter[int] = Counter()  # processes of each shard that are gone
         self.healed = False
         self.faults_fired: Counter[str] = Counter()
         self.fired: Counter[tuple[Any, str]] = Counter()
@@ -187,8 +118,11 @@ class Driver:
     def _start_syncer(self) -> None:
         if self.syncer is not None:
             return
+        if self.shards_away:  # a syncer starts from what all its shards hold
+            self.engine.at(self.engine.now + 0.5, self._start_syncer)
+            return
         self.disk.epoch += 1
-        restored = self.disk.restored() if self.disk.epoch > 1 else None
+        restored = self.disk.restored(self.config.fragment_ids()) if self.disk.epoch > 1 else None
         core = self._syncer_type(self.config, self.disk.epoch, restored)
         self.syncer = Process(Actor(SYNCER, self.disk.epoch), core)
         self._began(self.syncer, restored)
@@ -396,9 +330,10 @@ class Driver:
         event: Event = MessageArrived(envelope)
         if type(envelope.body) is Published and not self.healed and link.loss and rng.random() < link.loss:
             event = FragmentDamaged(envelope.body.fragment, envelope.body.version, "the digest is wrong")
-        self.engine.at(when, self._deliver, to, event)
+        shard = self._shard_behind(envelope)
+        self._later(when, shard, to, event)
         if not self.healed and link.duplicates and rng.random() < link.duplicates:
-            self.engine.at(when + 3 * delay * rng.random(), self._deliver, to, event)
+            self._later(when + 3 * delay * rng.random(), shard, to, event)
 
     def _do_dial(self, proc: Process, effect: Dial) -> None:
         self.engine.at(self.engine.now + effect.after_s, self._dial, proc)
@@ -439,11 +374,12 @@ class Driver:
 
     def _do_merge(self, proc: Process, effect: MergeRound) -> None:
         when = self.engine.now + self.plan.merge_s * self.rng.random()
+        shard = self._shard_of(effect.round.fragment)
         if self.merge_bad:
             self.merge_bad = False
-            self.engine.at(when, self._deliver, proc, MergeFailed(effect.round, "out of memory"))
+            self._later(when, shard, proc, MergeFailed(effect.round, "out of memory"))
         else:
-            self.engine.at(when, self._deliver, proc, MergeDone(effect.round))
+            self._later(when, shard, proc, MergeDone(effect.round))
 
     def _do_persist(self, proc: Process, effect: Persist) -> None:
         now = self.engine.now
@@ -452,6 +388,8 @@ class Driver:
                 now + self.plan.disk_s * self.rng.random(), self._deliver, proc, StoreFenced(self.disk.epoch)
             )
             return
+        if self._shard_of_record(effect.record) in self.shards_away:
+            return  # it has not been told yet
         slow = 10.0 if self.disk_slow_until > now else 1.0
         self._write_serial += 1
         self._writing[self._write_serial] = effect.record
@@ -467,13 +405,44 @@ class Driver:
             self._deliver(proc, StoreFenced(self.disk.epoch))
             return
         key = record.key()
+        shard = self._shard_of_record(record)
         if self.disk_bad_until > self.engine.now:
-            self._deliver(proc, PersistFailed(key, "no space left on device"))
+            self._through(shard, proc, PersistFailed(key, "no space left on device"))
             return
         self.disk.write(record)
-        self.engine.at(
-            self.engine.now + 0.1 * self.plan.disk_s * self.rng.random(), self._deliver, proc, Persisted(key)
-        )
+        self._later(self.engine.now + 0.1 * self.plan.disk_s * self.rng.random(), shard, proc, Persisted(key))
+
+    # ---------------------------------------------------------------------------------------------------- shards
+
+    def _shard_of(self, fragment: FragmentId) -> int | None:
+        return fragment % self.plan.shards if self.plan.shards else None
+
+    def _shard_of_record(self, record: Record) -> int | None:
+        return self._shard_of(record.fragment) if isinstance(record, VersionRecord) else None
+
+    def _shard_behind(self, envelope: Envelope) -> int | None:
+        """Values travel between learner and shard."""
+        body = envelope.body
+        if type(body) is Contribution:
+            return self._shard_of(body.round.fragment)
+        return self._shard_of(body.fragment) if type(body) is Published else None
+
+    def _later(self, when: float, shard: int | None, proc: Process, event: Event) -> None:
+        """What comes by way of a shard comes if that process of it lives until then."""
+        if shard not in self.shards_away:
+            self.engine.at(when, self._through, shard, proc, event, self._start_of(shard))
+
+    def _through(self, shard: int | None, proc: Process, event: Event, start: int | None = None) -> None:
+        """A process that stands still hears of it later, and not at all if the shard is lost by then."""
+        if start is not None and self._start_of(shard) != start:
+            return
+        if shard is not None and proc.paused_until > self.engine.now:
+            self.engine.at(proc.paused_until, self._through, shard, proc, event, self._start_of(shard))
+        else:
+            self._deliver(proc, event)
+
+    def _start_of(self, shard: int | None) -> int:
+        return 0 if shard is None else self.shard_starts[shard]
 
     def _do_halt(self, proc: Process, effect: Halt) -> None:
         """The driver of a syncer that was superseded ends its process."""

@@ -6,6 +6,7 @@ ends with the published versions and that the ledger balances.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,11 +17,14 @@ from atoll.core.protocol import (
     Hello,
     LeaveWanted,
     MessageArrived,
+    ShardBack,
+    ShardLost,
     SnapshotRequested,
     StoreFenced,
+    VersionRecord,
 )
 from atoll.core.tables import Mode, Stage, Standing
-from atoll.core.types import ControlWhat, LearnerId
+from atoll.core.types import ControlWhat, FragmentId, LearnerId
 from atoll.sim.checkers import Violation
 from atoll.sim.draws import Fault
 from atoll.sim.driver import Driver
@@ -46,30 +50,66 @@ class World(Driver):
         self._demand("rounds complete", self._rounds_complete)
         self._demand("what the dead had leased returns", self._dead_settled)
         self._demand("who was asked to leave has left", self._drained_left)
+        if self.plan.shards:
+            self._do_without_a_shard()
         if self.plan.ends_paused:
             self._control("pause")
         self.engine.at(self.engine.now + (2.0 if self.plan.ends_paused else 0.0), self._ask_finish)
+        if self.plan.lost_at_the_end is not None:
+            self._end_without_a_shard(self.plan.lost_at_the_end)
         self._demand("everybody ends with the published versions", self._all_stopped)
         self._check_cores()
         self.watch.finish()
 
-    def _demand(self, what: str, done: Callable[[], bool]) -> None:
+    def _do_without_a_shard(self) -> None:
+        """All else is well: the fragments of the other shards go on, and its own when it is back."""
+        shard = self.rng.randrange(self.plan.shards)
+        mine = self._fragments_of(shard)
+        self._aim()
+        self._lose_shard(shard, math.inf)
+        waiting = {p: self._target.pop(p) for p in mine}
+        self._demand("rounds of other shards complete", self._versions_reached, self._lacks_quorum)
+        self._target.update(waiting)
+        self._find_shard(shard)
+        self._demand("rounds complete when a shard is back", self._rounds_complete)
+
+    def _end_without_a_shard(self, shard: int) -> None:
+        """It is lost while the last merges are under way, or just before, and is back when all is over."""
+        self.engine.run_until(self.engine.now + self.rng.choice((0.0, 2.0, 4.0)) * self.rng.random())
+        self._lose_shard(shard, math.inf)
+        self._demand("the run ends without a shard", self._is_over)
+        self._find_shard(shard)
+
+    def _is_over(self) -> bool:
+        core = self._syncer_core()
+        return core is not None and core.stage is Stage.FINISHED
+
+    def _demand(self, what: str, done: Callable[[], bool], excused: Callable[[], bool] | None = None) -> None:
         end = self.engine.now + HEALED_PATIENCE_S
         self.engine.run_until(end, done)
-        if not done():
+        if not done() and not (excused is not None and excused()):
             stuck = self._stuck()
             raise Violation("liveness", f"{what}: not within {HEALED_PATIENCE_S:g} s; {stuck[1]}", None, stuck[0])
 
     def _rounds_complete(self) -> bool:
         core = self._syncer_core()
-        if core is None:
-            return False
-        if core.stage is not Stage.RUNNING:
+        if core is not None and core.stage is not Stage.RUNNING:
             return True
-        target = self._target
-        return all(f.version >= target[p] for p, f in core.fragments.items()) and all(
+        return self._versions_reached() and all(
             proc.core.mode is Mode.TRAINING for i, proc in self.learners.items() if i not in self.gone
         )
+
+    def _lacks_quorum(self) -> bool:
+        """Whoever joins wants every fragment, and waits for a shard that is away."""
+        core = self._syncer_core()
+        return core is not None and len(core.live) < core.config.quorum
+
+    def _versions_reached(self) -> bool:
+        core = self._syncer_core()
+        if core is None:
+            return False
+        fragments = core.fragments
+        return core.stage is not Stage.RUNNING or all(fragments[p].version >= v for p, v in self._target.items())
 
     def _dead_settled(self) -> bool:
         """Nobody who died for good holds samples, nor has an open account."""
@@ -126,6 +166,8 @@ class World(Driver):
         self.merge_bad = False
         self.poison.clear()
         now = self.engine.now
+        for shard in self.shards_away:
+            self._find_shard(shard)
         for proc in ([self.syncer] if self.syncer is not None else []) + self.processes:
             proc.paused_until = min(proc.paused_until, now)
             proc.slow = 1.0
@@ -137,8 +179,11 @@ class World(Driver):
             self._revive(learner)
         for learner in list(self.learners):
             self._revive(learner)
-        versions = {p: r.version for p, r in self.disk.versions.items()}
-        self._target = {p: versions.get(p, 0) + 2 for p in self.config.fragment_ids()}
+        self._aim()
+
+    def _aim(self) -> None:
+        """From here on every fragment has to be merged twice."""
+        self._target = {p: self.disk.version(p) + 2 for p in self.config.fragment_ids()}
 
     def _revive(self, learner: LearnerId) -> None:
         proc = self.learners.get(learner)
@@ -257,7 +302,7 @@ class World(Driver):
 
     def _fault_second_syncer(self, fault: Fault) -> bool:
         """A standby takes the store over while the old syncer lives on with the learners that are connected to it."""
-        if self.syncer is None:
+        if self.syncer is None or self.shards_away:  # it starts from what all shards hold
             return False
         # Whoever writes nothing finds out by looking: a driver reads the store's epoch every few seconds.
         old = self.syncer
@@ -349,6 +394,63 @@ class World(Driver):
         self._deliver(self.syncer, SnapshotRequested())
         return True
 
+    def _fragments_of(self, shard: int) -> tuple[FragmentId, ...]:
+        return tuple(p for p in self.config.fragment_ids() if self._shard_of(p) == shard)
+
+    def _lose_shard(self, shard: int, until: float) -> None:
+        """What it was writing has reached its disk or not, and nobody hears of it."""
+        self.shards_away[shard] = until
+        self.shard_starts[shard] += 1
+        for serial, record in list(self._writing.items()):
+            if self._shard_of_record(record) == shard:
+                del self._writing[serial]
+                assert isinstance(record, VersionRecord)
+                current = record.round.epoch == self.disk.epoch  # an older syncer is fenced
+                if current and self.disk_bad_until <= self.engine.now and self.rng.random() < 0.5:
+                    self.disk.write(record)
+        self.shards_untold.add(shard)
+        self._tell_lost(shard)
+        if until < math.inf:
+            self.engine.at(until, self._return_shard, shard)
+
+    def _tell_lost(self, shard: int) -> None:
+        syncer = self.syncer
+        if shard not in self.shards_untold:
+            return
+        if syncer is not None and syncer.paused_until > self.engine.now:
+            self.engine.at(syncer.paused_until, self._tell_lost, shard)
+            return
+        self.shards_untold.discard(shard)
+        if syncer is not None:
+            self._run(syncer, ShardLost(self._fragments_of(shard), "connection reset by peer"))
+
+    def _return_shard(self, shard: int) -> None:
+        """A syncer that stands still takes nobody back: until then it may still ask what the old process should do."""
+        now = self.engine.now
+        if self.shards_away.get(shard, now + 1.0) > now:
+            return
+        syncer = self.syncer
+        if syncer is not None and syncer.paused_until > now:
+            self.engine.at(syncer.paused_until, self._return_shard, shard)
+            return
+        self._tell_lost(shard)
+        del self.shards_away[shard]
+        if syncer is not None:
+            ids = self._fragments_of(shard)
+            if syncer.core.manifest is not None:
+                self.disk.go_back(syncer.core.manifest, self.config.fragment_ids())
+            self._run(syncer, ShardBack(tuple((p, self.disk.version(p)) for p in ids)))
+
+    def _find_shard(self, shard: int) -> None:
+        self.shards_away[shard] = self.engine.now
+        self.engine.at(self.engine.now, self._return_shard, shard)
+
+    def _fault_lose_shard(self, fault: Fault) -> bool:
+        if self.syncer is None or fault.learner in self.shards_away:
+            return False
+        self._lose_shard(fault.learner, self.engine.now + fault.lasts_s)
+        return True
+
     def _fault_fail_merge(self, fault: Fault) -> bool:
         self.merge_bad = True
         return True
@@ -388,4 +490,5 @@ _FAULTS: dict[str, Callable[[World, Fault], bool]] = {
     "drain": World._fault_drain,
     "quorum": World._fault_quorum,
     "grace": World._fault_grace,
+    "lose shard": World._fault_lose_shard,
 }

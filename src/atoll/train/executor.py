@@ -17,7 +17,8 @@ What happens when:
     syncer    Accumulate              a contribution joins the running sums
               MergeDone               outer step, update for the learners
               Persisted               the version is published
-              DiscardRound            the sums are forgotten
+              ShardBack               the same, of a version that a shard had made durable when it was lost
+              DiscardRound            the sums are forgotten; an outer step that was made of them is undone
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from atoll.core.protocol import (
     Published,
     SaveSnapshot,
     Send,
+    ShardBack,
     StartTraining,
     StepTaken,
     Stop,
@@ -140,18 +142,29 @@ class SyncerTensors:
         self.rounds: dict[RoundId, tuple[Sums, list[float], list[float]]] = {}  # sums, sizes and breadths in them
         self.usual: list[UsualSize] = []
         self.merged: dict[FragmentId, tuple[Tensor, Tensor]] = {}  # value and update, not durable yet
+        self._undo: dict[FragmentId, tuple[RoundId, FragmentState]] = {}  # of those: from what the outer step was made
         self._plan = plan
         self._numerics = numerics
         self._down = down
         for p, state in enumerate(states):
-            step = outer.OuterStep(plan, p, numerics, state.value.clone())
-            if state.momentum:
-                step.load(state.momentum)
+            step, usual = self._loaded(p, state)
             self.outer.append(step)
-            self.usual.append(UsualSize())
-            if state.usual is not None:
-                self.usual[p].load(state.usual)
+            self.usual.append(usual)
             self.published.append(state.published)
+
+    def _loaded(self, p: FragmentId, state: FragmentState) -> tuple[outer.OuterStep, UsualSize]:
+        step = outer.OuterStep(self._plan, p, self._numerics, state.value.clone())
+        if state.momentum:
+            step.load(state.momentum)
+        usual = UsualSize()
+        if state.usual is not None:
+            usual.load(state.usual)
+        return step, usual
+
+    def state(self, p: FragmentId, published: Tensor) -> FragmentState:
+        """As it stands, with what is published of it."""
+        momentum = {name: tensor.clone() for name, tensor in self.outer[p].state().items()}
+        return FragmentState(self.outer[p].value.clone(), momentum, published, self.usual[p].state())
 
     def accumulate(self, round_id: RoundId, up: Codec, data: Tensor, accepted: Accepted) -> None:
         p = round_id.fragment
@@ -166,6 +179,7 @@ class SyncerTensors:
     def step(self, round_id: RoundId) -> None:
         p = round_id.fragment
         sums, sizes, breadths = self.rounds.pop(round_id)
+        self._undo[p] = round_id, self.state(p, self.published[p])
         self.outer[p].step(sums.result(), sum(breadths))
         self.usual[p].note(sizes)
         moving = outer.Published(self._down, self.published[p].clone())
@@ -175,6 +189,16 @@ class SyncerTensors:
     def publish(self, p: FragmentId, version: Version) -> None:
         self.published[p], self.updates[p] = self.merged.pop(p)
         self.versions[p] = version
+        del self._undo[p]
+
+    def discard(self, round_id: RoundId) -> None:
+        """A shard that is lost between its outer step and the disk starts again from what is durable."""
+        p = round_id.fragment
+        self.rounds.pop(round_id, None)
+        undo = self._undo.get(p)
+        if undo is not None and undo[0] == round_id:
+            del self._undo[p], self.merged[p]
+            self.outer[p], self.usual[p] = self._loaded(p, undo[1])
 
 
 class Execution:
@@ -291,6 +315,11 @@ class Execution:
         elif type(event) is Persisted and event.key.kind == "version":
             syncer.publish(event.key.number, event.key.version)
             self._note_digests(syncer, (event.key.number,))
+        elif type(event) is ShardBack:
+            for p, version in event.held:
+                if p in syncer.merged and version == syncer.versions[p] + 1:
+                    syncer.publish(p, version)
+                    self._note_digests(syncer, (p,))
         for effect in entry.effects:
             if type(effect) is Send and type(effect.envelope.body) is Published:
                 self._post(syncer, effect.envelope, effect.envelope.body)
@@ -301,17 +330,14 @@ class Execution:
                 syncer.accumulate(effect.round, self.up, data, effect.accepted)
                 self.contributions += 1
             elif type(effect) is DiscardRound:
-                syncer.rounds.pop(effect.round, None)
+                syncer.discard(effect.round)
 
     def _keep(self, syncer: SyncerTensors, round_id: RoundId) -> None:
         """Before it is durable: the process may die between the write and the answer, and its successor finds it."""
         if not self._history:
             return
         p = round_id.fragment
-        momentum = {name: tensor.clone() for name, tensor in syncer.outer[p].state().items()}
-        self._durable[p][round_id] = FragmentState(
-            syncer.outer[p].value.clone(), momentum, syncer.merged[p][0], syncer.usual[p].state()
-        )
+        self._durable[p][round_id] = syncer.state(p, syncer.merged[p][0])
         while len(self._durable[p]) > self._history:
             del self._durable[p][next(iter(self._durable[p]))]
 
