@@ -22,6 +22,8 @@ from atoll.core.protocol import (
     Published,
     Pull,
     RefuseContribution,
+    ShardBack,
+    ShardLost,
     Welcome,
 )
 from atoll.core.reasons import Reason
@@ -435,6 +437,68 @@ class TellsNobodyWhoReturns(SyncerCore):
         """What it was told before its link broke it has heard, most likely."""
 
 
+class KeepsRoundsOfALostShard(SyncerCore):
+    """A round goes on when its shard is back, with contributions that were lost with it."""
+
+    def _abandon(self, now: float, f: Fragment, reason: Reason, what: str = "") -> None:
+        if reason.code != "shard-round-lost":
+            super()._abandon(now, f, reason, what)
+
+    def check_invariants(self) -> None:
+        """Switched off: the observer must find it, not the core's own self-test."""
+
+
+class AsksAShardThatIsAway(SyncerCore):
+    """Sends what nobody can fetch."""
+
+    def _owe(self, now: float, member: Member, f: Fragment) -> None:
+        away, f.away = f.away, False
+        super()._owe(now, member, f)
+        f.away = away
+
+
+class TakesAllForDurable(SyncerCore):
+    """Whatever a shard had merged it has written, most likely."""
+
+    def _take_back(self, now: float, f: Fragment, version: int) -> None:
+        super()._take_back(now, f, f.version + 1 if f.id in self.unheard else version)
+
+
+class TakesAllForLost(SyncerCore):
+    """Whatever a shard was writing is gone, most likely."""
+
+    def _on_shard_back(self, now: float, event: ShardBack) -> None:
+        held = tuple((p, min(version, self.fragments[p].version)) for p, version in event.held)
+        super()._on_shard_back(now, ShardBack(held))
+
+
+class ForgetsWhatALostShardOwes(SyncerCore):
+    def _on_shard_lost(self, now: float, event: ShardLost) -> None:
+        super()._on_shard_lost(now, event)
+        for member in self.members.values():
+            for p in event.fragments:
+                member.owed.pop(p, None)
+
+
+class WaitsForALostShard(SyncerCore):
+    """The fragment that is ripe first goes first, there or not."""
+
+    def _front(self) -> Fragment | None:
+        idle = (f for f in self.by_opening.values() if f.phase is Phase.IDLE and f.id not in self.retrying)
+        return next(idle, None)
+
+
+class KeepsThePlaceOfALostShard(SyncerCore):
+    def _places_taken(self) -> int:
+        return self.in_flight
+
+
+class LostShardBlocksEnd(SyncerCore):
+    def _skip_final(self, f: Fragment, why: str) -> None:
+        if not f.away:
+            super()._skip_final(f, why)
+
+
 PLANTED: tuple[Planted, ...] = (
     Planted("merge below quorum", ("quorum",), syncer=MergesBelowQuorum),
     Planted("accept an old incarnation", ("current",), syncer=AcceptsOldIncarnation),
@@ -482,4 +546,12 @@ PLANTED: tuple[Planted, ...] = (
     Planted("keep the grace margin of before", ("grace",), syncer=KeepsItsGrace),
     Planted("tell of a wish once", ("liveness",), syncer=TellsOnce),
     Planted("tell nobody who returns", ("liveness",), syncer=TellsNobodyWhoReturns),
+    Planted("go on with a round that was lost", ("shards",), syncer=KeepsRoundsOfALostShard),
+    Planted("ask a shard that is away", ("shards",), syncer=AsksAShardThatIsAway),
+    Planted("take what a shard forgot for durable", ("durable-first", "versions"), syncer=TakesAllForDurable),
+    Planted("take what a shard kept for lost", ("versions", "current"), syncer=TakesAllForLost),
+    Planted("forget what a lost shard owes", ("liveness",), syncer=ForgetsWhatALostShardOwes),
+    Planted("wait for a lost shard", ("liveness",), syncer=WaitsForALostShard),
+    Planted("keep the place of a lost shard", ("liveness",), syncer=KeepsThePlaceOfALostShard),
+    Planted("a lost shard blocks the end", ("liveness",), syncer=LostShardBlocksEnd),
 )

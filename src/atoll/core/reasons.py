@@ -92,6 +92,7 @@ REASONS: dict[str, str] = {
     "shard-lost": "its shard is away: {0}",
     "shard-round-lost": "abandoned: {0} of {1} contributions are lost with its shard; every learner keeps its progress",
     "shard-back": "its shard is back, with version {0}",
+    "shard-kept": "its shard is back, with version {0}, which was merged when it was lost and is durable",
     "shard-forgot": "its shard came back without version {0}, which was merged and not durable",
     "shard-wrong": "its shard came back with version {0}, the newest is {1}: a directory of another time or run",
     # snapshots

@@ -59,7 +59,7 @@ class Shards(Controls):
         f.away = False
         unheard = f.id in self.unheard
         self.unheard.pop(f.id, None)
-        self._say("fragment", f.id, "shard-back", version)
+        self._say("fragment", f.id, "shard-kept" if saved else "shard-back", version)
         if saved:
             self._version_saved(now, f)
             f.published_at = -1.0  # how long it took says nothing about any link
