@@ -40,12 +40,15 @@ from atoll.core.protocol import (
     Report,
     SaveSnapshot,
     Send,
+    ShardBack,
+    ShardLost,
     SnapshotSaved,
     SnapshotSaveFailed,
     Started,
     StateRequest,
     StepTaken,
     TimerFired,
+    VersionRecord,
     Welcome,
 )
 from atoll.core.reasons import Reason, because
@@ -230,6 +233,16 @@ class SyncerTalk(Talk):
         """The oldest record has reached the disk, and the process dies before it hears of that."""
         self._write_record(self.take(Persist).record)
 
+    def shard_lost(self, at: float, *fragments: FragmentId, why: str = "connection reset by peer") -> list[Any]:
+        """Nothing that it was asked has an answer any more."""
+        for effect in list(self.awaited):
+            if _fragment_of(effect) in fragments:
+                self.awaited.remove(effect)
+        return self.tell(at, ShardLost(fragments, why))
+
+    def shard_back(self, at: float, *held: tuple[FragmentId, Version]) -> list[Any]:
+        return self.tell(at, ShardBack(held))
+
     def merges_and_persists(self, at: float) -> list[Any]:
         """The oldest sealed round becomes a version."""
         self.merged(at)
@@ -244,6 +257,14 @@ class SyncerTalk(Talk):
 
     def member(self, learner: LearnerId) -> Any:
         return next(m for m in self.core.view().members if m.learner == learner)
+
+
+def _fragment_of(effect: Any) -> FragmentId | None:
+    """What a shard would do; None if it is the syncer's own work."""
+    if isinstance(effect, MergeRound):
+        return effect.round.fragment
+    record = effect.record if isinstance(effect, Persist) else None
+    return record.fragment if isinstance(record, VersionRecord) else None
 
 
 def _records(restored: Restored | None) -> Iterable[Record]:

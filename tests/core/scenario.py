@@ -237,6 +237,16 @@ def _contributes(talk: SyncerTalk, at: float, who: str, words: Words) -> None:
     voice.says(at, body, marker=marker)
 
 
+def _shard_lost(talk: SyncerTalk, at: float, words: Words) -> None:
+    talk.shard_lost(at, *_tuple(words.pop("fragments")), why=words.pop("why"))
+
+
+def _shard_back(talk: SyncerTalk, at: float, words: Words) -> None:
+    """`held 0/3,2/4`: fragment and version."""
+    held = (str(part).split("/") for part in _tuple(words.pop("held")))
+    talk.shard_back(at, *((int(fragment), int(version)) for fragment, version in held))
+
+
 def _wants(talk: SyncerTalk, at: float, words: Words) -> None:
     """`the operator wants what quorum value 2`."""
     talk.tell(at, ControlRequested(words.pop("what"), words.pop("value", None), "ada"))
@@ -282,6 +292,8 @@ SYNCER = _phrases(
         "the disk has written it": lambda talk, at, words: talk.persisted(at),
         "the disk fails": lambda talk, at, words: talk.persist_failed(at, words.pop("why")),
         "the disk has written it and nobody hears of it": _disk_kept,
+        "the shard is lost": _shard_lost,
+        "the shard is back": _shard_back,
         "a snapshot is wanted": lambda talk, at, words: talk.tell(at, SnapshotRequested()),
         "the operator wants": _wants,
         "the end is wanted": lambda talk, at, words: talk.tell(at, FinishRequested()),

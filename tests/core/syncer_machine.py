@@ -31,6 +31,8 @@ from atoll.core.protocol import (
     Record,
     Report,
     Send,
+    ShardBack,
+    ShardLost,
     SnapshotPart,
     SnapshotRequested,
     StateRequest,
@@ -81,6 +83,8 @@ class SyncerMachine(Machine):
         self.lines: dict[tuple[int, int], list[int]] = {}  # samples leased to every incarnation, in order
         self.starts: dict[tuple[int, int], list[int]] = {}  # where each of its leases begins in that
         self.merged: dict[int, tuple[int, int]] = {}  # by sample: who had it
+        self.away: set[int] = set()  # fragments whose shard is lost
+        self.kept: dict[int, VersionRecord] = {}  # of those, what it had made durable and nobody has heard of
         self.begun = True
         for learner in range(1, learners + 1):
             self.joins_all_the_way(self.talk.voice(learner))
@@ -111,6 +115,7 @@ class SyncerMachine(Machine):
                 self.checked(effect.record.version == self.versions[p] + 1, f"version {effect.record.version} of {p}")
         elif isinstance(effect, Send) and isinstance(effect.envelope.body, Published):
             body = effect.envelope.body
+            self.checked(body.fragment not in self.away, f"{body} of a shard that is away")
             self.checked(body.version <= self.versions[body.fragment], f"{body} is not durable")
         elif isinstance(effect, Send) and isinstance(effect.envelope.body, Lease):
             self._leased((effect.envelope.learner, effect.envelope.incarnation), effect.envelope.body)
@@ -192,6 +197,9 @@ class SyncerMachine(Machine):
             return
         for effect in [e for e in self.talk.awaited if isinstance(e, Persist)] if kept else []:
             self._write(effect.record)
+        for p in sorted(self.away):
+            self._find_kept(p, self.talk.disk.get(("manifest", 0)))
+        self.away.clear()
         before, self.talk = self.talk, self.talk.restarted(self.now)
         for learner, old in before.voices.items():
             voice = self.talk.voice(learner, old.incarnation, old.session + 1)
@@ -199,6 +207,38 @@ class SyncerMachine(Machine):
             voice.leases, voice.taken = old.leases, old.taken
         self.now = 0.0
         self.trained = 0
+
+    def _find_kept(self, p: int, manifest: object) -> None:
+        """What a manifest does not name is of no run."""
+        record = self.kept.pop(p, None)
+        if record is not None and manifest is None:
+            self._write(record)
+
+    @rule(chance=st.integers(0, 3), parity=st.integers(0, 1), kept=st.booleans())
+    def a_shard_is_lost(self, chance, parity, kept):
+        """The even fragments or the odd ones. What it was writing has reached its disk or has not."""
+        lost = tuple(p for p in self.versions if p % 2 == parity and p not in self.away)
+        if chance or not lost:
+            return
+        for effect in list(self.talk.awaited):
+            record = effect.record if isinstance(effect, Persist) else None
+            if isinstance(effect, MergeRound) and effect.round.fragment in lost:
+                self.talk.awaited.remove(effect)
+            elif isinstance(record, VersionRecord) and record.fragment in lost:
+                self.talk.awaited.remove(effect)
+                if kept:
+                    self.kept[record.fragment] = record
+        self.away.update(lost)
+        self.happens(ShardLost(lost, "connection reset by peer"))
+
+    @rule(parity=st.integers(0, 1))
+    def a_shard_is_back(self, parity):
+        found = sorted(p for p in self.away if p % 2 == parity)
+        if found:
+            for p in found:
+                self._find_kept(p, self.talk.core.manifest)
+            self.away.difference_update(found)
+            self.happens(ShardBack(tuple((p, self.versions[p]) for p in found)))
 
     @rule(chance=st.integers(0, 40))
     def another_syncer_owns_the_store(self, chance):

@@ -10,13 +10,16 @@ import torch
 
 from atoll.core.protocol import Delivered, LeaveWanted, Persisted, Send
 from atoll.core.tape import Actor, Entry
-from atoll.core.types import RunConfig
+from atoll.core.types import Accepted, RoundId, RunConfig
+from atoll.ml.codecs import Feedback, codec
 from atoll.ml.settings import Numerics
 from atoll.sim.draws import draw
 from atoll.sim.world import World
 from atoll.train.executor import (
     Execution,
+    FragmentState,
     StepInfo,
+    SyncerTensors,
     Trainee,
     digest,
     initial_values,
@@ -30,6 +33,10 @@ INT8 = Numerics(outer_lr=0.4, outer_momentum=0.9, up="int8", down="int8")
 
 SEEDS = (27, 66, 67, 88, 89, 173, 233, 396)
 """Small worlds in which a syncer is started again, and a learner takes the inner state of a peer."""
+
+
+SHARDED = {"shard-kept": (8, 130), "shard-forgot": (13, 78), "both": (149,)}
+"""Small worlds in which a shard comes back with the version that it was writing, or without."""
 
 
 def run_world(seed: int) -> tuple[World, Execution, list[Entry], list[Any]]:
@@ -76,6 +83,47 @@ def test_in_a_hostile_world_every_learner_holds_the_published_bits(seed):
     assert execution.contributions > 0
     assert world.syncer is not None
     assert [f.version for f in world.syncer.core.fragments.values()] == execution.syncer.versions
+
+
+@pytest.mark.parametrize(("seed", "what"), [(seed, what) for what, seeds in SHARDED.items() for seed in seeds])
+def test_in_a_world_of_shards_every_learner_holds_the_published_bits(seed, what):
+    """A version may be published by the word of a shard that is back, or be merged a second time."""
+    world, execution, _, _ = run_world(seed)
+    said = world.coverage()[1]
+    assert all(said[code] for code in (("shard-kept", "shard-forgot") if what == "both" else (what,)))
+    assert execution.compared > 10
+    assert world.syncer is not None
+    assert [f.version for f in world.syncer.core.fragments.values()] == execution.syncer.versions
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_step_that_was_lost_with_a_shard_leaves_no_trace(before):
+    """Neither in the value nor in momentum, breadth and usual sizes: what follows is as if it had never been made."""
+    plan = tiny.tiny_plan(2)
+    up, generator = codec("int8"), torch.Generator().manual_seed(3)
+    deltas = [torch.randn(plan.numel(0), generator=generator) for _ in range(before + 2)]
+
+    def merged(rounds: list[int], lost: int | None) -> str:
+        states = [FragmentState(v, {}, v.clone()) for v in initial_values(tiny.new_model(), plan)]
+        tensors = SyncerTensors(plan, INT8, states, codec("int8"))
+        version = 0
+        for place in rounds:
+            round_id = RoundId(0, version, 1, place + 1)
+            accepted = Accepted(1, 1, 2, 2, 100 * (place + 1), 200, 0, 1.0 + place)
+            tensors.accumulate(round_id, up, Feedback(up, plan.numel(0)).encode(deltas[place]), accepted)
+            tensors.step(round_id)
+            if place == lost:
+                tensors.discard(round_id)
+            else:
+                version += 1
+                tensors.publish(0, version)
+        assert tensors.versions[0] == version
+        return digest(torch.cat([tensors.published[0], tensors.outer[0].value]))
+
+    every = list(range(before + 2))
+    without = [place for place in every if place != before]
+    assert merged(every, lost=before) == merged(without, lost=None)
+    assert merged(every, lost=before) != merged(every, lost=None)
 
 
 def test_the_same_entries_give_the_same_bits():
