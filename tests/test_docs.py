@@ -145,8 +145,8 @@ def settings_told(text: str) -> dict[str, str]:
 
 
 def diagrams_show_messages_that_exist(text: str) -> Iterator[str]:
-    """An arrow between a learner and a syncer is a body that travels that way; one to or from the disk is an effect or
-    an event."""
+    """An arrow between a learner and a syncer or a shard is a body that travels that way; one between the syncer and
+    the disk or a shard is an effect or an event."""
     for flow in re.findall(r"```mermaid\nsequenceDiagram\n(.*?)```", text, re.DOTALL):
         who = dict(re.findall(r"participant (\w+) as (\w+)", flow))
         for origin, to, name in re.findall(r"(\w+)->>(\w+): (\w+)", flow):
@@ -155,6 +155,9 @@ def diagrams_show_messages_that_exist(text: str) -> Iterator[str]:
                 ("syncer", "learner"): FROM_SYNCER,
                 ("syncer", "disk"): EFFECTS,
                 ("disk", "syncer"): EVENTS,
+                ("learner", "shard"): FROM_LEARNER,
+                ("syncer", "shard"): EFFECTS,
+                ("shard", "syncer"): EVENTS,
             }.get((who.get(origin, ""), who.get(to, "")), {})
             if name not in known:
                 yield f"{origin}->>{to}: {name} is nothing that travels from {who.get(origin)} to {who.get(to)}"

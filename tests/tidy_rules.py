@@ -164,7 +164,6 @@ _FOREIGN_WORDS = {
     "master": "syncer",
     "replica": "learner",
     "server": "syncer",
-    "shard": "fragment",
     "worker": "learner",
 }
 
