@@ -13,11 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from atoll.core.protocol import Persist, Persisted, Record, VersionRecord
+from atoll.core.protocol import Persisted, Record, VersionRecord
 from atoll.core.types import RoundId
 from atoll.ml import robust
 from atoll.net import access, durable, learner_bulk, listening, pacing, part_keeper, syncer
 from atoll.net.arrivals import Arrivals
+from atoll.net.fragment_keeper import FragmentKeeper
 from atoll.net.held_fragments import HeldFragment
 from atoll.net.island_tensors import Buffer, FragmentTensors
 from atoll.net.store import Store
@@ -190,24 +191,20 @@ def no_prometheus(directory: Path) -> None:
 def published_first(directory: Path) -> None:
     """A syncer that says durable before it is."""
 
-    def persist(self: SyncerProcess, effect: Persist) -> None:
-        key = effect.record.key()
+    persist = FragmentKeeper.persist
 
-        def write() -> None:
-            self._loop.run_in_executor(self._disk_thread, self._write, effect.record).add_done_callback(_look_away)
+    def too_early(self: Any, record: Record) -> None:
+        if not isinstance(record, VersionRecord):
+            persist(self, record)
+            return
+        held = self.held[record.fragment]
+        tensors = {name: tensor.clone() for name, tensor in held.to_keep(record).items()}
+        work = self._loop.run_in_executor(self._disk_thread, self.store.write, record, tensors)
+        work.add_done_callback(_look_away)
+        held.now_durable()
+        self._loop.call_soon(self._tell, Persisted(record.key()))
 
-        if isinstance(effect.record, VersionRecord):
-            held = self.fragments[effect.record.fragment]
-            tensors = {name: tensor.clone() for name, tensor in held.to_keep(effect.record).items()}
-            work = self._loop.run_in_executor(self._disk_thread, self.store.write, effect.record, tensors)
-            work.add_done_callback(_look_away)
-            held.now_durable()
-        else:
-            write()
-        self._loop.call_soon(self.tell, Persisted(key))
-
-    SyncerProcess._persist = persist  # type: ignore[method-assign]
-    syncer._EFFECTS = {**syncer._EFFECTS, Persist: persist}
+    FragmentKeeper.persist = too_early  # type: ignore[method-assign]
 
 
 def _look_away(done: asyncio.Future[None]) -> None:

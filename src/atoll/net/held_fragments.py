@@ -60,6 +60,7 @@ class HeldFragment:
         self.id = p
         self._codec = codec(numerics.down)
         self._plan = plan
+        self._numerics = numerics
         self._how = numerics.merge
         self._clip = numerics.norm_clip
         self.usual = UsualSize()
@@ -178,3 +179,9 @@ class HeldFragment:
             self.outer.value.copy_(kept["precise"])
             self.usual.load(kept["usual"])
             self.outer.load({name.removeprefix("outer."): t for name, t in kept.items() if name.startswith("outer.")})
+
+    def as_kept(self, kept: dict[str, Tensor]) -> HeldFragment:
+        """Another one, with the version that is durable and its outer optimizer as it was then."""
+        fresh = HeldFragment(self._plan, self.id, self._numerics, self.served.version, kept["published"])
+        fresh.restore(kept)
+        return fresh

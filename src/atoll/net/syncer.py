@@ -11,9 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +27,8 @@ from atoll.core.protocol import (
     Hangup,
     LearnerDisconnected,
     MergeDone,
-    MergeFailed,
     MergeRound,
     Persist,
-    Persisted,
-    PersistFailed,
-    Record,
-    RecordKey,
     Refuse,
     Say,
     Send,
@@ -44,7 +37,6 @@ from atoll.core.protocol import (
     StoreFenced,
     SyncerEvent,
     TimerFired,
-    VersionRecord,
     Welcome,
 )
 from atoll.core.syncer import SyncerCore
@@ -56,6 +48,7 @@ from atoll.ml.plan import FragmentPlan
 from atoll.net.access import Access
 from atoll.net.controls import Wishes
 from atoll.net.durable import StoreDamaged
+from atoll.net.fragment_keeper import FragmentKeeper, Payload
 from atoll.net.held_fragments import HeldFragment
 from atoll.net.lease import BEAT_EVERY_S
 from atoll.net.logs import Named, about
@@ -76,16 +69,6 @@ RECEIVING_BYTES = 256 * 2**20
 LinkKey = tuple[LearnerId, Incarnation, int]
 
 
-class Payload:
-    """The values of a contribution. Their memory counts as held until they are added to the sums, or not wanted."""
-
-    def __init__(self, data: Tensor, norm: float, give_back: Callable[[], None]) -> None:
-        self.data = data
-        self.norm = norm
-        self.give_back = give_back
-        self.is_taken = False  # whoever takes it gives the memory back
-
-
 class SyncerProcess:
     """Everything of one run at one syncer. Made and used within one event loop."""
 
@@ -104,7 +87,6 @@ class SyncerProcess:
         self.log = Named(log if log is not None else logging.getLogger("atoll.syncer"))
         self.core: SyncerCore | None = None  # from the founding on
         self.plan: FragmentPlan | None = None
-        self.fragments: dict[FragmentId, HeldFragment] = {}
         self.links: dict[LinkKey, SyncerLink] = {}
         self.metrics = SyncerMetrics(directory, self.log)
         self.handed: dict[LearnerId, Incarnation] = {}  # incarnations that were given out and have not yet said hello
@@ -122,8 +104,6 @@ class SyncerProcess:
         self.access = Access(token, tls, self.refused, self.log)
         self.on_proved: Callable[[asyncio.BaseTransport | None], None] = lambda transport: None
         self._loop = asyncio.get_running_loop()
-        self._merge_thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-merge")
-        self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-disk")
         self._held = 0  # the snapshot whose versions the store holds
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -133,6 +113,7 @@ class SyncerProcess:
         kept = self.store.settings()
         if kept is not None:
             self.settings = settings.resumed(RunSettings.from_json(kept))
+        self.keeper = FragmentKeeper(self.store, self.log, self.tell, self._on_durable, self._fenced)
         self.log.fields |= {"run": self.settings.config.run_id, "epoch": self.store.epoch}
         self.clock = RunClock(self.settings.founded_at)
         self._tape: TapeKeeper | None = None
@@ -151,48 +132,32 @@ class SyncerProcess:
             self._spawn(self.access.watch(self.links.values()))
 
     async def _restore(self, plan: FragmentPlan) -> None:
-        def load() -> tuple[Restored, dict[FragmentId, HeldFragment]]:
-            held = {}
-            for p in range(len(plan.fragments)):
-                version, _, kept = self.store.newest(p)
-                held[p] = HeldFragment(plan, p, self.settings.numerics, version, kept["published"])
-                held[p].restore(kept)
-            return self.store.restored(), held
-
-        restored, held = await self._loop.run_in_executor(self._disk_thread, load)
-        merges = sum(fragment.served.version for fragment in held.values())
+        await self.keeper.load(plan, self.settings, list(range(len(plan.fragments))))
+        restored = await self.keeper.on_disk(self.store.restored)
+        merges = sum(fragment.served.version for fragment in self.fragments.values())
         self.log.info("the run goes on: %d merges are on disk, this is epoch %d", merges, self.store.epoch)
-        self._begin(plan, held, restored)
+        self._begin(plan, restored)
 
     async def found(self, plan: FragmentPlan, values: list[Tensor]) -> None:
         """A learner has brought the model. It is durable before anybody can join."""
-        numerics = self.settings.numerics
         settings = replace(
             self.settings,
             config=replace(self.settings.config, fragments=len(plan.fragments), fingerprint=plan.fingerprint()),
             plan=plan,
             founded_at=time.time(),
         )
-
-        def write() -> dict[FragmentId, HeldFragment]:
-            for p, value in enumerate(values):
-                self.store.write_initial(p, {"published": value})
-            self.store.write_settings(settings.to_json())
-            return {p: HeldFragment(plan, p, numerics, 0, value) for p, value in enumerate(values)}
-
-        held = await self._loop.run_in_executor(self._disk_thread, write)
+        await self.keeper.found(settings, dict(enumerate(values)))
         self.settings = settings
         self.clock = RunClock(settings.founded_at)
         self.log.info("founded: %d parameters in %d fragments", plan.total_numel, len(plan.fragments))
-        self._begin(plan, held, None)
+        self._begin(plan, None)
 
-    def _begin(self, plan: FragmentPlan, held: dict[FragmentId, HeldFragment], restored: Restored | None) -> None:
+    def _begin(self, plan: FragmentPlan, restored: Restored | None) -> None:
         config = self.settings.config
         actor = Actor(SYNCER, self.store.epoch)
         self._tape = TapeKeeper(self.directory, new_header(actor, config, restored=restored), self.log)
         self.plan = plan
-        self.fragments = held
-        largest = max(plan.numel(p) for p in held)
+        largest = max(plan.numel(p) for p in range(len(plan.fragments)))
         self.gate.most_bytes = max(RECEIVING_BYTES, 4 * 4 * largest)
         self.core = SyncerCore(config, self.store.epoch, restored)
         self.merges_before = self.core.merges
@@ -217,12 +182,14 @@ class SyncerProcess:
         """Its entry is on the tape before any of its effects is carried out."""
         assert self.core is not None and self._tape is not None
         now = self.clock.now()
+        if type(event) is MergeDone:
+            self.merged_contributions += len(self.core.fragments[event.round.fragment].contributions)
         effects = self.core.handle(now, event)
         self._tape.write(Entry(now, Actor(SYNCER, self.store.epoch), self.core.tick, event, tuple(effects)))
         for effect in effects:
             if type(effect) is Accumulate:
                 assert payload is not None, "a contribution without its values"
-                self._accumulate(effect, payload)
+                self.keeper.accumulate(effect, payload)
             else:
                 carry_out = _EFFECTS.get(type(effect))
                 if carry_out is not None:
@@ -286,85 +253,22 @@ class SyncerProcess:
         if link is not None:
             link.close(str(effect.reason))
 
-    def _accumulate(self, effect: Accumulate, payload: Payload) -> None:
-        held, up = self.fragments[effect.round.fragment], self.settings.numerics.up
-        payload.is_taken = True
+    @property
+    def fragments(self) -> dict[FragmentId, HeldFragment]:
+        return self.keeper.held
 
-        def added(wrong: BaseException | None) -> None:
-            payload.give_back()
-            self._report_trouble(wrong)
-
-        self._merge(partial(held.accumulate, effect.round, effect.accepted, payload.data, up, payload.norm), added)
-
-    def _report_trouble(self, wrong: BaseException | None) -> None:
-        """A sum that failed shows when the round is merged: the counts differ, and the merge fails."""
-        if wrong is not None:
-            self.log.error("a contribution could not be added: %s", wrong)
-
-    def _merge_round(self, effect: MergeRound) -> None:
-        held = self.fragments[effect.round.fragment]
-        self._merge(partial(held.merge, effect.round, len(effect.contributions)), partial(self._merge_ended, effect))
-
-    def _merge_ended(self, effect: MergeRound, wrong: BaseException | None) -> None:
-        if wrong is not None:
-            self.tell(MergeFailed(effect.round, f"{type(wrong).__name__}: {wrong}"))
-            return
-        self.merged_contributions += len(effect.contributions)
-        self.tell(MergeDone(effect.round))
-
-    def _discard(self, effect: DiscardRound) -> None:
-        self._merge(partial(self.fragments[effect.round.fragment].discard, effect.round), self._report_trouble)
-
-    def _merge(self, job: Callable[[], None], then: Callable[[BaseException | None], None]) -> None:
-        future = self._loop.run_in_executor(self._merge_thread, job)
-        future.add_done_callback(lambda done: None if done.cancelled() else then(done.exception()))
-
-    def _persist(self, effect: Persist) -> None:
-        future = self._loop.run_in_executor(self._disk_thread, self._write, effect.record)
-        future.add_done_callback(partial(self._written, effect.record.key()))
-
-    def _write(self, record: Record) -> None:
-        tensors = None
-        if isinstance(record, VersionRecord):
-            tensors = self.fragments[record.fragment].to_keep(record)
-        self.store.write(record, tensors)
-
-    def _written(self, key: RecordKey, done: asyncio.Future[None]) -> None:
-        if done.cancelled():
-            return
-        wrong = done.exception()
-        if isinstance(wrong, Fenced):
-            self._fenced(wrong)
-        elif isinstance(wrong, OSError):
-            self.tell(PersistFailed(key, wrong.strerror or str(wrong)))
-        elif wrong is not None:
-            self.log.error("a record could not be written", exc_info=wrong)
-            self.tell(PersistFailed(key, f"{type(wrong).__name__}: {wrong}"))
-        else:
-            if key.kind == "version":
-                held = self.fragments[key.number]
-                held.now_durable()
-                self.metrics.merged(self.clock.now(), self.store.epoch, held)
-            self.tell(Persisted(key))
+    def _on_durable(self, held: HeldFragment) -> None:
+        self.metrics.merged(self.clock.now(), self.store.epoch, held)
 
     def _hold_versions(self, core: SyncerCore) -> None:
         """Those of a snapshot from its cut on: its parts may come later than the store keeps a version."""
         cut = core.cut
         if cut is not None and cut.id != self._held:
             self._held = cut.id
-            self._on_disk(self.store.hold, cut.id, cut.versions)
+            self.keeper.on_disk_later(self.store.hold, cut.id, cut.versions)
         elif cut is None and self._held:
-            self._on_disk(self.store.let_go, self._held)
+            self.keeper.on_disk_later(self.store.let_go, self._held)
             self._held = 0
-
-    def _on_disk(self, job: Callable[..., None], *args: Any) -> None:
-        """What the core does not wait for. Should it fail, the write that needs it fails too, and says so."""
-        future = self._loop.run_in_executor(self._disk_thread, job, *args)
-        future.add_done_callback(lambda done: None if done.cancelled() else self._report_disk(done.exception()))
-
-    def _report_disk(self, wrong: BaseException | None) -> None:
-        if wrong is not None:
-            self.log.warning("the store cannot be written: %s", wrong)
 
     def _halt(self, effect: Halt) -> None:
         self.halted_because = str(effect.reason)
@@ -417,7 +321,7 @@ class SyncerProcess:
     async def _keep_wishes(self, wishes: Wishes) -> None:
         if wishes is not self.wishes:
             try:
-                await self._loop.run_in_executor(self._disk_thread, self.store.write_controls, wishes.kept)
+                await self.keeper.on_disk(self.store.write_controls, wishes.kept)
             except Fenced as fenced:
                 self._fenced(fenced)
                 raise
@@ -500,8 +404,7 @@ class SyncerProcess:
             link.close("the syncer is being stopped")
         await asyncio.gather(*(link.closed() for link in list(self.links.values())), return_exceptions=True)
         self.links.clear()
-        for thread in (self._merge_thread, self._disk_thread):
-            await asyncio.to_thread(thread.shutdown, cancel_futures=True)
+        await self.keeper.stop()
         if self._tape is not None:
             self._tape.close()
         await asyncio.to_thread(self.metrics.close)
@@ -512,8 +415,8 @@ _EFFECTS: Mapping[type, Callable[[SyncerProcess, Any], None]] = {
     Send: SyncerProcess._send,
     Say: SyncerProcess._say,
     Hangup: SyncerProcess._hang_up,
-    MergeRound: SyncerProcess._merge_round,
-    DiscardRound: SyncerProcess._discard,
-    Persist: SyncerProcess._persist,
+    MergeRound: lambda syncer, effect: syncer.keeper.merge_round(effect),
+    DiscardRound: lambda syncer, effect: syncer.keeper.discard(effect),
+    Persist: lambda syncer, effect: syncer.keeper.persist(effect.record),
     Halt: SyncerProcess._halt,
 }

@@ -21,10 +21,11 @@ from atoll.ml.codecs import codec
 from atoll.ml.robust import size_of
 from atoll.net.arrivals import ArrivalKey, Arrivals, Claim
 from atoll.net.byte_buffers import CHUNK_BYTES, SMALL_BYTES, ByteBuffers
+from atoll.net.fragment_keeper import Payload
 from atoll.net.identity import check_speaker
 from atoll.net.memory_gate import MemoryGate
 from atoll.net.stand_still import StandStill
-from atoll.net.syncer import Payload, SyncerProcess
+from atoll.net.syncer import SyncerProcess
 from atoll.net.wire import (
     CODEC_NUMBERS,
     FragmentHeader,

@@ -78,40 +78,6 @@ class Paths:
         self.bulk = Bulk(syncer)
         self._founding = asyncio.Lock()
 
-    @web.middleware
-    async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Who asks comes first; then whatever is wrong with a request closes that connection and is counted."""
-        syncer = self.syncer
-        turned = syncer.access.refusal(request)
-        if turned is not None:
-            answer = error(turned.status, turned.sentence)
-            answer.headers[HEADER] = turned.sentence
-            answer.force_close()  # another key is shown on another connection
-            return answer
-        syncer.on_proved(request.transport)
-        try:
-            return await handler(request)
-        except WireError as wrong:
-            syncer.refused[wrong.code] += 1
-            syncer.log.warning("%s %s from %s was refused: %s", request.method, request.path, request.remote, wrong)
-            return error(400, str(wrong), wrong.code)
-        except NotYours as wrong:
-            syncer.access.turn_away(Turned(wrong.code, 403, str(wrong)), str(request.remote), request.path)
-            return error(403, str(wrong), wrong.code)
-        except LinkGone:
-            return error(409, "the link that this belongs to is closed")
-        except ConnectionError as wrong:
-            syncer.log.info("%s %s from %s broke off: %s", request.method, request.path, request.remote, wrong)
-            return error(400, "it broke off")  # nobody reads it
-        except web.HTTPException:
-            raise
-        except TimeoutError:
-            syncer.refused["silent"] += 1
-            return error(408, f"nothing came for {SILENT_S:g} s")
-        except Exception:
-            syncer.log.exception("%s %s has failed", request.method, request.path)
-            return error(500, "the syncer has failed on this request; its log says how")
-
     # ---------------------------------------------------------------------------------------------------- joining
 
     async def run(self, request: web.Request) -> web.StreamResponse:

@@ -1,0 +1,295 @@
+"""The shards of a run, seen from its syncer: processes that hold fragments, merge them and serve them.
+
+Fragment p belongs to shard p % n. The syncer decides, as it would alone; for the fragments it has no tensors, but sends
+its effects to their shard and hears the events from there (`shard_words`). A shard that is away stops its fragments and
+nothing else; whoever holds the newest durable versions of them may come in its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import WSCloseCode, WSMsgType, web
+from torch import Tensor
+
+from atoll.core.protocol import (
+    Accumulate,
+    Contribution,
+    DiscardRound,
+    MergeRound,
+    MessageArrived,
+    Persist,
+    ShardBack,
+    ShardLost,
+    VersionRecord,
+)
+from atoll.core.types import FragmentId, Version
+from atoll.net.run_settings import RunSettings
+from atoll.net.shard_words import (
+    MOST_WORD_BYTES,
+    Forget,
+    FromHead,
+    HeadHello,
+    HeldHere,
+    KeepVersion,
+    LetGo,
+    Merged,
+    OpenLinks,
+    ShardHello,
+    TakeFragments,
+    Traffic,
+    as_text,
+    heard,
+    word,
+)
+from atoll.net.syncer_link import CLOSING_S, as_last_words
+from atoll.net.wire import Kind, WireError, as_bytes, encode_header, frame_head
+
+if TYPE_CHECKING:
+    from atoll.net.syncer import SyncerProcess
+
+MOST_WAITING = 65_536
+"""Words for one shard. It has stopped reading long before."""
+
+FOUNDING_S = 600.0
+
+
+class ShardsMissing(Exception):  # noqa: N818 - a state of things, which passes
+    """A run is founded when all its shards are there."""
+
+
+class RemoteFragment:
+    """In place of a `HeldFragment`, for links that tell learners of versions."""
+
+    def __init__(self, shards: Shards, p: FragmentId) -> None:
+        self._shards = shards
+        self._p = p
+
+    def hold(self, version: Version) -> RemoteFragment | None:
+        self._shards.post(self._p, KeepVersion(self._p, version))
+        return self
+
+    def release(self, version: Version) -> None:
+        self._shards.post(self._p, LetGo(self._p, version))
+
+
+class ShardLink:
+    """One connection of one shard."""
+
+    def __init__(self, hello: ShardHello, socket: web.WebSocketResponse) -> None:
+        self.number = hello.shard
+        self.address = hello.address
+        self.held = {each.fragment: each for each in hello.held}
+        self.traffic = Traffic(0, 0)
+        self._socket = socket
+        self._waiting: asyncio.Queue[str | None] = asyncio.Queue()
+        self._task = asyncio.get_running_loop().create_task(self._write())
+
+    def post(self, said: FromHead) -> None:
+        self._waiting.put_nowait(word(said))
+        if self._waiting.qsize() > MOST_WAITING:
+            self._task.cancel()
+
+    async def _write(self) -> None:
+        try:
+            while (text := await self._waiting.get()) is not None:
+                await self._socket.send_str(text)
+        except (ConnectionError, RuntimeError):
+            return  # the reading side notices the same
+
+    async def close(self, why: str) -> None:
+        self._task.cancel()
+        await self._socket.close(code=WSCloseCode.POLICY_VIOLATION, message=as_last_words(why))
+
+
+class Shards:
+    def __init__(self, syncer: SyncerProcess, count: int) -> None:
+        self.syncer = syncer
+        self.count = count
+        self.links: dict[int, ShardLink] = {}
+        self.fragments: dict[FragmentId, RemoteFragment] = {}
+        self._initial: dict[FragmentId, Tensor] = {}  # while a run is being founded
+        self._news = asyncio.Condition()
+        self._traffic_before = Traffic(0, 0)  # of links that are gone
+
+    def begin(self, fragments: int) -> None:
+        self.fragments = {p: RemoteFragment(self, p) for p in range(fragments)}
+
+    def of(self, shard: int) -> tuple[FragmentId, ...]:
+        plan = self.syncer.settings.plan
+        return tuple(range(shard, len(plan.fragments), self.count)) if plan is not None else ()
+
+    def addresses(self) -> list[str | None]:
+        return [self.links[k].address if k in self.links else None for k in range(self.count)]
+
+    def traffic(self) -> Traffic:
+        told = [self._traffic_before, *(link.traffic for link in self.links.values())]
+        return Traffic(sum(each.bytes_up for each in told), sum(each.bytes_down for each in told))
+
+    # ---------------------------------------------------------------------------------------------------- beginning
+
+    async def found(self, settings: RunSettings, values: list[Tensor]) -> None:
+        """Every shard fetches its values and makes them durable."""
+        missing = [k for k in range(self.count) if k not in self.links]
+        if missing:
+            raise ShardsMissing(f"the run waits for its shards: {len(missing)} of {self.count} are not here")
+        self._initial = dict(enumerate(values))
+        text = as_text(settings.to_json())
+        try:
+            for k, link in self.links.items():
+                link.held = {}
+                link.post(TakeFragments(text, tuple(range(k, len(values), self.count))))
+            async with self._news, asyncio.timeout(FOUNDING_S):
+                await self._news.wait_for(lambda: self._hold_all(len(values)) or len(self.links) < self.count)
+            if not self._hold_all(len(values)):
+                raise ShardsMissing("a shard went away while the run was founded")
+        except TimeoutError:
+            raise ShardsMissing(f"the shards did not take the model within {FOUNDING_S:g} s") from None
+        finally:
+            self._initial = {}
+
+    def _hold_all(self, fragments: int) -> bool:
+        return {p for link in self.links.values() for p in link.held} == set(range(fragments))
+
+    async def records(self, fragments: int) -> dict[FragmentId, VersionRecord]:
+        """When all shards are here: what they hold."""
+        async with self._news:
+            await self._news.wait_for(lambda: len(self.links) == self.count and self._hold_all(fragments))
+        held = [each for link in self.links.values() for each in link.held.values()]
+        return {each.fragment: each.record for each in held if each.record is not None}
+
+    async def initial(self, request: web.Request) -> web.StreamResponse:
+        """`GET /v1/initial/{fragment}`, while a run is being founded."""
+        value = self._initial.get(int(request.match_info["fragment"][:9]))
+        if value is None:
+            raise web.HTTPNotFound
+        header = encode_header({"fragment": int(request.match_info["fragment"])})
+        head = await asyncio.to_thread(frame_head, Kind.MODEL, 0, header, value)
+        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+        view = as_bytes(value)
+        response.content_length = len(head) + len(header) + view.nbytes
+        await response.prepare(request)
+        await response.write(head + header)
+        for begin in range(0, view.nbytes, 2**20):
+            await response.write(view[begin : begin + 2**20])
+        await response.write_eof()
+        return response
+
+    # ---------------------------------------------------------------------------------------------------- a link
+
+    async def link(self, request: web.Request) -> web.StreamResponse:
+        """`GET /v1/shard`: a WebSocket of text."""
+        socket = web.WebSocketResponse(max_msg_size=MOST_WORD_BYTES, compress=False, timeout=CLOSING_S, heartbeat=10.0)
+        await socket.prepare(request)
+        link: ShardLink | None = None
+        why = "the connection was closed"
+        try:
+            async for message in socket:
+                if message.type is not WSMsgType.TEXT:
+                    continue
+                said = heard(message.data, "shard")
+                if link is None:
+                    link = await self._welcome(said, socket)
+                elif self.links.get(link.number) is link:
+                    await self._hear(link, said)
+        except WireError as wrong:
+            why = f"what it sent was refused: {wrong}"
+            self.syncer.refused[wrong.code] += 1
+            await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=as_last_words(str(wrong)))
+        finally:
+            if link is not None:
+                await self._gone(link, why)
+        return socket
+
+    async def _welcome(self, hello: Any, socket: web.WebSocketResponse) -> ShardLink:
+        if type(hello) is not ShardHello:
+            raise WireError(f"the first word of a shard is ShardHello, found {type(hello).__name__}", "type")
+        self._check(hello)
+        older = self.links.get(hello.shard)
+        if older is not None:
+            await self._gone(older, "another process says that it is the same shard")
+            await older.close("another process says that it is the same shard")
+        settings = self.syncer.settings
+        link = ShardLink(hello, socket)
+        link.post(HeadHello(self.syncer.store.epoch, as_text(settings.to_json())))
+        self.links[hello.shard] = link
+        self.syncer.log.info("shard %d of %d is here, at %s", hello.shard, self.count, hello.address)
+        link.post(self._open_links())
+        if self.syncer.core is not None:
+            self.syncer.tell(ShardBack(tuple((p, each.version) for p, each in sorted(link.held.items()))))
+        await self._notify()
+        return link
+
+    def _check(self, hello: ShardHello) -> None:
+        if hello.shards != self.count or not 0 <= hello.shard < self.count:
+            raise WireError(f"shard {hello.shard} of {hello.shards}, this run has {self.count}, from 0", "type")
+        wanted, found = set(self.of(hello.shard)), {each.fragment for each in hello.held}
+        run = self.syncer.settings.config.run_id if wanted else ""
+        if hello.run_id != run or found != wanted:
+            theirs = f"run {hello.run_id!r} with {len(found)} fragments" if hello.run_id else "no run"
+            raise WireError(
+                f"shard {hello.shard} holds {theirs}, this one is {run!r} with {len(wanted)} for it: give it its own"
+                " directory, or bring that back from a copy",
+                "type",
+            )
+
+    async def _hear(self, link: ShardLink, said: Any) -> None:
+        syncer = self.syncer
+        if type(said) is Traffic:
+            link.traffic = said
+        elif type(said) is ShardHello:  # it has taken its fragments
+            link.held = {each.fragment: each for each in said.held}
+            await self._notify()
+        elif type(said) is Merged:
+            syncer.note_merge(said.fragment, said.version, said.measured)
+        elif syncer.core is None:
+            raise WireError(f"{type(said).__name__} before the run has begun", "type")
+        elif type(said) is MessageArrived:
+            self._arrived(link, said)
+        else:
+            syncer.tell(said)
+
+    def _arrived(self, link: ShardLink, said: MessageArrived) -> None:
+        body = said.envelope.body
+        if type(body) is not Contribution or body.round.fragment % self.count != link.number:
+            raise WireError("a shard tells of contributions to its own fragments", "type")
+        if not self.syncer.tell_arrived(said):
+            link.post(Forget(said.envelope.learner, said.envelope.incarnation, body.round))
+
+    async def _gone(self, link: ShardLink, why: str) -> None:
+        if self.links.get(link.number) is not link:
+            return
+        del self.links[link.number]
+        before = self._traffic_before
+        up, down = before.bytes_up + link.traffic.bytes_up, before.bytes_down + link.traffic.bytes_down
+        self._traffic_before = Traffic(up, down)
+        self.syncer.log.warning("shard %d is away: %s", link.number, why)
+        if self.syncer.core is not None:
+            self.syncer.tell(ShardLost(self.of(link.number), why))
+        await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._news:
+            self._news.notify_all()
+
+    # ---------------------------------------------------------------------------------------------------- effects
+
+    def carry_out(self, effect: Accumulate | MergeRound | DiscardRound | Persist) -> None:
+        record = effect.record if type(effect) is Persist else None
+        assert record is None or isinstance(record, VersionRecord)
+        self.post(record.fragment if record is not None else effect.round.fragment, effect)  # type: ignore[union-attr]
+
+    def post(self, p: FragmentId, said: FromHead) -> None:
+        """To the shard of this fragment. One that is away has lost what it is about, and says what it has."""
+        link = self.links.get(p % self.count)
+        if link is not None:
+            link.post(said)
+
+    def links_changed(self) -> None:
+        said = self._open_links()
+        for link in self.links.values():
+            link.post(said)
+
+    def _open_links(self) -> OpenLinks:
+        return OpenLinks(tuple(sorted(self.syncer.links)))
