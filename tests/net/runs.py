@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -40,9 +41,11 @@ from atoll.core.replay import replay
 from atoll.core.types import Limits, RunConfig
 from atoll.ml.settings import Numerics
 from atoll.net import serving
+from atoll.net.addresses import place
 from atoll.net.learner import Learner
 from atoll.net.run_settings import RunSettings
 from atoll.net.serving import serve_syncer
+from atoll.net.shard_serving import serve_shard
 from atoll.net.tls import ClientTls, KeyFiles
 from atoll.sim.checkers import all_checkers
 from atoll.tape_files import RunTapes
@@ -145,6 +148,23 @@ def syncer_child(
     except BaseException as wrong:
         traceback.print_exc()
         pipe.send(("failed", type(wrong).__name__, str(wrong)))
+
+
+def shard_child(
+    directory: Path, shard: int, shards: int, head: str, port: int, token: str | None, log: Path, pipe: Connection
+) -> None:
+    _begin(log)
+    try:
+        ready = partial(_tell_ready, pipe)
+        serve_shard(directory, shard, shards, place(head), port=port, token=token, on_ready=ready)
+        pipe.send(("ended", True))
+    except BaseException as wrong:
+        traceback.print_exc()
+        pipe.send(("failed", type(wrong).__name__, str(wrong)))
+
+
+def _tell_ready(pipe: Connection, address: str) -> None:
+    pipe.send(("ready", address))
 
 
 def standby_child(
@@ -353,9 +373,10 @@ class Run:
         extra: dict[str, Any] | None = None,
         keys: KeyFiles | None = None,
         host: str = "127.0.0.1",
+        shards: int = 0,
     ) -> None:
         self.directory = directory
-        self.settings = RunSettings(run or config(), numerics or Numerics(), extra or {})
+        self.settings = RunSettings(run or config(), numerics or Numerics(), extra or {}, shards=shards)
         self.token = token
         self.planted = planted
         self.keys = keys
@@ -363,6 +384,7 @@ class Run:
         self.address = ""
         self.children: list[Child] = []
         self.syncer = self.start_syncer()
+        self.shards = [self.start_shard(number) for number in range(shards)]
 
     def __enter__(self) -> Run:
         return self
@@ -384,6 +406,15 @@ class Run:
         self.children.append(self.syncer)
         self.address = self.syncer.hear("ready")
         return self.syncer
+
+    def start_shard(self, number: int, folder: str = "") -> Child:
+        log = self.directory / "logs" / f"shard-{number}-{len(self.children)}.log"
+        place = self.directory / "shards" / (folder or str(number))
+        args = (place, number, self.settings.shards, self.address, 0, self.token)
+        child = Child(f"shard {number}", log, shard_child, args)
+        self.children.append(child)
+        child.hear("ready")
+        return child
 
     def start_standby(self, port: int, after_s: float, directory: Path | None = None) -> Child:
         """It waits when this returns. `took_over` makes it the run's syncer."""

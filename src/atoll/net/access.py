@@ -13,16 +13,18 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import ssl
 import time
 from collections import Counter
 from collections.abc import Iterable
 from typing import Protocol
 
+import aiohttp
 from aiohttp import web
 
 from atoll.net.addresses import is_loopback
 from atoll.net.identity import SPEAKER, Turned, peer_of
-from atoll.net.tls import ServerTls
+from atoll.net.tls import ClientTls, ServerTls
 
 LOOK_EVERY_S = 1.0
 """At the files of the keys, and for keys that have expired."""
@@ -79,6 +81,19 @@ class Access:
         self.log = log if log is not None else logging.getLogger("atoll.syncer")
         self._bearer = f"Bearer {token}".encode() if token is not None else None
         self._said: dict[str, tuple[float, int]] = {}  # by sentence: when it was logged, and how often it was not since
+
+    @property
+    def scheme(self) -> str:
+        return "https" if self.tls is not None else "http"
+
+    def client(self) -> aiohttp.ClientSession:
+        """To ask another process of the same run: it has the same token, and a key of the same authority."""
+        headers = {"Authorization": self._bearer.decode()} if self._bearer is not None else {}
+        files = self.tls.files if self.tls is not None else None
+        context: bool | ssl.SSLContext = True
+        if files is not None:
+            context = ClientTls(files.certificate.parent).context()
+        return aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context), headers=headers)
 
     def refusal(self, request: web.Request) -> Turned | None:
         """Of a request, before anything of it is read. From here on `SPEAKER` is known."""

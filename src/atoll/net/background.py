@@ -154,6 +154,7 @@ class Background:
     def fetch_settings(self, join_by: float | None) -> RunSettings:
         """What the run is. A syncer that is not there yet is waited for, and that is said."""
         self._settings, self.is_founded = self._wait_for(self._door.settings(join_by))
+        self._bulk.shards = self._settings.shards
         return self._settings
 
     def found(self, plan: FragmentPlan, view: ModelView, join_by: float | None) -> None:

@@ -22,7 +22,7 @@ CLOCKS_S = 300.0
 HEADER = "Atoll-Refused"
 """Of an answer: the sentence, for those who see only its head. Whoever dials a WebSocket does."""
 
-OPERATORS_ONLY = ("/v1/control", "/v1/snapshot", "/v1/finish", "/metrics")
+OPERATORS_ONLY = ("/v1/control", "/v1/snapshot", "/v1/finish", "/v1/head", "/v1/initial", "/metrics")
 LEARNERS_ONLY = ("/v1/model", "/v1/join", "/v1/link", "/v1/slice", "/v1/contribution", "/v1/state", "/v1/fragment")
 
 
@@ -99,7 +99,8 @@ class Peer(NamedTuple):
         """Why this key is not for this path."""
         if path.startswith(OPERATORS_ONLY) and not self.is_operator:
             return Turned("role", 403, f"the key of {self.name} is not one of an operator: atoll keys add --operator")
-        if path.startswith(LEARNERS_ONLY) and not self.learners and not self.is_any_learner:
+        may_fetch = self.is_operator and path.startswith("/v1/fragment")
+        if path.startswith(LEARNERS_ONLY) and not self.learners and not self.is_any_learner and not may_fetch:
             return Turned("role", 403, f"the key of {self.name} names no learner: atoll keys add --learner N")
         return None
 

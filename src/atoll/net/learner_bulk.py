@@ -15,6 +15,7 @@ from torch import Tensor
 
 from atoll.core.protocol import Contribution, Envelope
 from atoll.core.types import FragmentId, RoundId, Version
+from atoll.net.addresses import address
 from atoll.net.byte_buffers import SMALL_BYTES, ByteBuffers
 from atoll.net.learner_link import LearnerLink, Refusal
 from atoll.net.pacing import FIRST_SLICE, Direction
@@ -55,6 +56,7 @@ class _Fetching:
         self.codec = 0
         self.data: Tensor | None = None
         self.missing = Spans()
+        self.place: str | None = None
 
 
 class LearnerBulk:
@@ -63,8 +65,26 @@ class LearnerBulk:
         self._buffers = ByteBuffers()
         self._fetching: dict[FragmentId, _Fetching] = {}
         self._begun: dict[FragmentId, RoundId] = {}  # contributions of which the syncer may have a part
+        self.shards = 0  # of the run; 0: the syncer has all fragments
+        self._places: list[str | None] = []  # of the shards, as the syncer told last
         self._up = Direction(bytes_per_s, link.log, "up")
         self._down = Direction(bytes_per_s, link.log, "down")
+
+    async def _place(self, fragment: FragmentId) -> str | None:
+        """Where the fragment is; None: at the syncer."""
+        if not self.shards:
+            return None
+        if not self._places:
+            told = await self._link.ask("GET", "/v1/shards")
+            places = told.get("shards") if isinstance(told, dict) else None
+            if not isinstance(places, list) or len(places) != self.shards:
+                raise WireError("where the shards are cannot be read", "type")
+            self._places = [address(each) if isinstance(each, str) else None for each in places]
+        found = self._places[fragment % self.shards]
+        if found is None:
+            self._places = []
+            raise ConnectionError(f"shard {fragment % self.shards}, which has it, is away")
+        return found
 
     # ---------------------------------------------------------------------------------------------------- down
 
@@ -76,6 +96,7 @@ class LearnerBulk:
         if under_way is None or under_way.asked != (version, base):
             under_way = self._fetching[fragment] = _Fetching(version, base)
         try:
+            under_way.place = await self._place(fragment)
             if under_way.header is None:
                 await self._fetch_slice(fragment, under_way, sizes, 0, WHOLE_BYTES)
             if under_way.missing:
@@ -85,6 +106,9 @@ class LearnerBulk:
                 )
         except (Refusal, WireError):
             self._fetching.pop(fragment, None)
+            raise
+        except (aiohttp.ClientError, OSError):
+            self._places = []  # a shard may be somewhere else by now
             raise
         self._fetching.pop(fragment, None)
         assert under_way.header is not None and under_way.data is not None
@@ -124,7 +148,7 @@ class LearnerBulk:
 
         parser = FrameParser(Kind.FRAGMENT, accept)
         asked = {"base": "whole" if base is None else str(base), "begin": str(begin), "end": str(end)}
-        async with self._link.get(f"/v1/fragment/{fragment}/{version}", asked) as answer:
+        async with self._link.get(f"/v1/fragment/{fragment}/{version}", asked, under_way.place) as answer:
             async for chunk in answer.content.iter_any():
                 parser.feed(chunk)
                 self._link.bytes_down += len(chunk)
@@ -152,51 +176,63 @@ class LearnerBulk:
         body = envelope.body
         assert isinstance(body, Contribution)
         view, header = as_bytes(data), encode_message(envelope)
-        if view.nbytes <= WHOLE_BYTES:
-            await self.put("/v1/contribution", Kind.CONTRIBUTION, codec, header, view)
-            return
+        place = await self._place(body.round.fragment)
+        try:
+            if view.nbytes <= WHOLE_BYTES:
+                await self.put("/v1/contribution", Kind.CONTRIBUTION, codec, header, view, place)
+            else:
+                await self._contribute_slices(codec, envelope, body, header, view, place)
+        except (aiohttp.ClientError, OSError):
+            self._places = []
+            raise
+
+    async def _contribute_slices(
+        self, codec: int, envelope: Envelope, body: Contribution, header: bytes, view: memoryview, place: str | None
+    ) -> None:
         is_new = self._begun.get(body.round.fragment) != body.round
         self._begun[body.round.fragment] = body.round
         missing = Spans([(0, view.nbytes)]) if is_new else None
         for attempt in range(TRIES):
             try:
                 if missing is None:
-                    missing = await self._say_contributed(codec, header)
+                    missing = await self._say_contributed(codec, header, place)
                 if not missing:
                     return
-                await self._up.carry(missing, lambda begin, end: self._put_slice(envelope, view, begin, end))
+                await self._up.carry(missing, lambda begin, end: self._put_slice(envelope, view, begin, end, place))
             except (Refusal, aiohttp.ClientError, OSError, TimeoutError) as wrong:
                 is_damaged = isinstance(wrong, Refusal) and wrong.code == "digest"
                 if (isinstance(wrong, Refusal) and not is_damaged) or attempt == TRIES - 1:
                     raise
                 await asyncio.sleep(RETRY_S * 2**attempt)
             missing = None
-        missing = await self._say_contributed(codec, header)
+        missing = await self._say_contributed(codec, header, place)
         if missing:
             raise ConnectionError(f"{missing.bytes} bytes of it are missing")
 
-    async def _say_contributed(self, codec: int, header: bytes) -> Spans:
+    async def _say_contributed(self, codec: int, header: bytes, place: str | None) -> Spans:
         """That all of it is there. What the syncer misses; nothing: it has the contribution."""
         whole = frame_head(Kind.CONTRIBUTION, codec, header, b"") + header
-        told = await self._link.ask("PUT", "/v1/contribution", data=whole)
+        told = await self._link.ask("PUT", "/v1/contribution", place, data=whole)
         try:
             return Spans((int(begin), int(end)) for begin, end in told["missing"]) if told is not None else Spans()
         except (KeyError, TypeError, ValueError):
             raise WireError("what the syncer misses cannot be read", "type") from None
 
-    async def _put_slice(self, envelope: Envelope, view: memoryview, begin: int, end: int) -> None:
+    async def _put_slice(self, envelope: Envelope, view: memoryview, begin: int, end: int, place: str | None) -> None:
         body = envelope.body
         assert isinstance(body, Contribution)
         learner, incarnation, session = envelope.learner, envelope.incarnation, envelope.session
         header = SliceHeader(learner, incarnation, session, body.round, begin, view.nbytes)
-        await self.put("/v1/slice", Kind.SLICE, 0, header.encode(), view[begin:end])
+        await self.put("/v1/slice", Kind.SLICE, 0, header.encode(), view[begin:end], place)
 
-    async def put(self, path: str, kind: Kind, codec: int, header: bytes, view: memoryview) -> None:
+    async def put(
+        self, path: str, kind: Kind, codec: int, header: bytes, view: memoryview, place: str | None = None
+    ) -> None:
         """One frame."""
         if view.nbytes <= SMALL_BYTES:
             whole = frame_head(kind, codec, header, view) + header + bytes(view)
             await self._up.pace.take(len(whole))
-            await self._link.ask("PUT", path, data=whole)
+            await self._link.ask("PUT", path, place, data=whole)
             self._link.bytes_up += len(whole)
             return
         head = await asyncio.get_running_loop().run_in_executor(None, frame_head, kind, codec, header, view)
@@ -211,5 +247,5 @@ class LearnerBulk:
                 yield piece
 
         size = len(head) + len(header) + view.nbytes
-        await self._link.ask("PUT", path, data=body(), headers={"Content-Length": str(size)})
+        await self._link.ask("PUT", path, place, data=body(), headers={"Content-Length": str(size)})
         self._link.bytes_up += size

@@ -112,8 +112,9 @@ class LearnerLink:
             read_bufsize=READ_BYTES,
         )
 
-    def url(self, path: str) -> str:
-        return f"http{'s' if self._tls is not None else ''}://{self._addresses[self._place]}{path}"
+    def url(self, path: str, at: str | None = None) -> str:
+        """At the syncer, or at this address of one of its shards."""
+        return f"http{'s' if self._tls is not None else ''}://{at or self._addresses[self._place]}{path}"
 
     def turn(self) -> None:
         """Nobody answers here: the next address is asked, where there is one. Another syncer may have taken over."""
@@ -270,9 +271,9 @@ class LearnerLink:
 
     # ---------------------------------------------------------------------------------------------------- asking
 
-    async def ask(self, method: str, path: str, **what: Any) -> Any:
+    async def ask(self, method: str, path: str, at: str | None = None, **what: Any) -> Any:
         assert self._session is not None
-        async with self._session.request(method, self.url(path), **what) as answer:
+        async with self._session.request(method, self.url(path, at), **what) as answer:
             await _check(answer)
             return parse_json(await _whole(answer), MOST_ANSWER_BYTES) if answer.status != 204 else None
 
@@ -293,10 +294,12 @@ class LearnerLink:
         await self.ask("PUT", "/v1/model", data=body())
 
     @contextlib.asynccontextmanager
-    async def get(self, path: str, asked: dict[str, str] | None = None) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def get(
+        self, path: str, asked: dict[str, str] | None = None, at: str | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         """An answer that is good, to be read."""
         assert self._session is not None
-        async with self._session.get(self.url(path), params=asked) as answer:
+        async with self._session.get(self.url(path, at), params=asked) as answer:
             await _check(answer)
             yield answer
 

@@ -17,6 +17,9 @@ PROTOCOL = 2
 """Of the paths and what is said on them. Sides with different numbers do not understand each other."""
 
 
+MOST_SHARDS = 256
+
+
 @dataclass(frozen=True, slots=True)
 class RunSettings:
     """`plan` is None until a learner has brought the model; `extra` is handed to every learner as it is."""
@@ -26,6 +29,7 @@ class RunSettings:
     extra: Mapping[str, Any] = field(default_factory=dict)
     plan: FragmentPlan | None = None
     founded_at: float = field(default_factory=time.time)  # seconds of the Unix epoch; the run's clock starts there
+    shards: int = 0  # processes that hold the fragments, p in p % shards; 0: the syncer itself does
 
     def resumed(self, kept: RunSettings) -> RunSettings:
         """What the directory holds decides; only the budget may be another one than before."""
@@ -45,6 +49,7 @@ class RunSettings:
             "extra": dict(self.extra),
             "founded": self.plan is not None,
             "founded_at": self.founded_at,
+            "shards": self.shards,
         }
 
     @classmethod
@@ -63,10 +68,14 @@ class RunSettings:
         if type(founded_at) not in (int, float) or not isinstance(extra, Mapping):
             raise ValueError("the settings of the run lack founded_at or extra")
         assert isinstance(founded_at, int | float)
+        shards = raw.get("shards")
+        if type(shards) is not int or not 0 <= shards <= MOST_SHARDS:
+            raise ValueError(f"the settings of the run say {shards!r} shards; 0 to {MOST_SHARDS} are possible")
         return cls(
             config,
             Numerics.from_json(raw.get("numerics")),
             extra,
             FragmentPlan.from_json(plan) if plan is not None else None,
             float(founded_at),
+            shards,
         )

@@ -88,7 +88,7 @@ async def _serve(
     log = logging.getLogger("atoll.syncer")
     stopped = asyncio.Event()
     # Who takes over asks for its address first: without one it would only have put an end to the other.
-    sock = _bound(host, port) if take_over else None
+    sock = bound(host, port) if take_over else None
     try:
         syncer = SyncerProcess(directory, settings, token=token, tls=tls, log=log, take_over=take_over)
     except BaseException as wrong:
@@ -103,30 +103,30 @@ async def _serve(
     runner = web.AppRunner(
         build_app(syncer), access_log=None, logger=unheard, shutdown_timeout=2.0, read_bufsize=READ_BYTES
     )
-    signals = _stop_on_signals(stopped)
+    signals = stop_on_signals(stopped)
     listener: Listener | None = None
     try:
         await syncer.start()
         await runner.setup()
-        sock = sock if sock is not None else _bound(host, port)
+        sock = sock if sock is not None else bound(host, port)
         assert runner.server is not None
         listener = Listener(sock, runner.server, syncer.access)
         syncer.on_proved = listener.proved
         listener.start()
-        bound = sock.getsockname()
-        address = f"[{bound[0]}]:{bound[1]}" if sock.family is socket.AF_INET6 else f"{bound[0]}:{bound[1]}"
+        address = written(sock)
         _tell_where(directory, Reachable(address, token, syncer.store.epoch, tls.files if tls else None), log)
         log.info("listening on %s%s", address, _how(token, tls))
         if on_ready is not None:
             on_ready(address)
-        await _first(stopped.wait(), syncer.over.wait())
+        await first(stopped.wait(), syncer.over.wait())
         if syncer.failed is not None:
             raise RuntimeError(f"the syncer has failed: {syncer.failed}") from syncer.failed
         if syncer.superseded:
             raise Superseded(syncer.superseded)
         if syncer.finished and not stopped.is_set():
-            await _first(stopped.wait(), asyncio.sleep(LINGER_S))
+            await first(stopped.wait(), asyncio.sleep(LINGER_S))
         if syncer.finished and on_finished is not None:
+            await syncer.gather()
             await asyncio.to_thread(on_finished, syncer)
         return syncer.finished
     finally:
@@ -152,7 +152,7 @@ def _tell_where(directory: Path, reachable: Reachable, log: logging.Logger) -> N
         log.warning("commands on this machine will not find this syncer: %s", wrong)
 
 
-def _stop_on_signals(stopped: asyncio.Event) -> dict[signal.Signals, Any]:
+def stop_on_signals(stopped: asyncio.Event) -> dict[signal.Signals, Any]:
     """The handlers that were there before. Not `loop.add_signal_handler`: the loop hears of a signal through a pipe,
     which is full when threads have much to tell a busy loop, and then the signal is lost."""
     loop = asyncio.get_running_loop()
@@ -163,7 +163,7 @@ def _stop_on_signals(stopped: asyncio.Event) -> dict[signal.Signals, Any]:
     return before
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def bound(host: str, port: int) -> socket.socket:
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as wrong:
@@ -179,7 +179,13 @@ def _bound(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def _first(*waits: object) -> None:
+def written(sock: socket.socket) -> str:
+    """Where it listens, as an address is written."""
+    host, port = sock.getsockname()[:2]
+    return f"[{host}]:{port}" if sock.family is socket.AF_INET6 else f"{host}:{port}"
+
+
+async def first(*waits: object) -> None:
     tasks = [asyncio.ensure_future(wait) for wait in waits]  # type: ignore[call-overload]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:

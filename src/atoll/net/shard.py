@@ -141,7 +141,7 @@ class ShardProcess:
             async with aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout) as session:
                 try:
                     async with session.ws_connect(
-                        self._url("/v1/shard"), max_msg_size=MOST_WORD_BYTES, compress=0, heartbeat=10.0
+                        self._url("/v1/head"), max_msg_size=MOST_WORD_BYTES, compress=0, heartbeat=10.0
                     ) as socket:
                         await self._talk(session, socket)
                         self._complain(f"the syncer closed the link ({socket.close_code})")
@@ -176,7 +176,7 @@ class ShardProcess:
 
     async def _talk(self, session: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse) -> None:
         await self.keeper.settle()
-        await socket.send_str(word(self._hello()))
+        await socket.send_str(word(await self.keeper.on_disk(self._hello)))
         answer = await socket.receive(CONNECT_S)
         if answer.type is not aiohttp.WSMsgType.TEXT:
             raise WireError(f"the syncer does not want this shard: {answer.extra or answer.data}", "type")
@@ -245,7 +245,7 @@ class ShardProcess:
         self.settings = settings
         self._size_gate(settings.plan)
         self.log.info("took %d fragments of %s", len(values), settings.config.run_id)
-        self._post(self._hello())
+        self._post(await self.keeper.on_disk(self._hello))
 
     async def _initial(self, session: aiohttp.ClientSession, plan: FragmentPlan, p: FragmentId) -> Tensor:
         value = torch.empty(plan.numel(p))

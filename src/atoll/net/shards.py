@@ -8,8 +8,10 @@ nothing else; whoever holds the newest durable versions of them may come in its 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from aiohttp import WSCloseCode, WSMsgType, web
 from torch import Tensor
 
@@ -25,13 +27,13 @@ from atoll.core.protocol import (
     VersionRecord,
 )
 from atoll.core.types import FragmentId, Version
+from atoll.ml.plan import FragmentPlan, digest_of
 from atoll.net.run_settings import RunSettings
 from atoll.net.shard_words import (
     MOST_WORD_BYTES,
     Forget,
     FromHead,
     HeadHello,
-    HeldHere,
     KeepVersion,
     LetGo,
     Merged,
@@ -44,7 +46,7 @@ from atoll.net.shard_words import (
     word,
 )
 from atoll.net.syncer_link import CLOSING_S, as_last_words
-from atoll.net.wire import Kind, WireError, as_bytes, encode_header, frame_head
+from atoll.net.wire import FragmentHeader, FrameHead, FrameParser, Kind, WireError, as_bytes, encode_header, frame_head
 
 if TYPE_CHECKING:
     from atoll.net.syncer import SyncerProcess
@@ -57,6 +59,10 @@ FOUNDING_S = 600.0
 
 class ShardsMissing(Exception):  # noqa: N818 - a state of things, which passes
     """A run is founded when all its shards are there."""
+
+
+def _into(value: Tensor, head: FrameHead, header: bytes) -> memoryview:
+    return as_bytes(value)
 
 
 class RemoteFragment:
@@ -176,10 +182,28 @@ class Shards:
         await response.write_eof()
         return response
 
+    async def values(self, plan: FragmentPlan, versions: dict[FragmentId, Version]) -> dict[FragmentId, Tensor]:
+        """These versions, from the shards that hold them."""
+        found = {}
+        async with self.syncer.access.client() as session:
+            for p, version in versions.items():
+                value = torch.empty(plan.numel(p))
+                parser = FrameParser(Kind.FRAGMENT, partial(_into, value))
+                url = f"{self.syncer.access.scheme}://{self.links[p % self.count].address}/v1/fragment/{p}/{version}"
+                async with session.get(url, params={"base": "whole"}) as answer:
+                    answer.raise_for_status()
+                    async for chunk in answer.content.iter_any():
+                        parser.feed(chunk)
+                header = FragmentHeader.decode(parser.finish().header)
+                if digest_of(value) != header.value_digest:
+                    raise WireError(f"fragment {p} came otherwise than it was published", "digest")
+                found[p] = value
+        return found
+
     # ---------------------------------------------------------------------------------------------------- a link
 
     async def link(self, request: web.Request) -> web.StreamResponse:
-        """`GET /v1/shard`: a WebSocket of text."""
+        """`GET /v1/head`: a WebSocket of text."""
         socket = web.WebSocketResponse(max_msg_size=MOST_WORD_BYTES, compress=False, timeout=CLOSING_S, heartbeat=10.0)
         await socket.prepare(request)
         link: ShardLink | None = None

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from atoll.core.protocol import (
     Accumulate,
+    Contribution,
     ControlRequested,
     DiscardRound,
     FinishRequested,
@@ -28,6 +29,7 @@ from atoll.core.protocol import (
     LearnerDisconnected,
     MergeDone,
     MergeRound,
+    MessageArrived,
     Persist,
     Refuse,
     Say,
@@ -35,29 +37,32 @@ from atoll.core.protocol import (
     SnapshotRequested,
     Started,
     StoreFenced,
+    SyncerEffect,
     SyncerEvent,
     TimerFired,
+    VersionRecord,
     Welcome,
 )
 from atoll.core.syncer import SyncerCore
 from atoll.core.syncer_state import Restored
 from atoll.core.tables import Stage
 from atoll.core.tape import Actor, Entry
-from atoll.core.types import SYNCER, FragmentId, Incarnation, LearnerId
+from atoll.core.types import SYNCER, FragmentId, Incarnation, LearnerId, Version
 from atoll.ml.plan import FragmentPlan
 from atoll.net.access import Access
 from atoll.net.controls import Wishes
 from atoll.net.durable import StoreDamaged
 from atoll.net.fragment_keeper import FragmentKeeper, Payload
-from atoll.net.held_fragments import HeldFragment
+from atoll.net.held_fragments import HeldFragment, Measured
 from atoll.net.lease import BEAT_EVERY_S
 from atoll.net.logs import Named, about
 from atoll.net.memory_gate import MemoryGate
 from atoll.net.run_clock import RunClock
 from atoll.net.run_settings import RunSettings
+from atoll.net.shards import Shards
 from atoll.net.snapshot_news import SnapshotNews
 from atoll.net.store import CONTROLS, Fenced, Store
-from atoll.net.syncer_link import SyncerLink
+from atoll.net.syncer_link import Served, SyncerLink
 from atoll.net.syncer_metrics import SyncerMetrics
 from atoll.net.tape_keeper import TapeKeeper
 from atoll.net.tls import ServerTls
@@ -90,8 +95,8 @@ class SyncerProcess:
         self.links: dict[LinkKey, SyncerLink] = {}
         self.metrics = SyncerMetrics(directory, self.log)
         self.handed: dict[LearnerId, Incarnation] = {}  # incarnations that were given out and have not yet said hello
-        self.bytes_up = 0  # of contributions that arrived whole
-        self.bytes_down = 0  # of fragments that were sent
+        self.bytes_up = 0  # of contributions that arrived whole, here and not at a shard
+        self.bytes_down = 0  # of fragments that were sent from here
         self.refused: Counter[str] = Counter()  # bad messages and frames, by code
         self.merged_contributions = 0  # by this process
         self.merges_before = 0  # by its predecessors
@@ -115,17 +120,21 @@ class SyncerProcess:
             self.settings = settings.resumed(RunSettings.from_json(kept))
         self.keeper = FragmentKeeper(self.store, self.log, self.tell, self._on_durable, self._fenced)
         self.log.fields |= {"run": self.settings.config.run_id, "epoch": self.store.epoch}
+        self.shards = Shards(self, self.settings.shards) if self.settings.shards else None
         self.clock = RunClock(self.settings.founded_at)
         self._tape: TapeKeeper | None = None
         limits = self.settings.config.limits
         self.wishes = Wishes.checked(self.store.controls() or {}, self.store.directory / CONTROLS, limits)
         self._controlling = asyncio.Lock()
+        self._gathered: dict[FragmentId, Tensor] = {}  # from the shards, at the end
 
     # ---------------------------------------------------------------------------------------------------- starting
 
     async def start(self) -> None:
         """Take up the run that the directory holds; without one, wait for a learner that brings a model."""
-        if self.settings.plan is not None:
+        if self.settings.plan is not None and self.shards is not None:
+            self._spawn(self._restore_from(self.shards, self.settings.plan))
+        elif self.settings.plan is not None:
             await self._restore(self.settings.plan)
         self._spawn(self._watch_fence())
         if self.access.tls is not None:
@@ -138,6 +147,14 @@ class SyncerProcess:
         self.log.info("the run goes on: %d merges are on disk, this is epoch %d", merges, self.store.epoch)
         self._begin(plan, restored)
 
+    async def _restore_from(self, shards: Shards, plan: FragmentPlan) -> None:
+        """The versions are with the shards: the run goes on when all of them have said which."""
+        self.log.info("the run goes on when its %d shards are here", shards.count)
+        versions = await shards.records(len(plan.fragments))
+        restored = replace(await self.keeper.on_disk(self.store.restored), versions=versions)
+        self.log.info("the run goes on: this is epoch %d", self.store.epoch)
+        self._begin(plan, restored)
+
     async def found(self, plan: FragmentPlan, values: list[Tensor]) -> None:
         """A learner has brought the model. It is durable before anybody can join."""
         settings = replace(
@@ -146,7 +163,11 @@ class SyncerProcess:
             plan=plan,
             founded_at=time.time(),
         )
-        await self.keeper.found(settings, dict(enumerate(values)))
+        if self.shards is not None:
+            await self.shards.found(settings, values)
+            await self.keeper.found(settings, {})
+        else:
+            await self.keeper.found(settings, dict(enumerate(values)))
         self.settings = settings
         self.clock = RunClock(settings.founded_at)
         self.log.info("founded: %d parameters in %d fragments", plan.total_numel, len(plan.fragments))
@@ -157,6 +178,8 @@ class SyncerProcess:
         actor = Actor(SYNCER, self.store.epoch)
         self._tape = TapeKeeper(self.directory, new_header(actor, config, restored=restored), self.log)
         self.plan = plan
+        if self.shards is not None:
+            self.shards.begin(len(plan.fragments))
         largest = max(plan.numel(p) for p in range(len(plan.fragments)))
         self.gate.most_bytes = max(RECEIVING_BYTES, 4 * 4 * largest)
         self.core = SyncerCore(config, self.store.epoch, restored)
@@ -187,7 +210,9 @@ class SyncerProcess:
         effects = self.core.handle(now, event)
         self._tape.write(Entry(now, Actor(SYNCER, self.store.epoch), self.core.tick, event, tuple(effects)))
         for effect in effects:
-            if type(effect) is Accumulate:
+            if self.shards is not None and _is_of_a_shard(effect):
+                self.shards.carry_out(effect)  # type: ignore[arg-type]
+            elif type(effect) is Accumulate:
                 assert payload is not None, "a contribution without its values"
                 self.keeper.accumulate(effect, payload)
             else:
@@ -242,7 +267,8 @@ class SyncerProcess:
         self.snapshots.note(effect.reason)
         named: dict[str, Any] = {"code": effect.reason.code}
         if kind == "fragment":
-            named["version"] = self.fragments[number].served.version
+            assert self.core is not None
+            named["version"] = self.core.fragments[number].version
         elif kind == "learner" and self.core is not None and number in self.core.members:
             named["incarnation"] = self.core.members[number].incarnation
         subject = f"{kind} {number}" if kind != "run" else kind
@@ -255,10 +281,34 @@ class SyncerProcess:
 
     @property
     def fragments(self) -> dict[FragmentId, HeldFragment]:
+        """Those that are here: none, where there are shards."""
         return self.keeper.held
 
+    @property
+    def served(self) -> Mapping[FragmentId, Served]:
+        """All fragments, wherever they are."""
+        return self.shards.fragments if self.shards is not None else self.keeper.held
+
     def _on_durable(self, held: HeldFragment) -> None:
-        self.metrics.merged(self.clock.now(), self.store.epoch, held)
+        if held.measured is not None:
+            self.note_merge(held.id, held.served.version, held.measured)
+
+    def note_merge(self, fragment: FragmentId, version: Version, measured: Measured) -> None:
+        self.metrics.merged(self.clock.now(), self.store.epoch, fragment, version, measured)
+
+    def tell_arrived(self, event: MessageArrived) -> bool:
+        """A contribution that is at a shard. False: the core does not take it."""
+        assert self.core is not None and isinstance(event.envelope.body, Contribution)
+        f = self.core.fragments.get(event.envelope.body.round.fragment)
+        before = len(f.contributions) if f is not None else 0
+        self.tell(event)
+        return f is not None and len(f.contributions) > before
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes of values, up and down, with those of the shards."""
+        there = self.shards.traffic() if self.shards is not None else (0, 0)
+        return self.bytes_up + there[0], self.bytes_down + there[1]
 
     def _hold_versions(self, core: SyncerCore) -> None:
         """Those of a snapshot from its cut on: its parts may come later than the store keeps a version."""
@@ -301,10 +351,14 @@ class SyncerProcess:
         if old is not None:
             old.close("another connection says that it is the same link")
         self.links[link.key] = link
+        if self.shards is not None:
+            self.shards.links_changed()
 
     def detach(self, link: SyncerLink, why: str) -> None:
         if self.links.get(link.key) is link:
             del self.links[link.key]
+            if self.shards is not None:
+                self.shards.links_changed()
             self.tell(LearnerDisconnected(*link.key, why))
 
     async def control(self, event: ControlRequested) -> bool:
@@ -339,7 +393,7 @@ class SyncerProcess:
 
     def take_snapshot(self, who: str = "") -> int | None:
         """The number of a snapshot that is being taken from now on, or is being taken already. None: not now."""
-        if self.core is None or self.core.stage is not Stage.RUNNING:
+        if self.core is None or self.core.stage is not Stage.RUNNING or self.shards is not None:
             return None
         if self.core.cut is None:
             before = self.core.marker
@@ -353,13 +407,20 @@ class SyncerProcess:
     def finished(self) -> bool:
         return self.core is not None and self.core.stage is Stage.FINISHED
 
+    async def gather(self) -> None:
+        """For `published`: the final values, from wherever they are."""
+        if self.shards is not None and self.core is not None and self.plan is not None:
+            versions = {p: f.version for p, f in self.core.fragments.items()}
+            self._gathered = await self.shards.values(self.plan, versions)
+
     def published(self) -> dict[str, Tensor]:
         """The published model by tensor name, in f32 and in the shapes of the plan; complex numbers are pairs."""
         assert self.plan is not None
         found: dict[str, list[tuple[int, Tensor]]] = {}
-        for p, held in self.fragments.items():
+        values = {p: held.served.value for p, held in self.fragments.items()} or self._gathered
+        for p, value in values.items():
             for piece, begin, end in self.plan.spans(p):
-                found.setdefault(piece.tensor, []).append((piece.start, held.served.value[begin:end]))
+                found.setdefault(piece.tensor, []).append((piece.start, value[begin:end]))
         model = {}
         for name, pieces in found.items():
             flat = torch.cat([rows for _, rows in sorted(pieces, key=lambda piece: piece[0])])
@@ -409,6 +470,12 @@ class SyncerProcess:
             self._tape.close()
         await asyncio.to_thread(self.metrics.close)
         self.store.close()
+
+
+def _is_of_a_shard(effect: SyncerEffect) -> bool:
+    if type(effect) is Persist:
+        return isinstance(effect.record, VersionRecord)
+    return type(effect) in (Accumulate, MergeRound, DiscardRound)
 
 
 _EFFECTS: Mapping[type, Callable[[SyncerProcess, Any], None]] = {

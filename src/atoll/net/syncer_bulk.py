@@ -9,23 +9,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import AsyncIterator, Callable, Container, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from aiohttp import web
 from torch import Tensor
 
 from atoll.core.protocol import Contribution, Envelope, MessageArrived
-from atoll.core.types import MOST_TOKENS
+from atoll.core.types import MOST_TOKENS, FragmentId, Incarnation, LearnerId
 from atoll.ml.codecs import codec
+from atoll.ml.plan import FragmentPlan
 from atoll.ml.robust import size_of
 from atoll.net.arrivals import ArrivalKey, Arrivals, Claim
 from atoll.net.byte_buffers import CHUNK_BYTES, SMALL_BYTES, ByteBuffers
 from atoll.net.fragment_keeper import Payload
+from atoll.net.held_fragments import HeldFragment
 from atoll.net.identity import check_speaker
+from atoll.net.logs import Named
 from atoll.net.memory_gate import MemoryGate
+from atoll.net.run_settings import RunSettings
 from atoll.net.stand_still import StandStill
-from atoll.net.syncer import SyncerProcess
 from atoll.net.wire import (
     CODEC_NUMBERS,
     FragmentHeader,
@@ -61,8 +65,30 @@ class Brought(NamedTuple):
     data: Tensor | None
 
 
+class Host(Protocol):
+    """The process whose fragments they are: a syncer, or a shard of one."""
+
+    directory: Path
+    settings: RunSettings
+    gate: MemoryGate
+    log: Named
+    bytes_up: int
+    bytes_down: int
+
+    @property
+    def plan(self) -> FragmentPlan | None: ...
+
+    @property
+    def fragments(self) -> Mapping[FragmentId, HeldFragment]: ...
+
+    @property
+    def links(self) -> Container[tuple[LearnerId, Incarnation, int]]: ...
+
+    def tell(self, event: MessageArrived, payload: Payload | None = None) -> None: ...
+
+
 class Bulk:
-    def __init__(self, syncer: SyncerProcess) -> None:
+    def __init__(self, syncer: Host) -> None:
         self.syncer = syncer
         self._buffers = ByteBuffers()
         self.arrivals = Arrivals(syncer.directory / "spool", self._buffers, syncer.gate)

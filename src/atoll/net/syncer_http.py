@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from aiohttp import WebSocketError, WSCloseCode, WSMsgType, web
@@ -15,12 +14,14 @@ from atoll.core.protocol import Contribution, Envelope, Hello, InnerState, Messa
 from atoll.core.types import FragmentId
 from atoll.ml.plan import FragmentPlan
 from atoll.net.controls import control, who_problem
-from atoll.net.identity import HEADER, NotYours, Turned, check_speaker, own_number
+from atoll.net.guard import guard_of
+from atoll.net.identity import NotYours, check_speaker, own_number
 from atoll.net.prometheus import MISSING, exposition
+from atoll.net.shards import ShardsMissing
 from atoll.net.snapshot_files import snapshot_info
 from atoll.net.spool import Spool, SpoolFile
 from atoll.net.syncer import SyncerProcess
-from atoll.net.syncer_bulk import MOST_DIGITS, SILENT_S, Bulk, Frames, LinkGone, error, numbers
+from atoll.net.syncer_bulk import MOST_DIGITS, Bulk, Frames, error, numbers
 from atoll.net.syncer_link import CLOSING_S, SyncerLink, as_last_words
 from atoll.net.syncer_status import TOLD, status
 from atoll.net.wire import (
@@ -39,9 +40,6 @@ MOST_PLAN_BYTES = 256 * 2**20
 MOST_MODEL_BYTES = 2**40
 STATE_BYTES_PER_PARAMETER = 64
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-T = TypeVar("T")
-
 
 class Refused(NamedTuple):
     status: int
@@ -51,7 +49,7 @@ class Refused(NamedTuple):
 def build_app(syncer: SyncerProcess) -> web.Application:
     """The application of one syncer. Every path asks for the token."""
     paths = Paths(syncer)
-    app = web.Application(middlewares=[paths.guard], client_max_size=MOST_MESSAGE_BYTES)
+    app = web.Application(middlewares=[guard_of(syncer)], client_max_size=MOST_MESSAGE_BYTES)
     app.router.add_get("/v1/run", paths.run)
     app.router.add_put("/v1/model", paths.model)
     app.router.add_post("/v1/join", paths.join)
@@ -67,6 +65,10 @@ def build_app(syncer: SyncerProcess) -> web.Application:
     app.router.add_post("/v1/control", paths.control)
     app.router.add_post("/v1/finish", paths.finish)
     app.router.add_get("/metrics", paths.metrics)
+    app.router.add_get("/v1/shards", paths.shards)
+    if syncer.shards is not None:
+        app.router.add_get("/v1/head", syncer.shards.link)
+        app.router.add_get("/v1/initial/{fragment:[0-9]+}", syncer.shards.initial)
     app.on_cleanup.append(paths.clean_up)
     return app
 
@@ -82,6 +84,11 @@ class Paths:
 
     async def run(self, request: web.Request) -> web.StreamResponse:
         return web.json_response(self.syncer.settings.told())
+
+    async def shards(self, request: web.Request) -> web.StreamResponse:
+        """Where the shards are, by their numbers; null: it is away."""
+        known = self.syncer.shards
+        return web.json_response({"shards": known.addresses() if known is not None else []})
 
     async def join(self, request: web.Request) -> web.StreamResponse:
         raw = parse_json(await request.read())
@@ -109,6 +116,8 @@ class Paths:
             await frames.end()
             try:
                 await self.syncer.found(plan, values)
+            except ShardsMissing as missing:
+                return error(503, str(missing))
             except OSError as wrong:
                 self.syncer.log.error("the model cannot be written: %s", wrong)
                 return error(507, f"the syncer cannot write the model: {wrong.strerror}")
@@ -197,7 +206,7 @@ class Paths:
             if type(envelope.body) is not Hello:
                 raise WireError(f"the first message on a link is Hello, found {type(envelope.body).__name__}", "type")
             check_speaker(envelope.learner)
-            link = SyncerLink(key, socket, request.transport, self.syncer.fragments)
+            link = SyncerLink(key, socket, request.transport, self.syncer.served)
             self.syncer.attach(link)
         if link.key != key:
             raise WireError(f"this link belongs to learner {link.key[0]}, the message says {key[0]}", "type")
@@ -287,6 +296,8 @@ class Paths:
         if number is None:
             if self.syncer.core is None:
                 return error(409, "the run has no model yet, so there is nothing to take a snapshot of")
+            if self.syncer.shards is not None:
+                return error(409, "a run with shards takes no snapshots: every version is durable at its shard")
             return error(409, "no snapshot is taken of a run that ends or has ended: its model is its result")
         return web.json_response({"snapshot": number}, status=202)
 

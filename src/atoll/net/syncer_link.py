@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping
+from typing import Protocol
 
 from aiohttp import WSCloseCode, web
 
 from atoll.core.protocol import Body, Delivered, Envelope, Published, Resync
 from atoll.core.types import NOTHING, FragmentId, Incarnation, LearnerId, Version
-from atoll.net.held_fragments import HeldFragment
 from atoll.net.wire import encode_message
 
 MOST_WAITING = 16_384
@@ -18,6 +18,14 @@ MOST_WAITING = 16_384
 
 CLOSING_S = 2.0
 """For the last words on a link that is being closed."""
+
+
+class Served(Protocol):
+    """A fragment whose versions can be kept for a learner that was told of them."""
+
+    def hold(self, version: Version) -> object | None: ...
+
+    def release(self, version: Version) -> None: ...
 
 
 class SyncerLink:
@@ -33,7 +41,7 @@ class SyncerLink:
         key: tuple[LearnerId, Incarnation, int],
         socket: web.WebSocketResponse,
         transport: asyncio.Transport | None,
-        fragments: Mapping[FragmentId, HeldFragment],
+        fragments: Mapping[FragmentId, Served],
     ) -> None:
         self.key = key
         self._socket = socket

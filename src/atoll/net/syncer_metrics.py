@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from atoll.core.types import FragmentId, Incarnation, LearnerId
-from atoll.net.held_fragments import HeldFragment, Measured
+from atoll.core.types import FragmentId, Incarnation, LearnerId, Version
+from atoll.net.held_fragments import Measured
 from atoll.net.metrics_files import MetricsWriter
 
 LEARNER_EVERY_S = 0.9
@@ -45,18 +45,15 @@ class SyncerMetrics:
         self._written_at[learner] = at
         self._write("learner", learner, at, {"incarnation": incarnation, **figures})
 
-    def merged(self, at: float, epoch: int, held: HeldFragment) -> None:
+    def merged(self, at: float, epoch: int, fragment: FragmentId, version: Version, measured: Measured) -> None:
         """A version is durable."""
-        measured = held.measured
-        if measured is None:
-            return
-        self.newest[held.id] = measured
+        self.newest[fragment] = measured
         self.merge_s += measured.merge_s
         self.merged_at = time.time()
         listed = {str(accepted.learner): accepted for accepted in measured.contributions[:MOST_LISTED]}
         total = math.fsum(accepted.weight for accepted in measured.contributions)
         told: dict[str, Any] = {
-            "version": held.served.version,
+            "version": version,
             "epoch": epoch,
             "contributions": len(measured.contributions),
             "weights": {who: _short(accepted.weight / total) for who, accepted in listed.items()},
@@ -72,7 +69,7 @@ class SyncerMetrics:
             "quantisation_error": _short(measured.left_out),
             "merge_s": _short(measured.merge_s),
         }
-        self._write("merge", held.id, at, told)
+        self._write("merge", fragment, at, told)
 
     def _write(self, kind: str, number: int, at: float, told: dict[str, Any]) -> None:
         subject = "fragment" if kind == "merge" else "learner"

@@ -15,7 +15,7 @@ def status(syncer: SyncerProcess) -> dict[str, Any]:
         "epoch": syncer.store.epoch,
         "founded": syncer.core is not None,
         "wall_s": syncer.clock.now() if syncer.core is not None else 0.0,
-        "bytes": {"up": syncer.bytes_up, "down": syncer.bytes_down},
+        "bytes": dict(zip(("up", "down"), syncer.traffic, strict=True)),
         "refused": dict(syncer.refused),
         "halted": syncer.halted_because,
     }

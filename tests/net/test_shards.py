@@ -1,0 +1,116 @@
+"""Fragments in processes of their own: the same run, a shard that dies, a syncer that dies, and shards that are wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from atoll.core.protocol import MergeRound, Persisted, ShardBack, ShardLost
+from atoll.core.types import SYNCER
+from atoll.net.store import Store
+from atoll.tape_files import RunTapes
+from tests.net.runs import Run, endless
+
+
+def syncer_entries(run: Run) -> list[Any]:
+    readers = RunTapes(run.directory).readers
+    return [entry for actor, reader in sorted(readers.items()) if actor.learner == SYNCER for entry in reader]
+
+
+def test_a_run_with_shards_is_a_run(tmp_path):
+    with Run(tmp_path, endless(fragments=4), shards=2) as run:
+        learners = run.joined(1, 2)
+        run.go(*learners)
+        run.until(run.merges(16), "merges")
+        assert run.status()["bytes"]["down"] > 0
+        run.end()
+        run.assert_same(run.finish(*learners), 1, 2)
+        assert {p % 2 for p in Store.open(tmp_path / "shards" / "0" / "store").fragments()} == {0}
+        run.assert_clean()
+
+
+def versions(run: Run) -> list[int]:
+    return [fragment["version"] for fragment in run.status()["fragments"]]
+
+
+def test_a_shard_that_is_killed_stops_its_own_fragments_and_comes_back(tmp_path):
+    with Run(tmp_path, endless(fragments=4), shards=2) as run:
+        learners = run.joined(1, 2)
+        run.go(*learners)
+        run.until(run.merges(12), "merges")
+        run.shards[1].kill()
+        run.until(lambda _: run.log_lines(run.syncer, "shard 1 is away"), "its end is noticed")
+        before = versions(run)
+        run.until(lambda _: min(versions(run)[0::2]) > max(before[0::2]) + 3, "the other's fragments are merged on")
+        after = versions(run)
+        assert after[1::2] == before[1::2], "nobody merges what nobody holds"
+        assert {each["standing"] for each in run.status()["learners"]} == {"live"}
+        run.shards[1] = run.start_shard(1)
+        run.until(lambda _: min(versions(run)[1::2]) > max(after[1::2]) + 3, "its fragments are merged again")
+        run.end()
+        run.assert_same(run.finish(*learners), 1, 2)
+        told = [type(entry.event) for entry in syncer_entries(run)]
+        assert (told.count(ShardLost), told.count(ShardBack)) == (1, 1)
+        run.assert_clean()
+
+
+def test_a_syncer_that_is_killed_finds_the_versions_at_its_shards(tmp_path):
+    with Run(tmp_path, endless(fragments=4), shards=2) as run:
+        learners = run.joined(1, 2)
+        run.go(*learners)
+        run.until(run.merges(12), "merges")
+        run.syncer.kill()
+        run.start_syncer()
+        merges = run.until(lambda status: status["merges"] if status["founded"] else None, "it has them")
+        assert merges >= 12
+        run.until(run.merges(merges + 8), "merges go on")
+        run.end()
+        run.assert_same(run.finish(*learners), 1, 2)
+        run.assert_clean()
+
+
+def test_a_merge_that_was_not_durable_when_the_link_broke_is_made_again(tmp_path):
+    """Whatever the instant: a shard is killed again and again, and every version that was told is found."""
+    with Run(tmp_path, endless(fragments=2), shards=2) as run:
+        learners = run.joined(1, 2)
+        run.go(*learners)
+        for number in range(4):
+            merges = run.status()["merges"]
+            run.until(run.merges(merges + 3), "merges")
+            run.shards[number % 2].kill()
+            run.shards[number % 2] = run.start_shard(number % 2)
+        merges = run.status()["merges"]
+        run.until(run.merges(merges + 8), "merges")
+        run.end()
+        run.assert_same(run.finish(*learners), 1, 2)
+        entries = syncer_entries(run)
+        told = [e.event.key.version for e in entries if type(e.event) is Persisted and e.event.key.kind == "version"]
+        assert len(told) >= 16
+        assert any(type(effect) is MergeRound for entry in entries for effect in entry.effects)
+        run.assert_clean()
+
+
+@pytest.mark.parametrize(
+    ("number", "folder", "says"),
+    [(1, "0", "holds run"), (0, "elsewhere", "holds no run")],
+    ids=["the directory of another", "an empty directory"],
+)
+def test_a_shard_with_other_fragments_is_refused_with_a_sentence(tmp_path, number, folder, says):
+    with Run(tmp_path, endless(fragments=4), shards=2) as run:
+        run.joined(1)
+        for shard in run.shards:
+            shard.kill()
+        wrong = run.start_shard(number, folder)
+        run.until(lambda _: run.log_lines(wrong, says), "it is refused")
+        assert run.status()["stage"] == "running"
+
+
+def test_without_its_shards_a_run_is_not_founded(tmp_path):
+    with Run(tmp_path, endless(fragments=4), shards=2) as run:
+        run.shards[1].kill()
+        run.until(lambda _: run.log_lines(run.syncer, "shard 1 is away"), "its end is noticed")
+        learner = run.start(1)
+        run.until(lambda _: run.log_lines(learner, "1 of 2 are not here"), "the learner is told why it waits")
+        run.start_shard(1)
+        learner.hear("joined")
