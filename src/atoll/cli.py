@@ -28,6 +28,7 @@ from atoll.commands import (
     plan,
     replay,
     report,
+    shard,
     simulate,
     snapshot,
     story,
@@ -60,6 +61,7 @@ COMMANDS: dict[str, CommandModule] = {
     # in the order in which --help lists them
     "train": train,
     "syncer": syncer,
+    "shard": shard,
     "learner": learner,
     "keys": keys,
     "dash": dash,

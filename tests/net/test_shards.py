@@ -1,4 +1,4 @@
-"""Fragments in processes of their own: the same run, a shard that dies, a syncer that dies, and shards that are wrong."""
+"""Fragments in processes of their own: the same run, shards and syncers that die, and shards that are wrong."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 
 from atoll.core.protocol import MergeRound, Persisted, ShardBack, ShardLost
 from atoll.core.types import SYNCER
-from atoll.net.store import Store
+from atoll.net.addresses import place
+from atoll.net.shard_serving import serve_shard
 from atoll.tape_files import RunTapes
 from tests.net.runs import Run, endless
 
@@ -23,10 +24,11 @@ def test_a_run_with_shards_is_a_run(tmp_path):
         learners = run.joined(1, 2)
         run.go(*learners)
         run.until(run.merges(16), "merges")
-        assert run.status()["bytes"]["down"] > 0
+        run.until(lambda status: status["bytes"]["down"] and status["bytes"]["up"], "their traffic is told")
         run.end()
         run.assert_same(run.finish(*learners), 1, 2)
-        assert {p % 2 for p in Store.open(tmp_path / "shards" / "0" / "store").fragments()} == {0}
+        held = sorted(int(folder.name) for folder in (tmp_path / "shards" / "0" / "store" / "fragments").iterdir())
+        assert held == [0, 2]
         run.assert_clean()
 
 
@@ -91,19 +93,16 @@ def test_a_merge_that_was_not_durable_when_the_link_broke_is_made_again(tmp_path
         run.assert_clean()
 
 
-@pytest.mark.parametrize(
-    ("number", "folder", "says"),
-    [(1, "0", "holds run"), (0, "elsewhere", "holds no run")],
-    ids=["the directory of another", "an empty directory"],
-)
-def test_a_shard_with_other_fragments_is_refused_with_a_sentence(tmp_path, number, folder, says):
+def test_a_shard_without_its_fragments_is_refused_with_a_sentence(tmp_path):
     with Run(tmp_path, endless(fragments=4), shards=2) as run:
         run.joined(1)
         for shard in run.shards:
             shard.kill()
-        wrong = run.start_shard(number, folder)
-        run.until(lambda _: run.log_lines(wrong, says), "it is refused")
+        wrong = run.start_shard(0, "elsewhere")
+        run.until(lambda _: run.log_lines(wrong, "holds no run"), "it is refused")
         assert run.status()["stage"] == "running"
+        with pytest.raises(ValueError, match="is not that of shard 1 of 2"):
+            serve_shard(tmp_path / "shards" / "0", 1, 2, place(run.address))
 
 
 def test_without_its_shards_a_run_is_not_founded(tmp_path):

@@ -87,7 +87,8 @@ def test_the_line_of_a_merge_is_what_was_merged(tmp_path):
         held.accumulate(round_id, accepted, coder.encode(delta), "int8")
     held.merge(round_id, 3)
     held.now_durable()
-    metrics.merged(2.0, 1, held)
+    assert held.measured is not None
+    metrics.merged(2.0, 1, held.id, held.served.version, held.measured)
     metrics.close()
     (found,) = lines(tmp_path, "merge")
     assert (found["fragment"], found["version"], found["epoch"], found["at"]) == (0, 1, 1, 2.0)

@@ -99,6 +99,14 @@ EvalTokens = Annotated[
         help="Held-out tokens that judge the final model. [default: 65536]",
     ),
 ]
+Shards = Annotated[
+    int | None,
+    typer.Option(
+        "--shards",
+        metavar="N",
+        help="Processes that hold the fragments, merge and serve them beside the syncer. [default: 0]",
+    ),
+]
 Fragments = Annotated[
     int | None,
     typer.Option(
@@ -265,6 +273,7 @@ SHARED = (
     "max_rate",
     "step_time",
     "speeds",
+    "shards",
     "fragments",
     "every",
     "tau",
@@ -290,6 +299,7 @@ PROTOCOL = (
     "max_rate",
     "step_time",
     "speeds",
+    "shards",
     "fragments",
     "every",
     "tau",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from atoll.commands.output import ExitCode, JsonOption, complain, print_json
 from atoll.commands.page_beside import Dash, DashPort, Page, PageRules, PageWebhook, page_beside
 
 if TYPE_CHECKING:
+    from atoll.net.syncer import SyncerProcess
     from atoll.net.tls import KeyFiles
     from atoll.train.job_settings import JobSettings
 
@@ -109,6 +111,7 @@ def run(
     max_rate: options.MaxRate = None,
     step_time: options.StepTime = None,
     speeds: options.Speeds = None,
+    shards: options.Shards = None,
     fragments: options.Fragments = None,
     every: options.Every = None,
     tau: options.Tau = None,
@@ -185,6 +188,12 @@ def _key_files(keys: Path | None, certificate: Path | None, private_key: Path | 
     return KeyFiles(certificate, private_key)
 
 
+def _keep_model(out: Path, syncer: SyncerProcess) -> None:
+    from atoll.train.model_file import save_tensors
+
+    save_tensors(syncer.published(), out)
+
+
 # long: from the wait of a standby to the model
 def _serve(
     out: Path,
@@ -207,7 +216,7 @@ def _serve(
     from atoll.net.logs import set_up
     from atoll.net.serving import Superseded, serve_syncer, wait_to_take_over
     from atoll.net.store import InUse
-    from atoll.train.model_file import load_model, save_tensors
+    from atoll.train.model_file import MODEL, load_model, save_tensors
     from atoll.train.published import is_finished, published_tensors
     from atoll.train.supervisor import new_run_id, run_of
 
@@ -241,7 +250,10 @@ def _serve(
         try:
             by_force = turn is not None and turn.by_force
             finished = was_finished or serve_syncer(
-                out, run, host, port, token, on_ready, take_over=by_force, keys=keys, plain_text=plain_text
+                *(out, run, host, port, token, on_ready, partial(_keep_model, out) if settings.shards else None),
+                take_over=by_force,
+                keys=keys,
+                plain_text=plain_text,
             )
             break
         except InUse:
@@ -253,7 +265,8 @@ def _serve(
     if not finished:
         complain(f"stopped before the end; learners train on and wait for: atoll syncer --out {out} --resume")
         raise KeyboardInterrupt
-    path = save_tensors(published_tensors(out), out)  # of whatever the learners train: it need not be our model
+    # Of whatever the learners train: it need not be our model. What shards hold was gathered at the end.
+    path = out / MODEL if settings.shards else save_tensors(published_tensors(out), out)
     if as_json:
         print_json({"finished": True, "model": str(path)})
         return

@@ -83,6 +83,7 @@ def run(
     max_rate: options.MaxRate = None,
     step_time: options.StepTime = None,
     speeds: options.Speeds = None,
+    shards: options.Shards = None,
     fragments: options.Fragments = None,
     every: options.Every = None,
     tau: options.Tau = None,

@@ -123,6 +123,8 @@ class ShardProcess:
         plan = self.plan
         if plan is not None:
             mine = list(range(self.shard, len(plan.fragments), self.shards))
+            if set(self.store.fragments()) != set(mine):
+                raise ValueError(f"{self.directory} is not that of shard {self.shard} of {self.shards}: give its own")
             await self.keeper.load(plan, self.settings, mine)
             self._size_gate(plan)
 

@@ -115,6 +115,7 @@ class JobSettings:
     speeds: tuple[float, ...] = ()  # one per learner; empty: all 1
     kills: tuple[Kill, ...] = ()
     # the protocol
+    shards: int = 0  # processes that hold the fragments beside the syncer; 0: it holds them itself
     fragments: int = 24  # P
     every_steps: int = 24  # H
     overlap_steps: int = 4  # tau; with 2 the grace is so short that a merge has 2.7 of 4 contributions
@@ -133,6 +134,7 @@ class JobSettings:
         for name in ("overlap_steps", "quorum"):
             _at_least(name, getattr(self, name), 1)
         _at_least("experts", self.experts, 0)
+        _at_least("shards", self.shards, 0)
         _at_least("vocabulary", self.vocabulary, 2)
         _at_least("seed", self.seed, 0)
         _at_least("evaluations", self.evaluations, 0)
@@ -162,6 +164,12 @@ class JobSettings:
                 f"streaming adopts a fragment {self.overlap_steps} steps after its round began, and begins the next"
                 f" after {self.every_steps}; give a --tau below --every"
             )
+        if self.shards > self.fragments:
+            raise ValueError(f"{self.shards} shards for {self.fragments} fragments; give at most one each")
+        if self.shards and self.snapshot_every:
+            raise ValueError("a run with shards takes no snapshots: leave --snapshot-every out")
+        if self.shards and self.method != "decoupled":
+            raise ValueError(f"--shards means nothing to {self.method}: it has no syncer")
         if self.method == "decoupled" and self.quorum > self.learners:
             raise ValueError(
                 f"quorum {self.quorum} with {self.learners} learners never merges; give a smaller --quorum"
@@ -217,10 +225,14 @@ class JobSettings:
             blend_alpha=self.blend_alpha,
             budget_tokens=self.tokens,
             lease_samples=LEASE_ROUNDS * self.every_steps * self.batch,
-            snapshot_every_merges=SNAPSHOT_PASSES * self.fragments
-            if self.snapshot_every is None
-            else self.snapshot_every,
+            snapshot_every_merges=self._snapshot_every(),
         )
+
+    def _snapshot_every(self) -> int:
+        """Merges; a run with shards takes none: its versions are durable at the shards, each on its own."""
+        if self.shards:
+            return 0
+        return SNAPSHOT_PASSES * self.fragments if self.snapshot_every is None else self.snapshot_every
 
     # ------------------------------------------------------------------------------------------------ as JSON
 

@@ -29,6 +29,10 @@ def run_settings(run: Path) -> RunSettings | None:
     return RunSettings.from_json(read_small_file(path.read_bytes()))
 
 
+SHARDS = "shards"
+"""Directories of the shards that `atoll train` has started, by their numbers."""
+
+
 def is_finished(run: Path) -> bool:
     """The syncer has made the final manifest durable: no version will change any more."""
     return (run / STORE / "manifest.json").exists()
@@ -73,7 +77,9 @@ def _plan(run: Path) -> FragmentPlan:
 
 
 def _newest(run: Path, p: int) -> Tensor:
-    folder = run / STORE / "fragments" / f"{p:03d}"
+    places = [run / STORE, *sorted((run / SHARDS).glob("*/store"))]
+    folders = [place / "fragments" / f"{p:03d}" for place in places]
+    folder = next((each for each in folders if each.is_dir()), folders[0])
     names = [name for name in (each.name for each in folder.iterdir()) if _VERSION.fullmatch(name)]
     if not names:
         raise ValueError(f"{folder} has no version of its fragment: bring it back from a copy")

@@ -15,14 +15,17 @@ from typing import Any
 
 import torch
 
+from atoll.net.addresses import place
 from atoll.net.reaching import ask
 from atoll.net.run_settings import RunSettings
 from atoll.net.serving import serve_syncer
+from atoll.net.shard_serving import serve_shard
 from atoll.train.children import FINE, REFUSED, Child, JobFailed, end_all, processes, signal_name, wait_for_any
 from atoll.train.island import train_island
 from atoll.train.job_settings import JobSettings, Kill
 from atoll.train.live_view import GoodputMeter, LiveView, Watched, training_count
 from atoll.train.on_the_way import Evaluations
+from atoll.train.published import SHARDS
 from atoll.train.report import note_fault, read_faults
 
 LOOK_S = 0.25
@@ -81,6 +84,7 @@ class Supervisor:
         self._over_at: float | None = None
         self._context = processes()
         self._syncer = Member(self._syncer_child())
+        self._shards = [Member(self._shard_child(k)) for k in range(settings.shards)]
         self._learners = {n: Member(self._learner_child(n)) for n in range(1, settings.learners + 1)}
 
     @property
@@ -90,6 +94,10 @@ class Supervisor:
     def _syncer_child(self) -> Child:
         args = (self.settings, new_run_id(self.run), self.run, self._port, self._token, self.host)
         return Child("syncer", self.run, serve_job, args)
+
+    def _shard_child(self, shard: int) -> Child:
+        args = (shard, self.settings.shards, self.run, self.address, self._token, self.host)
+        return Child(f"shard {shard}", self.run, serve_job_shard, args)
 
     def _learner_child(self, learner: int) -> Child:
         args = (self.settings, learner, self.address, self._token, self.run)
@@ -111,7 +119,7 @@ class Supervisor:
             self._end()
 
     def _members(self) -> list[Member]:
-        return [self._syncer, *self._learners.values()]
+        return [self._syncer, *self._shards, *self._learners.values()]
 
     def _is_over(self) -> bool:
         """The syncer ends when the run does; learners then still adopt what was published last."""
@@ -179,7 +187,7 @@ class Supervisor:
         member.done = True
         self._tell(sentence)
         self._watched.down[self._number(member)] = sentence
-        if member is self._syncer or all(each.done for each in self._learners.values()):
+        if member is self._syncer or member in self._shards or all(each.done for each in self._learners.values()):
             raise JobFailed(f"{sentence} (log: {member.child.log})")
 
     def _number(self, member: Member) -> int:
@@ -196,7 +204,8 @@ class Supervisor:
                 if member is not None and told.get("standing") == "live" and told.get("step", 0) > 0:
                     member.trained_since_start = True
             if training_count(status):
-                self._syncer.trained_since_start = True
+                for member in (self._syncer, *self._shards):
+                    member.trained_since_start = True
         self._watched.elapsed_s = time.monotonic() - self._began
         if self._status.get("stage") == "running" and all(member.done for member in self._learners.values()):
             if status is not None:
@@ -243,7 +252,7 @@ class Supervisor:
         try:
             end_all([member.child for member in self._learners.values()], END_WAIT_S)
         finally:
-            end_all([self._syncer.child], END_WAIT_S)
+            end_all([member.child for member in (self._syncer, *self._shards)], END_WAIT_S)
             if self._evaluations is not None:
                 self._evaluations.end()
 
@@ -254,6 +263,13 @@ def serve_job(settings: JobSettings, run_id: str, run: Path, port: int, token: s
     # Another address than the loopback one is that of network namespaces, which are on this machine too.
     if not serve_syncer(run, run_of(settings, run_id), host=host, port=port, token=token, plain_text=True):
         raise KeyboardInterrupt  # it was told to stop
+
+
+def serve_job_shard(shard: int, shards: int, run: Path, head: str, token: str, host: str) -> None:
+    """In a shard's process, until it is told to stop."""
+    torch.set_num_threads(1)
+    serve_shard(run / SHARDS / str(shard), shard, shards, place(head), host=host, token=token, plain_text=True)
+    raise KeyboardInterrupt  # it was told to stop
 
 
 def _kills_left(settings: JobSettings, run: Path) -> list[Kill]:
@@ -268,7 +284,8 @@ def _kills_left(settings: JobSettings, run: Path) -> list[Kill]:
 
 def run_of(settings: JobSettings, run_id: str) -> RunSettings:
     """The run that a syncer serves: protocol and numerics of the job, and for its learners the whole of it."""
-    return RunSettings(settings.run_config(run_id), settings.numerics, settings.to_json())
+    told = settings.to_json()
+    return RunSettings(settings.run_config(run_id), settings.numerics, told, shards=settings.shards)
 
 
 def new_run_id(run: Path) -> str:
