@@ -1,0 +1,202 @@
+"""What shards change: who carries the values, rounds per second, and what goes on when one of them is killed.
+
+    python benchmarks/bench_shards.py [--json] [--shards 0,1,2,4] [--learners 4] [--pace 0.05] [--kib 1024]
+
+Real processes: one syncer, the shards, and light learners (real cores, connections and fragments, no training) that
+share one other process. 0 shards: the syncer holds the fragments itself. `MB/s`: values, in and out together, of the
+syncer and of a shard, all of which have equally many fragments. `sent per site` is computed, not measured: with a shard
+beside every learner, what a site sends over the wide network for each byte of the model is its own to the other shards
+and its shard's to the other learners, 2 (D - 1) / D; without shards it is what comes and goes, 2. The last line kills
+one of the most shards and counts the rounds of the fragments that the others hold, before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts its threads
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import logging
+
+import torch
+
+from atoll.core.types import RunConfig
+from atoll.ml.codecs import codec
+from atoll.net.addresses import place
+from atoll.net.run_settings import RunSettings
+from atoll.net.shard_serving import serve_shard
+from benchmarks.light_learner import LightLearner, even_plan
+from benchmarks.measuring import (
+    Syncer,
+    as_json,
+    begin,
+    cpu_s,
+    describe,
+    end,
+    end_with_the_parent,
+    start_python,
+    syncer,
+)
+
+FRAGMENTS = EVERY_STEPS = 24
+
+
+@contextlib.contextmanager
+def shards_of(served: Syncer, count: int) -> Iterator[list[Any]]:
+    started = []
+    try:
+        for number in range(count):
+            folder = str(served.directory / "shards" / str(number))
+            started.append(start_python(__file__, "shard", folder, str(number), str(count), served.address))
+        yield started
+    finally:
+        for process in started:
+            end(process)
+
+
+def serve(folder: str, number: str, count: str, head: str) -> None:
+    """In the child."""
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.ERROR, format="shard: %(message)s")
+    end_with_the_parent()
+    serve_shard(Path(folder), int(number), int(count), place(head))
+
+
+async def versions(learner: LightLearner) -> list[int]:
+    status = await learner.link.ask("GET", "/v1/status")
+    return [each["version"] for each in status["fragments"]]
+
+
+async def measure(served: Syncer, shards: list[Any], settings: RunSettings, options: Any, kill: bool) -> dict[str, Any]:
+    numel = options.kib * 1024 // 4
+    payload = codec(settings.numerics.up).encode(1e-3 * torch.randn(numel, generator=torch.Generator().manual_seed(0)))
+    plan = even_plan(FRAGMENTS, numel)
+    learners = [LightLearner(served.address, n + 1, settings, plan, payload) for n in range(options.learners)]
+    for each in learners:
+        each.bulk.shards = settings.shards
+    pids, tasks = [served.pid, *(shard.pid for shard in shards)], []
+    try:
+        for each in learners:
+            await each.link.start()
+        while settings.shards and None in (await learners[0].link.ask("GET", "/v1/shards"))["shards"]:
+            await asyncio.sleep(0.1)
+        await learners[0].found()
+        await asyncio.gather(*(each.join() for each in learners))
+        await asyncio.gather(*(each.training.wait() for each in learners))
+        tasks += [asyncio.ensure_future(each.train(options.pace)) for each in learners]
+        await asyncio.sleep(max(3.0, EVERY_STEPS * options.pace))
+
+        async def window() -> tuple[float, list[int], int, list[float]]:
+            bytes_ = sum(each.link.bytes_up + each.link.bytes_down for each in learners)
+            return time.monotonic(), await versions(learners[0]), bytes_, [cpu_s(pid) for pid in pids]
+
+        before = await window()
+        await asyncio.sleep(options.seconds)
+        after = await window()
+        row = _row(settings.shards, options.learners, before, after)
+        if kill:
+            row |= await _after_a_kill(learners, shards, settings.shards, row, options.seconds)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(each.leave() for each in learners), return_exceptions=True)
+    return row
+
+
+def _row(shards: int, learners: int, before: Any, after: Any) -> dict[str, Any]:
+    spent = after[0] - before[0]
+    rounds = [new - old for old, new in zip(before[1], after[1], strict=True)]
+    moved = (after[2] - before[2]) / spent / 1e6
+    used = [(new - old) / spent for old, new in zip(before[3], after[3], strict=True)]
+    return {
+        "shards": shards,
+        "learners": learners,
+        "rounds_per_s": sum(rounds) / spent,
+        "of_each": [sum(rounds[k :: max(1, shards)]) / spent for k in range(max(1, shards))],
+        "syncer_mb_per_s": 0.0 if shards else moved,
+        "shard_mb_per_s": moved / shards if shards else 0.0,
+        "syncer_cpu": used[0],
+        "shard_cpu": max(used[1:], default=0.0),
+        "sent_per_site": 2 * (shards - 1) / shards if shards else 2.0,
+    }
+
+
+async def _after_a_kill(
+    learners: list[LightLearner], shards: list[Any], count: int, row: dict[str, Any], seconds: float
+) -> dict[str, Any]:
+    shards[-1].kill()
+    shards[-1].wait()
+    await asyncio.sleep(1.0)
+    began, before = time.monotonic(), await versions(learners[0])
+    await asyncio.sleep(seconds)
+    after, spent = await versions(learners[0]), time.monotonic() - began
+    rounds = [new - old for old, new in zip(before, after, strict=True)]
+    others = sum(n for p, n in enumerate(rounds) if p % count != count - 1)
+    return {
+        "others_before_per_s": sum(row["of_each"][:-1]),
+        "others_after_per_s": others / spent,
+        "own_after": sum(rounds) - others,
+    }
+
+
+def show(rows: list[dict[str, Any]], options: Any) -> None:
+    print(
+        f"{options.learners} light learners, steps of {1e3 * options.pace:g} ms, fragments of {options.kib} KiB in f32\n"
+    )
+    print(
+        f"  {'shards':>6}{'rounds/s':>10}{'MB/s of syncer':>16}{'of a shard':>12}{'core of syncer':>16}{'of a shard':>12}{'sent per site':>15}"
+    )
+    for row in rows:
+        print(
+            f"  {row['shards']:>6}{row['rounds_per_s']:>10.1f}{row['syncer_mb_per_s']:>16.1f}{row['shard_mb_per_s']:>12.1f}"
+            f"{100 * row['syncer_cpu']:>14.0f} %{100 * row['shard_cpu']:>10.0f} %{row['sent_per_site']:>15.2f}"
+        )
+    last = rows[-1]
+    if "own_after" in last:
+        before, after = last["others_before_per_s"], last["others_after_per_s"]
+        print(
+            f"\n  one of {last['shards']} killed: rounds of the others {before:.1f}/s before, {after:.1f}/s after,",
+            end=" ",
+        )
+        print(f"of its own fragments {last['own_after']}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--shards", default="0,1,2,4", help="how many, separated by commas")
+    parser.add_argument("--learners", type=int, default=4)
+    parser.add_argument("--pace", type=float, default=0.05, help="seconds of a step")
+    parser.add_argument("--kib", type=int, default=1024, help="size of a fragment in f32")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
+    options = parser.parse_args()
+    where, rows = begin(), []
+    counts = [int(each) for each in options.shards.split(",")]
+    for count in counts:
+        settings = RunSettings(RunConfig("shards", FRAGMENTS, EVERY_STEPS, snapshot_every_merges=0), shards=count)
+        with syncer(settings) as served, shards_of(served, count) as shards:
+            is_last = count == counts[-1] and count > 1
+            rows.append(asyncio.run(measure(served, shards, settings, options, kill=is_last)))
+    if options.json:
+        print(as_json({"machine": where, "kib": options.kib, "rows": rows}))
+        return 0
+    print(describe(where))
+    show(rows, options)
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["shard"]:
+        serve(*sys.argv[2:])
+    else:
+        sys.exit(main())
