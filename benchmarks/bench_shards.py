@@ -150,25 +150,19 @@ async def _after_a_kill(
 
 
 def show(rows: list[dict[str, Any]], options: Any) -> None:
-    print(
-        f"{options.learners} light learners, steps of {1e3 * options.pace:g} ms, fragments of {options.kib} KiB in f32\n"
-    )
-    print(
-        f"  {'shards':>6}{'rounds/s':>10}{'MB/s of syncer':>16}{'of a shard':>12}{'core of syncer':>16}{'of a shard':>12}{'sent per site':>15}"
-    )
+    said = f"{options.learners} light learners, steps of {1e3 * options.pace:g} ms"
+    print(f"{said}, fragments of {options.kib} KiB in f32\n")
+    heads = ("rounds/s", "MB/s of syncer", "of a shard", "core of syncer", "of a shard", "sent per site")
+    print("  shards" + "".join(f"{head:>16}" for head in heads))
     for row in rows:
-        print(
-            f"  {row['shards']:>6}{row['rounds_per_s']:>10.1f}{row['syncer_mb_per_s']:>16.1f}{row['shard_mb_per_s']:>12.1f}"
-            f"{100 * row['syncer_cpu']:>14.0f} %{100 * row['shard_cpu']:>10.0f} %{row['sent_per_site']:>15.2f}"
-        )
+        shares = f"{100 * row['syncer_cpu']:>14.0f} %{100 * row['shard_cpu']:>14.0f} %{row['sent_per_site']:>16.2f}"
+        rates = f"{row['rounds_per_s']:>16.1f}{row['syncer_mb_per_s']:>16.1f}{row['shard_mb_per_s']:>16.1f}"
+        print(f"  {row['shards']:>6}{rates}{shares}")
     last = rows[-1]
     if "own_after" in last:
         before, after = last["others_before_per_s"], last["others_after_per_s"]
-        print(
-            f"\n  one of {last['shards']} killed: rounds of the others {before:.1f}/s before, {after:.1f}/s after,",
-            end=" ",
-        )
-        print(f"of its own fragments {last['own_after']}")
+        print(f"\n  one of {last['shards']} killed: rounds of the others {before:.1f}/s before,", end=" ")
+        print(f"{after:.1f}/s after, of its own fragments {last['own_after']}")
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -30,6 +31,11 @@ def test_a_run_with_shards_is_a_run(tmp_path):
         held = sorted(int(folder.name) for folder in (tmp_path / "shards" / "0" / "store" / "fragments").iterdir())
         assert held == [0, 2]
         run.assert_clean()
+
+
+def where(run: Run) -> list[str | None]:
+    told: list[str | None] = json.loads(run.ask("GET", "/v1/shards")[1])["shards"]
+    return told
 
 
 def versions(run: Run) -> list[int]:
@@ -108,7 +114,7 @@ def test_a_shard_without_its_fragments_is_refused_with_a_sentence(tmp_path):
 def test_without_its_shards_a_run_is_not_founded(tmp_path):
     with Run(tmp_path, endless(fragments=4), shards=2) as run:
         run.shards[1].kill()
-        run.until(lambda _: run.log_lines(run.syncer, "shard 1 is away"), "its end is noticed")
+        run.until(lambda _: [place is None for place in where(run)] == [False, True], "one is here and one is not")
         learner = run.start(1)
         run.until(lambda _: run.log_lines(learner, "1 of 2 are not here"), "the learner is told why it waits")
         run.start_shard(1)

@@ -151,9 +151,14 @@ class SyncerProcess:
         """The versions are with the shards: the run goes on when all of them have said which."""
         self.log.info("the run goes on when its %d shards are here", shards.count)
         versions = await shards.records(len(plan.fragments))
-        restored = replace(await self.keeper.on_disk(self.store.restored), versions=versions)
-        self.log.info("the run goes on: this is epoch %d", self.store.epoch)
-        self._begin(plan, restored)
+        try:
+            restored = replace(await self.keeper.on_disk(self.store.restored), versions=versions)
+            self.log.info("the run goes on: this is epoch %d", self.store.epoch)
+            self._begin(plan, restored)
+        except Exception as wrong:
+            self.log.critical("the run cannot be taken up: %s", wrong)
+            self.failed = wrong
+            self.over.set()
 
     async def found(self, plan: FragmentPlan, values: list[Tensor]) -> None:
         """A learner has brought the model. It is durable before anybody can join."""
