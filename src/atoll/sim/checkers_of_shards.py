@@ -35,7 +35,7 @@ class Shards(Checker):
         }
         self.sent = {Pull: self._on_pull, Published: self._on_published}
         self._open: dict[FragmentId, RoundId] = {}  # rounds with contributions that are in no record yet
-        self._lost: dict[FragmentId, RoundId] = {}  # the newest that was lost with its shard
+        self._lost: dict[FragmentId, tuple[RoundId, int]] = {}  # the newest that was lost with its shard, at this tick
         self._away: dict[FragmentId, int] = {}  # since this tick
 
     def started(self, actor: Actor, restored: Restored | None) -> None:
@@ -51,7 +51,7 @@ class Shards(Checker):
         for p in event.fragments:
             self._away.setdefault(p, entry.tick)
             if p in self._open:
-                self._lost[p] = self._open.pop(p)
+                self._lost[p] = self._open.pop(p), entry.tick
 
     def _on_back(self, entry: Entry, event: ShardBack) -> None:
         if self.is_current(entry):
@@ -88,12 +88,13 @@ class Shards(Checker):
             self._asked(entry, body.fragment, f"sending version {body.version} to learner {envelope.learner}")
 
     def _asked(self, entry: Entry, fragment: FragmentId, what: str) -> None:
-        """Timers that were due before the loss were handled before it, in the same entry."""
+        """Timers that were due before the loss were handled before it, in the same entry; here and below."""
         if entry.tick > self._away.get(fragment, entry.tick):
             self.fail(entry, ("fragment", fragment), f"{what} was asked of a shard that is away")
 
     def _not_lost(self, entry: Entry, round_id: RoundId) -> None:
-        if self._lost.get(round_id.fragment) == round_id:
+        lost, tick = self._lost.get(round_id.fragment, (None, entry.tick))
+        if lost == round_id and entry.tick > tick:
             self.fail(entry, ("fragment", round_id.fragment), f"{round_id} was lost with its shard, and goes on")
 
 

@@ -150,6 +150,8 @@ class OneAnswer(Checker):
         self._open: dict[tuple[Actor, object], int] = {}
 
     def _ask(self, entry: Entry, what: object) -> None:
+        if type(entry.event) is ShardLost and _is_of(what, entry.event.fragments):
+            return  # by a timer that was due before the loss: nobody is there to answer
         key = (entry.actor, what)
         self._open[key] = self._open.get(key, 0) + 1
         if self._open[key] > 1:
@@ -179,9 +181,7 @@ class OneAnswer(Checker):
     def _answer_lost(self, entry: Entry, event: ShardLost) -> None:
         """A shard that is away answers nothing; what came of it, it says when it is back."""
         for actor, what in list(self._open):
-            of_version = type(what) is RecordKey and what.kind == "version" and what.number in event.fragments
-            of_merge = type(what) is RoundId and what.fragment in event.fragments
-            if actor == entry.actor and (of_version or of_merge):
+            if actor == entry.actor and _is_of(what, event.fragments):
                 del self._open[(actor, what)]
 
     def _ask_merge(self, entry: Entry, effect: MergeRound) -> None:
@@ -201,6 +201,13 @@ class OneAnswer(Checker):
 
     def _answer_save(self, entry: Entry, event: SnapshotSaved | SnapshotSaveFailed) -> None:
         self._answer(entry, RecordKey("part", event.snapshot, 0))
+
+
+def _is_of(what: object, fragments: tuple[FragmentId, ...]) -> bool:
+    """A write or a merge of one of them."""
+    if type(what) is RecordKey:
+        return what.kind == "version" and what.number in fragments
+    return type(what) is RoundId and what.fragment in fragments
 
 
 class Bounds(Checker):
