@@ -310,6 +310,12 @@ class Shards:
         if link is not None:
             link.post(said)
 
+    def tell_missing(self) -> None:
+        """To a core that has just begun: who went away after it said what it holds, and before there was a core."""
+        for shard in range(self.count):
+            if shard not in self.links:
+                self.syncer.tell(ShardLost(self.of(shard), "it went away while the run began"))
+
     def links_changed(self) -> None:
         said = self._open_links()
         for link in self.links.values():

@@ -192,6 +192,8 @@ class SyncerProcess:
         self.tell(Started())
         for event in self.wishes.events():  # before anybody can join
             self.tell(event)
+        if self.shards is not None:
+            self.shards.tell_missing()
 
     # ---------------------------------------------------------------------------------------------------- the core
 
