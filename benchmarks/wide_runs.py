@@ -1,0 +1,515 @@
+"""Real runs on sites far from each other, for the benchmarks of the wide network.
+
+Where there is root and TUN, every learner is in a network namespace behind a link of the emulated wide network
+(`atoll.chaos.wan`), and the syncer is in this machine's own namespace behind a link without a rate: `--star` in the
+words of `atoll plan`. Elsewhere every learner's link to the syncer is a relay, which is enough for decoupled runs only:
+the other methods join learners to each other.
+
+Half of a path's delay is of the link at each of its ends, so that all paths have the same delay: learner to syncer, and
+learner to learner. Links are wide while processes start and the model is handed out, and take their shape when every
+learner trains, unless a run asks for it from the beginning.
+
+A run is watched by the lines of its metrics and by counts of bytes, and ended from outside when enough was seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from atoll.chaos import wan
+from atoll.chaos.netns import enter
+from atoll.chaos.relay import Relay, Relays
+from atoll.chaos.wan import Link, Wan
+from atoll.core.protocol import Delivered, MessageArrived, Say
+from atoll.core.types import SYNCER
+from atoll.dash.facts import Reign
+from atoll.ml.settings import Numerics
+from atoll.tape_files import RunTapes
+from atoll.train.baselines import RENDEZVOUS, train_baseline
+from atoll.train.children import FINE, Child, JobFailed, end_all, processes, signal_name, wait_for_any
+from atoll.train.island import train_island
+from atoll.train.job_settings import CONFIG, JobSettings, Method
+from atoll.train.live_view import LiveView
+from atoll.train.loop import newest_metrics, read_metrics
+from atoll.train.published import run_settings
+from atoll.train.supervisor import Supervisor
+
+LOOK_S = 0.25
+COUNT_EVERY_S = 0.5
+END_WAIT_S = 8.0
+TRAINED_STEPS = 2  # by everybody, before links take their shape
+START_WAIT_S = 180.0
+ENDLESS_TOKENS = 10**12
+RESULTS = Path(__file__).resolve().parent / "results"
+SUSPICIONS = ("member-suspected", "member-lost", "member-quarantined", "admission-failed")
+
+
+class Shape(NamedTuple):
+    """Of every learner's link. `delay_s`: of a path, one way."""
+
+    rate_bit_s: float | None
+    delay_s: float = 0.0
+    loss: float = 0.0
+
+    def __str__(self) -> str:
+        rate = "no limit" if self.rate_bit_s is None else f"{self.rate_bit_s / 1e6:.3g} Mbit/s"
+        return f"{rate}, {2e3 * self.delay_s:.0f} ms there and back, {self.loss:.1%} lost"
+
+
+WIDE = Shape(None)
+
+
+class Carried(NamedTuple):
+    """Bytes of one learner's link so far."""
+
+    sent: int
+    received: int
+
+
+class Links(Protocol):
+    """How learners reach the syncer and each other."""
+
+    host: str  # where the syncer listens
+
+    def namespace(self, learner: int) -> Path | None: ...
+
+    def device(self) -> str:
+        """Of a learner, by which it reaches the others."""
+
+    def address(self, learner: int, syncer: str) -> str:
+        """Under which this learner reaches the syncer."""
+
+    def shape(self, wanted: Shape) -> None: ...
+
+    def carried(self) -> list[Carried]:
+        """By learner, from the first on; empty where nobody counts."""
+
+    def close(self) -> None: ...
+
+
+class Loopback:
+    """No links: all processes are beside each other."""
+
+    host = "127.0.0.1"
+
+    def namespace(self, learner: int) -> Path | None:
+        return None
+
+    def device(self) -> str:
+        return "lo"
+
+    def address(self, learner: int, syncer: str) -> str:
+        return syncer
+
+    def shape(self, wanted: Shape) -> None:
+        pass
+
+    def carried(self) -> list[Carried]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+class WideLinks(Loopback):
+    """The emulated wide network. `seed` draws its losses."""
+
+    def __init__(self, learners: int, seed: int = 0) -> None:
+        self.wan = Wan(learners, seed=seed)
+        self.host = self.wan.address(0)
+
+    def namespace(self, learner: int) -> Path | None:
+        return self.wan.namespace(learner)
+
+    def device(self) -> str:
+        return wan.DEVICE
+
+    def shape(self, wanted: Shape) -> None:
+        half_s = wanted.delay_s / 2
+        self.wan.shape(0, Link(delay_s=half_s))
+        for site in range(1, self.wan.sites + 1):
+            self.wan.shape(site, Link(wanted.rate_bit_s, wanted.rate_bit_s, half_s, wanted.loss))
+
+    def carried(self) -> list[Carried]:
+        return [Carried(each.up.bytes, each.down.bytes) for each in self.wan.counts()[1:]]
+
+    def close(self) -> None:
+        self.wan.close()
+
+
+class RelayLinks(Loopback):
+    """A relay for each learner: rates and delays, no losses."""
+
+    def __init__(self) -> None:
+        self._relays = Relays()
+        self._by_learner: dict[int, Relay] = {}
+        self._shape = WIDE
+
+    def address(self, learner: int, syncer: str) -> str:
+        self._by_learner[learner] = self._relays.open(syncer)
+        self.shape(self._shape)
+        return self._by_learner[learner].address
+
+    def shape(self, wanted: Shape) -> None:
+        self._shape = wanted
+        for relay in self._by_learner.values():
+            relay.thin(None if wanted.rate_bit_s is None else wanted.rate_bit_s / 8)
+            relay.delay(wanted.delay_s)
+
+    def carried(self) -> list[Carried]:
+        counts = [self._by_learner[learner].counts() for learner in sorted(self._by_learner)]
+        return [Carried(each.up_bytes, each.down_bytes) for each in counts]
+
+    def close(self) -> None:
+        self._relays.close()
+
+
+@contextlib.contextmanager
+def far_links(learners: int, seed: int = 0) -> Iterator[Links]:
+    """The best emulation that this machine has; `emulation` says which."""
+    links: Links = RelayLinks() if wan.unavailable() is not None else WideLinks(learners, seed)
+    try:
+        yield links
+    finally:
+        links.close()
+
+
+def emulation() -> str:
+    why_not = wan.unavailable()
+    if why_not is None:
+        return (
+            "network namespaces with TUN devices and a router in user space, MTU 1500,"
+            f" TCP with {wan.congestion_control()}; the syncer in a site of its own without a limit of rate"
+        )
+    return f"relays in user space, no losses, decoupled only: a wide network cannot be made here ({why_not})"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Watching
+
+
+class Mark(NamedTuple):
+    """One line of a learner's metrics: so many steps were done then."""
+
+    at: float  # seconds of the Unix epoch
+    step: int
+
+
+@dataclass(slots=True)
+class Seen:
+    """What a run has shown. Times are seconds of the Unix epoch."""
+
+    run: Path
+    learners: int
+    shaped_at: float = 0.0
+    ended_at: float = 0.0
+    counts: list[tuple[float, list[Carried]]] = field(default_factory=list)
+
+    def marks(self, learner: int) -> list[Mark]:
+        return [Mark(line["at"], line["step"]) for line in read_metrics(self.run, learner) if "step" in line]
+
+    def span(self, skip: int, whole: int = 1) -> dict[int, tuple[Mark, Mark]]:
+        """By learner: its steps since the links have their shape, without the first `skip`; a multiple of `whole`.
+
+        A count of steps begins where a multiple of `whole` was done: an exchange every so many steps is then in it as
+        often as it should be.
+        """
+        found = {}
+        for learner in range(1, self.learners + 1):
+            marks = [mark for mark in self.marks(learner) if mark.at >= self.shaped_at]
+            if not marks:
+                raise RuntimeError(f"learner {learner} took no step once its link was as it should be")
+            first = -(-(marks[0].step + skip) // whole) * whole
+            begins = [mark for mark in marks if mark.step >= first]
+            ends = [mark for mark in begins if (mark.step - begins[0].step) // whole > 0]
+            if not ends:
+                raise RuntimeError(f"learner {learner} took too few steps to measure: {len(marks)} lines")
+            last = begins[0].step + (ends[-1].step - begins[0].step) // whole * whole
+            found[learner] = begins[0], next(mark for mark in ends if mark.step >= last)
+        return found
+
+    def step_s(self, skip: int, whole: int = 1) -> float:
+        """Mean time of a step, over all learners."""
+        spans = self.span(skip, whole).values()
+        return statistics.fmean((last.at - first.at) / (last.step - first.step) for first, last in spans)
+
+    def steps(self, skip: int, whole: int = 1) -> float:
+        return statistics.fmean(last.step - first.step for first, last in self.span(skip, whole).values())
+
+    def work_s(self) -> float:
+        """Of a step, without the wait for its pace or for others: the median of the quicker half of all lines."""
+        lines: list[float] = [
+            line["work_s"] for n in range(1, self.learners + 1) for line in read_metrics(self.run, n)[1:-1]
+        ]
+        return statistics.median(sorted(lines)[: max(1, len(lines) // 2)])
+
+    def bytes_per_s(self, skip: int, whole: int = 1) -> Carried | None:
+        """Of one learner's link on average, over the same time as its steps."""
+        if not self.counts or not self.counts[0][1]:
+            return None
+        sent, received = [], []
+        for learner, (first, last) in self.span(skip, whole).items():
+            begin, end = (self._carried_at(mark.at, learner) for mark in (first, last))
+            sent.append((end.sent - begin.sent) / (last.at - first.at))
+            received.append((end.received - begin.received) / (last.at - first.at))
+        return Carried(round(statistics.fmean(sent)), round(statistics.fmean(received)))
+
+    def _carried_at(self, at: float, learner: int) -> Carried:
+        times = [time_ for time_, _ in self.counts]
+        place = min(max(bisect_left(times, at), 1), len(times) - 1)
+        (t0, before), (t1, after) = self.counts[place - 1], self.counts[place]
+        share = min(max((at - t0) / max(t1 - t0, 1e-9), 0.0), 1.0)
+        one, two = before[learner - 1], after[learner - 1]
+        return Carried(
+            round(one.sent + share * (two.sent - one.sent)),
+            round(one.received + share * (two.received - one.received)),
+        )
+
+
+class Watch:
+    """Looks at a run again and again: when to shape its links, and when enough was seen."""
+
+    def __init__(
+        self,
+        name: str,
+        seen: Seen,
+        links: Links,
+        plan: list[tuple[Shape, int]],
+        limit_s: float,
+        from_the_start: bool = False,
+    ) -> None:
+        """`plan`: shapes one after the other, each for so many steps of everybody."""
+        self.name = name
+        self.seen = seen
+        self.shaped: list[tuple[float, Shape]] = []
+        self._links = links
+        self._plan = list(plan)
+        self._began = time.monotonic()
+        self._limit_s = limit_s
+        self._until: int | None = None  # steps that everybody has to have done
+        self._counted = 0.0
+        self._told = 0.0
+        links.shape(plan[0][0] if from_the_start else WIDE)
+
+    def is_enough(self) -> bool:
+        now = time.monotonic()
+        steps = self._least_steps()
+        self._count(now)
+        self._tell(now, steps)
+        if now - self._began > self._limit_s + (START_WAIT_S if self._until is None else 0.0):
+            if self._until is None:
+                raise JobFailed(f"{self.name}: not all learners train after {now - self._began:.0f} s")
+            return self._end()
+        if steps < (TRAINED_STEPS if self._until is None else self._until):
+            return False
+        if self._until is None:
+            self._began = now
+        if not self._plan:
+            return self._end()
+        wanted, count = self._plan.pop(0)
+        self._links.shape(wanted)
+        at = time.time()
+        self.seen.shaped_at = self.seen.shaped_at or at
+        self.shaped.append((at, wanted))
+        self._until = steps + count
+        say(f"  {self.name}: {wanted}, for {count} steps")
+        return False
+
+    def _end(self) -> bool:
+        self._count(float("inf"))
+        self.seen.ended_at = time.time()
+        return True
+
+    def _least_steps(self) -> int:
+        lines = [newest_metrics(self.seen.run, n) for n in range(1, self.seen.learners + 1)]
+        return min(line.get("step", 0) if line is not None else 0 for line in lines)
+
+    def _count(self, now: float) -> None:
+        if now - self._counted >= COUNT_EVERY_S:
+            self._counted = now
+            self.seen.counts.append((time.time(), self._links.carried()))
+
+    def _tell(self, now: float, steps: int) -> None:
+        if now - self._told >= 15.0:
+            self._told = now
+            say(f"  {self.name}: {steps} steps" + (f" of {self._until}" if self._until is not None else ", starting"))
+
+
+def say(sentence: str) -> None:
+    """Progress is for people; figures go to standard output."""
+    print(sentence, file=sys.stderr, flush=True)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Running
+
+
+class _Enough(Exception):  # noqa: N818 - the end that was planned
+    pass
+
+
+class _SiteSupervisor(Supervisor):
+    def __init__(self, settings: JobSettings, run: Path, links: Links, watch: Watch | None) -> None:
+        self._links = links
+        self._watch = watch
+        view = LiveView(io.StringIO())
+        super().__init__(settings, run, view, "", links.host)
+
+    def _learner_child(self, learner: int) -> Child:
+        address = self._links.address(learner, self.address)
+        args = (self._links.namespace(learner), self.settings, learner, address, self._token, self.run)
+        return Child(f"learner {learner}", self.run, learn_at_site, args)
+
+    def _strike_due(self) -> None:
+        if self._watch is not None and self._watch.is_enough():
+            raise _Enough
+
+
+def learn_at_site(
+    namespace: Path | None, settings: JobSettings, learner: int, syncer: str, token: str, run: Path
+) -> None:
+    """In the child."""
+    if namespace is not None:
+        enter(namespace)
+    train_island(settings, learner, syncer, token, run)
+
+
+def baseline_at_site(namespace: Path | None, device: str, settings: JobSettings, learner: int, run: Path) -> None:
+    """In the child."""
+    if namespace is not None:
+        enter(namespace)
+    os.environ["GLOO_SOCKET_IFNAME"] = device
+    train_baseline(settings, learner, run)
+
+
+def run_job(settings: JobSettings, run: Path, links: Links, watch: Watch | None) -> None:
+    """Until the watch has seen enough; without one to the end of the budget."""
+    run.mkdir(parents=True)
+    settings.save(run / CONFIG)
+    if settings.method == "decoupled":
+        with contextlib.suppress(_Enough):
+            _SiteSupervisor(settings, run, links, watch).train()
+        return
+    numbers = range(1, settings.learners + 1)
+    children = [
+        Child(f"learner {n}", run, baseline_at_site, (links.namespace(n), links.device(), settings, n, run))
+        for n in numbers
+    ]
+    context = processes()
+    try:
+        for child in children:
+            child.start(context)
+        running = list(children)
+        while running and not (watch is not None and watch.is_enough()):
+            wait_for_any(running, LOOK_S)
+            for child in list(running):
+                code = child.ended()
+                if code is not None:
+                    running.remove(child)
+                    if code != FINE:
+                        raise JobFailed(f"{child.name} ended with {signal_name(code)}: {child.last_words()}")
+    finally:
+        end_all(children, END_WAIT_S)
+        (run / RENDEZVOUS).unlink(missing_ok=True)
+
+
+def watched_run(
+    name: str,
+    settings: JobSettings,
+    run: Path,
+    links: Links,
+    plan: list[tuple[Shape, int]],
+    limit_s: float,
+    from_the_start: bool = False,
+) -> Watch:
+    """A run that is ended when the plan is over, or after `limit_s` seconds in which all train."""
+    watch = Watch(name, Seen(run, settings.learners), links, plan, limit_s, from_the_start)
+    run_job(settings, run, links, watch)
+    return watch
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What the tapes say
+
+
+class Rounds(NamedTuple):
+    """Of a decoupled run between two moments."""
+
+    merges: int
+    contributions: int
+    longest_pause_s: float  # without a merge
+    delivered: dict[int, int]  # published versions that arrived, by learner
+    suspicions: list[str]  # of learners that were there all the time
+
+    def effective_h(self, steps: float, fragments: int) -> float:
+        """Steps between two merges of a fragment."""
+        return steps * fragments / max(self.merges, 1)
+
+    def effective_h_of_each(self, steps: float, fragments: int, learners: int) -> float:
+        """Steps between two merges of a fragment that a learner is in: more, where some come too late."""
+        return steps * fragments * learners / max(self.contributions, 1)
+
+
+def read_rounds(run: Path, begin: float, end: float) -> Rounds:
+    """`begin` and `end`: seconds of the Unix epoch."""
+    kept = run_settings(run)
+    assert kept is not None
+    begin, end = begin - kept.founded_at, end - kept.founded_at
+    delivered: dict[int, int] = {}
+    suspicions: list[str] = []
+    merges = []
+    for actor, reader in RunTapes(run).readers.items():
+        if actor.learner != SYNCER:
+            continue
+        reign = Reign(reader.header)
+        for entry in reader:
+            reign.take(entry)
+            if not begin <= entry.at <= end:
+                continue
+            if type(entry.event) is MessageArrived and type(entry.event.envelope.body) is Delivered:
+                learner = entry.event.envelope.learner
+                delivered[learner] = delivered.get(learner, 0) + 1
+            for effect in entry.effects:
+                if type(effect) is Say and effect.reason.code in SUSPICIONS:
+                    suspicions.append(f"{effect.subject[1]} at {entry.at - begin:.1f} s: {effect.reason}")
+        merges += [merge for merge in reign.merges if begin <= merge.at <= end]
+    moments = [begin, *sorted(merge.at for merge in merges), end]
+    return Rounds(
+        merges=len(merges),
+        contributions=sum(len(merge.contributors) for merge in merges),
+        longest_pause_s=max(after - before for before, after in itertools.pairwise(moments)),
+        delivered=dict(sorted(delivered.items())),
+        suspicions=suspicions,
+    )
+
+
+def fragments_of(run: Path) -> int:
+    return len(RunTapes(run).config.fragment_ids())
+
+
+def paced_job(method: Method, **wanted: Any) -> JobSettings:
+    """A job without an end whose steps are paced and small, so that two cores carry all islands."""
+    codec = wanted.pop("codec", "int4")
+    values: dict[str, Any] = {"batch": 1, "tokens": ENDLESS_TOKENS, "inner": "adamw", "lr": 1e-3, "evaluations": 0}
+    return JobSettings(method=method, numerics=Numerics(up=codec, down=codec), **{**values, **wanted})
+
+
+def keep(path: Path, lines: list[dict[str, Any]], where: dict[str, Any]) -> None:
+    """Append figures to a file of results, each line with when, where and by which command."""
+    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8") as file:
+        for line in lines:
+            file.write(json.dumps({**where, "command": command, "emulation": emulation(), **line}) + "\n")

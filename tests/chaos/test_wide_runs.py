@@ -1,0 +1,69 @@
+"""The benchmarks of the wide network in their short form: a thin, long, lossy link, and nobody is suspected."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from atoll.chaos import netns, wan
+from benchmarks.bench_links import cell
+from benchmarks.wide_runs import Carried, Mark, Seen, Shape, paced_job
+from tests.train.small_jobs import small_text
+
+
+@pytest.mark.skipif(wan.unavailable() is not None, reason=f"no wide network: {wan.unavailable()}")
+def test_learners_on_thin_long_lossy_links_are_not_suspected_and_merge(tmp_path, moving_network):
+    small = paced_job(
+        "decoupled",
+        learners=2,
+        model="100k",
+        context=16,
+        data=str(small_text(tmp_path / "text")),
+        step_time_s=0.05,
+        every_steps=8,
+        fragments=4,
+        codec="f32",  # 480 KB in 0.4 s: as much as the link carries
+    )
+    shape = Shape(10e6, delay_s=0.15, loss=0.01)
+    row = cell("test", small, shape, 6.0, tmp_path / "run")
+    assert row["broken"] == []
+    assert set(row["delivered"]) == {1, 2}
+    assert row["effective_h"] > 8  # the link does not carry the plan
+    assert [name for name in netns.ours() if f"-{os.getpid()}-" in name] == []
+
+
+class Written(Seen):
+    """A run with given lines of metrics."""
+
+    lines: tuple[Mark, ...] = ()
+
+    def marks(self, learner: int) -> list[Mark]:
+        return list(self.lines)
+
+
+def written(tmp_path, *lines: tuple[float, int], shaped_at: float = 0.0) -> Seen:
+    seen = Written(tmp_path, learners=1, shaped_at=shaped_at)
+    seen.lines = tuple(Mark(*line) for line in lines)
+    return seen
+
+
+def test_steps_are_counted_from_when_links_have_their_shape_in_whole_periods(tmp_path):
+    seen = written(tmp_path, *((10.0 + n, n) for n in range(60)), shaped_at=15.0)
+    assert seen.span(skip=2) == {1: (Mark(17.0, 7), Mark(69.0, 59))}
+    assert seen.span(skip=0, whole=24) == {1: (Mark(34.0, 24), Mark(58.0, 48))}
+    assert seen.step_s(skip=0, whole=24) == 1.0
+
+
+def test_too_few_steps_are_no_measurement(tmp_path):
+    with pytest.raises(RuntimeError, match="too few steps"):
+        written(tmp_path, (1.0, 1), (2.0, 2)).step_s(skip=0, whole=24)
+    with pytest.raises(RuntimeError, match="took no step"):
+        written(tmp_path, (1.0, 1), shaped_at=5.0).step_s(skip=0)
+
+
+def test_bytes_are_of_the_same_time_as_steps(tmp_path):
+    seen = written(tmp_path, (10.0, 1), (20.0, 11))
+    seen.counts = [(9.0, [Carried(0, 0)]), (11.0, [Carried(200, 20)]), (19.0, [Carried(1000, 20)])]
+    seen.counts.append((21.0, [Carried(1200, 40)]))
+    assert seen.bytes_per_s(skip=0) == Carried(100, 2)
