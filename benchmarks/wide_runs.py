@@ -223,21 +223,21 @@ class Seen:
     def span(self, skip: int, whole: int = 1) -> dict[int, tuple[Mark, Mark]]:
         """By learner: its steps since the links have their shape, without the first `skip`; a multiple of `whole`.
 
-        A count of steps begins where a multiple of `whole` was done: an exchange every so many steps is then in it as
-        often as it should be.
+        However they lie, `whole` steps in a row have one exchange in them where there is one every `whole` steps.
         """
         found = {}
         for learner in range(1, self.learners + 1):
             marks = [mark for mark in self.marks(learner) if mark.at >= self.shaped_at]
             if not marks:
                 raise RuntimeError(f"learner {learner} took no step once its link was as it should be")
-            first = -(-(marks[0].step + skip) // whole) * whole
-            begins = [mark for mark in marks if mark.step >= first]
-            ends = [mark for mark in begins if (mark.step - begins[0].step) // whole > 0]
-            if not ends:
+            pairs = [
+                (first, last)
+                for first, last in itertools.combinations(marks, 2)
+                if first.step >= marks[0].step + skip and (last.step - first.step) % whole == 0
+            ]
+            if not pairs:
                 raise RuntimeError(f"learner {learner} took too few steps to measure: {len(marks)} lines")
-            last = begins[0].step + (ends[-1].step - begins[0].step) // whole * whole
-            found[learner] = begins[0], next(mark for mark in ends if mark.step >= last)
+            found[learner] = max(pairs, key=lambda pair: pair[1].step - pair[0].step)
         return found
 
     def step_s(self, skip: int, whole: int = 1) -> float:

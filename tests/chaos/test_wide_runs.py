@@ -51,7 +51,7 @@ def written(tmp_path, *lines: tuple[float, int], shaped_at: float = 0.0) -> Seen
 def test_steps_are_counted_from_when_links_have_their_shape_in_whole_periods(tmp_path):
     seen = written(tmp_path, *((10.0 + n, n) for n in range(60)), shaped_at=15.0)
     assert seen.span(skip=2) == {1: (Mark(17.0, 7), Mark(69.0, 59))}
-    assert seen.span(skip=0, whole=24) == {1: (Mark(34.0, 24), Mark(58.0, 48))}
+    assert seen.span(skip=0, whole=24) == {1: (Mark(15.0, 5), Mark(63.0, 53))}
     assert seen.step_s(skip=0, whole=24) == 1.0
 
 
