@@ -18,13 +18,14 @@ import contextlib
 import io
 import itertools
 import json
+import math
 import os
 import statistics
 import sys
 import time
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -214,11 +215,13 @@ class Seen:
     run: Path
     learners: int
     shaped_at: float = 0.0
-    ended_at: float = 0.0
+    ended_at: float = math.inf
     counts: list[tuple[float, list[Carried]]] = field(default_factory=list)
 
     def marks(self, learner: int) -> list[Mark]:
-        return [Mark(line["at"], line["step"]) for line in read_metrics(self.run, learner) if "step" in line]
+        """Since the links have their shape."""
+        lines = [line for line in read_metrics(self.run, learner) if "step" in line]
+        return [Mark(line["at"], line["step"]) for line in lines if self.shaped_at <= line["at"] <= self.ended_at]
 
     def span(self, skip: int, whole: int = 1) -> dict[int, tuple[Mark, Mark]]:
         """By learner: its steps since the links have their shape, without the first `skip`; a multiple of `whole`.
@@ -227,7 +230,7 @@ class Seen:
         """
         found = {}
         for learner in range(1, self.learners + 1):
-            marks = [mark for mark in self.marks(learner) if mark.at >= self.shaped_at]
+            marks = self.marks(learner)
             if not marks:
                 raise RuntimeError(f"learner {learner} took no step once its link was as it should be")
             pairs = [
@@ -327,8 +330,16 @@ class Watch:
         say(f"  {self.name}: {wanted}, for {count} steps")
         return False
 
+    def parts(self) -> list[tuple[Shape, Seen]]:
+        """What was seen under each shape."""
+        ends = [at for at, _ in self.shaped[1:]] + [self.seen.ended_at]
+        return [
+            (shape, replace(self.seen, shaped_at=at, ended_at=end))
+            for (at, shape), end in zip(self.shaped, ends, strict=True)
+        ]
+
     def _end(self) -> bool:
-        self._count(float("inf"))
+        self._count(math.inf)
         self.seen.ended_at = time.time()
         return True
 

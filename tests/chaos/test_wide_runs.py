@@ -39,7 +39,7 @@ class Written(Seen):
     lines: tuple[Mark, ...] = ()
 
     def marks(self, learner: int) -> list[Mark]:
-        return list(self.lines)
+        return [mark for mark in self.lines if mark.at >= self.shaped_at]
 
 
 def written(tmp_path, *lines: tuple[float, int], shaped_at: float = 0.0) -> Seen:
