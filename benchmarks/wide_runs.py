@@ -519,7 +519,8 @@ def paced_job(method: Method, **wanted: Any) -> JobSettings:
 
 def keep(path: Path, lines: list[dict[str, Any]], where: dict[str, Any]) -> None:
     """Append figures to a file of results, each line with when, where and by which command."""
-    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    given = [word for before, word in itertools.pairwise(["", *sys.argv[1:]]) if "--results" not in (before, word)]
+    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *given])
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as file:
         for line in lines:
