@@ -56,7 +56,7 @@ PUBLISHED = 236.0
 SETTLING_STEPS = {"ddp": 3, "decoupled": 8}
 """After links became thinner: TCP has to learn it, and rounds under way were begun on wider ones."""
 
-AROUND = {"ddp": (1.6, 1.25, 1.0, 0.75), "decoupled": (8.0, 4.0, 2.0, 1.3, 0.9)}
+AROUND = {"ddp": (1.6, 1.25, 1.0, 0.75), "decoupled": (4.0, 3.0, 2.0, 1.3, 0.9)}
 """Rates that are tried, as multiples of the predicted one."""
 
 AROUND_QUICKLY = {"ddp": (1.5, 0.8), "decoupled": (4.0, 0.9)}

@@ -25,6 +25,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts its threads
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from atoll.chaos import wan
 from atoll.train.job_settings import JobSettings
 from benchmarks.measuring import as_json, begin, describe
 from benchmarks.wide_runs import (
@@ -66,7 +67,10 @@ def judge(name: str, settings: JobSettings, shape: Shape, seen: Seen) -> dict[st
     effective_h = rounds.effective_h(wall_s / step_s, fragments)
     usual_s = wall_s / max(rounds.merges, 1)
     most_pause_s = max(LEAST_PAUSE_S, PAUSE_ROUNDS * usual_s + PAUSE_DELAYS * shape.delay_s)
-    broken = [f"suspected: {each}" for each in suspicions]
+    broken = [
+        f"learner {each.learner} was suspected {each.at - begin_at:+.1f} s after links had their shape: {each.sentence}"
+        for each in suspicions
+    ]
     broken += [f"learner {n} got nothing" for n in range(1, settings.learners + 1) if not rounds.delivered.get(n)]
     if not rounds.merges or rounds.longest_pause_s > most_pause_s:
         broken.append(f"no merge for {rounds.longest_pause_s:.1f} s, allowed are {most_pause_s:.1f}")
@@ -131,6 +135,7 @@ def main() -> int:
     parser.add_argument("--codec", default="bf16")
     parser.add_argument("--seconds", type=float, default=40.0, help="of a cell")
     parser.add_argument("--quick", action="store_true", help="two cells, the thinnest link and joining, 20 s each")
+    parser.add_argument("--keep", type=Path, help="a folder in which the runs stay, with their tapes and logs")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--results", type=Path, default=RESULTS / "links.jsonl", help="file that lines are added to")
     options = parser.parse_args()
@@ -140,17 +145,19 @@ def main() -> int:
     run_s = 20.0 if options.quick else options.seconds
     grid = [(min(rates), max(trips))] if options.quick else [(rate, trip) for rate in rates for trip in trips]
     say(f"links: {emulation()}")
+    loss = options.loss if wan.unavailable() is None else 0.0  # a relay loses nothing
     rows = []
-    with tempfile.TemporaryDirectory(prefix="atoll-links-") as folder:
+    with tempfile.TemporaryDirectory(prefix="atoll-links-") as name:
+        folder = options.keep or Path(name)
         big = paced_job(
             "decoupled", learners=options.learners, model=options.model, step_time_s=options.step, codec=options.codec
         )
         for number, (rate, trip) in enumerate(grid):
-            shape = Shape(rate, trip / 2, options.loss)
-            rows.append(cell(f"{number + 1}", big, shape, run_s, Path(folder, f"{number}")))
+            shape = Shape(rate, trip / 2, loss)
+            rows.append(cell(f"{number + 1}", big, shape, run_s, folder / f"{number + 1}"))
         small = paced_job("decoupled", learners=options.learners, model="1m", step_time_s=0.2, codec="f32")
-        shape = Shape(min(rates), max(trips) / 2, options.loss)
-        rows.append(cell("joining", small, shape, run_s, Path(folder, "joining"), from_the_start=True))
+        shape = Shape(min(rates), max(trips) / 2, loss)
+        rows.append(cell("joining", small, shape, run_s, folder / "joining", from_the_start=True))
     keep(options.results, rows, where)
     if options.json:
         print(as_json({"machine": where, "emulation": emulation(), "rows": rows}))

@@ -99,7 +99,7 @@ def rounds_of(seen: Seen, run: Path) -> dict[str, Any]:
     return {
         "effective_h": rounds.effective_h(seen.steps(SKIPPED), fragments_of(run)),
         "contributions_per_merge": rounds.contributions / max(rounds.merges, 1),
-        "suspicions": rounds.suspicions,
+        "suspicions": [f"learner {each.learner}: {each.sentence}" for each in rounds.suspicions],
     }
 
 

@@ -455,6 +455,12 @@ def watched_run(
 # What the tapes say
 
 
+class Suspicion(NamedTuple):
+    at: float  # seconds of the Unix epoch
+    learner: int
+    sentence: str
+
+
 class Rounds(NamedTuple):
     """Of a decoupled run between two moments."""
 
@@ -462,7 +468,7 @@ class Rounds(NamedTuple):
     contributions: int
     longest_pause_s: float  # without a merge
     delivered: dict[int, int]  # published versions that arrived, by learner
-    suspicions: list[str]  # of learners that were there all the time
+    suspicions: list[Suspicion]  # of learners that were there all the time
 
     def effective_h(self, steps: float, fragments: int) -> float:
         """Steps between two merges of a fragment."""
@@ -479,7 +485,7 @@ def read_rounds(run: Path, begin: float, end: float) -> Rounds:
     assert kept is not None
     begin, end = begin - kept.founded_at, end - kept.founded_at
     delivered: dict[int, int] = {}
-    suspicions: list[str] = []
+    suspicions: list[Suspicion] = []
     merges = []
     for actor, reader in RunTapes(run).readers.items():
         if actor.learner != SYNCER:
@@ -494,7 +500,8 @@ def read_rounds(run: Path, begin: float, end: float) -> Rounds:
                 delivered[learner] = delivered.get(learner, 0) + 1
             for effect in entry.effects:
                 if type(effect) is Say and effect.reason.code in SUSPICIONS:
-                    suspicions.append(f"{effect.subject[1]} at {entry.at - begin:.1f} s: {effect.reason}")
+                    at = entry.at + kept.founded_at
+                    suspicions.append(Suspicion(at, effect.subject[1], str(effect.reason)))
         merges += [merge for merge in reign.merges if begin <= merge.at <= end]
     moments = [begin, *sorted(merge.at for merge in merges), end]
     return Rounds(
