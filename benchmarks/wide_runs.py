@@ -33,9 +33,8 @@ from atoll.chaos import wan
 from atoll.chaos.netns import enter
 from atoll.chaos.relay import Relay, Relays
 from atoll.chaos.wan import Link, Wan
-from atoll.core.protocol import Delivered, MessageArrived, Say
+from atoll.core.protocol import Delivered, MessageArrived, Persist, Persisted, Say, VersionRecord
 from atoll.core.types import SYNCER
-from atoll.dash.facts import Reign
 from atoll.ml.settings import Numerics
 from atoll.tape_files import RunTapes
 from atoll.train.baselines import RENDEZVOUS, train_baseline
@@ -394,7 +393,7 @@ def learn_at_site(
     """In the child."""
     if namespace is not None:
         enter(namespace)
-    train_island(settings, learner, syncer, token, run)
+    train_island(settings, learner, f"http://{syncer}", token, run)  # nothing of it leaves this machine
 
 
 def baseline_at_site(namespace: Path | None, device: str, settings: JobSettings, learner: int, run: Path) -> None:
@@ -486,27 +485,28 @@ def read_rounds(run: Path, begin: float, end: float) -> Rounds:
     begin, end = begin - kept.founded_at, end - kept.founded_at
     delivered: dict[int, int] = {}
     suspicions: list[Suspicion] = []
-    merges = []
+    merges: list[tuple[float, int]] = []  # when a version became durable, and how many contributions it has
     for actor, reader in RunTapes(run).readers.items():
         if actor.learner != SYNCER:
             continue
-        reign = Reign(reader.header)
+        waiting: dict[int, VersionRecord] = {}
         for entry in reader:
-            reign.take(entry)
-            if not begin <= entry.at <= end:
-                continue
-            if type(entry.event) is MessageArrived and type(entry.event.envelope.body) is Delivered:
-                learner = entry.event.envelope.learner
-                delivered[learner] = delivered.get(learner, 0) + 1
+            event = entry.event
+            if type(event) is Persisted and event.key.kind == "version":
+                merges.append((entry.at, len(waiting.pop(event.key.number).contributions)))
+            elif type(event) is MessageArrived and type(event.envelope.body) is Delivered and begin <= entry.at <= end:
+                delivered[event.envelope.learner] = delivered.get(event.envelope.learner, 0) + 1
             for effect in entry.effects:
-                if type(effect) is Say and effect.reason.code in SUSPICIONS:
+                if type(effect) is Persist and type(effect.record) is VersionRecord:
+                    waiting[effect.record.fragment] = effect.record
+                elif type(effect) is Say and effect.reason.code in SUSPICIONS and begin <= entry.at <= end:
                     at = entry.at + kept.founded_at
                     suspicions.append(Suspicion(at, effect.subject[1], str(effect.reason)))
-        merges += [merge for merge in reign.merges if begin <= merge.at <= end]
-    moments = [begin, *sorted(merge.at for merge in merges), end]
+    merges = [merge for merge in sorted(merges) if begin <= merge[0] <= end]
+    moments = [begin, *(at for at, _ in merges), end]
     return Rounds(
         merges=len(merges),
-        contributions=sum(len(merge.contributors) for merge in merges),
+        contributions=sum(count for _, count in merges),
         longest_pause_s=max(after - before for before, after in itertools.pairwise(moments)),
         delivered=dict(sorted(delivered.items())),
         suspicions=suspicions,
