@@ -64,7 +64,7 @@ GRADIENT_STEPS = 20.0
 
 SKIPPED = 1  # the first step after links took their shape was begun on wide ones
 SPARE_STEPS = 8
-"""A line of metrics may be of several steps: among more lines there are two whose distance is a whole period."""
+"""A line of metrics may be of several steps, and an exchange in it: among more there are two a whole period apart."""
 
 SAME_STEP, TIMES_FASTER, PREDICTED_WITHIN = 1.02, 20.0, 0.25  # wanted
 METHODS: tuple[Method, ...] = ("ddp", "diloco", "streaming", "decoupled")

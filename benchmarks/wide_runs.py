@@ -51,6 +51,8 @@ COUNT_EVERY_S = 0.5
 END_WAIT_S = 8.0
 TRAINED_STEPS = 2  # by everybody, before links take their shape
 START_WAIT_S = 180.0
+FOLLOWS = 1.1
+"""Times a step, from one step's end to the next one's, where nothing was waited for in between."""
 ENDLESS_TOKENS = 10**12
 RESULTS = Path(__file__).resolve().parent / "results"
 SUSPICIONS = ("member-suspected", "member-lost", "member-quarantined", "admission-failed")
@@ -207,6 +209,19 @@ class Mark(NamedTuple):
     step: int
 
 
+def marks_of(lines: list[dict[str, Any]]) -> list[Mark]:
+    """Of every step where a line is of several that followed each other; where they waited in between, of its last."""
+    found: list[Mark] = []
+    for line in lines:
+        at, step = line["at"], line["step"]
+        count = step - found[-1].step if found else 1
+        each_s = (at - found[-1].at) / count if found else 0.0
+        if each_s <= FOLLOWS * line["step_s"]:
+            found += [Mark(at - back * each_s, step - back) for back in range(count - 1, 0, -1)]
+        found.append(Mark(at, step))
+    return found
+
+
 @dataclass(slots=True)
 class Seen:
     """What a run has shown. Times are seconds of the Unix epoch."""
@@ -219,8 +234,8 @@ class Seen:
 
     def marks(self, learner: int) -> list[Mark]:
         """Since the links have their shape."""
-        lines = [line for line in read_metrics(self.run, learner) if "step" in line]
-        return [Mark(line["at"], line["step"]) for line in lines if self.shaped_at <= line["at"] <= self.ended_at]
+        found = marks_of([line for line in read_metrics(self.run, learner) if "step" in line])
+        return [mark for mark in found if self.shaped_at <= mark.at <= self.ended_at]
 
     def span(self, skip: int, whole: int = 1) -> dict[int, tuple[Mark, Mark]]:
         """By learner: its steps since the links have their shape, without the first `skip`; a multiple of `whole`.

@@ -8,7 +8,7 @@ import pytest
 
 from atoll.chaos import netns, wan
 from benchmarks.bench_links import cell
-from benchmarks.wide_runs import Carried, Mark, Seen, Shape, paced_job
+from benchmarks.wide_runs import Carried, Mark, Seen, Shape, marks_of, paced_job
 from tests.train.small_jobs import small_text
 
 
@@ -67,3 +67,9 @@ def test_bytes_are_of_the_same_time_as_steps(tmp_path):
     seen.counts = [(9.0, [Carried(0, 0)]), (11.0, [Carried(200, 20)]), (19.0, [Carried(1000, 20)])]
     seen.counts.append((21.0, [Carried(1200, 40)]))
     assert seen.bytes_per_s(skip=0) == Carried(100, 2)
+
+
+def test_a_line_of_several_steps_is_a_mark_for_each_unless_they_waited_in_between():
+    lines = [(10.0, 2), (11.0, 4), (22.0, 6), (22.5, 7)]
+    found = marks_of([{"at": at, "step": step, "step_s": 0.5} for at, step in lines])
+    assert found == [Mark(10.0, 2), Mark(10.5, 3), Mark(11.0, 4), Mark(22.0, 6), Mark(22.5, 7)]
