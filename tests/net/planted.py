@@ -16,7 +16,7 @@ from typing import Any
 from atoll.core.protocol import Persisted, Record, VersionRecord
 from atoll.core.types import RoundId
 from atoll.ml import robust
-from atoll.net import access, durable, learner_bulk, listening, pacing, part_keeper, syncer
+from atoll.net import access, durable, fragment_keeper, learner_bulk, listening, pacing, part_keeper
 from atoll.net.arrivals import Arrivals
 from atoll.net.fragment_keeper import FragmentKeeper
 from atoll.net.held_fragments import HeldFragment
@@ -53,7 +53,7 @@ def wrong_update(directory: Path) -> None:
                 self.next = self.next._replace(update=update)
                 struck(directory, "update").touch()
 
-    syncer.HeldFragment = Wrong  # type: ignore[attr-defined]
+    fragment_keeper.HeldFragment = Wrong  # type: ignore[attr-defined]
 
 
 def hurried_listener(directory: Path) -> None:

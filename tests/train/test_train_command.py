@@ -387,7 +387,7 @@ def test_nobody_at_the_address(capsys):
     ("words", "sentence"),
     [
         (["--method", "sail"], "there is no method 'sail'"),
-        (["--model", "7b"], "there is no model '7b'; give one of 100k, 1m"),
+        (["--model", "7b"], "there is no model '7b'; give one of 100k, 360k, 1m"),
         (["--tokens", "many"], "--tokens 'many' is not a count"),
         (["--step-time", "soon"], "--step-time 'soon' is not a time"),
         (["--speeds", "1,x", "--step-time", "1ms"], "--speeds '1,x' is not understood"),
