@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import pytest
 from hypothesis import settings
@@ -35,21 +36,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @contextmanager
-def _network(how: int) -> Iterator[None]:
-    with open(Path(tempfile.gettempdir()) / f"atoll-tests-network-{os.getuid()}.lock", "w") as file:
+def _network(how: int) -> Iterator[IO[str]]:
+    with open(Path(tempfile.gettempdir()) / f"atoll-tests-network-{os.getuid()}.lock", "a+") as file:
         fcntl.flock(file, how)
-        yield
+        file.seek(0)
+        yield file
 
 
 @pytest.fixture
-def still_network() -> Iterator[None]:
-    """No other test, of whichever process, adds or removes network interfaces: a browser drops its requests then."""
-    with _network(fcntl.LOCK_SH):
-        yield
+def still_network() -> Iterator[int]:
+    """No other test, of whichever process, adds or removes network interfaces: a browser drops its requests then.
+
+    How often they have changed so far. A browser hears of it seconds later: one that was there before is not used.
+    """
+    with _network(fcntl.LOCK_SH) as file:
+        yield len(file.read())
 
 
 @pytest.fixture
 def moving_network() -> Iterator[None]:
     """For a test that adds network interfaces: it waits for those that need a still network."""
-    with _network(fcntl.LOCK_EX):
+    with _network(fcntl.LOCK_EX) as file:
+        file.write("x")
+        file.flush()
         yield

@@ -21,16 +21,42 @@ Visit = Callable[..., Any]
 Served = TypeVar("Served", bound=ServedInThread)
 
 
+class Browsers:
+    """One after the other: the one that is there, unless the network has changed since it was started."""
+
+    def __init__(self, driver: Any, path: str) -> None:
+        self._driver = driver
+        self._path = path
+        self._launched: Any = None
+        self._changes = -1
+
+    def at(self, changes: int) -> Any:
+        if self._launched is None or changes != self._changes:
+            self.close()
+            self._launched = self._driver.chromium.launch(executable_path=self._path, args=["--no-sandbox"])
+            self._changes = changes
+        return self._launched
+
+    def close(self) -> None:
+        if self._launched is not None:
+            self._launched.close()
+
+
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browsers() -> Iterator[Browsers]:
     found = next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
         pytest.skip(f"no browser is installed: looked for {', '.join(NAMES)}")
     playwright.expect.set_options(timeout=PATIENCE_MS)
     with playwright.sync_playwright() as driver:
-        launched = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        yield launched
-        launched.close()
+        started = Browsers(driver, found)
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def browser(browsers: Browsers, still_network: int) -> Any:
+    return browsers.at(still_network)
 
 
 @pytest.fixture
@@ -46,7 +72,7 @@ def serve() -> Iterator[Callable[[Served], Served]]:
 
 
 @pytest.fixture
-def visit(browser: Any, serve: object, still_network: None) -> Iterator[Visit]:
+def visit(browser: Any, serve: object) -> Iterator[Visit]:
     """`visit(url, width=390, allow="409")` opens a page; `allow` is what the console may say there."""
     problems: list[str] = []
     contexts = []

@@ -244,7 +244,8 @@ def test_recorded_bytes_of_an_old_plain_session_change_nothing(tmp_path):
         assert (after["merges"], merged_by(run, after)) == (before["merges"], merged_by(run, before))
         assert after["trained"] == before["trained"]
         shown = run.until(run.learner(1), "learner 1 is shown")
-        assert (shown["standing"], shown["link"], shown["incarnation"]) == ("live", "up", 1)
+        assert (shown["link"], shown["incarnation"]) == ("up", 1)
+        assert shown["standing"] in ("live", "suspect"), "it stands still, and may be suspected for that"
         assert run.log_lines(one, "WARNING") == run.log_lines(one, "the link closed"), "the live link is left alone"
         one.order("go")
         run.until(run.merges(before["merges"] + 3), "the run goes on")
