@@ -61,6 +61,10 @@ class ServedInThread:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
         await self._loop.shutdown_asyncgens()
+        left: Any = getattr(self._loop, "_transports", {})
+        for transport in list(left.values()):  # taken while the server was being closed: nobody else knows of it
+            transport.abort()
+        await self._turn()
 
     async def _listen(self) -> None:
         self._runner = web.AppRunner(self.app(), shutdown_timeout=0.1, access_log=None)
@@ -78,9 +82,13 @@ class ServedInThread:
         for transport in transports:
             if transport is not None:
                 transport.abort()  # one with unsent bytes would otherwise wait for a browser that no longer reads
+        await self._turn()
+
+    async def _turn(self) -> None:
+        """Sockets are closed in the loop's next turn."""
         turned = self._loop.create_future()
         self._loop.call_soon(turned.set_result, None)
-        await turned  # sockets are closed in the loop's next turn
+        await turned
 
 
 class RealDash(ServedInThread):
