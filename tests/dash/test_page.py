@@ -102,9 +102,11 @@ def test_an_update_leaves_focus_selection_and_scroll_alone(dash, visit):
 def test_a_picture_in_which_nothing_changed_touches_nothing(dash, visit):
     page = visit(dash.url)
     expect(page.locator("#now-0 .card")).to_have_count(4)
+    until(page, "document.querySelector('.range')?.textContent.includes(' to ')")  # the timeline is drawn
     page.evaluate("""() => {
         window.touched = [];
-        const outside = ({target}) => !(target.closest ? target : target.parentElement).closest("[data-group]");
+        const near = (target) => (target.closest ? target : target.parentElement);
+        const outside = ({target}) => !near(target).closest(".uplot, canvas, #curves");
         const names = (all) => all.filter(outside).map((one) => one.target.className || one.target.nodeName);
         const note = (all) => window.touched.push(...names(all));  // curves may still be loading
         const everything = {subtree: true, childList: true, characterData: true, attributes: true};
