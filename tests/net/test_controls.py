@@ -419,6 +419,7 @@ def test_a_snapshot_is_on_the_tape_with_who_asked(tmp_path):
     with Run(tmp_path, endless()) as run:
         learners = run.joined(1)
         run.go(*learners)
+        run.until(run.merges(1), "the learner trains")
         assert run.ask("POST", "/v1/snapshot", json.dumps({"who": "ada@desk"}).encode())[0] == 202
         wrongs: tuple[Any, ...] = ({"who": "a\nb"}, {"who": 3}, {"whom": "ada"}, [], {"who": "x" * 201})
         for wrong in wrongs:

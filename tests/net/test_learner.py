@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -297,24 +299,58 @@ def test_ctrl_c_that_leaves_the_lock_locked_does_not_hang(tmp_path):
         assert left["reason"] == "left: its loop ended with KeyboardInterrupt"
 
 
-def test_ctrl_c_inside_of_the_core_ends_the_learner_without_a_hang(tmp_path):
-    """The core is ahead of its tape then: it says nothing more, and the syncer sees the link close."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_inside_of_the_core_is_raised_after_it(tmp_path, number):
+    """The core would be ahead of its tape and could not say goodbye; now the event is whole before anybody hears."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
     with Run(tmp_path, endless()) as run:
         job = work()
 
         def interrupted(handle: Handle, now: float, event: Any) -> list[Any]:
-            effects = handle(now, event)
             if isinstance(event, StepTaken) and event.tokens == 1:
-                raise KeyboardInterrupt
-            return effects
+                signal.raise_signal(number)
+            return handle(now, event)
 
         def island() -> None:
             with learner_of(run, job, 1) as learner:
                 change_core(learner, interrupted)
                 train(learner, job, 5)
                 learner.step(tokens=1)
+                raise AssertionError("nobody heard of the interrupt")
 
-        with pytest.raises(KeyboardInterrupt):
+        before = signal.signal(number, end)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                island()
+            assert signal.getsignal(number) is end, "the handler of the program is back"
+        finally:
+            signal.signal(number, before)
+        left = run.until(run.learner(1, standing="left"), "it has left")
+        assert left["reason"] == "left: its loop ended with KeyboardInterrupt"
+        run.verdict()
+
+
+def test_an_error_inside_of_the_core_ends_the_learner_without_a_hang(tmp_path):
+    """The core is ahead of its tape then: it says nothing more, and the syncer sees the link close."""
+    with Run(tmp_path, endless()) as run:
+        job = work()
+
+        def failing(handle: Handle, now: float, event: Any) -> list[Any]:
+            effects = handle(now, event)
+            if isinstance(event, StepTaken) and event.tokens == 1:
+                raise MemoryError
+            return effects
+
+        def island() -> None:
+            with learner_of(run, job, 1) as learner:
+                change_core(learner, failing)
+                train(learner, job, 5)
+                learner.step(tokens=1)
+
+        with pytest.raises(MemoryError):
             island()
         away = run.until(run.learner(1, standing="away"), "the syncer sees the link close")
         assert "the link closed" in away["reason"]

@@ -92,8 +92,8 @@ def copy_of(run: Path, folder: Path) -> Path:
 def test_the_snapshot_is_listed_with_what_it_holds(stopped, capsys):
     run, told = stopped
     assert main(["snapshot", str(run), "--list", "--json"]) == 0
-    (listed,) = said(capsys)["snapshots"]
-    assert listed["snapshot"] == told["snapshot"]
+    # One that was asked for while an island was still starting is listed too, without that island.
+    listed = {each["snapshot"]: each for each in said(capsys)["snapshots"]}[told["snapshot"]]
     assert listed["versions"] == told["versions"]
     assert [part["learner"] for part in listed["parts"]] == [1, 2]
     assert all(part["bytes"] > 1000 for part in listed["parts"])
@@ -241,5 +241,4 @@ def test_a_damaged_snapshot_and_a_damaged_part_are_said(stopped, tmp_path, capsy
     record.write_bytes(record.read_bytes()[:-3])
     assert main(["train", "--out", str(tmp_path / "newer"), "--restore", str(run)]) == 2
     assert "record.json" in capsys.readouterr().err
-    (info,) = list_snapshots(run)
-    assert info.record is None
+    assert [info.record for info in list_snapshots(run) if info.number == told["snapshot"]] == [None]

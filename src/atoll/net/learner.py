@@ -48,6 +48,7 @@ from atoll.ml.model import ModelView
 from atoll.ml.plan import FragmentPlan, make_plan, tensors_of
 from atoll.net.addresses import place
 from atoll.net.background import Background
+from atoll.net.interrupts import interrupts_after
 from atoll.net.island_tensors import FragmentTensors
 from atoll.net.learner_errors import JoinTimeout, KeysRefused, LearnerRefused, SyncerUnreachable
 from atoll.net.learner_stats import NOTHING_UNTOLD, LearnerStats, Untold
@@ -417,10 +418,14 @@ class Learner:
 
     def _handle(self, event: LearnerEvent, at: float | None = None) -> list[Action]:
         """With the lock held. Effects go to the background in the order of the events, whoever told of them."""
+        with interrupts_after():
+            return self._handled(event, at)
+
+    def _handled(self, event: LearnerEvent, at: float | None) -> list[Action]:
         assert self._core is not None and self._boundary is not None
         moment = at if at is not None else time.monotonic()
         now = self._clock.at(moment)
-        self._is_whole = False  # an interrupt in between leaves the core ahead of its tape
+        self._is_whole = False  # whatever is raised in between leaves the core ahead of its tape
         effects = self._core.handle(now, event)
         actor = Actor(self._core.id, self._core.incarnation)
         entry = Entry(now, actor, self._core.tick, event, tuple(effects))
