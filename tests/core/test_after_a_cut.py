@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atoll.core.protocol import MergeRound, OpenGrace, Pull
+from atoll.core.protocol import Contribution, MergeRound, OpenGrace, Pull
 from atoll.core.types import RunConfig
 from tests.core.conversation import SyncerTalk, Voice
 
@@ -116,3 +116,37 @@ def test_quick_steps_on_a_busy_machine_are_no_silence():
     assert talk.member(1).standing == "live"
     talk.fires(1.5)
     assert talk.member(1).standing == "suspect"
+
+
+def test_a_learner_with_a_slow_link_is_in_every_second_merge():
+    """Its contribution takes five steps and those of the others a fifth of one: it was late each time, and nothing that
+    it trained was ever merged."""
+    talk = SyncerTalk(RunConfig(fragments=1, every_steps=12, overlap_steps=2))
+    voices = [talk.joined(i) for i in (1, 2, 3)]
+    needs = {1: 0.2, 2: 0.25, 3: 5.2}
+    answers: list[tuple[float, int, Contribution]] = []  # on their way: when they arrive, whose they are
+    merged: list[tuple[int, ...]] = []
+
+    def move(until: float) -> None:
+        talk.fires(until)
+        while sealed := [effect for effect in talk.awaited if isinstance(effect, MergeRound)]:
+            merged.append(tuple(each.learner for each in sealed[0].contributions))
+            talk.merges_and_persists(until)
+            for voice in voices:
+                voice.acknowledges(until)
+
+    for step in range(1, 144):
+        while answers and min(answers)[0] < step:
+            at, learner, body = answers.pop(answers.index(min(answers)))
+            move(at)
+            talk.voices[learner].says(at, body)
+            move(at)
+        move(float(step))
+        for voice in voices:
+            voice.reports(float(step), step)
+        for voice in voices:
+            if voice.pulls:
+                answers.append((step + needs[voice.id], voice.id, voice.contribution()))
+                voice.pulls.clear()
+    assert set(merged[-6:]) == {(1, 2), (1, 2, 3)}, merged
+    assert merged[-6:].count((1, 2, 3)) == 3, merged

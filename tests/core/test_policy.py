@@ -100,14 +100,14 @@ def test_learners_do_not_all_come_back_at_once():
 def test_eq_3_worked_out_by_hand():
     """slack = 3 * 2.0 - (1.0 + 2.0) = 3.0; grace = min(0.5 * 3.0, 2.0) = 1.5."""
     config = RunConfig(overlap_steps=3, grace_margin=0.5)
-    grace = grace_window(config, 1, 2.0, 0.0, measured(1.0), measured(2.0))
+    grace = grace_window(config, 1, 2.0, 0.0, [], measured(1.0), measured(2.0))
     assert grace.window_s == 1.5
     assert str(grace.reason) == "quorum 1 of 1; waiting 1.5 s more, slack 3 s"
 
 
 @pytest.mark.parametrize(("awaited_s", "window_s"), [(0.0, 2.0), (1.5, 2.0), (4.0, 4.0), (1e9, 9.0)])
 def test_grace_is_capped_by_one_step_of_those_who_are_awaited_and_by_the_slack(awaited_s, window_s):
-    grace = grace_window(RunConfig(overlap_steps=10), 1, 2.0, awaited_s, measured(1.0), measured(1.0))
+    grace = grace_window(RunConfig(overlap_steps=10), 1, 2.0, awaited_s, [], measured(1.0), measured(1.0))
     assert grace.window_s == window_s
 
 
@@ -115,8 +115,8 @@ def test_grace_is_capped_by_one_step_of_those_who_are_awaited_and_by_the_slack(a
 def test_grace_is_zero_until_all_three_averages_are_known(missing):
     step_s = 0.0 if missing == 0 else 1.0
     quorum, sync = (Estimate() if missing == place else measured(0.1) for place in (1, 2))
-    grace = grace_window(RunConfig(overlap_steps=10), 3, step_s, 0.0, quorum, sync)
-    assert grace == (0.0, because("grace-unmeasured", 3))
+    grace = grace_window(RunConfig(overlap_steps=10), 3, step_s, 0.0, [], quorum, sync)
+    assert grace == (0.0, because("grace-unmeasured", 3), 0.0)
 
 
 @given(
@@ -124,16 +124,51 @@ def test_grace_is_zero_until_all_three_averages_are_known(missing):
     st.floats(0, 0.999),
     seconds,
     seconds,
+    st.lists(seconds, max_size=3),
     st.lists(seconds, min_size=1, max_size=5),
     st.lists(seconds, min_size=1, max_size=5),
 )
-def test_grace_is_never_negative_and_never_exceeds_its_bound(tau, gamma, step_s, awaited_s, quorums, syncs):
+def test_grace_is_never_negative_and_never_exceeds_its_bound(tau, gamma, step_s, awaited_s, missed, quorums, syncs):
     config = RunConfig(overlap_steps=tau, grace_margin=gamma)
     quorum, sync = measured(*quorums), measured(*syncs)
-    window = grace_window(config, 1, step_s, awaited_s, quorum, sync).window_s
-    slack = tau * step_s - (quorum.mean + sync.mean)
-    bound = min(gamma * max(slack, 0.0), max(step_s, awaited_s), config.limits.most_wait_s)
-    assert 0 <= window <= bound * (1 + 1e-12)
+    window, _, missed_s = grace_window(config, 1, step_s, awaited_s, missed, quorum, sync)
+    lasts_s = quorum.mean + sync.mean
+    slack, ripe = tau * step_s - lasts_s, config.every_steps * step_s - lasts_s
+    bound = min(
+        gamma * max(slack if slack >= step_s or lasts_s <= step_s else max(slack, ripe), 0.0), max(step_s, awaited_s)
+    )
+    if missed_s:
+        assert missed_s in missed
+        assert window >= missed_s > bound
+        bound = min(gamma * ripe, 2 * missed_s)
+    assert 0 <= window <= min(bound, config.limits.most_wait_s) * (1 + 1e-12)
+
+
+def test_a_round_that_lasts_longer_than_tau_steps_may_last_until_its_fragment_is_ripe_again():
+    """slack = 24 * 1.0 - 5.0 = 19.0; grace = min(0.5 * 19.0, 1.0) = 1.0. Eq. 3 would merge the first alone."""
+    config = RunConfig(every_steps=24, overlap_steps=2)
+    assert grace_window(config, 1, 1.0, 0.0, [], measured(3.0), measured(2.0)).window_s == 1.0
+    assert grace_window(config, 1, 1.0, 0.0, [], measured(20.0), measured(3.2)).window_s == pytest.approx(0.4)
+    assert grace_window(config, 1, 1.0, 0.0, [], measured(20.0), measured(4.0)).reason.code == "grace-no-slack"
+
+
+@pytest.mark.parametrize(
+    ("missed", "window_s", "code"),
+    [
+        ([], 0.75, "grace-waiting"),
+        ([0.5], 0.75, "grace-waiting"),  # it comes within the usual window
+        ([4.0], 8.0, "grace-missed"),
+        ([4.0, 5.0], 10.0, "grace-missed"),
+        ([4.0, 11.0], 11.75, "grace-missed"),  # 0.5 * (24 - 0.5) = 11.75
+        ([4.0, 12.0], 8.0, "grace-missed"),  # the second one needs too long
+        ([12.0], 0.75, "grace-waiting"),
+        ([-1.0], 0.75, "grace-waiting"),  # it should have been here
+    ],
+)
+def test_who_missed_the_last_merge_is_waited_for_as_far_as_the_fragment_is_not_ripe_again(missed, window_s, code):
+    config = RunConfig(every_steps=24, overlap_steps=2)
+    grace = grace_window(config, 1, 1.0, 0.0, missed, measured(0.25), measured(0.25))
+    assert (grace.window_s, grace.reason.code) == (window_s, code)
 
 
 def test_the_middle_is_not_moved_by_a_wild_minority():

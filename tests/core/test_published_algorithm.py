@@ -149,7 +149,7 @@ def test_a_round_takes_a_fragment_from_v_to_v_plus_1_and_then_it_is_idle():
     accepted = Accepted(1, 1, 1, 1, 100, 100, 0, 10_000.0)
     talk.expect(
         Accumulate(FIRST, accepted),
-        OpenGrace(FIRST, 0.0, 1.0, 1.0, 0.0, 0.0, because("grace-unmeasured", 1)),
+        OpenGrace(FIRST, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, because("grace-unmeasured", 1)),
         MergeRound(FIRST, (accepted,), because("sealed-all", 1)),
     )
     talk.merged(1.6)
@@ -347,8 +347,8 @@ def test_the_grace_window_is_long_enough_for_the_slowest_who_is_awaited():
 
 
 def test_there_is_no_grace_without_slack():
-    """slack = 1 * 1.0 - (0.9 + 0.5) < 0."""
-    talk = _measured(tau=1, gamma=0.5, quorum_s=0.9)
+    """slack = H * 1.0 - (1.6 + 0.5) < 0: such a round lasts until its fragment is ripe again."""
+    talk = _measured(tau=1, gamma=0.5, quorum_s=1.6)
     talk.voices[1].contributes(10.25)
     grace = talk.one(OpenGrace)
     assert (grace.window_s, grace.reason.code) == (0.0, "grace-no-slack")

@@ -134,6 +134,17 @@ class GraceBeyondBound(SyncerCore):
         self._arm(f.grace_until, "grace", f.id)
 
 
+class WaitsForWhoMissedNothing(SyncerCore):
+    """Every round waits as long as it may, as if somebody had missed the one before."""
+
+    def _enter_grace(self, now: float, f: Fragment) -> None:
+        f.missed = dict(f.asked)
+        super()._enter_grace(now, f)
+
+    def _still_needs(self, now: float, f: Fragment, member: Member) -> float:
+        return self.config.grace_margin * (self.config.every_steps * self._step_s()) / 2
+
+
 class WeighsByStaleCounters(SyncerCore):
     """Uses what the learner last reported instead of what the contribution says."""
 
@@ -510,6 +521,7 @@ PLANTED: tuple[Planted, ...] = (
     Planted("forget the pull deadline", ("rounds-end", "liveness"), syncer=ForgetsPullDeadline),
     Planted("forget the grace deadline", ("grace",), syncer=ForgetsGraceDeadline),
     Planted("grace beyond its bound", ("grace",), syncer=GraceBeyondBound),
+    Planted("wait for who missed nothing", ("grace",), syncer=WaitsForWhoMissedNothing),
     Planted("weight from stale counters", ("weights",), syncer=WeighsByStaleCounters),
     Planted("adopt an older version", ("versions",), learner=AdoptsOlderVersion),
     Planted("snapshot misses an in-flight message", ("snapshot",), syncer=MissesInFlight),

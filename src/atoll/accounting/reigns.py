@@ -12,6 +12,7 @@ from typing import NamedTuple
 from atoll.accounting.levels import KEEP
 from atoll.accounting.merges import Merge, MergeLog
 from atoll.core.ledger import Line
+from atoll.core.policy import round_steps
 from atoll.core.protocol import (
     Contribution,
     DiscardRound,
@@ -160,7 +161,8 @@ class Reign:
                 elif effect.reason.code.startswith("control-"):
                     self.controls.append(Word(entry.at, effect.reason.code, effect.subject, str(effect.reason)))
             elif type(effect) is OpenGrace:
-                slack_s = core.config.overlap_steps * effect.step_s - effect.quorum_s - effect.sync_s
+                lasts_s = effect.quorum_s + effect.sync_s
+                slack_s = round_steps(core.config, lasts_s, effect.step_s) * effect.step_s - lasts_s
                 self._graces[effect.round.fragment] = entry.at, slack_s
             elif type(effect) is MergeRound:
                 fragment = effect.round.fragment

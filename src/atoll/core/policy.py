@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from atoll.core.reasons import Reason, because
@@ -81,25 +82,59 @@ def control_problem(what: str, value: object, limits: Limits) -> str | None:
 class Grace(NamedTuple):
     window_s: float
     reason: Reason
+    missed_s: float = 0.0  # the window is as long as one needs who missed the last merge; 0: it is not
 
 
 def grace_window(
-    config: RunConfig, contributions: int, step_s: float, awaited_s: float, quorum: Estimate, sync: Estimate
+    config: RunConfig,
+    contributions: int,
+    step_s: float,
+    awaited_s: float,
+    missed: Sequence[float],
+    quorum: Estimate,
+    sync: Estimate,
 ) -> Grace:
     """Eq. 3: slack = tau * xi_step - (xi_quorum + xi_sync); grace = min(gamma * max(slack, 0), longest step awaited).
 
     Who is asked answers at the end of its step, so it pays to wait for the longest step of those who are awaited, and
-    no longer. Zero until all three averages are known.
+    no longer. Zero until all three averages are known. What a round is given instead of tau steps where its links take
+    longer is in `round_steps`.
+
+    `missed`: what those still need who are awaited and without whom the last merge of this fragment was made. A learner
+    whose link is slower than that of the others would be late every time, and nothing that it trains would ever count;
+    so every second merge waits for it, up to twice as long as it should need, as far as the time until the fragment is
+    ripe again allows.
     """
     if config.grace_margin == 0:
         return Grace(0.0, Reason("grace-off", (contributions,)))
     if not (step_s and quorum.count and sync.count):
         return Grace(0.0, Reason("grace-unmeasured", (contributions,)))
-    slack = config.overlap_steps * step_s - (quorum.mean + sync.mean)
+    lasts_s = quorum.mean + sync.mean
+    slack = round_steps(config, lasts_s, step_s) * step_s - lasts_s
+    window = min(config.grace_margin * max(slack, 0.0), max(step_s, awaited_s), config.limits.most_wait_s)
+    most = min(config.grace_margin * (config.every_steps * step_s - lasts_s), config.limits.most_wait_s)
+    missed_s = max((each for each in missed if each <= most), default=0.0)
+    if missed_s > window:
+        window = min(2 * missed_s, most)
+        return Grace(window, Reason("grace-missed", (contributions, config.quorum, window)), missed_s)
     if slack <= 0:
         return Grace(0.0, Reason("grace-no-slack", (contributions, slack)))
-    window = min(config.grace_margin * slack, max(step_s, awaited_s), config.limits.most_wait_s)
     return Grace(window, Reason("grace-waiting", (contributions, config.quorum, window, slack)))
+
+
+def round_steps(config: RunConfig, lasts_s: float, step_s: float) -> int:
+    """How many steps a round may last: tau; H where it lasts longer than a step anyway, and tau leaves less than one.
+
+    A thin or long link makes a round last longer than tau steps whether anybody waits or not, and a merge of the first
+    contribution alone would be all that is gained. A fragment is ripe again after H steps: until then a wait of one
+    step holds up nothing.
+
+    >>> config = RunConfig(every_steps=24, overlap_steps=2)
+    >>> round_steps(config, 1.0, 1.0), round_steps(config, 1.5, 1.0)
+    (2, 24)
+    """
+    tau = config.overlap_steps
+    return tau if lasts_s <= max(1, tau - 1) * step_s else max(tau, config.every_steps)
 
 
 def middle(values: list[float]) -> float:

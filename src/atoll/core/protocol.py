@@ -389,6 +389,7 @@ class OpenGrace(NamedTuple):
     awaited_s: float  # the longest step of those who are awaited, not less than step_s
     quorum_s: float
     sync_s: float
+    missed_s: float  # what one still needs who was awaited in vain the last time; 0: the window is not for such a one
     reason: Reason
 
 

@@ -21,6 +21,7 @@ REASONS: dict[str, str] = {
     "grace-waiting": "quorum {0} of {1}; waiting {2:.3g} s more, slack {3:.3g} s",
     "grace-unmeasured": "quorum {0}; no grace until step, quorum and sync times are measured",
     "grace-off": "quorum {0}; the grace window is off",
+    "grace-missed": "quorum {0} of {1}; waiting up to {2:.3g} s for who missed the last merge, by a slow link",
     "grace-no-slack": "quorum {0}; no slack to wait in ({1:.3g} s)",
     "sealed-all": "sealed: all {0} who were asked have answered",
     "sealed-grace-over": "sealed: the grace window is over with {0} of {1} contributions",

@@ -319,10 +319,13 @@ class Members(Leasing):
 
         Never below four of its steps: messages that were held up come in one burst and make the gaps look short. And
         never below four of the shortest waits: a busy machine holds up a learner of quick steps for longer than these.
+        And never below four of its answers: on a long and lossy link a message is sent again after more than a round
+        trip, and once more after twice as long; who needs a second for an answer is not gone after a second.
         """
         if member.gap.count < MEASURED_GAPS:
             return self.limits.first_wait_s
-        least = min(4 * max(member.pace.mean, self.limits.least_wait_s), self.limits.most_wait_s)
+        least = 4 * max(member.pace.mean, member.answer.mean, self.limits.least_wait_s)
+        least = min(least, self.limits.most_wait_s)
         limit = max(patience(member.gap, 4, self.limits), least)
         return max(limit, self.limits.first_wait_s) if self._rests(member) else limit
 

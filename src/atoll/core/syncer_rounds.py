@@ -191,6 +191,12 @@ class Rounds(SyncerState, ABC):
         if self._is_duplicate(f, member, body):
             self._ignore("duplicate contribution")
             return
+        asked_at = f.asked.get(member.id, f.missed.get(member.id))
+        is_first = body.round == f.latest_round and f.pull_tries == 1
+        if asked_at is not None and is_first and not self._was_cut_off(member.id, asked_at):
+            took_s = now - asked_at  # also of a late one: it is how long its way is
+            member.answers_s = min(took_s, 1.25 * member.answers_s) if member.answer.count else took_s
+            member.answer.add(took_s)
         refusal = self._refusal(f, member, body)
         if refusal is not None:
             self._send(member, RefuseContribution(body.round, self._note(refusal)))
@@ -200,8 +206,6 @@ class Rounds(SyncerState, ABC):
         accepted = self._accepted(member, body)
         f.contributions[member.id] = accepted
         self.ledger.tell(member.id, body.trained)  # it may have overtaken the report of the same step
-        if f.pull_tries == 1:
-            member.answer.add(now - f.asked[member.id])
         self._out.append(Accumulate(body.round, accepted))
         self._check_round(now, f)
 
@@ -280,10 +284,11 @@ class Rounds(SyncerState, ABC):
         step_s = self._step_s()
         sync_time = self._sync_time()
         awaited_s = max((m.pace.mean for m in self._waiting(f)), default=0.0)
-        window_s, reason = grace_window(
-            self.config, len(f.contributions), step_s, awaited_s, self.quorum_time, sync_time
+        missed = [self._still_needs(now, f, m) for m in self._waiting(f) if m.id in f.missed and m.answer.count]
+        window_s, reason, missed_s = grace_window(
+            self.config, len(f.contributions), step_s, awaited_s, missed, self.quorum_time, sync_time
         )
-        terms = (step_s, max(step_s, awaited_s), self.quorum_time.mean, sync_time.mean)
+        terms = (step_s, max(step_s, awaited_s), self.quorum_time.mean, sync_time.mean, missed_s)
         if not any(self._was_cut_off(i, f.opened_at) for i in f.contributions):
             self.quorum_time.add(now - f.opened_at)
         f.reason = self._note(reason)
@@ -291,6 +296,11 @@ class Rounds(SyncerState, ABC):
         self._out.append(OpenGrace(f.round, window_s, *terms, reason))
         if window_s > 0:
             self._arm(f.grace_until, "grace", f.id)
+
+    def _still_needs(self, now: float, f: Fragment, member: Member) -> float:
+        """Until its contribution is here, if it is as quick as others of it were. One that took much longer, because
+        the learner stood still meanwhile, says nothing about the next."""
+        return member.answers_s - (now - f.asked[member.id])
 
     def _on_grace_timer(self, now: float, fragment: FragmentId) -> None:
         self._check_round(now, self.fragments[fragment])
@@ -301,6 +311,7 @@ class Rounds(SyncerState, ABC):
         assert f.round is not None
         self._phase(f, "sealed")
         f.sealed_at = now
+        f.missed = {m.id: f.asked[m.id] for m in self._waiting(f)}
         f.reason = self._note(reason)
         contributions = tuple(f.contributions[i] for i in sorted(f.contributions))
         self._out.append(MergeRound(f.round, contributions, reason))

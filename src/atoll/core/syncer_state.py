@@ -75,6 +75,7 @@ class Fragment:
         "marks",
         "merge_s",
         "merged",
+        "missed",
         "need_steps",
         "open_steps",
         "opened_at",
@@ -106,6 +107,7 @@ class Fragment:
         self.open_steps: dict[LearnerId, int] = {}  # local step of each live or suspected learner at the last opening
         self.asked: dict[LearnerId, float] = {}  # learners pulled in the open round: when first asked
         self.contributions: dict[LearnerId, Accepted] = {}  # accepted in the open round
+        self.missed: dict[LearnerId, float] = {}  # awaited in vain by the last merge: when first asked
         self.pull_tries = 0
         self.pull_again_at = 0.0
         self.grace_until = 0.0
@@ -130,6 +132,7 @@ class Member:
         "ack",
         "admitted_by",
         "answer",
+        "answers_s",
         "away_since",
         "back_at",
         "control_due",
@@ -189,6 +192,7 @@ class Member:
         self.gap = Estimate()  # between two of its messages
         self.pace = Estimate()  # its step time
         self.answer = Estimate()  # from a pull to its contribution
+        self.answers_s = 0.0  # what an answer takes at least: none of the newest was much quicker
         self.ack = Estimate()  # from sending a version to its acknowledgement
         self.sync = Estimate()  # from the seal of a round to its acknowledgement of the version
         self.strikes = 0

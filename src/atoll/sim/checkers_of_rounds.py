@@ -18,6 +18,7 @@ from atoll.core.protocol import (
     Persist,
     Persisted,
     Published,
+    Pull,
     Record,
     RecordKey,
     Report,
@@ -328,28 +329,36 @@ class DurableFirst(Durable):
 
 class GraceBound(InForce):
     name = "grace"
-    sentence = "grace never exceeds min(gamma * max(slack, 0), longest step awaited), and is over when it is over"
+    sentence = (
+        "grace never exceeds min(gamma * max(slack, 0), longest step awaited), or twice what one still needs who "
+        "missed the last merge, and is over when it is over"
+    )
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.effects = {
             OpenGrace: self._on_open,
-            MergeRound: self._on_closed,
+            MergeRound: self._on_merge,
             DiscardRound: self._on_closed,
             Accumulate: self._on_accumulate,
         }
+        self.sent = {Pull: self._on_pull}
         self.arrived = {Report: self._on_report}
         self.every_of_syncers = self._on_every
         self._until: dict[RoundId, float] = {}
         self._due: dict[RoundId, float] = {}
         self._now = 0.0
         self._longest_step_s = 0.0
+        self._asked: dict[RoundId, set[LearnerId]] = {}  # those whose contribution is not in yet
+        self._missed: dict[FragmentId, set[LearnerId]] = {}  # by the last merge
 
     def started(self, actor: Actor, restored: Restored | None) -> None:
         super().started(actor, restored)
         if actor.learner == SYNCER:
             self._until.clear()
             self._due.clear()
+            self._asked.clear()
+            self._missed.clear()
             self._now = 0.0
 
     def _on_report(self, entry: Entry, envelope: Envelope) -> None:
@@ -370,9 +379,15 @@ class GraceBound(InForce):
     def _on_open(self, entry: Entry, effect: OpenGrace) -> None:
         if not self.is_current(entry):
             return
-        gamma, tau = self.in_force(entry).grace_margin, self.config.overlap_steps
-        slack = tau * effect.step_s - (effect.quorum_s + effect.sync_s)
+        gamma, lasts_s = self.in_force(entry).grace_margin, effect.quorum_s + effect.sync_s
+        slack, ripe_s = self.config.overlap_steps * effect.step_s - lasts_s, self.config.every_steps * effect.step_s
+        if lasts_s > effect.step_s and slack < effect.step_s:
+            slack = max(slack, ripe_s - lasts_s)
         bound = min(gamma * max(slack, 0.0), effect.awaited_s)
+        if effect.missed_s > bound:
+            bound = min(gamma * max(ripe_s - lasts_s, 0.0), 2 * effect.missed_s)
+            if self._missed.get(effect.round.fragment, set()).isdisjoint(self._asked.get(effect.round, ())):
+                self.fail(entry, ("fragment", effect.round.fragment), "it waits for who missed a merge, and nobody did")
         subject = ("fragment", effect.round.fragment)
         if effect.window_s > bound * (1 + 1e-9) or effect.window_s < 0:
             self.fail(entry, subject, f"grace window of {effect.window_s:.6g} s, the bound is {bound:.6g} s")
@@ -384,12 +399,24 @@ class GraceBound(InForce):
         if effect.window_s == 0.0:
             self._due[effect.round] = self._now
 
+    def _on_pull(self, entry: Entry, envelope: Envelope) -> None:
+        body = envelope.body
+        assert isinstance(body, Pull)
+        if self.is_current(entry):
+            self._asked.setdefault(body.round, set()).add(envelope.learner)
+
     def _on_accumulate(self, entry: Entry, effect: Accumulate) -> None:
+        self._asked.get(effect.round, set()).discard(effect.accepted.learner)
         until = self._until.get(effect.round)
         if until is not None and self._now >= until:
             self.fail(entry, ("fragment", effect.round.fragment), "a contribution was accepted after the grace window")
 
+    def _on_merge(self, entry: Entry, effect: MergeRound) -> None:
+        self._missed[effect.round.fragment] = self._asked.get(effect.round, set())
+        self._on_closed(entry, effect)
+
     def _on_closed(self, entry: Entry, effect: MergeRound | DiscardRound) -> None:
+        self._asked.pop(effect.round, None)
         self._until.pop(effect.round, None)
         self._due.pop(effect.round, None)
 
