@@ -69,7 +69,9 @@ async def measure(
 ) -> dict[str, Any]:
     numel = kib * 1024 // 4
     plan = even_plan(FRAGMENTS, numel)
-    payload = codec(settings.numerics.up).encode(1e-3 * torch.randn(numel, generator=torch.Generator().manual_seed(0)))
+    payload = codec(settings.numerics.ups[0]).encode(
+        1e-3 * torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    )
     learners = [LightLearner(served.address, n + 1, settings, plan, payload) for n in range(count)]
     empty_mib = resident_mib(served.pid)
     tasks = []

@@ -82,7 +82,7 @@ def crossing(points: list[tuple[float, float]], wanted: float = WANTED) -> float
 def predicted_rate(settings: JobSettings, load: Load, work_s: float) -> float:
     """At which `predict` says that 95 % hold."""
     if settings.method == "decoupled":
-        return WANTED * rate_that_keeps(settings.numerics.up, load, settings.every_steps)
+        return WANTED * rate_that_keeps(settings.numerics.ups[0], load, settings.every_steps)
     low, high = 1e3, 1e12
     while high / low > 1.001:
         middle = math.sqrt(low * high)

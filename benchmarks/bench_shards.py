@@ -78,7 +78,9 @@ async def versions(learner: LightLearner) -> list[int]:
 
 async def measure(served: Syncer, shards: list[Any], settings: RunSettings, options: Any, kill: bool) -> dict[str, Any]:
     numel = options.kib * 1024 // 4
-    payload = codec(settings.numerics.up).encode(1e-3 * torch.randn(numel, generator=torch.Generator().manual_seed(0)))
+    payload = codec(settings.numerics.ups[0]).encode(
+        1e-3 * torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    )
     plan = even_plan(FRAGMENTS, numel)
     learners = [LightLearner(served.address, n + 1, settings, plan, payload) for n in range(options.learners)]
     for each in learners:

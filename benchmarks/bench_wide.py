@@ -122,7 +122,7 @@ def predicted(settings: JobSettings, params: int, shape: Shape, work_s: float) -
         settings.method,
         load,
         shape.rate_bit_s,
-        codec=settings.numerics.up,
+        codec=settings.numerics.ups[0],
         every_steps=settings.every_steps,
         fragments=settings.fragments,
         tau_steps=settings.overlap_steps,

@@ -176,7 +176,7 @@ class LightLearner:
     # ---------------------------------------------------------------------------------------------------- bulk
 
     async def contribute(self, envelope: Envelope) -> None:
-        number = CODEC_NUMBERS[self._settings.numerics.up]
+        number = CODEC_NUMBERS[self._settings.numerics.ups[0]]
         await self.bulk.contribute(number, envelope, self._payload)
 
     async def fetch(self, p: FragmentId, version: int, base: int | None) -> None:

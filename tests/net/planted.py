@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from atoll.core import policy
 from atoll.core.protocol import Persisted, Record, VersionRecord
 from atoll.core.types import RoundId
 from atoll.ml import robust
@@ -70,7 +71,7 @@ def small_slices(directory: Path) -> None:
 
 def telling(directory: Path) -> None:
     """Transfers of a test are large enough to say something about a link."""
-    pacing.TELLING_BYTES = 2**19
+    policy.TELLING_BYTES = 2**19
 
 
 def forgotten_slices(directory: Path) -> None:
@@ -216,8 +217,8 @@ def shared_buffers(directory: Path) -> None:
     """A copy that does not hold its buffer until it is made."""
     will_copy = FragmentTensors.will_copy
 
-    def carelessly(self: FragmentTensors, round_id: RoundId) -> object:
-        copied = will_copy(self, round_id)
+    def carelessly(self: FragmentTensors, round_id: RoundId, up: str | None = None) -> object:
+        copied = will_copy(self, round_id, up)
         self.release(copied.buffer, copied.anchor)
         return copied
 

@@ -141,14 +141,14 @@ class Stranger:
         return Contribution(**(known | other))
 
     def values(self, fragment: int, fill: float = 0.001) -> Tensor:
-        return codec(self.numerics.up).encode(torch.full((self.plan.numel(fragment),), fill))
+        return codec(self.numerics.ups[0]).encode(torch.full((self.plan.numel(fragment),), fill))
 
     def frame(self, body: Contribution | InnerState, payload: Tensor | bytes, **other: Any) -> bytes:
         """A whole frame. `other`: kind or codec, where they are to be wrong."""
         header = encode_message(self.envelope(body))
         is_contribution = isinstance(body, Contribution)
         kind = other.get("kind", Kind.CONTRIBUTION if is_contribution else Kind.INNER_STATE)
-        number = other.get("codec", CODEC_NUMBERS[self.numerics.up] if is_contribution else 0)
+        number = other.get("codec", CODEC_NUMBERS[self.numerics.ups[0]] if is_contribution else 0)
         raw = payload if isinstance(payload, bytes) else payload.numpy().tobytes()
         return frame_head(kind, number, header, raw) + header + raw
 

@@ -396,7 +396,7 @@ def test_nobody_at_the_address(capsys):
         (["--kill", "soon"], "--kill 'soon' is not understood"),
         (["--method", "ddp", "--kill", "1@0.4"], "means nothing to ddp"),
         (["--data", "no/such/place"], "neither a folder nor a file"),
-        (["--up", "int2"], "up is 'int2'; give one of f32"),
+        (["--up", "int2"], "up is 'int2'; give one of auto, f32"),
         (["--resume", "--lr", "1"], "--lr means nothing with --resume"),
         (["--resume", "--context", "8"], "--context means nothing with --resume"),
         (["--resume"], "holds no run of atoll train"),
@@ -432,6 +432,7 @@ def test_help_tells_the_defaults_that_a_job_has(capsys):
     shown: dict[str, object] = {"tokens": f"{settings.tokens / 1e6:g}M", "norm_clip": 0}
     shown["snapshot_every"] = f"{SNAPSHOT_PASSES} of each fragment"
     shown["max_rate"] = "no bound"
+    shown["streams"] = "as many as carry more"
     values = {each.name: getattr(settings, each.name) for each in fields(settings)}
     values |= {each.name: getattr(settings.numerics, each.name) for each in fields(settings.numerics)}
     missing = []

@@ -218,7 +218,8 @@ Up = Annotated[
     typer.Option(
         "--up",
         metavar="CODEC",
-        help="How deltas travel to the syncer: f32, bf16, int8 or int4. [default: bf16]",
+        help="How deltas travel to the syncer: f32, bf16, int8 or int4; auto: bf16, and int8 or int4 while a learner's "
+        "link does not carry that. [default: auto]",
     ),
 ]
 Down = Annotated[
@@ -226,7 +227,7 @@ Down = Annotated[
     typer.Option(
         "--down",
         metavar="CODEC",
-        help="How updates travel back, the same four. [default: bf16]",
+        help="How updates travel back: f32, bf16, int8 or int4. [default: bf16]",
     ),
 ]
 MaxRate = Annotated[
@@ -235,6 +236,14 @@ MaxRate = Annotated[
         "--max-rate",
         metavar="RATE",
         help="Most that values take of a learner's link, each way: 2gbit, 500mbit, 10MB/s. [default: no bound]",
+    ),
+]
+Streams = Annotated[
+    int | None,
+    typer.Option(
+        "--streams",
+        metavar="N",
+        help="Connections over which a large value goes, from 1 to 16. [default: as many as carry more]",
     ),
 ]
 StepTime = Annotated[
@@ -271,6 +280,7 @@ SHARED = (
     "lr",
     "beta2",
     "max_rate",
+    "streams",
     "step_time",
     "speeds",
     "shards",
@@ -297,6 +307,7 @@ SHARED = (
 
 PROTOCOL = (
     "max_rate",
+    "streams",
     "step_time",
     "speeds",
     "shards",

@@ -61,6 +61,14 @@ def run(  # long: its options
             "[default: what the run says]",
         ),
     ] = None,
+    streams: Annotated[
+        int | None,
+        typer.Option(
+            "--streams",
+            metavar="N",
+            help="Connections over which a large value of this island goes, from 1 to 16. [default: what the run says]",
+        ),
+    ] = None,
     log_format: LogFormat = "text",
     as_json: JsonOption = False,
 ) -> None:
@@ -92,6 +100,8 @@ def run(  # long: its options
         settings = replace(settings, threads=threads)
     if max_rate is not None:
         settings = replace(settings, max_rate=max_rate)
+    if streams is not None:
+        settings = replace(settings, streams=streams)
     directory = out if out is not None else Path("runs") / job.run_id
     directory.mkdir(parents=True, exist_ok=True)
     watch = _Watch(log_format, shown=not as_json)

@@ -81,6 +81,7 @@ def run(
     lr: options.Lr = None,
     beta2: options.Beta2 = None,
     max_rate: options.MaxRate = None,
+    streams: options.Streams = None,
     step_time: options.StepTime = None,
     speeds: options.Speeds = None,
     shards: options.Shards = None,

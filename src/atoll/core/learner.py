@@ -44,7 +44,9 @@ from atoll.core.protocol import (
     StateWanted,
     StepTaken,
     Stop,
+    StreamsChanged,
     TimerFired,
+    UploadMeasured,
     Welcome,
 )
 from atoll.core.reasons import Reason
@@ -118,6 +120,8 @@ class LearnerCore(Joining):
         assert self.mode is Mode.TRAINING or self.mode is Mode.FINISHING, f"a step while {self.mode.value}"
         self.step += event.steps
         self.trained += event.tokens
+        if event.steps:
+            self.step_time.add(event.step_time_s)
         if self.lease_samples:
             self._count_samples(now, event)
         if self.cut_due:
@@ -323,6 +327,8 @@ _EVENTS: Table = (
     (DialFailed, "_on_dial_failed"),
     (StepTaken, "_on_step"),
     (FragmentDamaged, "_on_damaged"),
+    (UploadMeasured, "_on_upload_measured"),
+    (StreamsChanged, "_on_streams_changed"),
     (SnapshotSaved, "_on_snapshot_saved"),
     (SnapshotSaveFailed, "_on_snapshot_save_failed"),
     (MomentsFound, "_on_moments_found"),

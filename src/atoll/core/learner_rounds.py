@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from atoll.core.learner_leases import LearnerLeases
 from atoll.core.learner_state import Copy
+from atoll.core.policy import CODEC_SAMPLES, CODECS, codec_for
 from atoll.core.protocol import (
     AdoptFragment,
     Contribution,
@@ -16,6 +17,8 @@ from atoll.core.protocol import (
     SnapshotPart,
     SnapshotSaved,
     SnapshotSaveFailed,
+    StreamsChanged,
+    UploadMeasured,
 )
 from atoll.core.tables import Link, Mode
 from atoll.core.types import FragmentId, RoundId
@@ -62,7 +65,7 @@ class LearnerRounds(LearnerLeases):
             self.taken,
         )
         self.copies[p] = copy
-        self._out.append(CopyFragment(round_id, self.step))
+        self._out.append(CopyFragment(round_id, self.step, self.codec))
         self._send_copy(copy)
 
     def _send_copy(self, copy: Copy) -> None:
@@ -103,6 +106,24 @@ class LearnerRounds(LearnerLeases):
             and mark.base == self.versions[p]
             and mark.copied_at == copy.step
         )
+
+    # ---------------------------------------------------------------------------------------------------- choices
+
+    def _on_upload_measured(self, now: float, event: UploadMeasured) -> None:
+        """The next copies travel in what is chosen here. A copy that is made stays as it is: bytes of it are there."""
+        if self.mode is not Mode.TRAINING or not (event.moved_bytes > 0 and event.seconds > 0):
+            return
+        before = self.codec or CODECS[0]
+        self.up_rates = (*self.up_rates, event.moved_bytes / event.seconds)[-CODEC_SAMPLES:]
+        chosen = codec_for(self.config, before, self.up_rates, event.values, self.step_time.mean)
+        if chosen.reason is not None:
+            self.codec = chosen.codec
+            self.up_rates = ()  # what comes next is another load
+            self._say(chosen.reason.code, *chosen.reason.args)
+
+    def _on_streams_changed(self, now: float, event: StreamsChanged) -> None:
+        code = "streams-more" if event.now > event.before else "streams-fewer"
+        self._say(code, event.way, event.before, event.now, event.carried_before / 1e6, event.carried / 1e6)
 
     # ---------------------------------------------------------------------------------------------------- snapshots
 

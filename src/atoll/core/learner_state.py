@@ -62,6 +62,9 @@ class LearnerState:
         self.dropped: dict[FragmentId, int] = dict.fromkeys(ids, 0)  # of those, dropped
         self.pulls: dict[FragmentId, RoundId] = {}  # asked for and not answered yet
         self.copies: dict[FragmentId, Copy] = {}  # answered, and not known to be merged or refused for good
+        self.codec: str | None = None  # that was chosen for contributions; None: the one that they begin with
+        self.up_rates: tuple[float, ...] = ()  # bytes per second, since it was chosen; the newest few
+        self.step_time = Estimate()
         self.cut_due = 0  # snapshot to save at the next step boundary
         self.part: SnapshotPart | None = None  # saved or being saved
         self.part_saved = False  # the driver has answered for it

@@ -161,6 +161,58 @@ def flight_limit(config: RunConfig, step_s: float, quorum: Estimate, sync: Estim
     return max(1, min(limit, owned))
 
 
+CODECS = ("bf16", "int8", "int4")
+"""What a learner chooses from, the finest first. Contributions begin in the first."""
+
+CODEC_BITS = {"bf16": 16.0, "int8": 8.125, "int4": 4.25}
+"""Of one value, with its share of a scale."""
+
+TELLING_BYTES = 4 * 2**20
+"""A transfer of less says little about a link: it is over before a connection has come to its speed."""
+
+CODEC_SAMPLES = 3
+"""Measurements behind a choice. The fastest of them counts: a busy machine makes some slow, a thin link all."""
+
+CODEC_LEAST_S = 0.25
+"""A fragment that is through in this time is in nobody's way, however short the steps are."""
+
+CODEC_ROOM = 0.7
+"""A finer codec has to fit into this share of the time that there is; the one in use may take all of it."""
+
+
+class CodecChoice(NamedTuple):
+    codec: str
+    reason: Reason | None  # None: as before
+
+
+def codec_for(config: RunConfig, now: str, rates: Sequence[float], values: int, step_s: float) -> CodecChoice:
+    """What contributions travel in: the finest codec in which a fragment is through before the next one is due.
+
+    A fragment has min(tau, H / P) steps: after H / P another one is ripe, and tau is what the run hides. `rates` are
+    the newest measurements of the link, bytes per second of all transfers together; `values` is the size of the largest
+    fragment. What is small or not measured stays as it is. Where not even the coarsest fits, rounds come more rarely.
+
+    >>> codec_for(RunConfig(fragments=4, every_steps=8), "bf16", (1e6, 1e6, 1e6), 4_000_000, 3.0).codec
+    'int8'
+    """
+    if 2 * values < TELLING_BYTES or len(rates) < CODEC_SAMPLES or step_s <= 0:
+        return CodecChoice(now, None)
+    rate = max(rates)
+    steps = min(config.overlap_steps, config.every_steps / len(config.fragment_ids()))
+    has_s = max(steps * step_s, CODEC_LEAST_S)
+    takes_s = {codec: values * bits / 8 / rate for codec, bits in CODEC_BITS.items()}
+    place = CODECS.index(now)
+    if takes_s[now] > has_s:
+        found = next((codec for codec in CODECS[place:] if takes_s[codec] <= has_s), CODECS[-1])
+        code, shown = "codec-coarser", now
+    else:
+        found = next((codec for codec in CODECS[:place] if takes_s[codec] <= CODEC_ROOM * has_s), now)
+        code, shown = "codec-finer", found
+    if found == now:
+        return CodecChoice(now, None)
+    return CodecChoice(found, Reason(code, (found, now, rate / 1e6, takes_s[shown], has_s)))
+
+
 def budget_progress(config: RunConfig, merges: int, trained: int) -> float:
     """Share of the budget that is used, 0..1; 0 for a run without end."""
     shares = [0.0]

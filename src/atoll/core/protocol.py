@@ -294,6 +294,28 @@ class FragmentDamaged(NamedTuple):
     why: str
 
 
+class UploadMeasured(NamedTuple):
+    """The link has carried so many bytes towards the syncer, of all contributions that were on their way, in so long.
+
+    A driver tells of it where the run lets learners choose the codec of their contributions, and of nothing that is too
+    small to say something about a link. `values`: numbers in the largest fragment.
+    """
+
+    moved_bytes: int
+    seconds: float
+    values: int
+
+
+class StreamsChanged(NamedTuple):
+    """The driver carries large values over another number of connections from here on, and has measured why."""
+
+    way: str  # "up" or "down"
+    before: int
+    now: int
+    carried_before: float  # bytes per second, by so many as before
+    carried: float  # and by so many as now
+
+
 class SnapshotSaved(NamedTuple):
     snapshot: int
 
@@ -339,6 +361,8 @@ LearnerEvent = (
     | DialFailed
     | StepTaken
     | FragmentDamaged
+    | UploadMeasured
+    | StreamsChanged
     | SnapshotSaved
     | SnapshotSaveFailed
     | MomentsFound
@@ -435,10 +459,14 @@ class Dial(NamedTuple):
 
 
 class CopyFragment(NamedTuple):
-    """Copy the fragment as it stands at this step boundary and keep the copy until the next one or its adoption."""
+    """Copy the fragment as it stands at this step boundary and keep the copy until the next one or its adoption.
+
+    `codec`: what its contribution travels in, however often it is sent; None: what the settings of the run say.
+    """
 
     round: RoundId
     copied_at: int
+    codec: str | None = None
 
 
 class AdoptFragment(NamedTuple):

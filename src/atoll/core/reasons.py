@@ -88,6 +88,12 @@ REASONS: dict[str, str] = {
     "link-closed": "the link closed: {0}",
     "hello-unanswered": "hello said {0} times without a welcome",
     "ping-unanswered": "the syncer did not answer {0} pings",
+    "codec-coarser": "contributions go in {0} from here on, not in {1}: at {2:.3g} MB/s a fragment takes {3:.3g} s"
+    " in {1}, and has {4:.3g} s",
+    "codec-finer": "contributions go in {0} from here on, not in {1}: at {2:.3g} MB/s a fragment takes {3:.3g} s"
+    " in {0}, and has {4:.3g} s",
+    "streams-more": "values go {0} over {2} connections from here on, not {1}: {4:.3g} MB/s where {1} carried {3:.3g}",
+    "streams-fewer": "values go {0} over {2} connections from here on, not {1}: {4:.3g} MB/s, {1} carried {3:.3g}",
     "superseded-epoch": "a syncer of epoch {0} has taken over; this one, epoch {1}, stops",
     # shards
     "shard-lost": "its shard is away: {0}",

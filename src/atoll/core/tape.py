@@ -144,6 +144,8 @@ REGISTERED: tuple[type, ...] = (
     protocol.DialFailed,
     protocol.StepTaken,
     protocol.FragmentDamaged,
+    protocol.UploadMeasured,
+    protocol.StreamsChanged,
     protocol.SnapshotSaved,
     protocol.SnapshotSaveFailed,
     protocol.MomentsFound,

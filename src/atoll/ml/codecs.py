@@ -352,7 +352,8 @@ class Feedback:
     the receiver has taken the bytes: `settle(True)`. Over any number of settled sends the sum of what was decoded is
     the sum of what was given, up to the last residual, which is at most one quantum.
 
-    Two f32 per value for a codec that rounds, nothing for f32.
+    Two f32 per value for a codec that rounds, nothing for f32. A residual is a plain value, so the next send may be in
+    another codec that rounds.
     """
 
     def __init__(self, codec: Codec, numel: int) -> None:
@@ -363,21 +364,27 @@ class Feedback:
         self._next = torch.zeros_like(self.residual)
         self._pending = False
 
-    def encode(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Bytes of x + residual, in `out` if it is given. Replaces a pending residual that was never settled."""
+    def encode(self, x: Tensor, out: Tensor | None = None, by: Codec | None = None) -> Tensor:
+        """Bytes of x + residual, in `out` if it is given, and by another codec if one is given. Replaces a pending
+        residual that was never settled."""
         if _flat(x) != self.numel:
             raise ValueError(f"the fragment has {self.numel} values, {x.numel()} were given")
+        by = self.codec if by is None else by
+        if self.rounds is isinstance(by, F32):
+            raise ValueError(
+                f"a feedback of {self.codec.name} cannot send in {by.name}: one of them leaves nothing out"
+            )
         self._pending = True
         if not self.rounds:
-            return self.codec.encode(x, out)
-        out = self.codec.room(self.numel, out)
+            return by.encode(x, out)
+        out = by.room(self.numel, out)
         target = aligned(out)
         scratch = Scratch(self.numel)
         for begin, end in chunks(0, self.numel):
             wanted = torch.add(x[begin:end], self.residual[begin:end], out=self._next[begin:end])
-            self.codec.write(wanted, target, self.numel, begin, scratch)
+            by.write(wanted, target, self.numel, begin, scratch)
             got = scratch.values[: end - begin]
-            self.codec.read(target, self.numel, begin, got, scratch)
+            by.read(target, self.numel, begin, got, scratch)
             wanted.sub_(got)
         return out if target is out else out.copy_(target)
 

@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Literal, get_args
 
+from atoll.core import policy
+
 PlanHow = Literal["balanced", "layers", "rows"]
 MergeHow = Literal["average", "radial", "trimmed"]
 CodecName = Literal["f32", "bf16", "int8", "int4"]
+UpName = Literal["auto", "f32", "bf16", "int8", "int4"]
 
 RAMPED = ("nesterov", "sgd")
 """Outer optimizers that are the plain average at eta = 1 and mu = 0."""
@@ -37,13 +40,13 @@ class Numerics:
     outer_momentum: float = 0.0  # mu; of Adam the first beta
     outer_ramp: int = 0  # outer steps in which eta goes from 1 and mu from 0 to their values; 0: they are there at once
     outer_breadth: bool = True  # a merge of fewer tokens per step than usual is a smaller step, in proportion
-    up: CodecName = "bf16"  # deltas, from learner to syncer
+    up: UpName = "auto"  # deltas, from learner to syncer; auto: what the learner's link carries (`policy.codec_for`)
     down: CodecName = "bf16"  # updates, from syncer to learner
     embeddings: tuple[str, ...] = ()  # patterns of names that count as embeddings beside the weights of nn.Embedding
     norm_clip: float = 0.0  # a contribution is scaled down to so many times the usual size; 0: as it comes
 
     def __post_init__(self) -> None:
-        for name, choices in (("plan", PlanHow), ("merge", MergeHow), ("up", CodecName), ("down", CodecName)):
+        for name, choices in (("plan", PlanHow), ("merge", MergeHow), ("up", UpName), ("down", CodecName)):
             _check_choice(name, getattr(self, name), get_args(choices))
         if not (isinstance(self.outer, str) and self.outer.isidentifier() and len(self.outer) <= 100):
             raise ValueError(
@@ -68,6 +71,11 @@ class Numerics:
         for pattern in self.embeddings:
             if not (isinstance(pattern, str) and 0 < len(pattern) <= 1000):
                 raise ValueError(f"embeddings holds {pattern!r}; give patterns of parameter names, such as 'wte*'")
+
+    @property
+    def ups(self) -> tuple[str, ...]:
+        """The codecs that a contribution may have, the one that it has unless something else is said first."""
+        return policy.CODECS if self.up == "auto" else (self.up,)
 
     def to_json(self) -> dict[str, object]:
         """All fields as JSON knows them."""

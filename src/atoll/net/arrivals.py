@@ -22,7 +22,7 @@ from atoll.core.types import Incarnation, LearnerId, RoundId
 from atoll.net.byte_buffers import ByteBuffers
 from atoll.net.memory_gate import MemoryGate
 from atoll.net.spans import Span, Spans
-from atoll.net.wire import as_bytes
+from atoll.net.wire import WireError, as_bytes
 
 IDLE_S = 120.0
 MOST_PER_LEARNER = 8
@@ -69,12 +69,12 @@ class Arrivals:
         self._sweep: asyncio.TimerHandle | None = None
 
     def missing(self, key: ArrivalKey, size: int) -> list[Span]:
-        arrival = self._begun.get(key)
+        arrival = self._of_size(key, size)
         return list(arrival.missing) if arrival is not None else [(0, size)]
 
     def claim(self, key: ArrivalKey, begin: int, end: int, size: int) -> Claim | None:
         """Memory for one slice; None if it is here already. Raises `OSError` where there is no room at all."""
-        arrival = self._begun.get(key)
+        arrival = self._of_size(key, size)
         if arrival is None:
             arrival = self._begin(key, size)
         if not arrival.missing.holds(begin, end):
@@ -98,9 +98,17 @@ class Arrivals:
         if self._sweep is None:
             self._sweep = asyncio.get_running_loop().call_later(IDLE_S, self._forget_idle)
 
-    def take(self, key: ArrivalKey) -> Arrival | None:
-        """It is complete and belongs to whoever asks now, who has to `give_back`. None: it is not complete."""
+    def _of_size(self, key: ArrivalKey, size: int) -> Arrival | None:
+        """A learner may choose the codec of a contribution, once: its slices are of one size, and so is the whole."""
         arrival = self._begun.get(key)
+        if arrival is not None and arrival.data.numel() != size:
+            begun = arrival.data.numel()
+            raise WireError(f"{size} bytes of a contribution that was begun with {begun}", "size")
+        return arrival
+
+    def take(self, key: ArrivalKey, size: int) -> Arrival | None:
+        """It is complete and belongs to whoever asks now, who has to `give_back`. None: it is not complete."""
+        arrival = self._of_size(key, size)
         if arrival is None or arrival.missing:
             return None
         return self._begun.pop(key)

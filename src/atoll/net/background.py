@@ -84,14 +84,21 @@ class Background:
 
     _loop: asyncio.AbstractEventLoop  # from `start` to `stop`
 
-    def __init__(self, place: Place, token: str | None, log: logging.Logger, max_rate: float | None = None) -> None:
+    def __init__(
+        self,
+        place: Place,
+        token: str | None,
+        log: logging.Logger,
+        max_rate: float | None = None,
+        streams: int | None = None,
+    ) -> None:
         """`max_rate`: bytes per second of values, each way."""
         self.log = log
         self.last_loss: float | Tensor | None = None
         self.is_founded = False
         told = (self._on_message, self._on_opened, self._on_closed, self._on_failed)
         self._link = LearnerLink(place.addresses, token, log, *told, place.tls)
-        self._bulk = LearnerBulk(self._link, max_rate)
+        self._bulk = LearnerBulk(self._link, max_rate, streams)
         self._door = Door(self._link, self._bulk, log)
         self._thread = threading.Thread(target=self._run, name="atoll-background", daemon=True)
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="atoll-codec")
@@ -252,6 +259,8 @@ class Background:
         self._tape = tape
         self._parts = parts
         self._told_at = (time.monotonic(), 0)
+        is_measured = self._settings.numerics.up == "auto"
+        self._bulk.tell_of(self._tell, max(fragment.numel for fragment in fragments) if is_measured else None)
         self._spawn(self._tell_metrics())
 
     async def _leave_off(self, last_words_s: float | None) -> None:
@@ -402,7 +411,7 @@ class Background:
             data = await self._computed(fragment.encode, copied)
         finally:
             fragment.release(copied.buffer, copied.anchor)
-        number = CODEC_NUMBERS[self._settings.numerics.up]
+        number = CODEC_NUMBERS[copied.codec.name]
         named = about("fragment", fragment.p, version=body.round.base)
         try:
             await self._link.while_open(self._bulk.contribute(number, envelope, data))

@@ -40,8 +40,9 @@ T = TypeVar("T")
 class Payload:
     """The values of a contribution. Their memory counts as held until they are added to the sums, or not wanted."""
 
-    def __init__(self, data: Tensor, norm: float, give_back: Callable[[], None]) -> None:
+    def __init__(self, data: Tensor, up: str, norm: float, give_back: Callable[[], None]) -> None:
         self.data = data
+        self.up = up  # the codec that they are in
         self.norm = norm
         self.give_back = give_back
         self.is_taken = False  # whoever takes it gives the memory back
@@ -61,7 +62,6 @@ class FragmentKeeper:
     ) -> None:
         self.store = store
         self.held: dict[FragmentId, HeldFragment] = {}
-        self._up = ""
         self._log = log
         self._tell = tell
         self._on_durable = on_durable
@@ -69,10 +69,6 @@ class FragmentKeeper:
         self._loop = asyncio.get_running_loop()
         self._merge_thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-merge")
         self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-disk")
-
-    def begin(self, held: dict[FragmentId, HeldFragment], up: str) -> None:
-        self.held = held
-        self._up = up
 
     # ---------------------------------------------------------------------------------------------------- from disk
 
@@ -87,7 +83,7 @@ class FragmentKeeper:
                 held[p].restore(kept)
             return held
 
-        self.begin(await self.on_disk(read), settings.numerics.up)
+        self.held = await self.on_disk(read)
 
     async def found(self, settings: RunSettings, values: dict[FragmentId, Tensor]) -> None:
         """New fragments. They are durable, and the settings after them, when this returns."""
@@ -100,7 +96,7 @@ class FragmentKeeper:
             self.store.write_settings(settings.to_json())
             return {p: HeldFragment(plan, p, settings.numerics, 0, value) for p, value in values.items()}
 
-        self.begin(await self.on_disk(write), settings.numerics.up)
+        self.held = await self.on_disk(write)
 
     async def settle(self) -> None:
         """Whatever was begun has ended, and what was merged and not made durable is as if it had never been."""
@@ -134,7 +130,7 @@ class FragmentKeeper:
             payload.give_back()
             self._report_trouble(wrong)
 
-        job = partial(held.accumulate, effect.round, effect.accepted, payload.data, self._up, payload.norm)
+        job = partial(held.accumulate, effect.round, effect.accepted, payload.data, payload.up, payload.norm)
         self._merge(job, added)
 
     def _report_trouble(self, wrong: BaseException | None) -> None:

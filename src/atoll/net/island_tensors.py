@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.types import NOTHING, AdoptHow, FragmentId, RoundId, Version
-from atoll.ml.codecs import Codec, Feedback
+from atoll.ml.codecs import Codec, Feedback, codec
 from atoll.ml.model import ModelView
 from atoll.ml.outer import Published
 from atoll.ml.plan import digest_of
@@ -66,6 +66,7 @@ class Copied(NamedTuple):
     """The fragment as it stood when it was pulled. The result of `taken` waits until it is all in host memory."""
 
     round: RoundId
+    codec: Codec
     buffer: Buffer
     anchor: Buffer
     taken: Future[Callable[[], None]]
@@ -118,13 +119,15 @@ class FragmentTensors:
 
     # ------------------------------------------------------------------------------------- with the learner's lock held
 
-    def will_copy(self, round_id: RoundId) -> Copied:
-        """What `copy` is to fill. It holds its buffers until then: a version that is adopted at the same boundary makes
-        the copy forgotten before it was made, and its buffer must not become somebody else's meanwhile."""
+    def will_copy(self, round_id: RoundId, up: str | None = None) -> Copied:
+        """What `copy` is to fill, and what it will travel in (None: what the run says). It holds its buffers until
+        then: a version that is adopted at the same boundary makes the copy forgotten before it was made, and its buffer
+        must not become somebody else's meanwhile."""
         assert self.anchor is not None, f"fragment {self.p} is pulled before it was ever adopted"
         self._forget_copy()
         anchor = self._buffers.hold(self.anchor)
-        self.copied = Copied(round_id, self._buffers.take(), anchor, Future())
+        by = codec(up) if up is not None else self._up
+        self.copied = Copied(round_id, by, self._buffers.take(), anchor, Future())
         self._asked = self.copied.taken
         self._buffers.hold(self.copied.buffer)
         self._buffers.hold(anchor)
@@ -186,7 +189,7 @@ class FragmentTensors:
         else:
             self._view.as_held(self.p, copied.anchor.tensor, delta.tensor)
         delta.tensor.sub_(copied.buffer.tensor)
-        data = self._feedback.encode(delta.tensor)
+        data = self._feedback.encode(delta.tensor, by=copied.codec)
         self._buffers.release(delta)
         self._encoded = (copied.round, data)
         return data

@@ -53,6 +53,7 @@ from atoll.net.island_tensors import FragmentTensors
 from atoll.net.learner_errors import JoinTimeout, KeysRefused, LearnerRefused, SyncerUnreachable
 from atoll.net.learner_stats import NOTHING_UNTOLD, LearnerStats, Untold
 from atoll.net.logs import Named
+from atoll.net.pacing import check_streams
 from atoll.net.rates import rate_of
 from atoll.net.run_clock import RunClock
 from atoll.net.run_settings import RunSettings
@@ -100,7 +101,8 @@ class Learner:
     value that JSON knows, such as a place in the data. When everybody has died and nobody is left to take inner state
     from, a learner starts from its own part, and `restored_state` is what `extra_state` had returned then.
 
-    `max_rate`, as "500mbit" or "2gbit", bounds what values take of the link, each way; messages are not counted.
+    `max_rate`, as "500mbit" or "2gbit", bounds what values take of the link, each way; messages are not counted. Large
+    values go over as many connections as are found to carry more; `streams` sets their number instead.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class Learner:
         join_timeout_s: float | None = None,
         extra_state: Callable[[], Any] | None = None,
         max_rate: str | None = None,
+        streams: int | None = None,
         log: logging.Logger | None = None,
     ) -> None:
         if learner is not None and learner < 1:
@@ -131,7 +134,8 @@ class Learner:
         self._restored_state: Any = None
         self._join_by: float | None = None  # on the monotonic clock
         self._place = place(syncer, Path(keys) if keys is not None else None, Path(ca) if ca is not None else None)
-        self._background = Background(self._place, token, self.log, rate_of(max_rate) if max_rate else None)
+        bounds = rate_of(max_rate) if max_rate else None, check_streams(streams) if streams is not None else None
+        self._background = Background(self._place, token, self.log, *bounds)
         self._lock = threading.RLock()  # it knows whose it is: an interrupt may leave it locked
         self._news = threading.Condition(self._lock)  # actions for the training thread, while it joins
         self._actions: deque[Action] = deque()  # of events that the background told of; done at the next boundary
@@ -201,7 +205,7 @@ class Learner:
             return False  # a process that was killed before it was admitted by a syncer that was killed had this number
         config = replace(self._settings.config, fragments=len(plan.fragments), fingerprint=plan.fingerprint())
         core = LearnerCore(config, learner, incarnation)
-        up, down = codec(self._settings.numerics.up), codec(self._settings.numerics.down)
+        up, down = codec(self._settings.numerics.ups[0]), codec(self._settings.numerics.down)
         fragments = [FragmentTensors(view, p, up, down) for p in range(len(plan.fragments))]
         self._core = core
         self._line = SampleLine(config.lease_samples) if config.lease_samples else None
@@ -454,7 +458,8 @@ class Learner:
         assert self._boundary is not None
         match effect:
             case CopyFragment():
-                return Copy(effect, self._boundary.fragments[effect.round.fragment].will_copy(effect.round))
+                fragment = self._boundary.fragments[effect.round.fragment]
+                return Copy(effect, fragment.will_copy(effect.round, effect.codec))
             case AdoptFragment():
                 value, reference = self._boundary.fragments[effect.fragment].will_adopt(effect.merged_copy)
                 return Adopt(effect, value, reference)

@@ -7,19 +7,21 @@ contribution is kept by the syncer, which says what is missing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import aiohttp
 from torch import Tensor
 
-from atoll.core.protocol import Contribution, Envelope
+from atoll.core.protocol import Contribution, Envelope, LearnerEvent
 from atoll.core.types import FragmentId, RoundId, Version
 from atoll.net.addresses import address
 from atoll.net.byte_buffers import SMALL_BYTES, ByteBuffers
 from atoll.net.learner_link import LearnerLink, Refusal
 from atoll.net.pacing import FIRST_SLICE, Direction
 from atoll.net.spans import Spans
+from atoll.net.upload_meter import UploadMeter
 from atoll.net.wire import (
     CODEC_NUMBERS,
     FragmentHeader,
@@ -60,15 +62,24 @@ class _Fetching:
 
 
 class LearnerBulk:
-    def __init__(self, link: LearnerLink, bytes_per_s: float | None) -> None:
+    def __init__(self, link: LearnerLink, bytes_per_s: float | None, streams: int | None = None) -> None:
         self._link = link
         self._buffers = ByteBuffers()
         self._fetching: dict[FragmentId, _Fetching] = {}
         self._begun: dict[FragmentId, RoundId] = {}  # contributions of which the syncer may have a part
         self.shards = 0  # of the run; 0: the syncer has all fragments
         self._places: list[str | None] = []  # of the shards, as the syncer told last
-        self._up = Direction(bytes_per_s, link.log, "up")
-        self._down = Direction(bytes_per_s, link.log, "down")
+        self._up = Direction(bytes_per_s, "up", streams)
+        self._down = Direction(bytes_per_s, "down", streams)
+        self._meter: UploadMeter | None = None
+
+    def tell_of(self, tell: Callable[[LearnerEvent], None], measured_values: int | None) -> None:
+        """What is measured here is told from now on. `measured_values`: of the largest fragment, where the codec of
+        contributions is the learner's choice."""
+        self._up.streams.on_change = self._down.streams.on_change = tell
+        self._meter = None
+        if measured_values is not None:
+            self._meter = UploadMeter(lambda: self._up.moved, measured_values, tell)
 
     async def _place(self, fragment: FragmentId) -> str | None:
         """Where the fragment is; None: at the syncer."""
@@ -178,10 +189,11 @@ class LearnerBulk:
         view, header = as_bytes(data), encode_message(envelope)
         place = await self._place(body.round.fragment)
         try:
-            if view.nbytes <= WHOLE_BYTES:
-                await self.put("/v1/contribution", Kind.CONTRIBUTION, codec, header, view, place)
-            else:
-                await self._contribute_slices(codec, envelope, body, header, view, place)
+            with self._meter.upload(view.nbytes) if self._meter is not None else nullcontext():
+                if view.nbytes <= WHOLE_BYTES:
+                    await self.put("/v1/contribution", Kind.CONTRIBUTION, codec, header, view, place)
+                else:
+                    await self._contribute_slices(codec, envelope, body, header, view, place)
         except (aiohttp.ClientError, OSError):
             self._places = []
             raise

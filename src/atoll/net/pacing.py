@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable
 
+from atoll.core import policy
+from atoll.core.protocol import StreamsChanged
 from atoll.net.byte_buffers import CHUNK_BYTES
 from atoll.net.spans import Spans
 
@@ -22,12 +23,16 @@ SAME = 0.95
 PATIENCE = 16
 """Transfers between two looks at whether another number of streams would do better."""
 
-TELLING_BYTES = 4 * 2**20
-"""A transfer of less says little about a link."""
-
 LEAST_SLICE, FIRST_SLICE, MOST_SLICE = 2**20, 4 * 2**20, 16 * 2**20
 SLICE_S = 1.0
 """What a stream carries in this time is sent as one slice: what a lost connection costs at most."""
+
+
+def check_streams(streams: int) -> int:
+    """What somebody wants instead of what would be chosen."""
+    if type(streams) is not int or not 1 <= streams <= MOST_STREAMS:
+        raise ValueError(f"streams is {streams!r}; give a number of connections from 1 to {MOST_STREAMS}")
+    return streams
 
 
 class Pace:
@@ -67,11 +72,13 @@ class Streams:
     carry more, and half as many, kept where they carry as much.
     """
 
-    def __init__(self, log: logging.Logger, way: str) -> None:
-        self.width = 1
+    def __init__(self, way: str, fixed: int | None = None) -> None:
+        """`fixed`: so many, whatever they carry."""
+        self.width = 1 if fixed is None else fixed
         self.bytes_per_s = 0.0  # of all streams together, in the newest transfer that told something
-        self._log = log
+        self.on_change: Callable[[StreamsChanged], None] = lambda changed: None
         self._way = way
+        self._is_fixed = fixed is not None
         self._wait = 0  # transfers until the next look
         self._tried: tuple[int, float] | None = None  # the width before this one, and what it carried
         self._up = True  # the next look is at more
@@ -83,9 +90,11 @@ class Streams:
 
     def note(self, moved: int, seconds: float) -> None:
         """A transfer has ended that used all of `width`."""
-        if moved < TELLING_BYTES or seconds <= 0:
+        if moved < policy.TELLING_BYTES or seconds <= 0:
             return
         self.bytes_per_s = moved / seconds
+        if self._is_fixed:
+            return
         if self._tried is not None:
             self._judge(*self._tried)
         elif self._wait > 0:
@@ -105,9 +114,8 @@ class Streams:
         now, width = self.bytes_per_s, self.width
         wanted = BETTER if width > before else SAME
         if now >= wanted * carried:
+            self.on_change(StreamsChanged(self._way, before, width, carried, now))
             if width > before:
-                shown = f"{now / 1e6:.1f} MB/s where {before} carried {carried / 1e6:.1f}"
-                self._log.info("%s: %d streams carry %s", self._way, width, shown)
                 self._up = True
                 self._try_another()  # perhaps even more
                 return
@@ -120,9 +128,10 @@ class Streams:
 class Direction:
     """Values that go one way, of one learner."""
 
-    def __init__(self, bytes_per_s: float | None, log: logging.Logger, way: str) -> None:
+    def __init__(self, bytes_per_s: float | None, way: str, streams: int | None = None) -> None:
+        """`streams`: as many always; None: as many as are good."""
         self.pace = Pace(bytes_per_s)
-        self.streams = Streams(log, way)
+        self.streams = Streams(way, streams)
         self.moved = 0
 
     async def carry(self, missing: Spans, move: Callable[[int, int], Awaitable[None]]) -> None:

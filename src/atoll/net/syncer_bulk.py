@@ -18,7 +18,7 @@ from torch import Tensor
 
 from atoll.core.protocol import Contribution, Envelope, MessageArrived
 from atoll.core.types import MOST_TOKENS, FragmentId, Incarnation, LearnerId
-from atoll.ml.codecs import codec
+from atoll.ml.codecs import Codec, codec
 from atoll.ml.plan import FragmentPlan
 from atoll.ml.robust import size_of
 from atoll.net.arrivals import ArrivalKey, Arrivals, Claim
@@ -62,6 +62,7 @@ class Brought(NamedTuple):
 
     envelope: Envelope
     numel: int
+    up: Codec
     data: Tensor | None
 
 
@@ -100,9 +101,9 @@ class Bulk:
         found: list[Brought] = []
 
         def accept(head: FrameHead, header: bytes) -> Any:
-            envelope, numel = self._check_contribution(head, header)
+            envelope, numel, up = self._check_contribution(head, header)
             data = self._buffers.take(head.payload_bytes) if head.payload_bytes else None
-            found.append(Brought(envelope, numel, data))
+            found.append(Brought(envelope, numel, up, data))
             return as_bytes(data) if data is not None else b""
 
         def give_back() -> None:
@@ -130,9 +131,9 @@ class Bulk:
         body = brought.envelope.body
         assert isinstance(body, Contribution)
         key = ArrivalKey(brought.envelope.learner, brought.envelope.incarnation, body.round)
-        arrival = self.arrivals.take(key)
+        size = brought.up.size(brought.numel)
+        arrival = self.arrivals.take(key, size)
         if arrival is None:
-            size = codec(self.syncer.settings.numerics.up).size(brought.numel)
             return web.json_response({"missing": self.arrivals.missing(key, size)}, status=202)
         is_taken = False
         try:
@@ -145,41 +146,40 @@ class Bulk:
     async def _take(self, brought: Brought, data: Tensor, give_back: Callable[[], None]) -> bool:
         """Values are checked before the core hears of them: a bad one must be refused with its reason."""
         syncer, envelope = self.syncer, brought.envelope
-        up = codec(syncer.settings.numerics.up)
-        problem, norm = await computed(data.numel(), up.examine, data, brought.numel)
+        problem, norm = await computed(data.numel(), brought.up.examine, data, brought.numel)
         syncer.bytes_up += data.numel()
         assert isinstance(envelope.body, Contribution)
         if problem is None:
             usual = syncer.fragments[envelope.body.round.fragment].usual
             problem = usual.problem(size_of(norm, envelope.body.steps))
         envelope = envelope._replace(body=envelope.body._replace(problem=problem))
-        payload = Payload(data, norm, give_back)
+        payload = Payload(data, brought.up.name, norm, give_back)
         syncer.tell(MessageArrived(envelope), payload)
         return payload.is_taken
 
-    def _check_contribution(self, head: FrameHead, header: bytes) -> tuple[Envelope, int]:
-        syncer = self.syncer
+    def _check_contribution(self, head: FrameHead, header: bytes) -> tuple[Envelope, int, Codec]:
         envelope = decode_message(header, "learner")
         body = envelope.body
         if type(body) is not Contribution:
             raise WireError(f"a contribution was due, found {type(body).__name__}", "type")
         self.check_link(envelope.learner, envelope.incarnation, envelope.session)
-        numel, size = self._size_of(body.round.fragment)
-        up = syncer.settings.numerics.up
-        if head.codec != CODEC_NUMBERS[up]:
-            raise WireError(f"codec {head.codec}, the run's contributions are {up}", "codec")
+        numel = self._numel_of(body.round.fragment)
+        ups = {CODEC_NUMBERS[up]: up for up in self.syncer.settings.numerics.ups}
+        if head.codec not in ups:
+            raise WireError(f"codec {head.codec}, the run's contributions are {' or '.join(ups.values())}", "codec")
+        up = codec(ups[head.codec])
+        size = up.size(numel)
         if head.payload_bytes not in (0, size):
             raise WireError(f"{head.payload_bytes} bytes, fragment {body.round.fragment} has {size}", "size")
         if body.problem is not None or not 0 <= body.trained <= MOST_TOKENS:
             raise WireError("a learner does not say this of its own contribution", "type")
-        return envelope, numel
+        return envelope, numel, up
 
-    def _size_of(self, p: int) -> tuple[int, int]:
-        """Numbers of a fragment, and the bytes of a contribution to it."""
+    def _numel_of(self, p: int) -> int:
         plan = self.syncer.plan
         if plan is None or not 0 <= p < len(plan.fragments):
             raise WireError(f"there is no fragment {p}", "type")
-        return plan.numel(p), codec(self.syncer.settings.numerics.up).size(plan.numel(p))
+        return plan.numel(p)
 
     def check_link(self, learner: int, incarnation: int, session: int) -> None:
         check_speaker(learner)
@@ -192,12 +192,14 @@ class Bulk:
         def accept(head: FrameHead, header: bytes) -> Any:
             said = SliceHeader.decode(header)
             self.check_link(said.learner, said.incarnation, said.session)
-            _, size = self._size_of(said.round.fragment)
+            numel = self._numel_of(said.round.fragment)
+            sizes = [codec(up).size(numel) for up in self.syncer.settings.numerics.ups]
             end = said.begin + head.payload_bytes
-            if said.of != size or not said.begin < end <= size:
-                raise WireError(f"bytes {said.begin} to {end} of {said.of}, the fragment has {size}", "size")
+            if said.of not in sizes or not said.begin < end <= said.of:
+                has = " or ".join(map(str, sizes))
+                raise WireError(f"bytes {said.begin} to {end} of {said.of}, the fragment has {has}", "size")
             key = ArrivalKey(said.learner, said.incarnation, said.round)
-            claim = self.arrivals.claim(key, said.begin, end, size)
+            claim = self.arrivals.claim(key, said.begin, end, said.of)
             claims.append(claim)
             return claim.memory if claim is not None else bytearray(head.payload_bytes)
 

@@ -117,7 +117,8 @@ class LearnerTensors:
     values: dict[FragmentId, Tensor] = field(default_factory=dict)  # as received, adopted or not
     anchors: dict[FragmentId, Tensor] = field(default_factory=dict)  # as adopted and as the parameters hold it
     copies: dict[FragmentId, Tensor] = field(default_factory=dict)
-    sent: dict[FragmentId, tuple[RoundId, Tensor]] = field(default_factory=dict)
+    codecs: dict[FragmentId, Codec] = field(default_factory=dict)  # of the copies: what they travel in
+    sent: dict[FragmentId, tuple[RoundId, Codec, Tensor]] = field(default_factory=dict)
     feedback: dict[FragmentId, Feedback] = field(default_factory=dict)
 
 
@@ -229,7 +230,7 @@ class Execution:
         self.config = config
         self.numerics = numerics
         self.plan = plan
-        self.up = codec(numerics.up)
+        self.up = codec(numerics.ups[0])  # of a copy that names no other
         self.down = codec(numerics.down)
         self.tokens = 0  # of all learners, ever
         self.bytes_up = 0
@@ -245,7 +246,7 @@ class Execution:
         self._check_digests = check_digests
         self._initial = [FragmentState(v.clone(), {}, v.clone()) for v in initial]
         self._durable: list[dict[RoundId, FragmentState]] = [{} for _ in initial]  # the newest `history` of each
-        self._contributions: dict[tuple[Actor, FragmentId], tuple[RoundId, Tensor]] = {}  # sent, not accumulated
+        self._contributions: dict[tuple[Actor, FragmentId], tuple[RoundId, Codec, Tensor]] = {}  # sent, not accumulated
         self._parcels: dict[tuple[Actor, FragmentId], dict[Version, Parcel]] = {}  # sent, not adopted
         self._given: dict[InnerState, bytes] = {}
         self._parts: dict[LearnerId, dict[int, bytes]] = {}  # inner state of the newest snapshots of each learner
@@ -325,9 +326,9 @@ class Execution:
                 self._post(syncer, effect.envelope, effect.envelope.body)
             elif type(effect) is Accumulate:
                 actor = Actor(effect.accepted.learner, effect.accepted.incarnation)
-                round_id, data = self._contributions.pop((actor, effect.round.fragment))
+                round_id, up, data = self._contributions.pop((actor, effect.round.fragment))
                 assert round_id == effect.round, f"{actor} sent {round_id}, the syncer adds {effect.round}"
-                syncer.accumulate(effect.round, self.up, data, effect.accepted)
+                syncer.accumulate(effect.round, up, data, effect.accepted)
                 self.contributions += 1
             elif type(effect) is DiscardRound:
                 syncer.discard(effect.round)
@@ -447,6 +448,7 @@ class Execution:
         if kept is None:
             kept = learner.copies[p] = torch.empty(self.plan.numel(p))
         learner.view.read(p, kept)
+        learner.codecs[p] = codec(effect.codec) if effect.codec is not None else self.up
         learner.sent.pop(p, None)
 
     def _send(self, learner: LearnerTensors, effect: Send) -> None:
@@ -465,8 +467,9 @@ class Execution:
             if feedback is None:
                 feedback = learner.feedback[p] = Feedback(self.up, self.plan.numel(p))
             feedback.settle(False)  # an older answer with the same anchor was in no version
-            sent = learner.sent[p] = (round_id, feedback.encode(learner.anchors[p] - learner.copies[p]))
-        self.bytes_up += sent[1].numel()
+            data = feedback.encode(learner.anchors[p] - learner.copies[p], by=learner.codecs[p])
+            sent = learner.sent[p] = (round_id, learner.codecs[p], data)
+        self.bytes_up += sent[2].numel()
         self._contributions[learner.actor, p] = sent
 
     def _adopt(self, learner: LearnerTensors, effect: AdoptFragment) -> None:

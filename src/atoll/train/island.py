@@ -42,6 +42,7 @@ def train_island(
         learner=learner,
         run_directory=run,
         max_rate=settings.max_rate,
+        streams=settings.streams,
     ) as link:
         loop.keep_pace_of(link.id)
         share = JobSettings.from_json(link.extra).share_of_a_step(loop.config.context)  # of the run as it was founded

@@ -1,0 +1,76 @@
+"""What a learner's link carries towards the syncer, measured where contributions are sent anyway.
+
+Several may be on their way at once and share the link, so it is the bytes of all of them that count, from the moment
+at which the first began. A fragment more on its way makes each of them slower, and the link no thinner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from atoll.core import policy
+from atoll.core.protocol import UploadMeasured
+
+LEAST_BYTES = 2**20
+"""Of a transfer that was broken off: the least that says something. The smallest fragment that is measured has about as
+much in the coarsest codec."""
+
+
+class UploadMeter:
+    """`moved`: bytes of values that went up, ever. `values`: of the largest fragment."""
+
+    def __init__(
+        self,
+        moved: Callable[[], int],
+        values: int,
+        tell: Callable[[UploadMeasured], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._moved = moved
+        self._values = values
+        self._tell = tell
+        self._clock = clock
+        self._under_way = 0
+        self._began = 0.0
+        self._moved_before = 0
+
+    @property
+    def is_telling(self) -> bool:
+        return self._values * policy.CODEC_BITS[policy.CODECS[0]] / 8 >= policy.TELLING_BYTES
+
+    @contextmanager
+    def upload(self, size: int) -> Iterator[None]:
+        """Around one contribution of so many bytes."""
+        if not self.is_telling:
+            yield
+            return
+        if not self._under_way:
+            self._begin()
+        self._under_way += 1
+        try:
+            yield
+        except asyncio.CancelledError:
+            # On a very thin link nothing ever comes to its end: a newer copy is asked for first. What sockets hold
+            # counts as carried here, which makes the link look better than it is, never worse.
+            self._end(LEAST_BYTES)
+            raise
+        except BaseException:
+            self._begin()  # a link that broke tells nothing of its rate
+            raise
+        else:
+            # What shares the end of another one's time has too few bytes of its own to be measured by.
+            self._end(size)
+        finally:
+            self._under_way -= 1
+
+    def _begin(self) -> None:
+        self._began, self._moved_before = self._clock(), self._moved()
+
+    def _end(self, least: int) -> None:
+        moved, seconds = self._moved() - self._moved_before, self._clock() - self._began
+        if moved >= least and seconds > 0:
+            self._begin()
+            self._tell(UploadMeasured(moved, seconds, self._values))
