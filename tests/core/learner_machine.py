@@ -35,6 +35,7 @@ from atoll.core.protocol import (
     StateWanted,
     StepTaken,
     Stop,
+    UploadMeasured,
     Welcome,
 )
 from atoll.core.reasons import because
@@ -256,6 +257,10 @@ class LearnerMachine(Machine):
     @rule(fragment=WILD, version=WILD)
     def a_fragment_arrives_damaged(self, fragment, version):
         self.happens(FragmentDamaged(fragment, version, "wrong digest"))
+
+    @rule(moved=WILD, seconds=st.sampled_from([0.0, 0.1, 10.0]), values=WILD)
+    def a_link_is_measured(self, moved, seconds, values):
+        self.happens(UploadMeasured(moved, seconds, values))
 
     @rule(fragment=st.integers(0, 1))
     def refused_contribution(self, fragment):

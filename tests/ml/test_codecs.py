@@ -221,6 +221,28 @@ def test_feedback_loses_nothing_in_the_long_run(coder, seed, numel, sends, refus
     assert sums_agree(Feedback(coder, numel), seed, numel, sends, refused)
 
 
+@given(seeds, sizes, st.lists(st.sampled_from(["bf16", "int8", "int4"]), min_size=1, max_size=20))
+def test_feedback_loses_nothing_where_the_codec_changes_under_way(seed, numel, names):
+    """What int4 has left out goes along with the next send, whatever that one is in."""
+    feedback = Feedback(codec("bf16"), numel)
+    given, decoded = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+    for turn, name in enumerate(names):
+        x = normal(seed + turn, numel)
+        data = feedback.encode(x, by=codec(name))
+        feedback.settle(True)
+        given += x.double()
+        decoded += codec(name).decode(data, numel).double()
+    assert torch.allclose(given - decoded, feedback.residual.double(), atol=1e-5 * len(names))
+    last = codec(names[-1])
+    assert bool((feedback.residual.abs() <= 1.02 * last.quantum(last.decode(data, numel)) + 1e-5).all())
+
+
+def test_a_codec_that_leaves_nothing_out_has_no_feedback_to_change_to():
+    for one, other in (("f32", "bf16"), ("int8", "f32")):
+        with pytest.raises(ValueError, match=f"a feedback of {one} cannot send in {other}"):
+            Feedback(codec(one), 3).encode(torch.ones(3), by=codec(other))
+
+
 class NoFeedback(Feedback):
     """A bug: every send starts from nothing."""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core import policy
-from atoll.core.protocol import Persisted, Record, VersionRecord
+from atoll.core.protocol import Persisted, Record, UploadMeasured, VersionRecord
 from atoll.core.types import RoundId
 from atoll.ml import robust
 from atoll.net import access, durable, fragment_keeper, learner_bulk, listening, pacing, part_keeper
@@ -72,6 +72,18 @@ def small_slices(directory: Path) -> None:
 def telling(directory: Path) -> None:
     """Transfers of a test are large enough to say something about a link."""
     policy.TELLING_BYTES = 2**19
+
+
+def seemingly_thin(directory: Path) -> None:
+    """A learner's link is measured, and found to carry a tenth of a MB in a second, of fragments of 8 MB."""
+    contribute = learner_bulk.LearnerBulk.contribute
+
+    async def measured(self: Any, codec: int, envelope: Any, data: Any) -> None:
+        assert self._meter is not None, "nobody wants to know"
+        self._meter._tell(UploadMeasured(100_000, 1.0, 4_000_000))
+        await contribute(self, codec, envelope, data)
+
+    learner_bulk.LearnerBulk.contribute = measured  # type: ignore[method-assign]
 
 
 def forgotten_slices(directory: Path) -> None:
@@ -229,6 +241,7 @@ PLANTS: dict[str, Callable[[Path], None]] = {
     "small-slices": small_slices,
     "forgotten-slices": forgotten_slices,
     "telling": telling,
+    "seemingly-thin": seemingly_thin,
     "wrong-update": wrong_update,
     "hurried-listener": hurried_listener,
     "held-disk": held_disk,

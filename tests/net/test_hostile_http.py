@@ -16,7 +16,9 @@ import torch
 from atoll.core.protocol import Contribution, InnerState, Leave, Ping, Pong, Pull, Ready, Refuse, Report
 from atoll.core.reasons import Reason
 from atoll.core.types import RoundId
-from atoll.net.wire import Kind, encode_message, frame_head
+from atoll.ml.codecs import codec
+from atoll.ml.settings import Numerics
+from atoll.net.wire import CODEC_NUMBERS, Kind, encode_message, frame_head
 from tests.net.runs import LIMIT_S, LearnerSpec, Run, endless
 from tests.net.stranger import Stranger
 
@@ -387,6 +389,46 @@ def test_a_contribution_with_wrong_bytes_is_refused_and_the_next_one_is_taken(ru
 
     with_stranger(run, 60, test)
     assert counted(run, code) == before + 1
+
+
+def put_in(run: Run, learner: int, name: str, said: str | None = None) -> tuple[int, dict[str, Any]]:
+    """A contribution in one codec whose head names the same or another one."""
+
+    async def test(stranger: Stranger) -> tuple[int, dict[str, Any]]:
+        pull = await trains(stranger)
+        values = codec(name).encode(torch.full((stranger.plan.numel(pull.round.fragment),), 0.001))
+        body = stranger.contribution(pull, stranger.step)  # type: ignore[attr-defined]
+        frame = stranger.frame(body, values, codec=CODEC_NUMBERS[said or name])
+        answer = await stranger.put("/v1/contribution", frame)
+        await stranger.say(Leave("done"))
+        return answer
+
+    return with_stranger(run, learner, test)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
+def test_where_learners_choose_each_of_their_codecs_is_taken(run, name):
+    assert run.settings.numerics.up == "auto"
+    assert put_in(run, 62, name) == (204, {})
+
+
+def test_and_no_other_one_nor_one_whose_size_is_not_that_of_its_name(run):
+    status, told = put_in(run, 63, "f32")
+    assert (status, told["code"]) == (400, "codec")
+    assert told["error"] == "codec 0, the run's contributions are bf16 or int8 or int4"
+    for name, said in (("int8", "bf16"), ("bf16", "int4"), ("int4", "int8")):
+        status, told = put_in(run, 63, name, said)
+        assert (status, told["code"]) == (400, "size"), (name, said, told)
+
+
+def test_where_the_run_names_a_codec_there_is_no_choice(tmp_path):
+    with Run(tmp_path, endless(), Numerics(up="int8")) as fixed:
+        fixed.joined(1)
+        assert put_in(fixed, 9, "int8") == (204, {})
+        for number, name in enumerate(("f32", "bf16", "int4")):
+            status, told = put_in(fixed, 10 + number, name)
+            assert (status, told["code"]) == (400, "codec")
+            assert told["error"].endswith("the run's contributions are int8")
 
 
 @pytest.mark.parametrize("fill", [float("nan"), float("inf"), 3e38])

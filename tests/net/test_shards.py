@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
-from atoll.core.protocol import MergeRound, Persisted, ShardBack, ShardLost
+from atoll.core.protocol import CopyFragment, MergeRound, Persisted, Say, ShardBack, ShardLost
+from atoll.core.reasons import Reason
 from atoll.core.types import SYNCER
 from atoll.net.addresses import place
 from atoll.net.shard_serving import serve_shard
 from atoll.tape_files import RunTapes
-from tests.net.runs import Run, endless
+from tests.net.runs import LearnerSpec, Run, endless
+from tests.net.tapes_of_runs import entries
 
 
 def syncer_entries(run: Run) -> list[Any]:
@@ -31,6 +33,36 @@ def test_a_run_with_shards_is_a_run(tmp_path):
         held = sorted(int(folder.name) for folder in (tmp_path / "shards" / "0" / "store" / "fragments").iterdir())
         assert held == [0, 2]
         run.assert_clean()
+
+
+@pytest.mark.parametrize("shards", [0, 2])
+def test_one_learner_changes_its_codec_and_all_hold_the_same_values(tmp_path, shards):
+    """In slices too, where a fragment is large enough; the other one stays as it was."""
+    with Run(tmp_path, endless(fragments=2), shards=shards) as run:
+        far = run.start(LearnerSpec(1, "tall", planted="seemingly-thin small-slices"))
+        near = run.start(LearnerSpec(2, "tall"))
+        far.hear("joined")
+        near.hear("joined")
+        run.go(far, near)
+
+        def changed(status: Any) -> bool:
+            return "int4" in codecs_of(run, 1)[:-8]
+
+        run.until(changed, "contributions go in another codec")
+        run.end()
+        run.assert_same(run.finish(far, near), 1, 2)
+        assert set(codecs_of(run, 1)) == {None, "int4"}
+        assert set(codecs_of(run, 2)) == {None}
+        assert [str(reason) for reason in said_by(run, 1) if reason.code == "codec-coarser"] != []
+        run.assert_clean()
+
+
+def codecs_of(run: Run, learner: int) -> list[str | None]:
+    return [e.codec for entry in entries(run, learner) for e in entry.effects if type(e) is CopyFragment]
+
+
+def said_by(run: Run, learner: int) -> list[Reason]:
+    return [e.reason for entry in entries(run, learner) for e in entry.effects if type(e) is Say]
 
 
 def where(run: Run) -> list[str | None]:

@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.chaos.relay import relay_to
-from atoll.core.protocol import Pull
+from atoll.core.protocol import Pull, StreamsChanged
 from atoll.core.types import RoundId
 from atoll.ml.settings import Numerics
 from atoll.net.arrivals import MOST_PER_LEARNER, ArrivalKey, Arrivals
 from atoll.net.byte_buffers import ByteBuffers
 from atoll.net.memory_gate import MemoryGate
-from atoll.net.pacing import BURST_S, MOST_STREAMS, PATIENCE, Direction, Pace, Streams
+from atoll.net.pacing import BURST_S, MOST_STREAMS, PATIENCE, Direction, Pace, Streams, check_streams
 from atoll.net.rates import rate_of
 from atoll.net.spans import Spans
-from atoll.net.wire import Kind, SliceHeader, frame_head
+from atoll.net.wire import Kind, SliceHeader, WireError, frame_head
 from tests.net.runs import LearnerSpec, Run, endless
 from tests.net.stranger import Stranger
 
@@ -128,6 +128,36 @@ def test_a_link_that_becomes_short_loses_its_streams():
     assert streams.width <= 2
 
 
+def test_a_change_is_told_when_it_is_kept_with_what_was_carried():
+    streams = Streams("down")
+    told: list[StreamsChanged] = []
+    streams.on_change = told.append
+    for _ in range(50):
+        streams.note(10**8, 10**8 / min(10e6 * streams.width, 20e6))
+    assert told == [StreamsChanged("down", 1, 2, 10e6, 20e6)], "what was only tried is not told"
+    for _ in range(100):
+        streams.note(10**8, 10.0)
+    assert told[1:] == [StreamsChanged("down", 2, 1, 10e6, 10e6)]
+
+
+@pytest.mark.parametrize("width", [1, 3, 16])
+def test_who_wants_so_many_streams_gets_them_whatever_they_carry(width):
+    streams = Streams("up", width)
+    told: list[StreamsChanged] = []
+    streams.on_change = told.append
+    for _ in range(100):
+        streams.note(10**8, 10**8 / (10e6 * streams.width))
+        assert streams.width == width
+    assert told == []
+    assert streams.bytes_per_s == 10e6 * width
+
+
+@pytest.mark.parametrize("wanted", [0, 17, -1, 2.0, True, "4"])
+def test_what_is_no_number_of_streams_is_refused(wanted):
+    with pytest.raises(ValueError, match="give a number of connections from 1 to 16"):
+        check_streams(wanted)
+
+
 def test_small_transfers_say_nothing():
     streams = Streams("up")
     for _ in range(100):
@@ -179,6 +209,25 @@ def in_loop(scene: Any) -> Any:
         return scene()
 
     return asyncio.run(run())
+
+
+def test_a_contribution_has_one_size(arrivals):
+    """A second one, in another codec, would be written beyond the memory of the first."""
+
+    def scene() -> None:
+        bring(arrivals, key(), 0, 10, 20)
+        for size in (10, 40):
+            for ask in (
+                lambda size=size: arrivals.claim(key(), 5, size, size),
+                lambda size=size: arrivals.missing(key(), size),
+                lambda size=size: arrivals.take(key(), size),
+            ):
+                with pytest.raises(WireError, match=f"{size} bytes of a contribution that was begun with 20"):
+                    ask()
+        assert arrivals.missing(key(), 20) == [(10, 20)]
+        arrivals.close()
+
+    in_loop(scene)
 
 
 @pytest.mark.parametrize("size", [80, 200], ids=["in memory", "in a file"])

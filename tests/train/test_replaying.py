@@ -11,6 +11,7 @@ import pytest
 
 from atoll.chaos.facts import read_facts
 from atoll.cli import main
+from atoll.core.protocol import CopyFragment
 from atoll.tape_files import RunTapes
 from atoll.train import replaying
 from atoll.train.executor import Execution
@@ -124,3 +125,24 @@ def test_a_run_that_was_stopped_and_resumed_on_fewer_islands_replays(text, tmp_p
     resume_job(run, silent_view()[0], learners=2)
     assert main(["replay", str(run)]) == 0
     assert "the same to the last bit" in capsys.readouterr().out
+
+
+def test_a_run_whose_codec_changed_on_a_thin_link_ends_with_the_same_bits(text, tmp_path, capsys):
+    """A fragment of 5 MB in bf16 over 5 MB/s takes longer than its few short steps."""
+    run = tmp_path / "run"
+    settings = small_settings(
+        text, model="5m", fragments=2, tokens=2 * 2 * 16 * 130, step_time_s=0.05, max_rate="5MB/s", snapshot_every=0
+    )
+    assert settings.numerics.up == "auto"
+    start_job(settings, run, silent_view()[0], corpus_of(settings))
+    copies = [
+        effect.codec for entry in RunTapes(run).merged() for effect in entry.effects if type(effect) is CopyFragment
+    ]
+    assert None in copies
+    assert set(copies) & {"int8", "int4"}, "the codec was never changed"
+    assert main(["replay", str(run), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["difference"] is None
+    assert told["training"]["same"] is True
+    assert main(["story", str(run), "--learner", "1"]) == 0
+    assert " from here on, not in bf16: at " in capsys.readouterr().out

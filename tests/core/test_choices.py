@@ -1,0 +1,179 @@
+"""What a learner chooses by itself: the codec of its contributions, from what its link was measured to carry."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.core.policy import CODEC_BITS, CODEC_LEAST_S, CODEC_ROOM, CODEC_SAMPLES, CODECS, TELLING_BYTES, codec_for
+from atoll.core.protocol import Contribution, CopyFragment, Pull, Say, StreamsChanged, UploadMeasured
+from atoll.core.reasons import Reason
+from atoll.core.types import RoundId, RunConfig
+from atoll.sim.bandwidth import WIRE_BITS
+from tests.core.conversation import LearnerTalk
+
+CONFIG = RunConfig(fragments=4, every_steps=8, overlap_steps=2)  # a fragment has two steps
+LARGE = 4_000_000  # values: 8 MB in bf16
+
+rates = st.floats(3, 10).map(lambda power: 10.0**power)
+codecs = st.sampled_from(CODECS)
+sizes = st.integers(TELLING_BYTES // 2, 10**9)
+steps_s = st.floats(-5, 3).map(lambda power: 10.0**power)
+
+
+def coarseness(codec: str) -> int:
+    return CODECS.index(codec)
+
+
+def chosen(now: str, rate: float, values: int = LARGE, step_s: float = 1.0, config: RunConfig = CONFIG) -> str:
+    return codec_for(config, now, (rate,) * CODEC_SAMPLES, values, step_s).codec
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The choice
+
+
+@given(codecs, rates, rates, sizes, steps_s)
+def test_a_faster_link_never_gets_a_coarser_codec(now, one, other, values, step_s):
+    slow, fast = sorted((one, other))
+    assert coarseness(chosen(now, fast, values, step_s)) <= coarseness(chosen(now, slow, values, step_s))
+
+
+@given(codecs, rates, sizes, sizes, steps_s)
+def test_a_larger_fragment_never_gets_a_finer_codec(now, rate, one, other, step_s):
+    small, large = sorted((one, other))
+    assert coarseness(chosen(now, rate, small, step_s)) <= coarseness(chosen(now, rate, large, step_s))
+
+
+@given(codecs, rates, sizes, steps_s)
+def test_what_was_chosen_stays_at_the_same_rate(now, rate, values, step_s):
+    found = chosen(now, rate, values, step_s)
+    assert chosen(found, rate, values, step_s) == found
+
+
+@given(codecs, rates, sizes, steps_s, st.lists(st.floats(CODEC_ROOM + 0.01, 1.0), max_size=20))
+def test_a_link_that_is_now_a_little_slower_and_now_a_little_faster_does_not_go_to_and_fro(
+    now, rate, values, step_s, factors
+):
+    ways = set()
+    for factor in factors:
+        found = chosen(now, rate * factor, values, step_s)
+        ways.add(coarseness(found) - coarseness(now) > 0 if found != now else None)
+        now = found
+    assert not {True, False} <= ways
+
+
+@given(codecs, rates, sizes, steps_s)
+def test_no_codec_is_coarser_than_it_has_to_be(now, rate, values, step_s):
+    found = chosen(now, rate, values, step_s)
+    if coarseness(found) > coarseness(now):
+        finer = CODECS[coarseness(found) - 1]
+        assert values * CODEC_BITS[finer] / 8 / rate > max(2 * step_s, CODEC_LEAST_S)
+
+
+@pytest.mark.parametrize(
+    ("rate", "expected"),
+    [(1e9, "bf16"), (4.1e6, "bf16"), (3.9e6, "int8"), (2.1e6, "int8"), (1.9e6, "int4"), (1.0, "int4")],
+)
+def test_a_fragment_has_to_be_through_in_its_two_steps(rate, expected):
+    assert chosen("bf16", rate) == expected
+
+
+@pytest.mark.parametrize(
+    ("rate", "expected"),
+    [(1.0, "int4"), (2.8e6, "int4"), (3.0e6, "int8"), (5.6e6, "int8"), (5.8e6, "bf16"), (1e9, "bf16")],
+)
+def test_and_a_link_that_gets_faster_gets_its_codec_back_with_room_to_spare(rate, expected):
+    assert chosen("int4", rate) == expected
+
+
+def test_many_fragments_leave_each_of_them_less_time():
+    many = RunConfig(fragments=16, every_steps=8, overlap_steps=2)  # one every half step
+    assert chosen("bf16", 9e6) == "bf16"
+    assert chosen("bf16", 9e6, config=many) == "int8"
+
+
+@given(codecs, rates, steps_s)
+def test_what_is_small_stays_as_it_is(now, rate, step_s):
+    assert chosen(now, rate, TELLING_BYTES // 2 - 1, step_s) == now
+
+
+@given(codecs, st.lists(rates, max_size=CODEC_SAMPLES - 1), sizes, steps_s)
+def test_what_is_not_measured_stays_as_it_is(now, few, values, step_s):
+    assert codec_for(CONFIG, now, few, values, step_s) == (now, None)
+    assert codec_for(CONFIG, now, (1.0,) * CODEC_SAMPLES, values, 0.0) == (now, None)
+
+
+def test_steps_of_milliseconds_do_not_make_a_link_thin():
+    """8 MB in a fifth of a second: as long as forty of these steps, and in nobody's way."""
+    assert chosen("bf16", 40e6, step_s=0.005) == "bf16"
+    assert chosen("bf16", 20e6, step_s=0.005) == "int8"
+
+
+@given(st.permutations([1e5, 2e5, 1e8]))
+def test_a_machine_that_was_busy_twice_is_no_thin_link(seen):
+    assert codec_for(CONFIG, "bf16", seen, LARGE, 1.0).codec == "bf16"
+
+
+def test_bits_are_those_of_the_plan():
+    assert {codec: WIRE_BITS[codec] for codec in CODECS} == CODEC_BITS
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The learner
+
+
+def measures(talk: LearnerTalk, at: float, rate: float, times: int = CODEC_SAMPLES) -> list[Say]:
+    said: list[Say] = []
+    for number in range(times):
+        talk.tell(at + number / 100, UploadMeasured(round(rate), 1.0, LARGE))
+        said += talk.of(Say)
+    return said
+
+
+def test_the_next_copy_travels_in_what_was_chosen_and_one_that_is_made_stays_as_it_is():
+    talk = LearnerTalk(CONFIG).trains()
+    first, second = RoundId(0, 0, 1, 1), RoundId(1, 0, 1, 1)
+    talk.hears(0.5, Pull(first))
+    talk.steps(1.0)
+    assert talk.one(CopyFragment) == CopyFragment(first, 1, None)
+    (said,) = measures(talk, 1.1, 3e6)
+    assert said == Say(("learner", 1), Reason("codec-coarser", ("int8", "bf16", 3.0, LARGE * 2 / 3e6, 2.0)))
+    assert str(said.reason) == (
+        "contributions go in int8 from here on, not in bf16: at 3 MB/s a fragment takes 2.67 s in bf16, and has 2 s"
+    )
+    talk.hears(1.5, Pull(first))
+    assert [body.round for _, body in talk.bodies(Contribution)] == [first], "the same bytes once more"
+    assert talk.of(CopyFragment) == []
+    talk.hears(1.6, Pull(second))
+    talk.steps(2.0)
+    assert talk.one(CopyFragment) == CopyFragment(second, 2, "int8")
+
+
+def test_after_a_choice_it_measures_anew_and_says_when_it_goes_back():
+    talk = LearnerTalk(CONFIG).trains()
+    talk.steps(1.0)
+    assert len(measures(talk, 1.1, 1e6)) == 1
+    assert talk.core.codec == "int4"
+    assert measures(talk, 1.2, 1e9, CODEC_SAMPLES - 1) == []
+    (said,) = measures(talk, 1.3, 1e9, 1)
+    assert (said.reason.code, said.reason.args[:2]) == ("codec-finer", ("bf16", "int4"))
+    assert talk.core.codec == "bf16"
+
+
+def test_one_that_does_not_train_chooses_nothing():
+    talk = LearnerTalk(CONFIG)
+    assert measures(talk, 0.1, 1.0) == []
+    assert talk.core.codec is None
+
+
+def test_a_change_of_streams_is_said_with_what_they_carried():
+    talk = LearnerTalk(CONFIG).trains()
+    talk.tell(1.0, StreamsChanged("up", 1, 2, 10e6, 19e6))
+    more = talk.one(Say)
+    assert str(more.reason) == "values go up over 2 connections from here on, not 1: 19 MB/s where 1 carried 10"
+    talk.tell(2.0, StreamsChanged("down", 4, 2, 50e6, 49e6))
+    fewer = talk.one(Say)
+    assert str(fewer.reason) == "values go down over 2 connections from here on, not 4: 49 MB/s, 4 carried 50"
+    assert talk.core.said == {**talk.core.said, "streams-more": 1, "streams-fewer": 1}
