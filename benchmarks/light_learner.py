@@ -40,8 +40,8 @@ from atoll.core.protocol import (
     TimerFired,
 )
 from atoll.core.types import FragmentId
-from atoll.ml.codecs import codec
 from atoll.ml.plan import FragmentPlan, TensorInfo, make_plan
+from atoll.net.door import fragment_sizes
 from atoll.net.learner_bulk import LearnerBulk
 from atoll.net.learner_link import LearnerLink, Refusal
 from atoll.net.run_settings import RunSettings
@@ -180,8 +180,7 @@ class LightLearner:
         await self.bulk.contribute(number, envelope, self._payload)
 
     async def fetch(self, p: FragmentId, version: int, base: int | None) -> None:
-        down, numel = codec(self._settings.numerics.down), self._plan.numel(p)
-        sizes = {CODEC_NUMBERS[down.name]: down.size(numel), -1: 4 * numel}
+        sizes = fragment_sizes(self._plan.numel(p), self._settings.numerics.downs)
         self.bulk.give_back(await self.bulk.fetch(p, version, base, sizes))
 
     async def _put(self, envelope: Envelope) -> None:

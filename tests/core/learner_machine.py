@@ -19,6 +19,7 @@ from atoll.core.protocol import (
     Lease,
     LeaveWanted,
     LinkClosed,
+    LinkMeasured,
     LinkOpened,
     Marker,
     MessageArrived,
@@ -35,7 +36,6 @@ from atoll.core.protocol import (
     StateWanted,
     StepTaken,
     Stop,
-    UploadMeasured,
     Welcome,
 )
 from atoll.core.reasons import because
@@ -258,9 +258,9 @@ class LearnerMachine(Machine):
     def a_fragment_arrives_damaged(self, fragment, version):
         self.happens(FragmentDamaged(fragment, version, "wrong digest"))
 
-    @rule(moved=WILD, seconds=st.sampled_from([0.0, 0.1, 10.0]), values=WILD)
-    def a_link_is_measured(self, moved, seconds, values):
-        self.happens(UploadMeasured(moved, seconds, values))
+    @rule(way=st.sampled_from(["up", "down"]), moved=WILD, seconds=st.sampled_from([0.0, 0.1, 10.0]), values=WILD)
+    def a_link_is_measured(self, way, moved, seconds, values):
+        self.happens(LinkMeasured(way, moved, seconds, values))
 
     @rule(fragment=st.integers(0, 1))
     def refused_contribution(self, fragment):

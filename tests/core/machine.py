@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from atoll.core.protocol import (
     Contribution,
     Delivered,
+    FetchTime,
     FinishAck,
     InnerState,
     Ping,
@@ -49,6 +50,7 @@ NONSENSE = st.one_of(
     st.builds(InnerState, LEARNERS, WILD, WILD, WILD, st.tuples(WILD)),
     st.builds(StateRequest, st.tuples(WILD)),
     st.builds(Ready, st.just(because("moments-kept"))),
+    st.builds(FetchTime, st.sampled_from([-1.0, 0.0, 1e-3, 1e9, math.nan, math.inf])),
     st.builds(FinishAck, WILD),
     st.builds(Ping, WILD),
 )

@@ -6,12 +6,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.core.policy import CODEC_BITS, CODEC_LEAST_S, CODEC_ROOM, CODEC_SAMPLES, CODECS, TELLING_BYTES, codec_for
-from atoll.core.protocol import Contribution, CopyFragment, Pull, Say, StreamsChanged, UploadMeasured
+from atoll.core.policy import (
+    CODEC_BITS,
+    CODEC_LEAST_S,
+    CODEC_ROOM,
+    CODEC_SAMPLES,
+    CODECS,
+    TELLING_BYTES,
+    codec_for,
+    down_codec_for,
+)
+from atoll.core.protocol import (
+    Contribution,
+    CopyFragment,
+    FetchTime,
+    LinkMeasured,
+    MergeRound,
+    Pull,
+    Say,
+    StreamsChanged,
+)
 from atoll.core.reasons import Reason
 from atoll.core.types import RoundId, RunConfig
 from atoll.sim.bandwidth import WIRE_BITS
-from tests.core.conversation import LearnerTalk
+from tests.core.conversation import LearnerTalk, SyncerTalk
 
 CONFIG = RunConfig(fragments=4, every_steps=8, overlap_steps=2)  # a fragment has two steps
 LARGE = 4_000_000  # values: 8 MB in bf16
@@ -127,7 +145,7 @@ def test_bits_are_those_of_the_plan():
 def measures(talk: LearnerTalk, at: float, rate: float, times: int = CODEC_SAMPLES) -> list[Say]:
     said: list[Say] = []
     for number in range(times):
-        talk.tell(at + number / 100, UploadMeasured(round(rate), 1.0, LARGE))
+        talk.tell(at + number / 100, LinkMeasured("up", round(rate), 1.0, LARGE))
         said += talk.of(Say)
     return said
 
@@ -166,6 +184,66 @@ def test_one_that_does_not_train_chooses_nothing():
     talk = LearnerTalk(CONFIG)
     assert measures(talk, 0.1, 1.0) == []
     assert talk.core.codec is None
+
+
+def test_what_comes_down_is_told_to_the_syncer_from_the_third_measurement_on():
+    talk = LearnerTalk(CONFIG).trains()
+    for rate, expected in ((1e6, []), (2e6, []), (1e6, [4.0]), (1e6, [4.0]), (1e6, [8.0])):
+        talk.tell(1.0, LinkMeasured("down", round(rate), 1.0, LARGE))
+        assert [body.seconds for _, body in talk.bodies(FetchTime)] == expected
+    talk.tell(2.0, LinkMeasured("down", 1000, 1.0, 1000))
+    assert talk.bodies(FetchTime) == [], "small fragments say nothing"
+    assert talk.core.codec is None, "what comes down does not change what goes up"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The syncer
+
+
+@given(codecs, st.lists(st.floats(0, 1e6), min_size=1, max_size=9), st.floats(0, 1e9), steps_s)
+def test_a_minority_does_not_make_updates_coarser(now, honest, wild, step_s):
+    """However thin the others say that their links are."""
+    alone = down_codec_for(CONFIG, now, honest, step_s).codec
+    slowest = down_codec_for(CONFIG, now, [max(honest)], step_s).codec
+    with_others = down_codec_for(CONFIG, now, honest + [wild] * (len(honest) - 1), step_s).codec
+    assert coarseness(with_others) <= max(coarseness(slowest), coarseness(alone))
+
+
+def test_updates_go_in_what_the_link_in_the_middle_carries():
+    talk = SyncerTalk(RunConfig(fragments=1, every_steps=1, overlap_steps=2, grace_margin=0.0))
+    voices = [talk.joined(learner) for learner in (1, 2, 3)]
+
+    def merged(at: float, step: int) -> MergeRound:
+        for voice in voices:
+            voice.reports(at, step)
+        for voice in voices:
+            voice.contributes(at + 0.1)
+            if talk.of(MergeRound):
+                break
+        sealed = talk.one(MergeRound)
+        told.extend(talk.of(Say))
+        talk.merges_and_persists(at + 0.2)
+        for voice in voices:
+            voice.acknowledges(at + 0.3)
+        return sealed
+
+    told: list[Say] = []
+    assert merged(1.0, 1).codec is None
+    voices[0].says(1.5, FetchTime(1e9))
+    for wrong in (float("nan"), float("inf"), -1.0, 0.0):
+        voices[1].says(1.5, FetchTime(wrong))
+    assert merged(2.0, 2).codec is None, "one of three"
+    voices[1].says(2.5, FetchTime(1.9))
+    assert merged(3.0, 3).codec == "int8"
+    voices[1].says(3.5, FetchTime(3.0))
+    assert merged(4.0, 4).codec == "int4"
+    voices[1].says(4.5, FetchTime(0.1))
+    assert merged(5.0, 5).codec == "bf16"
+    codes = [say.reason.code for say in told if say.subject == ("run", 0)]
+    assert codes == ["versions-coarser", "versions-coarser", "versions-finer"]
+    assert "updates go in int8 from here on, not in bf16: to the learner in the middle a fragment takes 1.9 s" in str(
+        told[0].reason
+    )
 
 
 def test_a_change_of_streams_is_said_with_what_they_carried():

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.core import policy
-from atoll.core.protocol import Persisted, Record, UploadMeasured, VersionRecord
+from atoll.core.protocol import LinkMeasured, Persisted, Record, VersionRecord
 from atoll.core.types import RoundId
 from atoll.ml import robust
 from atoll.net import access, durable, fragment_keeper, learner_bulk, listening, pacing, part_keeper
@@ -44,8 +44,8 @@ def wrong_update(directory: Path) -> None:
     """Every third update of a fragment leads to another value than the one that was published, on sound frames."""
 
     class Wrong(HeldFragment):
-        def merge(self, round_id: RoundId, contributions: int) -> None:
-            super().merge(round_id, contributions)
+        def merge(self, round_id: RoundId, contributions: int, down: str | None = None) -> None:
+            super().merge(round_id, contributions, down)
             assert self.next is not None
             assert self.next.update is not None
             if self.next.version % 3 == 0:
@@ -79,8 +79,8 @@ def seemingly_thin(directory: Path) -> None:
     contribute = learner_bulk.LearnerBulk.contribute
 
     async def measured(self: Any, codec: int, envelope: Any, data: Any) -> None:
-        assert self._meter is not None, "nobody wants to know"
-        self._meter._tell(UploadMeasured(100_000, 1.0, 4_000_000))
+        for meter in self._meters.values():
+            meter._tell(LinkMeasured(meter._direction.way, 100_000, 1.0, 4_000_000))
         await contribute(self, codec, envelope, data)
 
     learner_bulk.LearnerBulk.contribute = measured  # type: ignore[method-assign]

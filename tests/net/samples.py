@@ -62,6 +62,7 @@ MESSAGES: tuple[Message, ...] = (
     _said_by("learner", p.Leave("größer als 2³¹ 🌊"), "learner: Leave, with characters beyond ASCII"),
     _said_by("learner", p.LeaseRequest(8, 4032)),
     _said_by("learner", p.Held(2, False)),
+    _said_by("learner", p.FetchTime(2.5)),
     _said_by("learner", p.FinishAck(72)),
     _said_by("learner", p.Ping(8)),
     _said_by("syncer", p.Welcome((12, 12, 11), 0.25, 0.125)),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from atoll.core.protocol import Contribution, InnerState, Leave, Ping, Pong, Pull, Ready, Refuse, Report
+from atoll.core.protocol import Contribution, FetchTime, InnerState, Leave, Ping, Pong, Pull, Ready, Refuse, Report
 from atoll.core.reasons import Reason
 from atoll.core.types import RoundId
 from atoll.ml.codecs import codec
@@ -421,10 +421,19 @@ def test_and_no_other_one_nor_one_whose_size_is_not_that_of_its_name(run):
         assert (status, told["code"]) == (400, "size"), (name, said, told)
 
 
+async def says_how_long_it_fetches(stranger: Stranger) -> tuple[int, str]:
+    """Asked for by nobody where the run names the codec of updates, and never more than its word where it does not."""
+    await stranger.join()
+    await stranger.say(FetchTime(1e6))
+    await stranger.say(Leave("done"))
+    return await stranger.closed()
+
+
 def test_where_the_run_names_a_codec_there_is_no_choice(tmp_path):
-    with Run(tmp_path, endless(), Numerics(up="int8")) as fixed:
+    with Run(tmp_path, endless(), Numerics(up="int8", down="int8")) as fixed:
         fixed.joined(1)
         assert put_in(fixed, 9, "int8") == (204, {})
+        assert with_stranger(fixed, 8, says_how_long_it_fetches)[0] == 1008
         for number, name in enumerate(("f32", "bf16", "int4")):
             status, told = put_in(fixed, 10 + number, name)
             assert (status, told["code"]) == (400, "codec")

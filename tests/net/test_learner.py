@@ -478,7 +478,7 @@ def copied_and_forgotten() -> None:
     meantime its buffer must not become the one into which the background decodes."""
     model = nn.Linear(4, 4)
     view = ModelView(model, make_plan(tensors_of(model), 1, "balanced"))
-    fragment = FragmentTensors(view, 0, codec("f32"), codec("f32"))
+    fragment = FragmentTensors(view, 0, codec("f32"))
     fragment.arrived(0, fragment.decode_whole(torch.zeros(4 * 20, dtype=torch.uint8)))
     fragment.release(*fragment.will_adopt(False))
     copied = fragment.will_copy(RoundId(0, 0, 1, 1))

@@ -36,28 +36,35 @@ def test_a_run_with_shards_is_a_run(tmp_path):
 
 
 @pytest.mark.parametrize("shards", [0, 2])
-def test_one_learner_changes_its_codec_and_all_hold_the_same_values(tmp_path, shards):
-    """In slices too, where a fragment is large enough; the other one stays as it was."""
+@pytest.mark.parametrize("thin", [1, 2])
+def test_codecs_change_under_way_and_all_hold_the_same_values(tmp_path, shards, thin):
+    """Up, of who has a thin link alone. Down, for all, where the one in the middle has: of two, both."""
     with Run(tmp_path, endless(fragments=2), shards=shards) as run:
-        far = run.start(LearnerSpec(1, "tall", planted="seemingly-thin small-slices"))
-        near = run.start(LearnerSpec(2, "tall"))
-        far.hear("joined")
-        near.hear("joined")
-        run.go(far, near)
+        plants = ["seemingly-thin small-slices", "seemingly-thin" if thin == 2 else ""]
+        learners = [run.start(LearnerSpec(i + 1, "tall", planted=plant)) for i, plant in enumerate(plants)]
+        for learner in learners:
+            learner.hear("joined")
+        run.go(*learners)
 
         def changed(status: Any) -> bool:
-            return "int4" in codecs_of(run, 1)[:-8]
+            return "int4" in codecs_up(run, 1)[:-8] and (thin == 1 or "int4" in codecs_down(run)[:-8])
 
-        run.until(changed, "contributions go in another codec")
+        run.until(changed, "values go in another codec")
         run.end()
-        run.assert_same(run.finish(far, near), 1, 2)
-        assert set(codecs_of(run, 1)) == {None, "int4"}
-        assert set(codecs_of(run, 2)) == {None}
-        assert [str(reason) for reason in said_by(run, 1) if reason.code == "codec-coarser"] != []
+        run.assert_same(run.finish(*learners), 1, 2)
+        assert set(codecs_up(run, 1)) == {None, "int4"}
+        assert set(codecs_up(run, 2)) == ({None} if thin == 1 else {None, "int4"})
+        assert set(codecs_down(run)) == ({None} if thin == 1 else {None, "int4"})
+        assert [reason.code for reason in said_by(run, 1)].count("codec-coarser") == 1
+        assert [reason.code for reason in said_by(run, SYNCER)].count("versions-coarser") == thin - 1
         run.assert_clean()
 
 
-def codecs_of(run: Run, learner: int) -> list[str | None]:
+def codecs_down(run: Run) -> list[str | None]:
+    return [e.codec for entry in syncer_entries(run) for e in entry.effects if type(e) is MergeRound]
+
+
+def codecs_up(run: Run, learner: int) -> list[str | None]:
     return [e.codec for entry in entries(run, learner) for e in entry.effects if type(e) is CopyFragment]
 
 

@@ -105,7 +105,7 @@ def test_a_step_that_was_lost_with_a_shard_leaves_no_trace(before):
 
     def merged(rounds: list[int], lost: int | None) -> str:
         states = [FragmentState(v, {}, v.clone()) for v in initial_values(tiny.new_model(), plan)]
-        tensors = SyncerTensors(plan, INT8, states, codec("int8"))
+        tensors = SyncerTensors(plan, INT8, states)
         version = 0
         for place in rounds:
             round_id = RoundId(0, version, 1, place + 1)

@@ -155,8 +155,8 @@ class BlendsTheOtherWay(Execution):
 class TakesThePreciseValue(Execution):
     """The second learner holds a value that is off by one bit: that of the syncer, say, before it was rounded."""
 
-    def rebuild(self, learner: LearnerTensors, held: Tensor, update: Tensor) -> Tensor:
-        value = super().rebuild(learner, held, update)
+    def rebuild(self, learner: LearnerTensors, held: Tensor, update: Tensor, down: Codec) -> Tensor:
+        value = super().rebuild(learner, held, update, down)
         return torch.nextafter(value, value + 1) if learner.actor.learner == 2 else value
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from atoll.chaos.facts import read_facts
 from atoll.cli import main
-from atoll.core.protocol import CopyFragment
+from atoll.core.protocol import CopyFragment, MergeRound
 from atoll.tape_files import RunTapes
 from atoll.train import replaying
 from atoll.train.executor import Execution
@@ -133,16 +133,22 @@ def test_a_run_whose_codec_changed_on_a_thin_link_ends_with_the_same_bits(text, 
     settings = small_settings(
         text, model="5m", fragments=2, tokens=2 * 2 * 16 * 130, step_time_s=0.05, max_rate="5MB/s", snapshot_every=0
     )
-    assert settings.numerics.up == "auto"
+    assert settings.numerics.up == settings.numerics.down == "auto"
     start_job(settings, run, silent_view()[0], corpus_of(settings))
     copies = [
         effect.codec for entry in RunTapes(run).merged() for effect in entry.effects if type(effect) is CopyFragment
     ]
-    assert None in copies
-    assert set(copies) & {"int8", "int4"}, "the codec was never changed"
+    merges = [
+        effect.codec for entry in RunTapes(run).merged() for effect in entry.effects if type(effect) is MergeRound
+    ]
+    for codecs in (copies, merges):
+        assert None in codecs
+        assert set(codecs) & {"int8", "int4"}, "the codec was never changed"
     assert main(["replay", str(run), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["difference"] is None
     assert told["training"]["same"] is True
     assert main(["story", str(run), "--learner", "1"]) == 0
     assert " from here on, not in bf16: at " in capsys.readouterr().out
+    assert main(["story", str(run)]) == 0
+    assert " from here on, not in bf16: to the learner in the middle " in capsys.readouterr().out

@@ -227,7 +227,7 @@ Down = Annotated[
     typer.Option(
         "--down",
         metavar="CODEC",
-        help="How updates travel back: f32, bf16, int8 or int4. [default: bf16]",
+        help="How updates travel back, the same; auto: by the link of the learner in the middle. [default: auto]",
     ),
 ]
 MaxRate = Annotated[

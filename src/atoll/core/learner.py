@@ -25,6 +25,7 @@ from atoll.core.protocol import (
     Leave,
     LeaveWanted,
     LinkClosed,
+    LinkMeasured,
     LinkOpened,
     Marker,
     MessageArrived,
@@ -46,7 +47,6 @@ from atoll.core.protocol import (
     Stop,
     StreamsChanged,
     TimerFired,
-    UploadMeasured,
     Welcome,
 )
 from atoll.core.reasons import Reason
@@ -327,7 +327,7 @@ _EVENTS: Table = (
     (DialFailed, "_on_dial_failed"),
     (StepTaken, "_on_step"),
     (FragmentDamaged, "_on_damaged"),
-    (UploadMeasured, "_on_upload_measured"),
+    (LinkMeasured, "_on_link_measured"),
     (StreamsChanged, "_on_streams_changed"),
     (SnapshotSaved, "_on_snapshot_saved"),
     (SnapshotSaveFailed, "_on_snapshot_save_failed"),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from atoll.core.learner_leases import LearnerLeases
 from atoll.core.learner_state import Copy
-from atoll.core.policy import CODEC_SAMPLES, CODECS, codec_for
+from atoll.core.policy import CODEC_SAMPLES, CODECS, codec_for, fragment_s
 from atoll.core.protocol import (
     AdoptFragment,
     Contribution,
     CopyFragment,
     Envelope,
+    FetchTime,
+    LinkMeasured,
     Marker,
     Pull,
     RefuseContribution,
@@ -18,7 +20,6 @@ from atoll.core.protocol import (
     SnapshotSaved,
     SnapshotSaveFailed,
     StreamsChanged,
-    UploadMeasured,
 )
 from atoll.core.tables import Link, Mode
 from atoll.core.types import FragmentId, RoundId
@@ -109,13 +110,20 @@ class LearnerRounds(LearnerLeases):
 
     # ---------------------------------------------------------------------------------------------------- choices
 
-    def _on_upload_measured(self, now: float, event: UploadMeasured) -> None:
-        """The next copies travel in what is chosen here. A copy that is made stays as it is: bytes of it are there."""
+    def _on_link_measured(self, now: float, event: LinkMeasured) -> None:
+        """Up, the next copies travel in what is chosen here; one that is made stays as it is: bytes of it are there.
+        Down, the syncer chooses, for all."""
         if self.mode is not Mode.TRAINING or not (event.moved_bytes > 0 and event.seconds > 0):
             return
-        before = self.codec or CODECS[0]
-        self.up_rates = (*self.up_rates, event.moved_bytes / event.seconds)[-CODEC_SAMPLES:]
-        chosen = codec_for(self.config, before, self.up_rates, event.values, self.step_time.mean)
+        rate = event.moved_bytes / event.seconds
+        if event.way == "down":
+            self.down_rates = (*self.down_rates, rate)[-CODEC_SAMPLES:]
+            fetch_s = fragment_s(self.down_rates, event.values)
+            if fetch_s and self.link is Link.UP:
+                self._send(FetchTime(fetch_s))
+            return
+        self.up_rates = (*self.up_rates, rate)[-CODEC_SAMPLES:]
+        chosen = codec_for(self.config, self.codec or CODECS[0], self.up_rates, event.values, self.step_time.mean)
         if chosen.reason is not None:
             self.codec = chosen.codec
             self.up_rates = ()  # what comes next is another load

@@ -64,6 +64,7 @@ class LearnerState:
         self.copies: dict[FragmentId, Copy] = {}  # answered, and not known to be merged or refused for good
         self.codec: str | None = None  # that was chosen for contributions; None: the one that they begin with
         self.up_rates: tuple[float, ...] = ()  # bytes per second, since it was chosen; the newest few
+        self.down_rates: tuple[float, ...] = ()  # the same of the way down; the newest few
         self.step_time = Estimate()
         self.cut_due = 0  # snapshot to save at the next step boundary
         self.part: SnapshotPart | None = None  # saved or being saved

@@ -112,6 +112,13 @@ class Held(NamedTuple):
     paused: bool
 
 
+class FetchTime(NamedTuple):
+    """By what my link carries down, the largest fragment takes so long in bf16. Only where the run lets the syncer
+    choose what updates travel in."""
+
+    seconds: float
+
+
 class FinishAck(NamedTuple):
     merges: int
 
@@ -229,6 +236,7 @@ LearnerBody = (
     | Leave
     | LeaseRequest
     | Held
+    | FetchTime
     | FinishAck
     | Ping
 )

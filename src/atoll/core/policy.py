@@ -188,29 +188,55 @@ class CodecChoice(NamedTuple):
 def codec_for(config: RunConfig, now: str, rates: Sequence[float], values: int, step_s: float) -> CodecChoice:
     """What contributions travel in: the finest codec in which a fragment is through before the next one is due.
 
-    A fragment has min(tau, H / P) steps: after H / P another one is ripe, and tau is what the run hides. `rates` are
-    the newest measurements of the link, bytes per second of all transfers together; `values` is the size of the largest
-    fragment. What is small or not measured stays as it is. Where not even the coarsest fits, rounds come more rarely.
+    `rates` are the newest measurements of the link, bytes per second of all transfers together; `values` is the size of
+    the largest fragment. What is small or not measured stays as it is.
 
     >>> codec_for(RunConfig(fragments=4, every_steps=8), "bf16", (1e6, 1e6, 1e6), 4_000_000, 3.0).codec
     'int8'
     """
-    if 2 * values < TELLING_BYTES or len(rates) < CODEC_SAMPLES or step_s <= 0:
-        return CodecChoice(now, None)
-    rate = max(rates)
-    steps = min(config.overlap_steps, config.every_steps / len(config.fragment_ids()))
-    has_s = max(steps * step_s, CODEC_LEAST_S)
-    takes_s = {codec: values * bits / 8 / rate for codec, bits in CODEC_BITS.items()}
-    place = CODECS.index(now)
-    if takes_s[now] > has_s:
-        found = next((codec for codec in CODECS[place:] if takes_s[codec] <= has_s), CODECS[-1])
-        code, shown = "codec-coarser", now
-    else:
-        found = next((codec for codec in CODECS[:place] if takes_s[codec] <= CODEC_ROOM * has_s), now)
-        code, shown = "codec-finer", found
+    found, takes_s, has_s = _finest(config, now, fragment_s(rates, values), step_s)
     if found == now:
         return CodecChoice(now, None)
-    return CodecChoice(found, Reason(code, (found, now, rate / 1e6, takes_s[shown], has_s)))
+    return CodecChoice(found, Reason(_changed("codec", now, found), (found, now, max(rates) / 1e6, takes_s, has_s)))
+
+
+def down_codec_for(config: RunConfig, now: str, fetches_s: Sequence[float], step_s: float) -> CodecChoice:
+    """What the update to a version travels in, the same to everybody: as for the learner in the middle.
+
+    `fetches_s`: of all learners, how long the largest fragment takes in the finest codec; 0 where nobody knows.
+    """
+    found, takes_s, has_s = _finest(config, now, middle(list(fetches_s)), step_s)
+    if found == now:
+        return CodecChoice(now, None)
+    return CodecChoice(found, Reason(_changed("versions", now, found), (found, now, takes_s, has_s)))
+
+
+def fragment_s(rates: Sequence[float], values: int) -> float:
+    """How long so many values take in the finest codec; 0 of what is small, or not measured often enough."""
+    finest_bytes = values * CODEC_BITS[CODECS[0]] / 8
+    return finest_bytes / max(rates) if finest_bytes >= TELLING_BYTES and len(rates) >= CODEC_SAMPLES else 0.0
+
+
+def _finest(config: RunConfig, now: str, finest_s: float, step_s: float) -> tuple[str, float, float]:
+    """The codec, how long a fragment takes in the finer one of it and that in use, and how long it may.
+
+    A fragment has min(tau, H / P) steps: after H / P another one is ripe, and tau is what the run hides. Where not even
+    the coarsest fits, rounds come more rarely.
+    """
+    if finest_s <= 0 or step_s <= 0:
+        return now, 0.0, 0.0
+    steps = min(config.overlap_steps, config.every_steps / len(config.fragment_ids()))
+    has_s = max(steps * step_s, CODEC_LEAST_S)
+    takes_s = {codec: finest_s * bits / CODEC_BITS[CODECS[0]] for codec, bits in CODEC_BITS.items()}
+    place = CODECS.index(now)
+    if takes_s[now] > has_s:
+        return next((c for c in CODECS[place:] if takes_s[c] <= has_s), CODECS[-1]), takes_s[now], has_s
+    found = next((c for c in CODECS[:place] if takes_s[c] <= CODEC_ROOM * has_s), now)
+    return found, takes_s[found], has_s
+
+
+def _changed(what: str, now: str, found: str) -> str:
+    return f"{what}-{'coarser' if CODECS.index(found) > CODECS.index(now) else 'finer'}"
 
 
 def budget_progress(config: RunConfig, merges: int, trained: int) -> float:

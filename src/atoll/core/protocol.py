@@ -28,6 +28,7 @@ from atoll.core.messages import (
     Delivered,
     Drain,
     Envelope,
+    FetchTime,
     Finish,
     FinishAck,
     Held,
@@ -76,6 +77,7 @@ __all__ = [  # what is imported from here and defined in `messages`
     "Delivered",
     "Drain",
     "Envelope",
+    "FetchTime",
     "Finish",
     "FinishAck",
     "Held",
@@ -294,13 +296,14 @@ class FragmentDamaged(NamedTuple):
     why: str
 
 
-class UploadMeasured(NamedTuple):
-    """The link has carried so many bytes towards the syncer, of all contributions that were on their way, in so long.
+class LinkMeasured(NamedTuple):
+    """The link has carried so many bytes of values one way, of all transfers that were on their way, in so long.
 
-    A driver tells of it where the run lets learners choose the codec of their contributions, and of nothing that is too
-    small to say something about a link. `values`: numbers in the largest fragment.
+    A driver tells of it where the run does not name the codec of that way, and of nothing that is too small to say
+    something about a link. `values`: numbers in the largest fragment.
     """
 
+    way: str  # "up" or "down"
     moved_bytes: int
     seconds: float
     values: int
@@ -361,7 +364,7 @@ LearnerEvent = (
     | DialFailed
     | StepTaken
     | FragmentDamaged
-    | UploadMeasured
+    | LinkMeasured
     | StreamsChanged
     | SnapshotSaved
     | SnapshotSaveFailed
@@ -418,9 +421,12 @@ class OpenGrace(NamedTuple):
 
 
 class MergeRound(NamedTuple):
+    """`codec`: what the update to the next version travels in, to everybody; None: what the settings of the run say."""
+
     round: RoundId
     contributions: tuple[Accepted, ...]
     reason: Reason
+    codec: str | None = None
 
 
 class DiscardRound(NamedTuple):

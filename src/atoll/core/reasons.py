@@ -92,6 +92,10 @@ REASONS: dict[str, str] = {
     " in {1}, and has {4:.3g} s",
     "codec-finer": "contributions go in {0} from here on, not in {1}: at {2:.3g} MB/s a fragment takes {3:.3g} s"
     " in {0}, and has {4:.3g} s",
+    "versions-coarser": "updates go in {0} from here on, not in {1}: to the learner in the middle a fragment takes"
+    " {2:.3g} s in {1}, and has {3:.3g} s",
+    "versions-finer": "updates go in {0} from here on, not in {1}: to the learner in the middle a fragment takes"
+    " {2:.3g} s in {0}, and has {3:.3g} s",
     "streams-more": "values go {0} over {2} connections from here on, not {1}: {4:.3g} MB/s where {1} carried {3:.3g}",
     "streams-fewer": "values go {0} over {2} connections from here on, not {1}: {4:.3g} MB/s, {1} carried {3:.3g}",
     "superseded-epoch": "a syncer of epoch {0} has taken over; this one, epoch {1}, stops",

@@ -13,6 +13,7 @@ from atoll.core.protocol import (
     Contribution,
     ControlRequested,
     Delivered,
+    FetchTime,
     FinishAck,
     FinishRequested,
     Held,
@@ -340,6 +341,7 @@ _BODIES: Table = (
     (Leave, "_on_leave"),
     (LeaseRequest, "_on_lease_request"),
     (Held, "_on_held"),
+    (FetchTime, "_on_fetch_time"),
     (FinishAck, "_on_finish_ack"),
     (Ping, "_on_ping"),
 )

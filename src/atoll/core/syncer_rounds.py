@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 
-from atoll.core.policy import backoff_s, flight_limit, grace_window, patience
+from atoll.core.policy import CODECS, backoff_s, down_codec_for, flight_limit, grace_window, patience
 from atoll.core.protocol import (
     Accumulate,
     Contribution,
     Delivered,
     DiscardRound,
     Envelope,
+    FetchTime,
     MergeDone,
     MergeFailed,
     MergeRound,
@@ -314,7 +315,24 @@ class Rounds(SyncerState, ABC):
         f.missed = {m.id: f.asked[m.id] for m in self._waiting(f)}
         f.reason = self._note(reason)
         contributions = tuple(f.contributions[i] for i in sorted(f.contributions))
-        self._out.append(MergeRound(f.round, contributions, reason))
+        if self.fetches_known:
+            self._choose_codec()
+        self._out.append(MergeRound(f.round, contributions, reason, self.codec))
+
+    def _choose_codec(self) -> None:
+        """Of this update and the next ones. Everybody holds the same bits, so everybody gets the same bytes."""
+        known = [member.fetch_s for member in self.live.values()]
+        chosen = down_codec_for(self.config, self.codec or CODECS[0], known, self._step_s())
+        if chosen.reason is not None:
+            self.codec = chosen.codec
+            self._say("run", 0, chosen.reason.code, *chosen.reason.args)
+
+    def _on_fetch_time(self, now: float, member: Member, envelope: Envelope, body: FetchTime) -> None:
+        if not is_positive(body.seconds):
+            self._ignore("an impossible time of a fetch")
+            return
+        member.fetch_s = body.seconds
+        self.fetches_known = True
 
     def _on_merge_done(self, now: float, event: MergeDone) -> None:
         f = self.fragments[event.round.fragment]

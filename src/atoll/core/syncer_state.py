@@ -139,6 +139,7 @@ class Member:
         "control_tries",
         "counted",
         "drained_by",
+        "fetch_s",
         "finish_acked",
         "finish_due",
         "finish_tries",
@@ -183,6 +184,7 @@ class Member:
         self.reported_at = -1.0  # when it told of that step
         self.quick_s = 0.0  # a low estimate of its step time: one long step hardly raises it
         self.training = False  # it has said that it trains
+        self.fetch_s = 0.0  # how long it fetches the largest fragment in bf16, as it says; 0: unknown
         self.last_heard = 0.0
         self.received: dict[FragmentId, Version] = {}  # newest version that it has acknowledged
         self.owed: dict[FragmentId, Owed] = {}  # sent and not acknowledged
@@ -262,6 +264,8 @@ class SyncerState:
         self.ledger = SyncerLedger(ids)
         self.quorum_time = Estimate()  # xi_quorum
         self.flight_limit = flight_limit(config, 0.0, self.quorum_time, Estimate())
+        self.codec: str | None = None  # that was chosen for updates; None: the one that they begin with
+        self.fetches_known = False  # somebody has said how long a fetch takes
         self.merges = 0  # sum of all versions
         self.marker = epoch * 1_000_000  # newest snapshot; rises across restarts because the epoch does
         self.cut: Cut | None = None

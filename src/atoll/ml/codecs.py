@@ -335,6 +335,7 @@ class Int4(Blocks):
 
 
 CODECS: tuple[Codec, ...] = (F32(), BF16(), Int8(), Int4())
+"""Each at the place of its number."""
 
 
 def codec(name: str) -> Codec:

@@ -11,8 +11,7 @@ from atoll.core import policy
 
 PlanHow = Literal["balanced", "layers", "rows"]
 MergeHow = Literal["average", "radial", "trimmed"]
-CodecName = Literal["f32", "bf16", "int8", "int4"]
-UpName = Literal["auto", "f32", "bf16", "int8", "int4"]
+CodecWish = Literal["auto", "f32", "bf16", "int8", "int4"]
 
 RAMPED = ("nesterov", "sgd")
 """Outer optimizers that are the plain average at eta = 1 and mu = 0."""
@@ -40,13 +39,13 @@ class Numerics:
     outer_momentum: float = 0.0  # mu; of Adam the first beta
     outer_ramp: int = 0  # outer steps in which eta goes from 1 and mu from 0 to their values; 0: they are there at once
     outer_breadth: bool = True  # a merge of fewer tokens per step than usual is a smaller step, in proportion
-    up: UpName = "auto"  # deltas, from learner to syncer; auto: what the learner's link carries (`policy.codec_for`)
-    down: CodecName = "bf16"  # updates, from syncer to learner
+    up: CodecWish = "auto"  # deltas, from learner to syncer; auto: what the learner's link carries (`policy.codec_for`)
+    down: CodecWish = "auto"  # updates, from syncer to learner; auto: what the link in the middle carries
     embeddings: tuple[str, ...] = ()  # patterns of names that count as embeddings beside the weights of nn.Embedding
     norm_clip: float = 0.0  # a contribution is scaled down to so many times the usual size; 0: as it comes
 
     def __post_init__(self) -> None:
-        for name, choices in (("plan", PlanHow), ("merge", MergeHow), ("up", UpName), ("down", CodecName)):
+        for name, choices in (("plan", PlanHow), ("merge", MergeHow), ("up", CodecWish), ("down", CodecWish)):
             _check_choice(name, getattr(self, name), get_args(choices))
         if not (isinstance(self.outer, str) and self.outer.isidentifier() and len(self.outer) <= 100):
             raise ValueError(
@@ -76,6 +75,11 @@ class Numerics:
     def ups(self) -> tuple[str, ...]:
         """The codecs that a contribution may have, the one that it has unless something else is said first."""
         return policy.CODECS if self.up == "auto" else (self.up,)
+
+    @property
+    def downs(self) -> tuple[str, ...]:
+        """The same of an update."""
+        return policy.CODECS if self.down == "auto" else (self.down,)
 
     def to_json(self) -> dict[str, object]:
         """All fields as JSON knows them."""

@@ -173,7 +173,7 @@ class Background:
 
     def fetch_final(self, fragments: list[FragmentTensors], join_by: float | None) -> None:
         """The published values of a run that is over, for a learner that came too late to take part."""
-        self._wait_for(self._door.final(fragments, self._settings.numerics.down, join_by))
+        self._wait_for(self._door.final(fragments, self._settings.numerics.downs, join_by))
 
     def attach(
         self, learner: Learner, actor: Actor, config: RunConfig, fragments: list[FragmentTensors], run: Path | None
@@ -259,8 +259,7 @@ class Background:
         self._tape = tape
         self._parts = parts
         self._told_at = (time.monotonic(), 0)
-        is_measured = self._settings.numerics.up == "auto"
-        self._bulk.tell_of(self._tell, max(fragment.numel for fragment in fragments) if is_measured else None)
+        self._bulk.tell_of(self._tell, self._settings.numerics, max(fragment.numel for fragment in fragments))
         self._spawn(self._tell_metrics())
 
     async def _leave_off(self, last_words_s: float | None) -> None:
@@ -526,7 +525,7 @@ class Background:
 
     async def _fetch_bytes(self, p: FragmentId, body: Published) -> Fetched | None:
         """Every notice is answered: a version that cannot be had is told to the core, which asks for another one."""
-        sizes = fragment_sizes(self._fragments[p].numel, self._settings.numerics.down)
+        sizes = fragment_sizes(self._fragments[p].numel, self._settings.numerics.downs)
         problem = ""
         for attempt in range(FETCH_TRIES):
             try:
@@ -553,7 +552,7 @@ class Background:
         if fetched.header.base is None:
             value = await self._computed(fragment.decode_whole, fetched.data)
         else:
-            value = await self._computed(fragment.decode_update, base, fetched.data)
+            value = await self._computed(fragment.decode_update, base, fetched.data, fetched.codec)
         if await self._computed(fragment.digest, value) != fetched.header.value_digest:
             fragment.release(value)
             self._tell(FragmentDamaged(fragment.p, body.version, "the value is not the one that was published"))

@@ -70,17 +70,17 @@ class Door:
             if not (await self._link.ask("GET", "/v1/run")).get("founded"):
                 raise
 
-    async def final(self, fragments: list[FragmentTensors], down: str, join_by: float | None) -> None:
+    async def final(self, fragments: list[FragmentTensors], downs: tuple[str, ...], join_by: float | None) -> None:
         """The values that a run has ended with become the anchors."""
-        await self._patiently(lambda: self._fetch_final(fragments, down), join_by)
+        await self._patiently(lambda: self._fetch_final(fragments, downs), join_by)
 
-    async def _fetch_final(self, fragments: list[FragmentTensors], down: str) -> None:
+    async def _fetch_final(self, fragments: list[FragmentTensors], downs: tuple[str, ...]) -> None:
         told = await self._link.ask("GET", "/v1/status")
         if told["stage"] != "finished":
             raise TimeoutError("the last merges are under way")
         for fragment, shown in zip(fragments, told["fragments"], strict=True):
             version = int(shown["version"])
-            fetched = await self._bulk.fetch(fragment.p, version, None, fragment_sizes(fragment.numel, down))
+            fetched = await self._bulk.fetch(fragment.p, version, None, fragment_sizes(fragment.numel, downs))
             value = fragment.decode_whole(fetched.data)
             if fragment.digest(value) != fetched.header.value_digest:
                 raise WireError(f"fragment {fragment.p} is not the one that was published", "digest")
@@ -113,6 +113,6 @@ class Door:
             await asyncio.sleep(RETRY_S)
 
 
-def fragment_sizes(numel: int, down: str) -> dict[int, int]:
+def fragment_sizes(numel: int, downs: tuple[str, ...]) -> dict[int, int]:
     """What an update of a fragment may have, by the number of its codec; under -1 what a whole value has."""
-    return {CODEC_NUMBERS[down]: codec(down).size(numel), -1: 4 * numel}
+    return {CODEC_NUMBERS[down]: codec(down).size(numel) for down in downs} | {-1: 4 * numel}

@@ -140,7 +140,8 @@ class FragmentKeeper:
 
     def merge_round(self, effect: MergeRound) -> None:
         held = self.held[effect.round.fragment]
-        self._merge(partial(held.merge, effect.round, len(effect.contributions)), partial(self._merge_ended, effect))
+        job = partial(held.merge, effect.round, len(effect.contributions), effect.codec)
+        self._merge(job, partial(self._merge_ended, effect))
 
     def _merge_ended(self, effect: MergeRound, wrong: BaseException | None) -> None:
         if wrong is not None:

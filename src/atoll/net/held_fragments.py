@@ -33,6 +33,7 @@ class Served(NamedTuple):
     value_digest: str
     base: Version  # the update leads from here; NOTHING where there is none, as after a restart
     update: Tensor | None
+    codec: str = "f32"  # of the update
 
 
 class Measured(NamedTuple):
@@ -58,7 +59,6 @@ class HeldFragment:
 
     def __init__(self, plan: FragmentPlan, p: FragmentId, numerics: Numerics, version: Version, value: Tensor) -> None:
         self.id = p
-        self._codec = codec(numerics.down)
         self._plan = plan
         self._numerics = numerics
         self._how = numerics.merge
@@ -107,8 +107,9 @@ class HeldFragment:
             self._sums.reset()
             self._round = None
 
-    def merge(self, round_id: RoundId, contributions: int) -> None:
-        """The outer step, and the next published value. It is served once it is durable."""
+    def merge(self, round_id: RoundId, contributions: int, down: str | None = None) -> None:
+        """The outer step, and the next published value. It is served once it is durable. `down`: the codec of the
+        update, if it was chosen."""
         assert self._round == round_id and self._sums is not None, f"nothing of {round_id} was accumulated"
         assert self._sums.count == contributions, f"{self._sums.count} sums where {contributions} were sealed"
         began = time.monotonic()
@@ -120,9 +121,11 @@ class HeldFragment:
         value = self._spare if self._spare is not None else torch.empty_like(self.served.value)
         self._spare = None
         value.copy_(self.served.value)
-        published = Published(self._codec, value)
+        by = codec(down if down is not None else self._numerics.downs[0])
+        assert by.name in self._numerics.downs, f"updates of this run do not travel in {by.name}"
+        published = Published(by, value)
         update = published.advance(self.outer.value)
-        self.next = Served(round_id.base + 1, value, digest_of(value), round_id.base, update)
+        self.next = Served(round_id.base + 1, value, digest_of(value), round_id.base, update, by.name)
         self.measured = Measured(
             tuple(accepted for accepted, _ in self._added),
             norms,

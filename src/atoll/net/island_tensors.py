@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.types import NOTHING, AdoptHow, FragmentId, RoundId, Version
-from atoll.ml.codecs import Codec, Feedback, codec
+from atoll.ml.codecs import CODECS, Codec, Feedback, codec
 from atoll.ml.model import ModelView
 from atoll.ml.outer import Published
 from atoll.ml.plan import digest_of
@@ -75,12 +75,11 @@ class Copied(NamedTuple):
 class FragmentTensors:
     """One fragment at one learner. `anchor`: the published value that was last adopted; `newest`: that arrived."""
 
-    def __init__(self, view: ModelView, p: FragmentId, up: Codec, down: Codec) -> None:
+    def __init__(self, view: ModelView, p: FragmentId, up: Codec) -> None:
         self.p = p
         self.numel = view.numel(p)
         self._view = view
         self._up = up
-        self._down = down
         self._buffers = Buffers(view, p)
         self._exact = view.is_exact(p)
         self._feedback = Feedback(up, view.numel(p))
@@ -199,9 +198,10 @@ class FragmentTensors:
         self._feedback.settle(merged)
         self._encoded = None
 
-    def decode_update(self, base: Buffer, update: Tensor) -> Buffer:
+    def decode_update(self, base: Buffer, update: Tensor, down: int) -> Buffer:
+        """`down`: the number of the update's codec."""
         value = self._buffers.take()
-        Published.apply(self._down, base.tensor, update, value.tensor)
+        Published.apply(CODECS[down], base.tensor, update, value.tensor)
         return value
 
     def decode_whole(self, data: Tensor) -> Buffer:

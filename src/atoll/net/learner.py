@@ -205,8 +205,8 @@ class Learner:
             return False  # a process that was killed before it was admitted by a syncer that was killed had this number
         config = replace(self._settings.config, fragments=len(plan.fragments), fingerprint=plan.fingerprint())
         core = LearnerCore(config, learner, incarnation)
-        up, down = codec(self._settings.numerics.ups[0]), codec(self._settings.numerics.down)
-        fragments = [FragmentTensors(view, p, up, down) for p in range(len(plan.fragments))]
+        up = codec(self._settings.numerics.ups[0])
+        fragments = [FragmentTensors(view, p, up) for p in range(len(plan.fragments))]
         self._core = core
         self._line = SampleLine(config.lease_samples) if config.lease_samples else None
         self._boundary = StepBoundary(self._model, self._optimizer, fragments, config.blend_alpha, self._extra_state)

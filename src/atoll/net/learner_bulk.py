@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -16,12 +16,13 @@ from torch import Tensor
 
 from atoll.core.protocol import Contribution, Envelope, LearnerEvent
 from atoll.core.types import FragmentId, RoundId, Version
+from atoll.ml.settings import Numerics
 from atoll.net.addresses import address
 from atoll.net.byte_buffers import SMALL_BYTES, ByteBuffers
 from atoll.net.learner_link import LearnerLink, Refusal
+from atoll.net.link_meter import LinkMeter
 from atoll.net.pacing import FIRST_SLICE, Direction
 from atoll.net.spans import Spans
-from atoll.net.upload_meter import UploadMeter
 from atoll.net.wire import (
     CODEC_NUMBERS,
     FragmentHeader,
@@ -46,6 +47,7 @@ class Fetched(NamedTuple):
     """A fragment's bytes as they came. `base` None: the whole value."""
 
     header: FragmentHeader
+    codec: int
     data: Tensor
 
 
@@ -60,6 +62,9 @@ class _Fetching:
         self.missing = Spans()
         self.place: str | None = None
 
+    def size(self) -> int:
+        return self.header.of if self.header is not None else 0
+
 
 class LearnerBulk:
     def __init__(self, link: LearnerLink, bytes_per_s: float | None, streams: int | None = None) -> None:
@@ -71,15 +76,19 @@ class LearnerBulk:
         self._places: list[str | None] = []  # of the shards, as the syncer told last
         self._up = Direction(bytes_per_s, "up", streams)
         self._down = Direction(bytes_per_s, "down", streams)
-        self._meter: UploadMeter | None = None
+        self._meters: dict[str, LinkMeter] = {}  # of the ways whose codec is not named
 
-    def tell_of(self, tell: Callable[[LearnerEvent], None], measured_values: int | None) -> None:
-        """What is measured here is told from now on. `measured_values`: of the largest fragment, where the codec of
-        contributions is the learner's choice."""
-        self._up.streams.on_change = self._down.streams.on_change = tell
-        self._meter = None
-        if measured_values is not None:
-            self._meter = UploadMeter(lambda: self._up.moved, measured_values, tell)
+    def tell_of(self, tell: Callable[[LearnerEvent], None], numerics: Numerics, largest: int) -> None:
+        """What is measured here is told from now on. `largest`: values of the largest fragment."""
+        self._meters = {}
+        for direction, wish in ((self._up, numerics.up), (self._down, numerics.down)):
+            direction.streams.on_change = tell
+            if wish == "auto":
+                self._meters[direction.way] = LinkMeter(direction, largest, tell)
+
+    def _measured(self, way: str, size: Callable[[], int]) -> AbstractContextManager[None]:
+        meter = self._meters.get(way)
+        return meter.transfer(size) if meter is not None else nullcontext()
 
     async def _place(self, fragment: FragmentId) -> str | None:
         """Where the fragment is; None: at the syncer."""
@@ -108,13 +117,14 @@ class LearnerBulk:
             under_way = self._fetching[fragment] = _Fetching(version, base)
         try:
             under_way.place = await self._place(fragment)
-            if under_way.header is None:
-                await self._fetch_slice(fragment, under_way, sizes, 0, WHOLE_BYTES)
-            if under_way.missing:
-                await self._down.carry(
-                    under_way.missing,
-                    lambda begin, end: self._fetch_slice(fragment, under_way, sizes, begin, end),
-                )
+            with self._measured("down", under_way.size):
+                if under_way.header is None:
+                    await self._fetch_slice(fragment, under_way, sizes, 0, WHOLE_BYTES)
+                if under_way.missing:
+                    await self._down.carry(
+                        under_way.missing,
+                        lambda begin, end: self._fetch_slice(fragment, under_way, sizes, begin, end),
+                    )
         except (Refusal, WireError):
             self._fetching.pop(fragment, None)
             raise
@@ -123,7 +133,7 @@ class LearnerBulk:
             raise
         self._fetching.pop(fragment, None)
         assert under_way.header is not None and under_way.data is not None
-        return Fetched(under_way.header, under_way.data)
+        return Fetched(under_way.header, under_way.codec, under_way.data)
 
     async def _fetch_slice(
         self, fragment: FragmentId, under_way: _Fetching, sizes: dict[int, int], begin: int, end: int
@@ -189,7 +199,7 @@ class LearnerBulk:
         view, header = as_bytes(data), encode_message(envelope)
         place = await self._place(body.round.fragment)
         try:
-            with self._meter.upload(view.nbytes) if self._meter is not None else nullcontext():
+            with self._measured("up", lambda: view.nbytes):
                 if view.nbytes <= WHOLE_BYTES:
                     await self.put("/v1/contribution", Kind.CONTRIBUTION, codec, header, view, place)
                 else:

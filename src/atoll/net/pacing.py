@@ -130,6 +130,7 @@ class Direction:
 
     def __init__(self, bytes_per_s: float | None, way: str, streams: int | None = None) -> None:
         """`streams`: as many always; None: as many as are good."""
+        self.way = way
         self.pace = Pace(bytes_per_s)
         self.streams = Streams(way, streams)
         self.moved = 0

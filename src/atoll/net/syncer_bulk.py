@@ -232,7 +232,7 @@ class Bulk:
             return error(410, f"version {version} is not served any more, the newest is {held.served.version}")
         try:
             if served.update is not None and wanted == str(served.base):
-                payload, base, number = served.update, served.base, CODEC_NUMBERS[syncer.settings.numerics.down]
+                payload, base, number = served.update, served.base, CODEC_NUMBERS[served.codec]
             else:
                 payload, base, number = served.value, None, CODEC_NUMBERS["f32"]
             whole = as_bytes(payload)

@@ -10,7 +10,7 @@ import torch
 from aiohttp import WebSocketError, WSCloseCode, WSMsgType, web
 from torch import Tensor
 
-from atoll.core.protocol import Contribution, Envelope, Hello, InnerState, MessageArrived
+from atoll.core.protocol import Contribution, Envelope, FetchTime, Hello, InnerState, MessageArrived
 from atoll.core.types import FragmentId
 from atoll.ml.plan import FragmentPlan
 from atoll.net.controls import control, who_problem
@@ -175,6 +175,8 @@ class Paths:
                     link = self._identify(link, envelope, socket, request)
                     if type(envelope.body) in (Contribution, InnerState):
                         raise WireError(f"{type(envelope.body).__name__} travels beside its values", "type")
+                    if type(envelope.body) is FetchTime and self.syncer.settings.numerics.down != "auto":
+                        raise WireError("FetchTime, where the run names the codec of updates", "type")
                     link.heard(envelope.body)
                     self.syncer.tell(MessageArrived(envelope))
                 elif message.type is WSMsgType.TEXT and link is not None:

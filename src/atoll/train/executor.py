@@ -44,6 +44,7 @@ from atoll.core.protocol import (
     Lease,
     LinkOpened,
     MergeDone,
+    MergeRound,
     MessageArrived,
     Persisted,
     Published,
@@ -90,10 +91,11 @@ class Trainee:
 
 
 class Parcel(NamedTuple):
-    """A published version on its way. `base` None: the whole value as f32; else the update in the codec down."""
+    """A published version on its way. `base` None: the whole value as f32; else the update."""
 
     base: Version | None
     data: Tensor
+    codec: Codec | None = None
 
 
 @dataclass
@@ -135,18 +137,19 @@ class FragmentState:
 class SyncerTensors:
     """One epoch of the syncer."""
 
-    def __init__(self, plan: FragmentPlan, numerics: Numerics, states: Sequence[FragmentState], down: Codec) -> None:
+    def __init__(self, plan: FragmentPlan, numerics: Numerics, states: Sequence[FragmentState]) -> None:
         self.outer: list[outer.OuterStep] = []
         self.published: list[Tensor] = []  # never changed in place: messages on their way hold them
         self.versions: list[Version] = [0] * len(states)
-        self.updates: list[Tensor | None] = [None] * len(states)  # from the version before
+        self.updates: list[tuple[Codec, Tensor] | None] = [None] * len(states)  # from the version before
+        self.downs: dict[RoundId, Codec] = {}  # of rounds that are being merged: of their update, if it was chosen
         self.rounds: dict[RoundId, tuple[Sums, list[float], list[float]]] = {}  # sums, sizes and breadths in them
         self.usual: list[UsualSize] = []
-        self.merged: dict[FragmentId, tuple[Tensor, Tensor]] = {}  # value and update, not durable yet
+        self.merged: dict[FragmentId, tuple[Tensor, tuple[Codec, Tensor]]] = {}  # value and update, not durable yet
         self._undo: dict[FragmentId, tuple[RoundId, FragmentState]] = {}  # of those: from what the outer step was made
         self._plan = plan
         self._numerics = numerics
-        self._down = down
+        self._down = codec(numerics.downs[0])
         for p, state in enumerate(states):
             step, usual = self._loaded(p, state)
             self.outer.append(step)
@@ -183,9 +186,9 @@ class SyncerTensors:
         self._undo[p] = round_id, self.state(p, self.published[p])
         self.outer[p].step(sums.result(), sum(breadths))
         self.usual[p].note(sizes)
-        moving = outer.Published(self._down, self.published[p].clone())
+        moving = outer.Published(self.downs.pop(round_id, self._down), self.published[p].clone())
         update = moving.advance(self.outer[p].value)
-        self.merged[p] = (moving.value, update)
+        self.merged[p] = (moving.value, (moving.codec, update))
 
     def publish(self, p: FragmentId, version: Version) -> None:
         self.published[p], self.updates[p] = self.merged.pop(p)
@@ -196,6 +199,7 @@ class SyncerTensors:
         """A shard that is lost between its outer step and the disk starts again from what is durable."""
         p = round_id.fragment
         self.rounds.pop(round_id, None)
+        self.downs.pop(round_id, None)
         undo = self._undo.get(p)
         if undo is not None and undo[0] == round_id:
             del self._undo[p], self.merged[p]
@@ -231,7 +235,6 @@ class Execution:
         self.numerics = numerics
         self.plan = plan
         self.up = codec(numerics.ups[0])  # of a copy that names no other
-        self.down = codec(numerics.down)
         self.tokens = 0  # of all learners, ever
         self.bytes_up = 0
         self.bytes_down = 0
@@ -273,7 +276,7 @@ class Execution:
                     f"{actor} starts from {record.round}, of which no state is kept: {list(self._durable[p])}"
                 )
                 states[p] = self._durable[p][record.round]
-            made = self.syncer_type(self.plan, self.numerics, states, self.down)
+            made = self.syncer_type(self.plan, self.numerics, states)
             for p, record in records.items():
                 made.versions[p] = record.version
             self.syncers[actor] = made
@@ -330,6 +333,8 @@ class Execution:
                 assert round_id == effect.round, f"{actor} sent {round_id}, the syncer adds {effect.round}"
                 syncer.accumulate(effect.round, up, data, effect.accepted)
                 self.contributions += 1
+            elif type(effect) is MergeRound and effect.codec is not None:
+                syncer.downs[effect.round] = codec(effect.codec)
             elif type(effect) is DiscardRound:
                 syncer.discard(effect.round)
 
@@ -356,7 +361,7 @@ class Execution:
         update = syncer.updates[p]
         parcel = Parcel(None, syncer.published[p])
         if body.base is not None and update is not None:
-            parcel = Parcel(body.base, update)
+            parcel = Parcel(body.base, update[1], update[0])
         self.bytes_down += parcel.data.numel() * parcel.data.element_size()
         to = Actor(envelope.learner, envelope.incarnation)
         self._parcels.setdefault((to, p), {})[body.version] = parcel
@@ -423,12 +428,12 @@ class Execution:
     def _receive(self, learner: LearnerTensors, body: Published) -> None:
         p = body.fragment
         parcel = self._parcels[learner.actor, p][body.version]
-        if parcel.base is None:
+        if parcel.codec is None:
             value = parcel.data
         else:
             held = learner.values[p]
             assert learner.received[p] == parcel.base, f"an update to {parcel.base}, {learner.received[p]} is held"
-            value = self.rebuild(learner, held, parcel.data)
+            value = self.rebuild(learner, held, parcel.data, parcel.codec)
         learner.values[p] = value
         learner.received[p] = body.version
         learner.heard = max(learner.heard, body.progress)
@@ -438,9 +443,9 @@ class Execution:
             assert found == expected, f"{learner.actor} holds {found} as version {body.version} of {p}, not {expected}"
             self.compared += 1
 
-    def rebuild(self, learner: LearnerTensors, held: Tensor, update: Tensor) -> Tensor:
+    def rebuild(self, learner: LearnerTensors, held: Tensor, update: Tensor, down: Codec) -> Tensor:
         """The next published value from the one that is held, as every learner does it."""
-        return outer.Published.apply(self.down, held, update, torch.empty_like(held))
+        return outer.Published.apply(down, held, update, torch.empty_like(held))
 
     def _copy(self, learner: LearnerTensors, effect: CopyFragment) -> None:
         p = effect.round.fragment

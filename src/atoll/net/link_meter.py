@@ -1,4 +1,4 @@
-"""What a learner's link carries towards the syncer, measured where contributions are sent anyway.
+"""What a learner's link carries, each way, measured where values are sent and fetched anyway.
 
 Several may be on their way at once and share the link, so it is the bytes of all of them that count, from the moment
 at which the first began. A fragment more on its way makes each of them slower, and the link no thinner.
@@ -12,25 +12,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from atoll.core import policy
-from atoll.core.protocol import UploadMeasured
+from atoll.core.protocol import LinkMeasured
+from atoll.net.pacing import Direction
 
 LEAST_BYTES = 2**20
 """Of a transfer that was broken off: the least that says something. The smallest fragment that is measured has about as
 much in the coarsest codec."""
 
 
-class UploadMeter:
-    """`moved`: bytes of values that went up, ever. `values`: of the largest fragment."""
+class LinkMeter:
+    """`largest`: values of the largest fragment."""
 
     def __init__(
         self,
-        moved: Callable[[], int],
-        values: int,
-        tell: Callable[[UploadMeasured], None],
+        direction: Direction,
+        largest: int,
+        tell: Callable[[LinkMeasured], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._moved = moved
-        self._values = values
+        self._direction = direction
+        self._values = largest
         self._tell = tell
         self._clock = clock
         self._under_way = 0
@@ -42,8 +43,8 @@ class UploadMeter:
         return self._values * policy.CODEC_BITS[policy.CODECS[0]] / 8 >= policy.TELLING_BYTES
 
     @contextmanager
-    def upload(self, size: int) -> Iterator[None]:
-        """Around one contribution of so many bytes."""
+    def transfer(self, size: Callable[[], int]) -> Iterator[None]:
+        """Around one transfer. `size`: its bytes, as they are known at its end."""
         if not self.is_telling:
             yield
             return
@@ -62,15 +63,15 @@ class UploadMeter:
             raise
         else:
             # What shares the end of another one's time has too few bytes of its own to be measured by.
-            self._end(size)
+            self._end(size())
         finally:
             self._under_way -= 1
 
     def _begin(self) -> None:
-        self._began, self._moved_before = self._clock(), self._moved()
+        self._began, self._moved_before = self._clock(), self._direction.moved
 
     def _end(self, least: int) -> None:
-        moved, seconds = self._moved() - self._moved_before, self._clock() - self._began
+        moved, seconds = self._direction.moved - self._moved_before, self._clock() - self._began
         if moved >= least and seconds > 0:
             self._begin()
-            self._tell(UploadMeasured(moved, seconds, self._values))
+            self._tell(LinkMeasured(self._direction.way, moved, seconds, self._values))
