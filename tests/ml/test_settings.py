@@ -23,6 +23,13 @@ def test_every_field_comes_back_from_json():
     assert Numerics.from_json(json.loads(json.dumps(numerics.to_json()))) == numerics
 
 
+def test_a_codec_that_is_named_is_the_only_one_and_auto_begins_with_bf16():
+    assert Numerics().ups == Numerics().downs == ("bf16", "int8", "int4")
+    for name in ("f32", "bf16", "int8", "int4"):
+        assert Numerics(up=name).ups == Numerics(down=name).downs == (name,)
+    assert Numerics(up="int8").downs[0] == "bf16"
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

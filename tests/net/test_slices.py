@@ -18,12 +18,14 @@ from atoll.core.types import RoundId
 from atoll.ml.settings import Numerics
 from atoll.net.arrivals import MOST_PER_LEARNER, ArrivalKey, Arrivals
 from atoll.net.byte_buffers import ByteBuffers
+from atoll.net.learner import Learner
 from atoll.net.memory_gate import MemoryGate
 from atoll.net.pacing import BURST_S, MOST_STREAMS, PATIENCE, Direction, Pace, Streams, check_streams
 from atoll.net.rates import rate_of
 from atoll.net.spans import Spans
 from atoll.net.wire import Kind, SliceHeader, WireError, frame_head
 from tests.net.runs import LearnerSpec, Run, endless
+from tests.net.small_models import work
 from tests.net.stranger import Stranger
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -156,6 +158,14 @@ def test_who_wants_so_many_streams_gets_them_whatever_they_carry(width):
 def test_what_is_no_number_of_streams_is_refused(wanted):
     with pytest.raises(ValueError, match="give a number of connections from 1 to 16"):
         check_streams(wanted)
+
+
+def test_a_learner_hands_on_how_many_streams_are_wanted():
+    job = work()
+    bulk = Learner(job.model, job.optimizer, "127.0.0.1:7400", streams=3)._background._bulk
+    assert (bulk._up.streams.width, bulk._down.streams.width) == (3, 3)
+    with pytest.raises(ValueError, match="streams is 17"):
+        Learner(job.model, job.optimizer, "127.0.0.1:7400", streams=17)
 
 
 def test_small_transfers_say_nothing():

@@ -150,5 +150,5 @@ def test_a_run_whose_codec_changed_on_a_thin_link_ends_with_the_same_bits(text, 
     assert told["training"]["same"] is True
     assert main(["story", str(run), "--learner", "1"]) == 0
     assert " from here on, not in bf16: at " in capsys.readouterr().out
-    assert main(["story", str(run)]) == 0
+    assert main(["story", str(run), "--run"]) == 0
     assert " from here on, not in bf16: to the learner in the middle " in capsys.readouterr().out

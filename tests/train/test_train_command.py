@@ -397,6 +397,7 @@ def test_nobody_at_the_address(capsys):
         (["--method", "ddp", "--kill", "1@0.4"], "means nothing to ddp"),
         (["--data", "no/such/place"], "neither a folder nor a file"),
         (["--up", "int2"], "up is 'int2'; give one of auto, f32"),
+        (["--streams", "17"], "streams is 17; give a number of connections from 1 to 16"),
         (["--resume", "--lr", "1"], "--lr means nothing with --resume"),
         (["--resume", "--context", "8"], "--context means nothing with --resume"),
         (["--resume"], "holds no run of atoll train"),
