@@ -371,6 +371,26 @@ def test_a_long_link_gets_more_streams_by_itself(tmp_path):
         run.finish(far)
 
 
+def test_a_link_that_gets_thin_has_coarser_values_and_one_that_is_wide_again_finer_ones(tmp_path):
+    with (
+        Run(tmp_path, endless(fragments=1, every_steps=4), Numerics(plan="rows")) as run,
+        relay_to(run.address) as relay,
+    ):
+        far = wide(run, 1, relay.address, "telling")
+        far.hear("joined")
+        relay.thin(1e6)
+        far.order("go")
+        up, down = "contributions go in int", "updates go in int"
+        run.until(lambda _: run.log_lines(far, up), "contributions are coarser")
+        run.until(lambda _: run.log_lines(run.syncer, down), "updates are coarser")
+        relay.thin(None)
+        up, down = "contributions go in bf16 from here on", "updates go in bf16 from here on"
+        run.until(lambda _: run.log_lines(far, up), "contributions are fine again")
+        run.until(lambda _: run.log_lines(run.syncer, down), "updates are fine again")
+        run.end()
+        run.assert_same(run.finish(far), 1)
+
+
 def test_a_bounded_rate_is_kept(tmp_path):
     with (
         Run(tmp_path, endless(fragments=1, every_steps=1), Numerics(plan="rows")) as run,
