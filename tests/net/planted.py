@@ -196,6 +196,11 @@ def tame(directory: Path) -> None:
     robust.WILD = float("inf")
 
 
+def endless_room(directory: Path) -> None:
+    """A port at which any number may stand and say nothing."""
+    listening.MOST_UNPROVEN = 10**9
+
+
 def no_prometheus(directory: Path) -> None:
     """A machine on which prometheus_client is not installed."""
     sys.modules["prometheus_client"] = None  # type: ignore[assignment]
@@ -251,6 +256,7 @@ PLANTS: dict[str, Callable[[Path], None]] = {
     "failing-core": failing_core,
     "no-digest-check": no_digest_check,
     "tame": tame,
+    "endless-room": endless_room,
     "no-prometheus": no_prometheus,
     "published-first": published_first,
     "shared-buffers": shared_buffers,

@@ -1,158 +1,37 @@
-"""A learner that is written by hand: it says whatever a test wants to say, in the right bytes or in wrong ones."""
+"""A learner that is written by hand, in a run of these tests."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
-import aiohttp
-import torch
-from torch import Tensor
-
-from atoll.core.protocol import Body, Contribution, Envelope, Hello, InnerState, Pull, Welcome
-from atoll.core.types import NOTHING
-from atoll.ml.codecs import codec
+from atoll.chaos import stranger
 from atoll.ml.plan import FragmentPlan, make_plan, tensors_of
 from atoll.net.tls import ClientTls
-from atoll.net.wire import CODEC_NUMBERS, Kind, decode_message, encode_message, frame_head
 from tests.net.runs import LIMIT_S, Run
 from tests.net.small_models import work
 
-ENOUGH_S = LIMIT_S
+
+def plan_of(run: Run) -> FragmentPlan:
+    """Of the `plain` model, which is that of most runs."""
+    return make_plan(tensors_of(work("plain").model), run.settings.config.fragments, run.settings.numerics.plan)
 
 
-async def _let_go(http: aiohttp.ClientSession) -> None:
-    """Until its connections are gone: those with TLS say goodbye to each other first."""
-    await http.close()
-    loop = asyncio.get_running_loop()
-    async with asyncio.timeout(ENOUGH_S):
-        while len(loop._selector.get_map()) > 1:  # type: ignore[attr-defined] # the loop's own pipe is left
-            turn = asyncio.Event()
-            loop.call_later(0.01, turn.set)
-            await turn.wait()
-
-
-class Stranger:
+class Stranger(stranger.Stranger):
     """`async with`. Its model is the `plain` one of the runs."""
 
     def __init__(
         self, run: Run, learner: int, incarnation: int = 1, session: int = 1, keys: Path | None = None
     ) -> None:
-        self.run = run
-        self.learner = learner
-        self.incarnation = incarnation
-        self.session = session
-        self.epoch = 0
-        self.tick = 0
-        numerics = run.settings.numerics
-        self.numerics = numerics
-        tensors = tensors_of(work("plain").model)
-        self.plan: FragmentPlan = make_plan(tensors, run.settings.config.fragments, numerics.plan)
-        headers = {"Authorization": f"Bearer {run.token}"} if run.token is not None else {}
-        base = f"http{'s' if keys is not None else ''}://{run.address}"
-        context = ClientTls(keys).context() if keys is not None else True
-        self._new = lambda: aiohttp.ClientSession(base, headers=headers, connector=aiohttp.TCPConnector(ssl=context))
-        self.http: aiohttp.ClientSession
-        self.socket: aiohttp.ClientWebSocketResponse
+        tls = ClientTls(keys).context() if keys is not None else None
+        super().__init__(run.address, run.settings, plan_of(run), learner, incarnation, session, run.token, tls)
 
-    async def __aenter__(self) -> Stranger:
-        self.http = self._new()
-        self.socket = await self.http.ws_connect("/v1/link", max_msg_size=2**26)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.socket.close()
-        await _let_go(self.http)
-
-    @asynccontextmanager
-    async def unlinked(self) -> AsyncIterator[Stranger]:
-        """For requests alone."""
-        self.http = self._new()
-        try:
-            yield self
-        finally:
-            await _let_go(self.http)
-
-    def envelope(self, body: Body) -> Envelope:
-        self.tick += 1
-        return Envelope(self.learner, self.incarnation, self.session, self.epoch, self.tick, 0, 0, body)
-
-    def hello(self, **other: Any) -> Hello:
-        known: dict[str, Any] = {
-            "run_id": self.run.settings.config.run_id,
-            "fingerprint": self.plan.fingerprint(),
-            "received": (NOTHING,) * len(self.plan.fragments),
-            "step": 0,
-            "trained": 0,
-            "training": False,
-        }
-        return Hello(**(known | other))
-
-    async def say(self, body: Body) -> None:
-        await self.socket.send_bytes(encode_message(self.envelope(body)))
-
-    async def hear(self, *kinds: type) -> Any:
-        """The next message of one of these kinds; None when the syncer closes first."""
-        async with asyncio.timeout(ENOUGH_S):
-            while True:
-                message = await self.socket.receive()
-                if message.type is not aiohttp.WSMsgType.BINARY:
-                    self.last = message
-                    return None
-                envelope = decode_message(message.data, "syncer")
-                self.epoch = max(self.epoch, envelope.epoch)
-                if type(envelope.body) in kinds:
-                    return envelope.body
-
-    async def join(self, **hello: Any) -> Welcome:
-        await self.say(self.hello(**hello))
-        welcome = await self.hear(Welcome)
-        assert isinstance(welcome, Welcome)
-        return welcome
-
-    async def closed(self) -> tuple[int, str]:
-        """The code and the sentence with which the syncer closes the link."""
-        async with asyncio.timeout(ENOUGH_S):
-            while True:
-                message = await self.socket.receive()
-                if message.type is aiohttp.WSMsgType.CLOSE:
-                    return int(message.data), str(message.extra)
-                if message.type in (aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.CLOSING):
-                    return int(self.socket.close_code or 0), ""
-
-    # ------------------------------------------------------------------------------------------ bulk
-
-    def contribution(self, pull: Pull, step: int, **other: Any) -> Contribution:
-        known: dict[str, Any] = {
-            "round": pull.round,
-            "copied_at": step,
-            "steps": 1,
-            "tokens": 16,
-            "trained": 16 * step,
-            "dropped": 0,
-        }
-        return Contribution(**(known | other))
-
-    def values(self, fragment: int, fill: float = 0.001) -> Tensor:
-        return codec(self.numerics.ups[0]).encode(torch.full((self.plan.numel(fragment),), fill))
-
-    def frame(self, body: Contribution | InnerState, payload: Tensor | bytes, **other: Any) -> bytes:
-        """A whole frame. `other`: kind or codec, where they are to be wrong."""
-        header = encode_message(self.envelope(body))
-        is_contribution = isinstance(body, Contribution)
-        kind = other.get("kind", Kind.CONTRIBUTION if is_contribution else Kind.INNER_STATE)
-        number = other.get("codec", CODEC_NUMBERS[self.numerics.ups[0]] if is_contribution else 0)
-        raw = payload if isinstance(payload, bytes) else payload.numpy().tobytes()
-        return frame_head(kind, number, header, raw) + header + raw
-
-    async def put(self, path: str, data: bytes) -> tuple[int, dict[str, Any]]:
-        async with asyncio.timeout(ENOUGH_S), self.http.put(path, data=data) as answer:
-            text = await answer.read()
-            return answer.status, json.loads(text) if text else {}
+    async def let_go(self) -> None:
+        """Until its connections are gone: those with TLS say goodbye to each other first."""
+        await super().let_go()
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(LIMIT_S):
+            while len(loop._selector.get_map()) > 1:  # type: ignore[attr-defined] # the loop's own pipe is left
+                turn = asyncio.Event()
+                loop.call_later(0.01, turn.set)
+                await turn.wait()

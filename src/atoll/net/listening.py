@@ -3,11 +3,16 @@
 A connection is **unproven** until its first request has been let in. Before that it may cost little: its first byte is
 waited for with nothing but a socket, its handshake has an end, and there are only so many of them. Whoever opens more
 loses the oldest of the address that has the most, so a stranger who opens thousands competes with itself.
+
+Those that are silent and those that speak are counted apart. A learner speaks as soon as it is connected; in one crowd
+it would lose its place, between two words of its handshake, to a neighbour at its own address who opens thousands and
+says nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import socket
 import ssl
@@ -26,7 +31,15 @@ UNPROVEN_S = 30.0
 """Until the first request is let in."""
 
 MOST_UNPROVEN = 256
+"""Of either kind: that have said nothing yet, and that have not said enough."""
+
 BACKLOG = 512
+AT_ONCE = 16
+"""Connections that are taken before everything else has its turn, far fewer than there is room for. Accepting gives no
+turn by itself while somebody waits at the port: (1) a learner connects and speaks, (2) a stranger fills the backlog
+behind it, (3) all are taken in one go, and the learner, the oldest by then, is dropped before anybody has listened to
+it. Whoever connects faster than is accepted would even stop the whole loop."""
+
 LINGER_S = 1.0
 """For a last word to be read: a socket that is closed with something unread in it takes back what was sent."""
 
@@ -54,6 +67,10 @@ class _Unproven(NamedTuple):
     proved: asyncio.Event
 
 
+Crowd = dict[Key, _Unproven]
+"""In the order in which they came."""
+
+
 class Listener:
     """`make` gives the protocol of a new connection, as `web.AppRunner.server` does."""
 
@@ -61,7 +78,8 @@ class Listener:
         self._sock = sock
         self._make = make
         self._access = access
-        self._unproven: dict[Key, _Unproven] = {}  # in the order in which they came
+        self._silent: Crowd = {}
+        self._speaking: Crowd = {}
         self._accepting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -70,9 +88,11 @@ class Listener:
         self._accepting = asyncio.get_running_loop().create_task(self._accept())
 
     async def stop(self) -> None:
-        tasks = [each.task for each in self._unproven.values()]
+        tasks = [each.task for each in (*self._silent.values(), *self._speaking.values())]
         if self._accepting is not None:
             tasks.append(self._accepting)
+            self._accepting.cancel()
+            await asyncio.sleep(0)  # one that was only just taken begins: it closes its own socket
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -80,7 +100,7 @@ class Listener:
 
     def proved(self, transport: asyncio.BaseTransport | None) -> None:
         """The first request on this connection was let in. It is as good as any other from now on."""
-        found = self._unproven.pop(_key(transport), None) if transport is not None else None
+        found = self._speaking.pop(_key(transport), None) if transport is not None else None
         if found is not None:
             found.proved.set()
 
@@ -88,7 +108,9 @@ class Listener:
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
-        while True:
+        for taken in itertools.count(1):
+            if taken % AT_ONCE == 0:
+                await asyncio.sleep(0)
             try:
                 sock, where = await loop.sock_accept(self._sock)
             except OSError as wrong:
@@ -96,18 +118,18 @@ class Listener:
                 await asyncio.sleep(BREATH_S)
                 continue
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if len(self._unproven) >= MOST_UNPROVEN:
-                self._drop_one()
             proved = asyncio.Event()
             key = (sock.getsockname(), where)
             task = loop.create_task(self._take(sock, key, proved))
-            self._unproven[key] = _Unproven(where[0], task, proved)
+            self._admit(self._silent, key, _Unproven(where[0], task, proved))
 
-    def _drop_one(self) -> None:
-        most, _ = Counter(each.address for each in self._unproven.values()).most_common(1)[0]
-        key = next(key for key, each in self._unproven.items() if each.address == most)
-        self._unproven.pop(key).task.cancel()
-        self._access.turn_away(TOO_MANY, most, "a connection")
+    def _admit(self, crowd: Crowd, key: Key, newcomer: _Unproven) -> None:
+        if len(crowd) >= MOST_UNPROVEN:
+            most, _ = Counter(each.address for each in crowd.values()).most_common(1)[0]
+            oldest = next(key for key, each in crowd.items() if each.address == most)
+            crowd.pop(oldest).task.cancel()
+            self._access.turn_away(TOO_MANY, most, "a connection")
+        crowd[key] = newcomer
 
     async def _take(self, sock: socket.socket, key: Key, proved: asyncio.Event) -> None:
         """One connection, until it has shown who it is."""
@@ -118,6 +140,7 @@ class Listener:
                     first = await _first_byte(sock)
                 if first is None:
                     return
+                self._admit(self._speaking, key, self._silent.pop(key))
                 transport = await self._led_in(sock, first, key[1][0])
                 while transport is not None and not proved.is_set() and not transport.is_closing():
                     await _within(LOOK_EVERY_S, proved)
@@ -126,7 +149,9 @@ class Listener:
         except (ConnectionError, OSError):
             pass  # it is gone, and had said nothing yet
         finally:
-            self._unproven.pop(key, None)
+            for crowd in (self._silent, self._speaking):
+                if key in crowd and crowd[key].proved is proved:  # not one that came later from the same port
+                    del crowd[key]
             if transport is None:
                 sock.close()
             elif not proved.is_set() and isinstance(transport, asyncio.WriteTransport):

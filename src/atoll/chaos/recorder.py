@@ -1,0 +1,68 @@
+"""Listens on the way to a syncer, and says again what it heard: a replay, to the last byte."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from types import TracebackType
+
+
+class Recorder:
+    """Passes connections on to a syncer, and keeps what was sent to it on each."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = host, int(port)
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
+        self.sent: list[bytearray] = []
+        self._open: list[socket.socket] = [self._server]
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._server.accept()
+                far = socket.create_connection(self._target)
+                self._open += [near, far]
+                record = bytearray()
+                self.sent.append(record)
+                threading.Thread(target=self._pass_on, args=(near, far, record), daemon=True).start()
+                threading.Thread(target=self._pass_on, args=(far, near, None), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, to: socket.socket, record: bytearray | None) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if record is not None:
+                    record += data
+                to.sendall(data)
+            to.shutdown(socket.SHUT_WR)
+
+    def break_off(self) -> None:
+        for each in self._open[1:]:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.break_off()
+        for each in self._open:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def play(self, record: bytes) -> bytes:
+        """Once more, on a connection of its own: what the syncer answers until it hangs up or has nothing to say."""
+        with socket.create_connection(self._target) as raw:
+            raw.settimeout(1.0)
+            answer = bytearray()
+            with contextlib.suppress(OSError):
+                raw.sendall(record)
+                while data := raw.recv(65536):
+                    answer += data
+            return bytes(answer)

@@ -1,0 +1,162 @@
+"""A learner that is written by hand: it says whatever somebody wants to say, in the right bytes or in wrong ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import torch
+from torch import Tensor
+
+from atoll.core.protocol import Body, Contribution, Envelope, Hello, InnerState, Pull, Welcome
+from atoll.core.types import NOTHING
+from atoll.ml.codecs import codec
+from atoll.ml.plan import FragmentPlan
+from atoll.net.run_settings import RunSettings
+from atoll.net.wire import CODEC_NUMBERS, Kind, decode_message, encode_message, frame_head
+
+ENOUGH_S = 30.0
+"""Of every single wait."""
+
+
+class Stranger:
+    """`async with`. `plan`: of the model of the run."""
+
+    def __init__(
+        self,
+        address: str,
+        settings: RunSettings,
+        plan: FragmentPlan,
+        learner: int,
+        incarnation: int = 1,
+        session: int = 1,
+        token: str | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self.settings = settings
+        self.plan = plan
+        self.learner = learner
+        self.incarnation = incarnation
+        self.session = session
+        self.epoch = 0
+        self.tick = 0
+        self.numerics = settings.numerics
+        self._headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
+        self._base = f"http{'s' if tls is not None else ''}://{address}"
+        self._tls = tls
+        self.http: aiohttp.ClientSession
+        self.socket: aiohttp.ClientWebSocketResponse
+
+    def _new(self) -> aiohttp.ClientSession:
+        connector = aiohttp.TCPConnector(ssl=self._tls if self._tls is not None else True)
+        return aiohttp.ClientSession(self._base, headers=self._headers, connector=connector)
+
+    async def __aenter__(self) -> Self:
+        self.http = self._new()
+        try:
+            self.socket = await self.http.ws_connect("/v1/link", max_msg_size=2**26)
+        except BaseException:
+            await self.http.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.socket.close()
+        await self.let_go()
+
+    @asynccontextmanager
+    async def unlinked(self) -> AsyncIterator[Self]:
+        """For requests alone."""
+        self.http = self._new()
+        try:
+            yield self
+        finally:
+            await self.let_go()
+
+    async def let_go(self) -> None:
+        await self.http.close()
+
+    def envelope(self, body: Body) -> Envelope:
+        self.tick += 1
+        return Envelope(self.learner, self.incarnation, self.session, self.epoch, self.tick, 0, 0, body)
+
+    def hello(self, **other: Any) -> Hello:
+        known: dict[str, Any] = {
+            "run_id": self.settings.config.run_id,
+            "fingerprint": self.plan.fingerprint(),
+            "received": (NOTHING,) * len(self.plan.fragments),
+            "step": 0,
+            "trained": 0,
+            "training": False,
+        }
+        return Hello(**(known | other))
+
+    async def say(self, body: Body) -> None:
+        await self.socket.send_bytes(encode_message(self.envelope(body)))
+
+    async def hear(self, *kinds: type) -> Any:
+        """The next message of one of these kinds; None when the syncer closes first."""
+        async with asyncio.timeout(ENOUGH_S):
+            while True:
+                message = await self.socket.receive()
+                if message.type is not aiohttp.WSMsgType.BINARY:
+                    self.last = message
+                    return None
+                envelope = decode_message(message.data, "syncer")
+                self.epoch = max(self.epoch, envelope.epoch)
+                if type(envelope.body) in kinds:
+                    return envelope.body
+
+    async def join(self, **hello: Any) -> Welcome:
+        await self.say(self.hello(**hello))
+        welcome = await self.hear(Welcome)
+        assert isinstance(welcome, Welcome)
+        return welcome
+
+    async def closed(self) -> tuple[int, str]:
+        """The code and the sentence with which the syncer closes the link."""
+        async with asyncio.timeout(ENOUGH_S):
+            while True:
+                message = await self.socket.receive()
+                if message.type is aiohttp.WSMsgType.CLOSE:
+                    return int(message.data), str(message.extra)
+                if message.type in (aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.CLOSING):
+                    return int(self.socket.close_code or 0), ""
+
+    # ------------------------------------------------------------------------------------------ bulk
+
+    def contribution(self, pull: Pull, step: int, **other: Any) -> Contribution:
+        known: dict[str, Any] = {
+            "round": pull.round,
+            "copied_at": step,
+            "steps": 1,
+            "tokens": 16,
+            "trained": 16 * step,
+            "dropped": 0,
+        }
+        return Contribution(**(known | other))
+
+    def values(self, fragment: int, fill: float = 0.001) -> Tensor:
+        return codec(self.numerics.ups[0]).encode(torch.full((self.plan.numel(fragment),), fill))
+
+    def frame(self, body: Contribution | InnerState, payload: Tensor | bytes, **other: Any) -> bytes:
+        """A whole frame. `other`: kind or codec, where they are to be wrong."""
+        header = encode_message(self.envelope(body))
+        is_contribution = isinstance(body, Contribution)
+        kind = other.get("kind", Kind.CONTRIBUTION if is_contribution else Kind.INNER_STATE)
+        number = other.get("codec", CODEC_NUMBERS[self.numerics.ups[0]] if is_contribution else 0)
+        raw = payload if isinstance(payload, bytes) else payload.numpy().tobytes()
+        return frame_head(kind, number, header, raw) + header + raw
+
+    async def put(self, path: str, data: bytes) -> tuple[int, dict[str, Any]]:
+        async with asyncio.timeout(ENOUGH_S), self.http.put(path, data=data) as answer:
+            text = await answer.read()
+            return answer.status, json.loads(text) if text else {}
