@@ -56,12 +56,13 @@ def paced(step: Callable[[], object], least_s: float) -> tuple[float, float]:
     return time.perf_counter() - began, work_s
 
 
-def be_a_learner(address: str, number: int, size: str, least_s: float) -> None:
+def be_a_learner(address: str, number: int, size: str, least_s: float, keys: str, token: str) -> None:
     """In the child: a line comes for each block, `alone SECONDS` or `together SECONDS`; the answer is a line."""
     config = SIZES[size]
     model = build(config, seed=0)
     optimizer, step = stepper(model, batches(config.vocabulary, BATCH, config.context))
-    with Learner(model, optimizer, address, learner=number) as learner:
+    island = Path(keys) if keys else None
+    with Learner(model, optimizer, address, token or None, keys=island, learner=number) as learner:
         print("ready", flush=True)
         for line in sys.stdin:
             how, seconds = line.split()
@@ -79,13 +80,15 @@ def be_a_learner(address: str, number: int, size: str, least_s: float) -> None:
 
 
 class Island:
-    """One learner's process, seen from here."""
+    """One learner's process, seen from here. `keys` and `token` where the syncer asks for them."""
 
-    def __init__(self, served: Syncer, number: int, speed: float, size: str, step_s: float) -> None:
+    def __init__(
+        self, address: str, number: int, speed: float, size: str, step_s: float, keys: str = "", token: str = ""
+    ) -> None:
         self.speed = speed
         self.number = number
         self.process: subprocess.Popen[str] = start_python(
-            __file__, "--child", served.address, str(number), size, str(step_s / speed)
+            __file__, "--child", address, str(number), size, str(step_s / speed), keys, token
         )
 
     def read(self) -> str:
@@ -118,7 +121,7 @@ def mean_s(told: dict[str, Any]) -> float:
 def measure(speeds: list[float], size: str, step_s: float, pairs: int, block_s: float) -> dict[str, Any]:
     settings = RunSettings(RunConfig("unequal", FRAGMENTS, EVERY_STEPS, limits=PATIENT))
     with syncer(settings) as served:
-        islands = [Island(served, n + 1, speed, size, step_s) for n, speed in enumerate(speeds)]
+        islands = [Island(served.address, n + 1, speed, size, step_s) for n, speed in enumerate(speeds)]
         try:
             for island in islands:
                 assert island.read() == "ready"
@@ -201,12 +204,12 @@ def main() -> int:
     parser.add_argument("--size", default="1m", choices=sorted(SIZES), help="of the model")
     parser.add_argument("--pairs", type=int, default=6, help="blocks of either kind")
     parser.add_argument("--block", type=float, default=6.0, help="seconds of a block")
-    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=6, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         torch.set_num_threads(1)
-        address, number, size, least_s = options.child
-        be_a_learner(address, int(number), size, float(least_s))
+        address, number, size, least_s, keys, token = options.child
+        be_a_learner(address, int(number), size, float(least_s), keys, token)
         return 0
     where = begin()
     speeds = [float(speed) for speed in options.speeds.split(",")]

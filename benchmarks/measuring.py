@@ -18,7 +18,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from atoll.net.reaching import ask, where
 from atoll.net.run_settings import RunSettings
 from atoll.net.serving import serve_syncer
 from atoll.net.tls import key_files
@@ -161,23 +161,29 @@ class Syncer(NamedTuple):
     directory: Path
 
     def status(self) -> dict[str, Any]:
-        with urllib.request.urlopen(f"http://{self.address}/v1/status", timeout=30) as answer:
-            told: dict[str, Any] = json.load(answer)
+        """Asked for as commands on its machine do."""
+        found = where(self.directory)
+        assert found is not None
+        told: dict[str, Any] = ask(found.address, found.token, "GET", "/v1/status", START_S, tls=found.tls)
         return told
 
 
 @contextlib.contextmanager
 def syncer(
-    settings: RunSettings, core: int | None = None, profile: str | None = None, keys: Path | None = None
+    settings: RunSettings,
+    core: int | None = None,
+    profile: str | None = None,
+    keys: Path | None = None,
+    token: str = "",
 ) -> Iterator[Syncer]:
     """A real syncer on a free port of this machine, with a directory of its own that goes away with it.
 
     `profile`: a file for the profile of its event loop. A syncer that is profiled is slower. `keys`: of the syncer, as
-    atoll keys makes them; only those with a key of the same authority are let in.
+    atoll keys makes them; only those with a key of the same authority are let in. `token`: asked for, if there is one.
     """
     with tempfile.TemporaryDirectory(prefix="atoll-bench-") as name:
         told = json.dumps(settings.to_json())
-        process = start_python(__file__, "syncer", name, told, profile or "", str(keys or ""), core=core)
+        process = start_python(__file__, "syncer", name, told, profile or "", str(keys or ""), token, core=core)
         try:
             assert process.stdout is not None
             address = process.stdout.readline().strip()
@@ -188,7 +194,7 @@ def syncer(
             end(process)
 
 
-def serve(directory: str, settings: str, profile: str, keys: str) -> None:
+def serve(directory: str, settings: str, profile: str, keys: str, token: str) -> None:
     """In the child."""
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.ERROR, format="syncer: %(message)s")
@@ -200,6 +206,7 @@ def serve(directory: str, settings: str, profile: str, keys: str) -> None:
         Path(directory),
         RunSettings.from_json(json.loads(settings)),
         port=0,
+        token=token or None,
         on_ready=lambda address: print(address, flush=True),
         keys=key_files(Path(keys), of_syncer=True) if keys else None,
     )

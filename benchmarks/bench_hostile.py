@@ -1,0 +1,294 @@
+"""Honest learners beside hostile peers: are their steps as short as without them? Figures are in benchmarks/README.md.
+
+    python benchmarks/bench_hostile.py [--quick] [--json] [--only half-open,slow-loris] [--block 4] [--repeats 4]
+
+A syncer with keys and a token and three learners, each a process of its own. Steps are real steps of a small GPT,
+paced, so that two cores suffice for all. For each kind of docs/security.md blocks take turns:
+
+- quiet: nobody else is there
+- attacked: the hostile, a process of their own, come to the syncer at a pace that is bounded and printed
+- beside: the same hostile at the same pace come to another syncer, which has nothing to do with the learners
+
+A ratio is that of two neighbouring blocks. What `beside` has above `quiet` is the price of sharing two cores with the
+hostile and with whom they keep busy; what `attacked` has above `beside` comes by way of the learners' own syncer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts its threads
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from atoll.chaos.hostile import ATTACKS, Prey, Storm
+from atoll.chaos.recorder import Recorder
+from atoll.core.types import Limits, RunConfig
+from atoll.ml.plan import make_plan, tensors_of
+from atoll.net.keys import Authority
+from atoll.net.learner import Learner
+from atoll.net.run_settings import RunSettings
+from atoll.train.models import SIZES, build, inner_optimizer
+from benchmarks.bench_unequal import Island, together
+from benchmarks.measuring import Syncer, as_json, begin, cpu_s, describe, end, resident_mib, spread, syncer
+
+FRAGMENTS = EVERY_STEPS = 24
+TARGET = 1.02
+TOKEN = "a token for the time of a measurement"
+RECORDED_STEPS = 30
+BAD = 99  # the learner that means harm, with a key of its own
+SETTLE_S = 1.0
+"""From the first visit to the first step that counts."""
+
+PATIENT = Limits(first_wait_s=60.0, least_wait_s=60.0)
+"""Learners stand still for a moment between two blocks, and are not lost."""
+
+PHASES = ("quiet", "attacked", "beside")
+
+
+class Scene(NamedTuple):
+    """All who take part. `other`: the syncer that has nothing to do with the learners."""
+
+    served: Syncer
+    other: Syncer
+    islands: list[Island]
+    prey: dict[str, Prey]  # by phase
+
+
+class Block(NamedTuple):
+    steps_s: list[float]
+    work_s: list[float]
+    syncer_cpu: float  # cores
+    hostile_cpu: float  # cores
+    mib: float  # of the syncer, in the end
+    per_s: float  # visits that were begun
+    ends: Counter[str]
+    merges_per_s: float
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The scene
+
+
+@contextlib.contextmanager
+def scene(size: str, learners: int, step_s: float) -> Iterator[Scene]:
+    settings = RunSettings(RunConfig("hostile", FRAGMENTS, EVERY_STEPS, limits=PATIENT))
+    plan = make_plan(tensors_of(build(SIZES[size], seed=0)), FRAGMENTS, settings.numerics.plan)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="atoll-keys-")))
+        ring = Authority.init(folder / "keys")
+        for number in range(1, learners + 1):
+            ring.add(f"island-{number}", (number,))
+        ring.add("bad", (BAD,))
+        Authority.init(folder / "others").add("one")
+        served, other = (stack.enter_context(syncer(settings, keys=folder / "keys", token=TOKEN)) for _ in range(2))
+        keys = [folder / "keys" / f"island-{number}" for number in range(1, learners + 1)]
+        records = recorded(other, size, keys[0])
+        prey = {
+            phase: Prey(
+                to.address,
+                TOKEN,
+                settings,
+                plan,
+                folder / "keys" / "authority.pem",
+                folder / "keys" / "bad",
+                BAD,
+                1,
+                folder / "others" / "one",
+                records,
+            )
+            for phase, to in (("attacked", served), ("beside", other))
+        }
+        islands = []
+        for number, key in enumerate(keys, 1):
+            island = Island(served.address, number, 1.0, size, step_s, str(key), TOKEN)
+            stack.callback(end, island.process)
+            islands.append(island)
+        for island in islands:
+            assert island.read() == "ready"
+        yield Scene(served, other, islands, prey)
+
+
+def recorded(to: Syncer, size: str, keys: Path) -> tuple[bytes, ...]:
+    """What a learner sends in a few steps, by connection. It brings the other syncer its model, too."""
+    model = build(SIZES[size], seed=0)
+    with Recorder(to.address) as recorder:
+        with Learner(model, inner_optimizer(model), recorder.address, TOKEN, keys=keys, learner=1) as learner:
+            for _ in range(RECORDED_STEPS):
+                learner.step(tokens=1)
+                time.sleep(0.02)  # so that something is asked for
+        return tuple(bytes(record) for record in recorder.sent if record)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The measurement
+
+
+def block(scene: Scene, phase: str, name: str, block_s: float) -> Block:
+    """Steps of all learners for so long, with the hostile where the phase says."""
+    if phase == "quiet":
+        return measured(scene, None, block_s)
+    attack = ATTACKS[name]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["atoll.chaos.hostile"])
+    with Storm(context, scene.prey[phase], name, attack.per_s, attack.held) as storm:
+        while not storm.tally().begun:
+            time.sleep(0.05)
+        time.sleep(SETTLE_S)
+        return measured(scene, storm, block_s)
+
+
+def measured(scene: Scene, storm: Storm | None, block_s: float) -> Block:
+    def used() -> tuple[float, float]:
+        return cpu_s(scene.served.pid), cpu_s(storm.pid) if storm is not None else 0.0
+
+    merges, before = scene.served.status()["merges"], used()
+    begun = storm.tally().begun if storm is not None else 0
+    began = time.monotonic()
+    told = together(scene.islands, block_s)
+    after, wall_s = used(), time.monotonic() - began
+    tally = storm.tally() if storm is not None else None
+    return Block(
+        steps_s=[step_s for each in told.values() for step_s, _ in each["steps"]],
+        work_s=[work_s for each in told.values() for _, work_s in each["steps"]],
+        syncer_cpu=(after[0] - before[0]) / wall_s,
+        hostile_cpu=(after[1] - before[1]) / wall_s,
+        mib=resident_mib(scene.served.pid),
+        per_s=(tally.begun - begun) / wall_s if tally is not None else 0.0,
+        ends=tally.ends if tally is not None else Counter(),
+        merges_per_s=(scene.served.status()["merges"] - merges) / wall_s,
+    )
+
+
+def median_s(block: Block) -> float:
+    return statistics.median(block.steps_s)
+
+
+def p99(values: list[float]) -> float:
+    return statistics.quantiles(values, n=100, method="inclusive")[98]
+
+
+def measure(scene: Scene, name: str, repeats: int, block_s: float) -> dict[str, Any]:
+    found: dict[str, list[Block]] = {phase: [] for phase in PHASES}
+    for repeat in range(repeats):
+        for phase in PHASES if repeat % 2 == 0 else reversed(PHASES):
+            if sys.stderr.isatty():
+                print(f"\r\x1b[K  {name}: {phase}, {repeat + 1} of {repeats}", end="\r", file=sys.stderr, flush=True)
+            found[phase].append(block(scene, phase, name, block_s))
+    quiet = found["quiet"]
+    told: dict[str, Any] = {"attack": name, "steps": sum(len(each.steps_s) for each in quiet)}
+    ends: Counter[str] = Counter()
+    for phase, blocks in found.items():
+        all_s = [step_s for each in blocks for step_s in each.steps_s]
+        told[phase] = {
+            "median_s": statistics.median(all_s),
+            "p99_s": p99(all_s),
+            "work_s": statistics.median([work_s for each in blocks for work_s in each.work_s]),
+            "syncer_cpu": statistics.mean(each.syncer_cpu for each in blocks),
+            "merges_per_s": statistics.mean(each.merges_per_s for each in blocks),
+        }
+        if phase != "quiet":
+            pairs = list(zip(blocks, quiet, strict=True))
+            told[phase] |= {
+                "ratio": spread(
+                    [statistics.median(one.steps_s) / statistics.median(two.steps_s) for one, two in pairs]
+                ),
+                "p99_ratio": told[phase]["p99_s"] / told["quiet"]["p99_s"],
+                "hostile_cpu": statistics.mean(each.hostile_cpu for each in blocks),
+                "per_s": statistics.mean(each.per_s for each in blocks),
+            }
+    for each in found["attacked"]:
+        ends.update(each.ends)
+    told["ends"] = dict(ends.most_common())
+    told["grown_mib"] = max(each.mib for each in found["attacked"]) - min(each.mib for each in quiet)
+    return told
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What is shown
+
+
+def show(told: dict[str, Any]) -> None:
+    attacked, beside, quiet = told["attacked"], told["beside"], told["quiet"]
+    print(
+        f"  {told['attack']:20}{attacked['per_s']:>7.0f}/s"
+        f"{attacked['ratio'].median:>9.4f}{beside['ratio'].median:>9.4f}"
+        f"{attacked['p99_ratio']:>10.3f}{beside['p99_ratio']:>8.3f}"
+        f"{told['grown_mib']:>+9.0f}{100 * quiet['syncer_cpu']:>8.0f}{100 * attacked['syncer_cpu']:>5.0f}"
+        f"{100 * attacked['hostile_cpu']:>8.0f}"
+        f"{quiet['merges_per_s']:>8.1f}{attacked['merges_per_s']:>6.1f}"
+        f"   {', '.join(f'{end} {count}' for end, count in told['ends'].items()) or 'all still wait'}"
+    )
+
+
+HEAD = (
+    f"  {'':20}{'visits':>9}{'median step':>18}{'p99':>18}{'MiB':>9}{'syncer, %':>13}{'they, %':>8}{'merges/s':>14}\n"
+    f"  {'':29}{'attacked':>9}{'beside':>9}{'attacked':>10}{'beside':>8}{'grown':>9}{'quiet':>8}{'att.':>5}"
+    f"{'':8}{'quiet':>8}{'att.':>6}   what became of them"
+)
+
+
+def verdict(rows: list[dict[str, Any]]) -> str:
+    """Of the attacks; what sharing the machine costs is said beside it."""
+    lines = []
+    for name, value in (
+        ("median", lambda row, phase: row[phase]["ratio"].median),
+        ("p99", lambda row, phase: row[phase]["p99_ratio"]),
+    ):
+        worst = max(rows, key=lambda row: value(row, "attacked"))
+        most = value(worst, "attacked")
+        lines.append(
+            f"  {name} step under attack / without: at most {most:.4f} ({worst['attack']}; the same load on another"
+            f" syncer {value(worst, 'beside'):.4f}), wanted: {TARGET}, {'reached' if most <= TARGET else 'not reached'}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--quick", action="store_true", help="one short block of each kind: a minute and a half")
+    parser.add_argument("--only", default=",".join(ATTACKS), help="kinds of attack, with commas between them")
+    parser.add_argument("--size", default="100k", choices=sorted(SIZES), help="of the model")
+    parser.add_argument("--learners", type=int, default=3)
+    parser.add_argument("--step", type=float, default=0.1, help="least seconds of a step")
+    parser.add_argument("--block", type=float, default=4.0, help="seconds of a block")
+    parser.add_argument("--repeats", type=int, default=4, help="blocks of each kind")
+    options = parser.parse_args()
+    names = [name.strip() for name in options.only.split(",")]
+    unknown = [name for name in names if name not in ATTACKS]
+    if unknown:
+        parser.error(f"there is no attack {unknown[0]!r}; there are {', '.join(ATTACKS)}")
+    block_s, repeats = (2.0, 1) if options.quick else (options.block, options.repeats)
+    where = begin()
+    rows = []
+    with scene(options.size, options.learners, options.step) as set_up:
+        together(set_up.islands, block_s)  # until rounds are under way
+        if not options.json:
+            print(f"honest learners beside hostile peers; {describe(where)}")
+            print(f"{options.learners} learners, GPT {options.size}, steps of {1e3 * options.step:g} ms, ", end="")
+            print(f"{repeats} blocks of {block_s:g} s of each kind; ratios to quiet blocks\n")
+            print(HEAD)
+        for name in names:
+            rows.append(measure(set_up, name, repeats, block_s))
+            if not options.json:
+                show(rows[-1])
+    if options.json:
+        print(as_json({"machine": where, "target": TARGET, "block_s": block_s, "repeats": repeats, "attacks": rows}))
+        return 0
+    print(f"\n{verdict(rows)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
