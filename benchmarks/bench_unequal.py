@@ -13,14 +13,16 @@ process. The time of a step includes what Atoll does at its end.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts its threads
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -46,14 +48,33 @@ PATIENT = Limits(first_wait_s=300.0, least_wait_s=300.0)
 # One learner
 
 
-def paced(step: Callable[[], object], least_s: float) -> tuple[float, float]:
-    """Seconds of one step, and of its work."""
-    began = time.perf_counter()
+class Step(NamedTuple):
+    """Seconds of one step, of its work, and of the step had the thread never waited for a processor."""
+
+    step_s: float
+    work_s: float
+    unshared_s: float
+
+
+def waited_s() -> float:
+    """For a processor, this thread so far, as Linux counts it."""
+    with contextlib.suppress(OSError):
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
+
+
+def paced(step: Callable[[], object], at_its_end: Callable[[], object], least_s: float) -> Step:
+    """A step whose work takes at least so long, with what is done at its end."""
+    waited, began = waited_s(), time.perf_counter()
     step()
     work_s = time.perf_counter() - began
+    waited_in_work = waited_s() - waited
     if work_s < least_s:
         time.sleep(least_s - work_s)
-    return time.perf_counter() - began, work_s
+    at_its_end()
+    step_s = time.perf_counter() - began
+    rest_s = step_s - max(work_s, least_s) - (waited_s() - waited - waited_in_work)
+    return Step(step_s, work_s, max(work_s - waited_in_work, least_s) + rest_s)
 
 
 def be_a_learner(address: str, number: int, size: str, least_s: float, keys: str, token: str) -> None:
@@ -63,17 +84,14 @@ def be_a_learner(address: str, number: int, size: str, least_s: float, keys: str
     optimizer, step = stepper(model, batches(config.vocabulary, BATCH, config.context))
     island = Path(keys) if keys else None
     with Learner(model, optimizer, address, token or None, keys=island, learner=number) as learner:
+        boundary = partial(learner.step, tokens=BATCH * config.context)
         print("ready", flush=True)
         for line in sys.stdin:
             how, seconds = line.split()
             taken = []
             until = time.monotonic() + float(seconds)
             while time.monotonic() < until:
-                step_s, work_s = paced(step, least_s)
-                ended = time.perf_counter()
-                if how == "together":
-                    learner.step(tokens=BATCH * config.context)
-                taken.append((step_s + time.perf_counter() - ended, work_s))
+                taken.append(paced(step, boundary if how == "together" else lambda: None, least_s))
             stats = learner.stats()
             told = {"steps": taken, "contributed": stats.contributed, "boundary_s": stats.boundary_s}
             print(json.dumps(told), flush=True)
@@ -105,7 +123,7 @@ class Island:
 
     def result(self) -> dict[str, Any]:
         told: dict[str, Any] = json.loads(self.read())
-        told["steps"] = told["steps"][UNCOUNTED:]
+        told["steps"] = [Step(*each) for each in told["steps"][UNCOUNTED:]]
         return told
 
 
@@ -114,7 +132,7 @@ class Island:
 
 
 def mean_s(told: dict[str, Any]) -> float:
-    taken: list[float] = [step_s for step_s, _ in told["steps"]]
+    taken: list[float] = [each.step_s for each in told["steps"]]
     return sum(taken) / len(taken)
 
 
@@ -143,11 +161,11 @@ def in_turns(served: Syncer, islands: list[Island], pairs: int, block_s: float) 
         one.begin("alone", block_s)
         alone = one.result()
         told = together(islands, block_s)
-        alone_s += [s for s, _ in alone["steps"]]
+        alone_s += [taken.step_s for taken in alone["steps"]]
         ratios.append(mean_s(told[one.number]) / mean_s(alone))
         for number, each in told.items():
-            all_s[number] += [s for s, _ in each["steps"]]
-            work_s[number] += [w for _, w in each["steps"]]
+            all_s[number] += [taken.step_s for taken in each["steps"]]
+            work_s[number] += [taken.work_s for taken in each["steps"]]
     status = served.status()
     return {
         "pairs": pairs,

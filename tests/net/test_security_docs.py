@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from atoll.chaos.hostile import ATTACKS
 from atoll.net import identity, listening, syncer, tls
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -25,7 +26,8 @@ def every_code_is_told(text: str) -> Iterator[str]:
 def limits_are_those_of_the_code(text: str) -> Iterator[str]:
     mib = syncer.RECEIVING_BYTES // 2**20
     for row in (
-        f"at once | {listening.MOST_UNPROVEN}; one more",
+        f"said nothing yet, at once | {listening.MOST_UNPROVEN}; one more",
+        f"who they are, at once | {listening.MOST_UNPROVEN}; the same",
         f"for a handshake | {listening.HANDSHAKE_S:g} s |",
         f"is let in | {listening.UNPROVEN_S:g} s |",
         f"being received | {mib} MiB,",
@@ -41,10 +43,24 @@ def names_and_files_are_those_of_the_code(text: str) -> Iterator[str]:
             yield f"{word} is not told"
 
 
+def every_attack_has_a_row_with_tests_that_there_are(text: str) -> Iterator[str]:
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| (`test_[^|]+) \|$", text.partition("## Hostile peers")[2], re.MULTILINE)
+    if [name for name, _ in rows] != list(ATTACKS):
+        yield f"the table has {[name for name, _ in rows]}, the code {list(ATTACKS)}"
+    for name, tests in rows:
+        for file, test in re.findall(r"`(\w+\.py)::(\w+)`", tests):
+            path = ROOT / "tests/net" / file
+            if not path.exists() or f"def {test}(" not in path.read_text(encoding="utf-8"):
+                yield f"{name}: there is no {file}::{test}"
+        if "`test_hostile_peers.py::" not in tests:
+            yield f"{name} has no test at the limits that are shipped"
+
+
 CHECKS: dict[Check, tuple[str, str]] = {
     every_code_is_told: ("| `no-key` |", "| `keyless` |"),
     limits_are_those_of_the_code: ("| 256; one more", "| 512; one more"),
     names_and_files_are_those_of_the_code: ("`/v1/finish`", "`/v1/end`"),
+    every_attack_has_a_row_with_tests_that_there_are: ("::test_random_bytes`", "::test_of_nothing`"),
 }
 
 

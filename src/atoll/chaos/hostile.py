@@ -224,7 +224,7 @@ class Attack(NamedTuple):
 ATTACKS: dict[str, Attack] = {
     "no token": Attack(Hostile.no_token, frozenset({"401"}), 40.0, 40),
     "wrong key": Attack(Hostile.wrong_key, frozenset({"alert"}), 40.0, 40),
-    "slow-loris": Attack(Hostile.slow_loris, frozenset(), 40.0, 1000),
+    "slow-loris": Attack(Hostile.slow_loris, frozenset(), 60.0, 1000),
     "oversize": Attack(Hostile.oversize, frozenset({"400", "401", "1009"}), 20.0, 20),
     "half-open": Attack(Hostile.half_open, frozenset({"hung up"}), 400.0, 4000),
     "random bytes": Attack(Hostile.random_bytes, frozenset({"hung up"}), 100.0, 100),

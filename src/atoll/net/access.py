@@ -80,7 +80,7 @@ class Access:
         self.refused = refused
         self.log = log if log is not None else logging.getLogger("atoll.syncer")
         self._bearer = f"Bearer {token}".encode() if token is not None else None
-        self._said: dict[str, tuple[float, int]] = {}  # by sentence: when it was logged, and how often it was not since
+        self._said: dict[str, tuple[float, int]] = {}  # by line: when it was logged, and how often it was not since
 
     @property
     def scheme(self) -> str:
@@ -119,17 +119,19 @@ class Access:
             return True
         return hmac.compare_digest(authorization.encode("utf-8", "surrogateescape"), self._bearer)
 
-    def turn_away(self, turned: Turned, who: str, what: str) -> None:
-        """Counted, and said; the hundredth in a second is counted only."""
+    def turn_away(self, turned: Turned, who: str, what: str, alike: str = "") -> None:
+        """Counted, and said; the hundredth in a second is counted only. `alike`: stands for all sentences that count as
+        the same line, where a peer could make each of them another one."""
         now = time.monotonic()
+        line = alike or turned.sentence
         self.refused[turned.code] += 1
-        at, more = self._said.get(turned.sentence, (float("-inf"), 0))
+        at, more = self._said.get(line, (float("-inf"), 0))
         if now - at < QUIET_S:
-            self._said[turned.sentence] = at, more + 1
+            self._said[line] = at, more + 1
             return
         if len(self._said) >= MOST_SAID:
             self._said.clear()
-        self._said[turned.sentence] = now, 0
+        self._said[line] = now, 0
         also = f" (and {more} like it before)" if more else ""
         self.log.warning("%s from %s was refused: %s%s", what, who, turned.sentence, also, extra={"code": turned.code})
 

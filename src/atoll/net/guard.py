@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from atoll.net.access import Access
-from atoll.net.identity import HEADER, NotYours, Turned
+from atoll.net.identity import HEADER, NotYours, Turned, alike
 from atoll.net.logs import Named
 from atoll.net.syncer_bulk import SILENT_S, LinkGone, error
 from atoll.net.wire import WireError
@@ -42,11 +42,12 @@ def guard_of(host: Guarded) -> Any:
         try:
             return await handler(request)
         except WireError as wrong:
-            host.refused[wrong.code] += 1
-            host.log.warning("%s %s from %s was refused: %s", request.method, request.path, request.remote, wrong)
+            turned = Turned(wrong.code, 400, str(wrong))
+            host.access.turn_away(turned, str(request.remote), f"{request.method} {request.path}", alike(wrong.code))
             return error(400, str(wrong), wrong.code)
         except NotYours as wrong:
-            host.access.turn_away(Turned(wrong.code, 403, str(wrong)), str(request.remote), request.path)
+            turned = Turned(wrong.code, 403, str(wrong))
+            host.access.turn_away(turned, str(request.remote), request.path, alike(wrong.code))
             return error(403, str(wrong), wrong.code)
         except LinkGone:
             return error(409, "the link that this belongs to is closed")

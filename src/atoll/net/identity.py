@@ -112,6 +112,12 @@ SPEAKER: ContextVar[Peer | None] = ContextVar("SPEAKER", default=None)
 """Whose request is being handled; None where keys are not asked for."""
 
 
+def alike(code: str) -> str:
+    """For the log: one line stands for all refusals of a kind that one key brings about, whatever it sends."""
+    peer = SPEAKER.get()
+    return f"{code} {peer.name}" if peer is not None else code
+
+
 def peer_of(transport: asyncio.BaseTransport | None) -> Peer | None:
     """The key that this connection has shown."""
     told = transport.get_extra_info("ssl_object") if transport is not None else None

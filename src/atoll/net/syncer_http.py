@@ -15,7 +15,7 @@ from atoll.core.types import FragmentId
 from atoll.ml.plan import FragmentPlan
 from atoll.net.controls import control, who_problem
 from atoll.net.guard import guard_of
-from atoll.net.identity import NotYours, check_speaker, own_number
+from atoll.net.identity import NotYours, Turned, alike, check_speaker, own_number
 from atoll.net.prometheus import MISSING, exposition
 from atoll.net.shards import ShardsMissing
 from atoll.net.snapshot_files import snapshot_info
@@ -189,8 +189,8 @@ class Paths:
         except (WireError, NotYours) as wrong:
             refusal = wrong
             why = f"what it sent was refused: {wrong}"
-            self.syncer.refused[wrong.code] += 1
-            self.syncer.log.warning("a link from %s is closed, %s", request.remote, why)
+            turned = Turned(wrong.code, 400, str(wrong))
+            self.syncer.access.turn_away(turned, str(request.remote), "a link", alike(wrong.code))
         finally:
             if link is not None:
                 self.syncer.detach(link, why)
