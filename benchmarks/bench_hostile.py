@@ -1,6 +1,6 @@
 """Honest learners beside hostile peers: are their steps as short as without them? Figures are in benchmarks/README.md.
 
-    python benchmarks/bench_hostile.py [--quick] [--json] [--only half-open,slow-loris] [--block 4] [--repeats 4]
+    python benchmarks/bench_hostile.py [--quick] [--json] [--only half-open,slow-loris] [--block 4] [--repeats 3]
 
 A syncer with keys and a token and three learners, each a process of its own. Steps are real steps of a small GPT,
 paced, so that two cores suffice for all. For each kind of docs/security.md blocks take turns:
@@ -268,7 +268,7 @@ def main() -> int:
     parser.add_argument("--learners", type=int, default=3)
     parser.add_argument("--step", type=float, default=0.1, help="least seconds of a step")
     parser.add_argument("--block", type=float, default=4.0, help="seconds of a block")
-    parser.add_argument("--repeats", type=int, default=4, help="blocks of each kind")
+    parser.add_argument("--repeats", type=int, default=3, help="blocks of each kind")
     options = parser.parse_args()
     names = [name.strip() for name in options.only.split(",")]
     unknown = [name for name in names if name not in ATTACKS]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import aiohttp
+
 from atoll.chaos import stranger
 from atoll.ml.plan import FragmentPlan, make_plan, tensors_of
 from atoll.net.tls import ClientTls
@@ -26,12 +28,20 @@ class Stranger(stranger.Stranger):
         tls = ClientTls(keys).context() if keys is not None else None
         super().__init__(run.address, run.settings, plan_of(run), learner, incarnation, session, run.token, tls)
 
+    def connections(self) -> aiohttp.ClientSession:
+        self._others = _watched()
+        return super().connections()
+
     async def let_go(self) -> None:
-        """Until its connections are gone: those with TLS say goodbye to each other first."""
+        """Until its own connections are gone: those with TLS say goodbye to each other first."""
         await super().let_go()
-        loop = asyncio.get_running_loop()
         async with asyncio.timeout(LIMIT_S):
-            while len(loop._selector.get_map()) > 1:  # type: ignore[attr-defined] # the loop's own pipe is left
+            while _watched() > self._others:
                 turn = asyncio.Event()
-                loop.call_later(0.01, turn.set)
+                asyncio.get_running_loop().call_later(0.01, turn.set)
                 await turn.wait()
+
+
+def _watched() -> int:
+    """Connections of this loop, and its own pipe."""
+    return len(asyncio.get_running_loop()._selector.get_map())  # type: ignore[attr-defined]

@@ -53,12 +53,12 @@ class Stranger:
         self.http: aiohttp.ClientSession
         self.socket: aiohttp.ClientWebSocketResponse
 
-    def _new(self) -> aiohttp.ClientSession:
+    def connections(self) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(ssl=self._tls if self._tls is not None else True)
         return aiohttp.ClientSession(self._base, headers=self._headers, connector=connector)
 
     async def __aenter__(self) -> Self:
-        self.http = self._new()
+        self.http = self.connections()
         try:
             self.socket = await self.http.ws_connect("/v1/link", max_msg_size=2**26)
         except BaseException:
@@ -75,7 +75,7 @@ class Stranger:
     @asynccontextmanager
     async def unlinked(self) -> AsyncIterator[Self]:
         """For requests alone."""
-        self.http = self._new()
+        self.http = self.connections()
         try:
             yield self
         finally:
