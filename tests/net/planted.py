@@ -111,6 +111,29 @@ def held_disk(directory: Path) -> None:
     Store.write = slowly  # type: ignore[method-assign]
 
 
+def deadly_version(directory: Path) -> None:
+    """Whoever has made a version durable dies before it can say so, once the file `die` is there."""
+    write = Store.write
+
+    def die(self: Store, record: Record, tensors: object = None) -> None:
+        write(self, record, tensors)  # type: ignore[arg-type]
+        if isinstance(record, VersionRecord) and (directory / "die").exists():
+            struck(directory, "version").write_text(f"{record.fragment} {record.version}")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Store.write = die  # type: ignore[method-assign]
+
+
+def deadly_founding(directory: Path) -> None:
+    """A syncer dies when its shards hold the model, before it has a record of it."""
+
+    def die(self: Store, settings: object) -> None:
+        struck(directory, "founding").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Store.write_settings = die  # type: ignore[method-assign]
+
+
 def deadly_part(directory: Path) -> None:
     """A learner dies in the middle of writing its part, once the file `die` is there."""
     name = os.fsync
@@ -250,6 +273,8 @@ PLANTS: dict[str, Callable[[Path], None]] = {
     "wrong-update": wrong_update,
     "hurried-listener": hurried_listener,
     "held-disk": held_disk,
+    "deadly-version": deadly_version,
+    "deadly-founding": deadly_founding,
     "deadly-part": deadly_part,
     "deadly-snapshot": deadly_snapshot,
     "held-parts": held_parts,

@@ -46,7 +46,7 @@ from atoll.net.learner import Learner
 from atoll.net.run_settings import RunSettings
 from atoll.net.serving import serve_syncer
 from atoll.net.shard_serving import serve_shard
-from atoll.net.tls import ClientTls, KeyFiles
+from atoll.net.tls import ClientTls, KeyFiles, key_files
 from atoll.sim.checkers import all_checkers
 from atoll.tape_files import RunTapes
 from tests.net import planted
@@ -151,12 +151,22 @@ def syncer_child(
 
 
 def shard_child(
-    directory: Path, shard: int, shards: int, head: str, port: int, token: str | None, log: Path, pipe: Connection
+    directory: Path,
+    shard: int,
+    shards: int,
+    head: str,
+    token: str | None,
+    bug: str,
+    keys: Path | None,
+    log: Path,
+    pipe: Connection,
 ) -> None:
     _begin(log)
+    planted.plant(bug, directory)
     try:
         ready = partial(_tell_ready, pipe)
-        serve_shard(directory, shard, shards, place(head), port=port, token=token, on_ready=ready)
+        files = key_files(keys, of_syncer=True) if keys is not None else None
+        serve_shard(directory, shard, shards, place(head, keys), port=0, token=token, on_ready=ready, keys=files)
         pipe.send(("ended", True))
     except BaseException as wrong:
         traceback.print_exc()
@@ -407,10 +417,15 @@ class Run:
         self.address = self.syncer.hear("ready")
         return self.syncer
 
-    def start_shard(self, number: int, folder: str = "") -> Child:
+    def start_shard(
+        self, number: int, folder: str = "", planted: str = "", keys: Path | None = None, address: str = ""
+    ) -> Child:
+        """With the key of the syncer, unless another one is given."""
         log = self.directory / "logs" / f"shard-{number}-{len(self.children)}.log"
         place = self.directory / "shards" / (folder or str(number))
-        args = (place, number, self.settings.shards, self.address, 0, self.token)
+        if keys is None and self.keys is not None:
+            keys = self.keys.certificate.parent
+        args = (place, number, self.settings.shards, address or self.address, self.token, planted, keys)
         child = Child(f"shard {number}", log, shard_child, args)
         self.children.append(child)
         child.hear("ready")

@@ -216,6 +216,7 @@ def _serve(
 
     from atoll.net.logs import set_up
     from atoll.net.serving import Superseded, serve_syncer, wait_to_take_over
+    from atoll.net.shards import ShardsMissing
     from atoll.net.store import InUse
     from atoll.train.model_file import MODEL, load_model, save_tensors
     from atoll.train.published import is_finished, published_tensors
@@ -245,7 +246,9 @@ def _serve(
     run = run_of(settings, new_run_id(out))
     while True:
         turn = wait_to_take_over(out, take_over_after, waits) if take_over_after is not None else None
-        was_finished = is_finished(out)
+        # Without the model that its shards hold it is served again, so that they can bring it.
+        has_model = take_over_after is not None or not settings.shards or (out / MODEL).exists()
+        was_finished = is_finished(out) and has_model
         if turn is not None:
             say(log_format, f"Taking over: {turn.reason}.")
         try:
@@ -260,6 +263,9 @@ def _serve(
         except InUse:
             if take_over_after is None:
                 raise  # otherwise somebody was quicker, and is stood by
+        except ShardsMissing as missing:
+            start = f"start it, and then again: atoll syncer --out {out} --resume"
+            raise ValueError(f"{missing}; {start}") from None
         except Superseded as superseded:
             complain(str(superseded))
             raise typer.Exit(ExitCode.FAILED) from None

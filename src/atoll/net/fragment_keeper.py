@@ -28,7 +28,7 @@ from atoll.core.protocol import (
     SyncerEvent,
     VersionRecord,
 )
-from atoll.core.types import FragmentId
+from atoll.core.types import FragmentId, Version
 from atoll.ml.plan import FragmentPlan
 from atoll.net.held_fragments import HeldFragment
 from atoll.net.run_settings import RunSettings
@@ -91,6 +91,8 @@ class FragmentKeeper:
         assert plan is not None
 
         def write() -> dict[FragmentId, HeldFragment]:
+            for p in set(self.store.fragments()) - set(values):
+                self.store.forget_initial(p)  # somebody else's model came half-way
             for p, value in values.items():
                 self.store.write_initial(p, {"published": value})
             self.store.write_settings(settings.to_json())
@@ -105,8 +107,13 @@ class FragmentKeeper:
         await asyncio.sleep(0)  # and what came of it was told
         for p, held in self.held.items():
             if held.next is not None:
-                _, _, kept = await self.on_disk(self.store.newest, p)
-                self.held[p] = held.as_kept(kept)
+                version, _, kept = await self.on_disk(self.store.newest, p)
+                self.held[p] = held.as_kept(version, kept)
+
+    async def go_back(self, p: FragmentId, version: Version) -> None:
+        """To the version before the newest, which nobody has seen."""
+        _, kept = await self.on_disk(self.store.go_back, p, version)
+        self.held[p] = self.held[p].as_kept(version, kept)
 
     async def on_disk(self, job: Callable[..., T], *args: Any) -> T:
         return await self._loop.run_in_executor(self._disk_thread, job, *args)

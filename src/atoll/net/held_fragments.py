@@ -183,8 +183,8 @@ class HeldFragment:
             self.usual.load(kept["usual"])
             self.outer.load({name.removeprefix("outer."): t for name, t in kept.items() if name.startswith("outer.")})
 
-    def as_kept(self, kept: dict[str, Tensor]) -> HeldFragment:
+    def as_kept(self, version: Version, kept: dict[str, Tensor]) -> HeldFragment:
         """Another one, with the version that is durable and its outer optimizer as it was then."""
-        fresh = HeldFragment(self._plan, self.id, self._numerics, self.served.version, kept["published"])
+        fresh = HeldFragment(self._plan, self.id, self._numerics, version, kept["published"])
         fresh.restore(kept)
         return fresh

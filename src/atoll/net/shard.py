@@ -42,8 +42,10 @@ from atoll.net.shard_words import (
     MOST_WORD_BYTES,
     Forget,
     FromShard,
+    GoBack,
     HeadHello,
     HeldHere,
+    Holds,
     KeepVersion,
     LetGo,
     Merged,
@@ -68,14 +70,14 @@ Arrived = tuple[LearnerId, Incarnation, RoundId]
 
 
 class ShardProcess:
-    """`head`: where the syncer listens; several addresses, between commas, where a standby may take over."""
+    """`syncer`: where it listens; several addresses, between commas, where a standby may take over."""
 
     def __init__(
         self,
         directory: Path,
         shard: int,
         shards: int,
-        head: str,
+        syncer: str,
         *,
         token: str | None = None,
         tls: ServerTls | None = None,
@@ -100,11 +102,13 @@ class ShardProcess:
         self.keeper = FragmentKeeper(self.store, self.log, self._tell, self._on_durable, self._fenced)
         kept = self.store.settings()
         self.settings = RunSettings.from_json(kept) if kept is not None else RunSettings()
-        self._heads = tuple(head.split(","))
+        self._syncers = tuple(syncer.split(","))
         self._place = 0
         self._token = token
         self._client_tls = client_tls
-        self._epoch = 0  # of the newest syncer that was heard
+        head = self.store.head() or {"epoch": 0, "run_id": ""}
+        self._epoch: int = head["epoch"]  # of the newest syncer that was ever served with this directory
+        self._founded: str = head["run_id"]  # the run of which that syncer has a record
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._outgoing: asyncio.Queue[str] = asyncio.Queue()
         self._arrived: dict[Arrived, Payload] = {}  # told of, and not yet answered
@@ -149,19 +153,22 @@ class ShardProcess:
                         self._complain(f"the syncer closed the link ({socket.close_code})")
                 except (aiohttp.ClientError, OSError, TimeoutError, WireError) as wrong:
                     self._complain(why(wrong))
+                except Fenced as fenced:
+                    self._fenced(fenced)
+                    return
                 finally:
                     self._forget_link()
-            self._place = (self._place + 1) % len(self._heads)
+            self._place = (self._place + 1) % len(self._syncers)
             await asyncio.sleep(RETRY_S)
 
     def _url(self, path: str) -> str:
-        return f"http{'s' if self._client_tls is not None else ''}://{self._heads[self._place]}{path}"
+        return f"http{'s' if self._client_tls is not None else ''}://{self._syncers[self._place]}{path}"
 
     def _complain(self, problem: str) -> None:
         now = time.monotonic()
         if now - self._complained_at >= SAY_EVERY_S:
             self._complained_at = now
-            self.log.warning("no syncer at %s (%s); dialling again and again", ",".join(self._heads), problem)
+            self.log.warning("no syncer at %s (%s); dialling again and again", ",".join(self._syncers), problem)
 
     def _forget_link(self) -> None:
         self._socket = None
@@ -178,14 +185,17 @@ class ShardProcess:
 
     async def _talk(self, session: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse) -> None:
         await self.keeper.settle()
-        await socket.send_str(word(await self.keeper.on_disk(self._hello)))
+        await socket.send_str(word(self._hello()))
         answer = await socket.receive(CONNECT_S)
         if answer.type is not aiohttp.WSMsgType.TEXT:
             raise WireError(f"the syncer does not want this shard: {answer.extra or answer.data}", "type")
         head = heard(answer.data, "head")
-        if type(head) is not HeadHello or head.epoch < self._epoch:
-            raise WireError("the syncer that answers is an older one than one that was heard before", "type")
-        self._epoch = head.epoch
+        if type(head) is not HeadHello:
+            raise WireError(f"the first word of a syncer is HeadHello, found {type(head).__name__}", "type")
+        if head.epoch < self._epoch:
+            raise WireError(f"it is that of epoch {head.epoch}, and one of epoch {self._epoch} was served", "type")
+        await self._serve(head)
+        await socket.send_str(word(await self.keeper.on_disk(self._holds)))
         self._socket = socket
         self.log.info("connected with the syncer of epoch %d", head.epoch)
         writing = asyncio.ensure_future(self._write(socket))
@@ -205,13 +215,27 @@ class ShardProcess:
         except (ConnectionError, RuntimeError, aiohttp.ClientError):
             return  # the reading side notices the same
 
+    async def _serve(self, head: HeadHello) -> None:
+        """From now on an older syncer is not obeyed, whatever becomes of this process. Without that: (1) a standby
+        takes over and hears what is held here, (2) this process is started again and finds the old syncer first, which
+        was only frozen, (3) that one has a version merged and sent out, (4) the new one merges the same version anew.
+        """
+        if (head.epoch, head.run_id) != (self._epoch, self._founded):
+            await self.keeper.on_disk(self.store.write_head, head._asdict())
+            self._epoch, self._founded = head
+
     def _hello(self) -> ShardHello:
+        run_id = self.settings.config.run_id if self.fragments else ""
+        merged = any(fragment.served.version for fragment in self.fragments.values())
+        founded = bool(run_id) and (merged or self._founded == run_id)
+        return ShardHello(self.shard, self.shards, self.address, run_id, self.settings.founded_at, founded)
+
+    def _holds(self) -> Holds:
         held = []
         for p, fragment in sorted(self.fragments.items()):
             _, record, _ = self.store.newest(p)
             held.append(HeldHere(p, fragment.served.version, record))
-        run_id = self.settings.config.run_id if held else ""
-        return ShardHello(self.shard, self.shards, self.address, run_id, tuple(held))
+        return Holds(self.settings.founded_at, tuple(held))
 
     async def _hear(self, session: aiohttp.ClientSession, said: Any) -> None:
         kind = type(said)
@@ -238,6 +262,10 @@ class ShardProcess:
                 self.fragments[said.fragment].release(said.version)
         elif kind is TakeFragments:
             await self._take(session, said)
+        elif kind is GoBack:
+            await self._go_back(said)
+        elif kind is HeadHello:
+            await self._serve(said)
 
     async def _take(self, session: aiohttp.ClientSession, said: TakeFragments) -> None:
         settings = RunSettings.from_json(json.loads(said.settings))
@@ -247,7 +275,13 @@ class ShardProcess:
         self.settings = settings
         self._size_gate(settings.plan)
         self.log.info("took %d fragments of %s", len(values), settings.config.run_id)
-        self._post(await self.keeper.on_disk(self._hello))
+        self._post(await self.keeper.on_disk(self._holds))
+
+    async def _go_back(self, said: GoBack) -> None:
+        for p, version in said.versions:
+            await self.keeper.go_back(p, version)
+            self.log.warning("fragment %d is back at version %d: the run has ended without the next", p, version)
+        self._post(await self.keeper.on_disk(self._holds))
 
     async def _initial(self, session: aiohttp.ClientSession, plan: FragmentPlan, p: FragmentId) -> Tensor:
         value = torch.empty(plan.numel(p))

@@ -1,7 +1,9 @@
 """What a syncer and its shards say to each other: effects one way, events the other, and a few words of their own.
 
 One text message of a WebSocket is one value in the encoding of tapes. The shard dials, says `ShardHello`, and hears
-`HeadHello`. From then on it carries out what it is sent for its fragments, in order, and tells what came of it.
+`HeadHello`. It writes down whom it serves from now on, and then says what it `Holds`: after that no syncer of before
+can make it hold anything else. From then on it carries out what it is sent for its fragments, in order, and tells what
+came of it.
 """
 
 from __future__ import annotations
@@ -28,27 +30,46 @@ class HeldHere(NamedTuple):
 
 
 class ShardHello(NamedTuple):
-    """`address`: where learners reach it. `run_id` is empty, and nothing is held, while it has no part of a run."""
+    """`address`: where learners reach it. `run_id` is empty while it has no part of a run.
+
+    `is_founded`: a syncer has said that it has a record of that run. Otherwise it may have ended before it had one, and
+    what is held here is of no run.
+    """
 
     shard: int
     shards: int
     address: str
     run_id: str
+    founded_at: float
+    is_founded: bool
+
+
+class Holds(NamedTuple):
+    """All fragments that are here. `founded_at` tells which model: founding a run may be tried more than once."""
+
+    founded_at: float
     held: tuple[HeldHere, ...]
 
 
 class HeadHello(NamedTuple):
-    """`settings`: of the run, as JSON."""
+    """`run_id`: of the run of which this syncer has a record; empty before. Said again when it has one."""
 
     epoch: int
-    settings: str
+    run_id: str
 
 
 class TakeFragments(NamedTuple):
-    """The run has a model: fetch the initial values of these fragments, and say hello again when they are durable."""
+    """The run has a model: fetch the initial values of these fragments, and say what is held when they are durable."""
 
     settings: str
     fragments: tuple[FragmentId, ...]
+
+
+class GoBack(NamedTuple):
+    """The run has ended with these versions, and nobody has ever seen the later ones: forget those, and say what is
+    held then."""
+
+    versions: tuple[tuple[FragmentId, Version], ...]
 
 
 class OpenLinks(NamedTuple):
@@ -94,6 +115,7 @@ class Traffic(NamedTuple):
 
 FromShard: TypeAlias = (
     ShardHello
+    | Holds
     | Merged
     | Traffic
     | protocol.MessageArrived
@@ -105,6 +127,7 @@ FromShard: TypeAlias = (
 FromHead: TypeAlias = (
     HeadHello
     | TakeFragments
+    | GoBack
     | OpenLinks
     | KeepVersion
     | LetGo

@@ -33,7 +33,10 @@ from atoll.net.shard_words import (
     MOST_WORD_BYTES,
     Forget,
     FromHead,
+    GoBack,
     HeadHello,
+    HeldHere,
+    Holds,
     KeepVersion,
     LetGo,
     Merged,
@@ -56,9 +59,12 @@ MOST_WAITING = 65_536
 
 FOUNDING_S = 600.0
 
+GATHERING_S = 60.0
+"""So long the model of a run that is over waits for a shard that is away."""
+
 
 class ShardsMissing(Exception):  # noqa: N818 - a state of things, which passes
-    """A run is founded when all its shards are there."""
+    """A run is founded when all its shards are there, and so is its model gathered."""
 
 
 def _into(value: Tensor, head: FrameHead, header: bytes) -> memoryview:
@@ -86,7 +92,7 @@ class ShardLink:
     def __init__(self, hello: ShardHello, socket: web.WebSocketResponse) -> None:
         self.number = hello.shard
         self.address = hello.address
-        self.held = {each.fragment: each for each in hello.held}
+        self.held: dict[FragmentId, HeldHere] = {}
         self.traffic = Traffic(0, 0)
         self._socket = socket
         self._waiting: asyncio.Queue[str | None] = asyncio.Queue()
@@ -113,9 +119,11 @@ class Shards:
     def __init__(self, syncer: SyncerProcess, count: int) -> None:
         self.syncer = syncer
         self.count = count
-        self.links: dict[int, ShardLink] = {}
+        self.links: dict[int, ShardLink] = {}  # of those who have said what they hold
+        self._newest: dict[int, ShardLink] = {}  # by their hello
         self.fragments: dict[FragmentId, RemoteFragment] = {}
         self._initial: dict[FragmentId, Tensor] = {}  # while a run is being founded
+        self._founding_at = 0.0  # of the model with which it is tried
         self._news = asyncio.Condition()
         self._traffic_before = Traffic(0, 0)  # of links that are gone
 
@@ -141,6 +149,7 @@ class Shards:
         if missing:
             raise ShardsMissing(f"the run waits for its shards: {len(missing)} of {self.count} are not here")
         self._initial = dict(enumerate(values))
+        self._founding_at = settings.founded_at
         text = as_text(settings.to_json())
         try:
             for k, link in self.links.items():
@@ -154,6 +163,11 @@ class Shards:
             raise ShardsMissing(f"the shards did not take the model within {FOUNDING_S:g} s") from None
         finally:
             self._initial = {}
+
+    def founded(self) -> None:
+        """The syncer has its own record: from here on what the shards hold is of this run."""
+        for link in self.links.values():
+            link.post(self._head())
 
     def _hold_all(self, fragments: int) -> bool:
         return {p for link in self.links.values() for p in link.held} == set(range(fragments))
@@ -183,7 +197,14 @@ class Shards:
         return response
 
     async def values(self, plan: FragmentPlan, versions: dict[FragmentId, Version]) -> dict[FragmentId, Tensor]:
-        """These versions, from the shards that hold them."""
+        """These versions, from the shards that hold them. Raises `ShardsMissing`."""
+        try:
+            async with self._news, asyncio.timeout(GATHERING_S):
+                if len(self.links) < self.count:
+                    self.syncer.log.warning("the model is complete when its shards are here: %s", self._missing())
+                await self._news.wait_for(lambda: len(self.links) == self.count)
+        except TimeoutError:
+            raise ShardsMissing(f"the run is over, and its model is not complete: {self._missing()}") from None
         found = {}
         async with self.syncer.access.client() as session:
             for p, version in versions.items():
@@ -200,6 +221,10 @@ class Shards:
                 found[p] = value
         return found
 
+    def _missing(self) -> str:
+        missing = [str(k) for k in range(self.count) if k not in self.links]
+        return f"shard {', '.join(missing)} of {self.count} {'is' if len(missing) == 1 else 'are'} away"
+
     # ---------------------------------------------------------------------------------------------------- a link
 
     async def link(self, request: web.Request) -> web.StreamResponse:
@@ -214,9 +239,11 @@ class Shards:
                     continue
                 said = heard(message.data, "shard")
                 if link is None:
-                    link = await self._welcome(said, socket)
+                    link = await self._greet(said, socket)
                 elif self.links.get(link.number) is link:
                     await self._hear(link, said)
+                elif self._newest.get(link.number) is link:
+                    await self._take_in(link, said)
         except WireError as wrong:
             why = f"what it sent was refused: {wrong}"
             self.syncer.refused[wrong.code] += 1
@@ -226,7 +253,7 @@ class Shards:
                 await self._gone(link, why)
         return socket
 
-    async def _welcome(self, hello: Any, socket: web.WebSocketResponse) -> ShardLink:
+    async def _greet(self, hello: Any, socket: web.WebSocketResponse) -> ShardLink:
         if type(hello) is not ShardHello:
             raise WireError(f"the first word of a shard is ShardHello, found {type(hello).__name__}", "type")
         self._check(hello)
@@ -234,37 +261,79 @@ class Shards:
         if older is not None:
             await self._gone(older, "another process says that it is the same shard")
             await older.close("another process says that it is the same shard")
-        settings = self.syncer.settings
         link = ShardLink(hello, socket)
-        link.post(HeadHello(self.syncer.store.epoch, as_text(settings.to_json())))
-        self.links[hello.shard] = link
-        self.syncer.log.info("shard %d of %d is here, at %s", hello.shard, self.count, hello.address)
-        link.post(self._open_links())
-        if self.syncer.core is not None:
-            self.syncer.tell(ShardBack(tuple((p, each.version) for p, each in sorted(link.held.items()))))
-        await self._notify()
+        link.post(self._head())
+        self._newest[hello.shard] = link
         return link
+
+    def _head(self) -> HeadHello:
+        settings = self.syncer.settings
+        return HeadHello(self.syncer.store.epoch, settings.config.run_id if settings.plan is not None else "")
 
     def _check(self, hello: ShardHello) -> None:
         if hello.shards != self.count or not 0 <= hello.shard < self.count:
             raise WireError(f"shard {hello.shard} of {hello.shards}, this run has {self.count}, from 0", "type")
-        wanted, found = set(self.of(hello.shard)), {each.fragment for each in hello.held}
-        run = self.syncer.settings.config.run_id if wanted else ""
-        if hello.run_id != run or found != wanted:
-            theirs = f"run {hello.run_id!r} with {len(found)} fragments" if hello.run_id else "no run"
+        settings = self.syncer.settings
+        if self.of(hello.shard):
+            ours = (settings.config.run_id, settings.founded_at)
+            is_ours = (hello.run_id, hello.founded_at) == ours
+        else:
+            is_ours = not hello.is_founded  # what a syncer has left half-way that never had a record of it
+        if not is_ours:
+            theirs = f"run {hello.run_id!r}" if hello.run_id else "no run"
+            run = repr(settings.config.run_id) if self.of(hello.shard) else "a new one, without a model"
             raise WireError(
-                f"shard {hello.shard} holds {theirs}, this one is {run!r} with {len(wanted)} for it: give it its own"
-                " directory, or bring that back from a copy",
+                f"shard {hello.shard} holds {theirs}, this one is {run}: give it its own directory, or bring that back"
+                " from a copy",
                 "type",
             )
+
+    async def _take_in(self, link: ShardLink, holds: Any) -> None:
+        """It has said what it holds, and no other syncer can change that any more."""
+        if type(holds) is not Holds:
+            raise WireError(f"the second word of a shard is Holds, found {type(holds).__name__}", "type")
+        wanted = self.of(link.number)
+        link.held = {each.fragment: each for each in holds.held} if wanted else {}
+        if set(link.held) != set(wanted):
+            found = f"{len(link.held)} fragments where {len(wanted)} are wanted"
+            raise WireError(f"shard {link.number} holds {found}: bring its directory back from a copy", "type")
+        unseen = self._unseen(link)
+        if unseen:
+            link.post(GoBack(unseen))  # and it says again what it holds
+            return
+        self.links[link.number] = link
+        self.syncer.log.info("shard %d of %d is here, at %s", link.number, self.count, link.address)
+        link.post(self._open_links())
+        if self.syncer.core is not None:
+            self.syncer.tell(ShardBack(tuple((p, each.version) for p, each in sorted(link.held.items()))))
+        await self._notify()
+
+    def _unseen(self, link: ShardLink) -> tuple[tuple[FragmentId, Version], ...]:
+        """Versions that were durable there when the run ended without them: nobody was told of them, and it goes back
+        to those that the manifest names. Whatever else differs is not of this run's making."""
+        core = self.syncer.core
+        manifest = core.manifest if core is not None else self.syncer.store.manifest()
+        if manifest is None:
+            return ()
+        final = dict(enumerate(manifest.versions))
+        wrong = {p: each.version for p, each in link.held.items() if each.version not in (final[p], final[p] + 1)}
+        if wrong and core is None:
+            p, version = min(wrong.items())
+            raise WireError(
+                f"shard {link.number} holds version {version} of fragment {p}, and the run has ended with {final[p]}:"
+                " bring its directory back from a copy",
+                "type",
+            )
+        return tuple((p, final[p]) for p, each in sorted(link.held.items()) if each.version == final[p] + 1)
 
     async def _hear(self, link: ShardLink, said: Any) -> None:
         syncer = self.syncer
         if type(said) is Traffic:
             link.traffic = said
-        elif type(said) is ShardHello:  # it has taken its fragments
-            link.held = {each.fragment: each for each in said.held}
-            await self._notify()
+        elif type(said) is Holds:  # it has taken its fragments; perhaps those of a model that nobody waits for any more
+            if said.founded_at == self._founding_at:
+                link.held = {each.fragment: each for each in said.held}
+                await self._notify()
         elif type(said) is Merged:
             syncer.note_merge(said.fragment, said.version, said.measured)
         elif syncer.core is None:
@@ -282,6 +351,8 @@ class Shards:
             link.post(Forget(said.envelope.learner, said.envelope.incarnation, body.round))
 
     async def _gone(self, link: ShardLink, why: str) -> None:
+        if self._newest.get(link.number) is link:
+            del self._newest[link.number]
         if self.links.get(link.number) is not link:
             return
         del self.links[link.number]

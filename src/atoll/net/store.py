@@ -6,6 +6,7 @@
     claims/000000005                     epoch 5 is taken: no two syncers get the same number
     run.json                             settings of the run, written when it is founded
     controls.json                        what operators have asked for and is in force (`controls`)
+    head.json                            of a shard: the newest syncer that it has served
     members.json, leases.json            the newest record of each, and
     manifest.json                        the manifest once the run is over
     fragments/007/000000012.safetensors  version 12 of fragment 7: value, outer state, who is in it; the newest few
@@ -63,6 +64,7 @@ LOST_EPOCHS = 1000
 """How far beyond the newest version's epoch a store begins that has lost its own. No run starts as often in between."""
 
 CONTROLS = "controls.json"
+HEAD = "head.json"
 
 _FRAGMENT = re.compile(r"\d{3,}")
 _VERSION = re.compile(r"(\d{9,})\.safetensors")
@@ -152,11 +154,21 @@ class Store:
     def write_controls(self, controls: Mapping[str, Any]) -> None:
         self._put(self.directory / CONTROLS, small_file(json.dumps(dict(controls), indent=1, allow_nan=False)))
 
+    def write_head(self, head: Mapping[str, Any]) -> None:
+        self._put(self.directory / HEAD, small_file(json.dumps(dict(head))))
+
     def write_initial(self, fragment: FragmentId, tensors: Mapping[str, Tensor]) -> None:
         """Version 0 of a fragment. May be repeated, until version 1 is there: founding a run may fail half-way."""
         if self._newest(fragment) not in (None, 0):
             raise ValueError(f"fragment {fragment} has version {self._newest(fragment)}: the run was founded long ago")
         self._put_version(fragment, 0, "", tensors)
+
+    def forget_initial(self, fragment: FragmentId) -> None:
+        """It is of a model with which no run was founded."""
+        assert self._versions[fragment] == [0], f"fragment {fragment} has versions {self._versions[fragment]}"
+        self.check_epoch()
+        self.version_path(fragment, 0).unlink()
+        del self._versions[fragment]
 
     def write(self, record: Record, tensors: Mapping[str, Tensor] | None = None) -> None:
         """Make a record durable, a version together with its tensors.
@@ -192,6 +204,18 @@ class Store:
             with contextlib.suppress(OSError):
                 self.version_path(fragment, kept[0]).unlink(missing_ok=True)
             kept.pop(0)
+
+    def go_back(self, fragment: FragmentId, version: Version) -> tuple[VersionRecord | None, dict[str, Tensor]]:
+        """The one before the newest is the newest again, for good: a version that nobody has seen is of no run."""
+        found = self._read(fragment, version)  # before the other one is gone
+        kept = self._versions[fragment]
+        assert kept[-2:] == [version, version + 1], f"fragment {fragment} cannot go back to {version}: {kept}"
+        self.check_epoch()
+        path = self.version_path(fragment, version + 1)
+        path.unlink()
+        sync_folder(path.parent)
+        kept.pop()
+        return found
 
     def hold(self, snapshot: int, versions: tuple[Version, ...]) -> None:
         """Keep the versions of a snapshot that is being taken, however many come after them until it is complete.
@@ -243,6 +267,10 @@ class Store:
         """What `write_controls` wrote; None when nobody has ever asked for anything."""
         return self._small(CONTROLS, "remove it: nothing is paused or changed then")
 
+    def head(self) -> dict[str, Any] | None:
+        """What `write_head` wrote."""
+        return self._small(HEAD, _RESTORE)
+
     def _small(self, name: str, advice: str) -> dict[str, Any] | None:
         path = self.directory / name
         data = _read_if_there(path)
@@ -272,6 +300,9 @@ class Store:
         version = self._newest(fragment)
         if version is None:
             raise ValueError(f"fragment {fragment} has no version in {self.directory}: the run was not founded")
+        return version, *self._read(fragment, version)
+
+    def _read(self, fragment: FragmentId, version: Version) -> tuple[VersionRecord | None, dict[str, Tensor]]:
         path = self.version_path(fragment, version)
         try:
             note, tensors = read_tensor_file(read_file(path))
@@ -279,10 +310,10 @@ class Store:
         except (OSError, ValueError) as wrong:
             raise StoreDamaged(path, _what(wrong), _advice(self._versions[fragment])) from None
         if record is None and version == 0:
-            return 0, None, tensors
+            return None, tensors
         if not isinstance(record, VersionRecord) or (record.fragment, record.version) != (fragment, version):
             raise StoreDamaged(path, f"holds {record!r:.200}, another version than its name says", _RESTORE)
-        return version, record, tensors
+        return record, tensors
 
     def fragments(self) -> tuple[FragmentId, ...]:
         """Those that have a version."""

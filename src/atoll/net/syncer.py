@@ -171,6 +171,8 @@ class SyncerProcess:
         if self.shards is not None:
             await self.shards.found(settings, values)
             await self.keeper.found(settings, {})
+            self.settings = settings
+            self.shards.founded()
         else:
             await self.keeper.found(settings, dict(enumerate(values)))
         self.settings = settings

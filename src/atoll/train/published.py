@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from atoll.core.protocol import ManifestRecord
+from atoll.core.tape import decode
 from atoll.ml.model import ModelView
 from atoll.ml.plan import FragmentPlan
-from atoll.net.durable import read_file, read_small_file, read_tensor_file
+from atoll.net.durable import read_file, read_small_file, read_tensor_file, small_file_text
 from atoll.net.run_settings import RunSettings
 from atoll.train.job_settings import JobSettings
 from atoll.train.loop import model_config
@@ -39,12 +42,12 @@ def is_finished(run: Path) -> bool:
 
 
 def published_model(run: Path, settings: JobSettings) -> GPT:
-    """The newest durable version of every fragment, in a model of the job's shape."""
+    """The newest durable version of every fragment, or the final one, in a model of the job's shape."""
     plan = _plan(run)
     model = build(model_config(settings), settings.seed)
     view = ModelView(model, plan)
-    for p in range(len(plan.fragments)):
-        view.write(p, _newest(run, p))
+    for p, value in _values(run, plan):
+        view.write(p, value)
     return model
 
 
@@ -56,8 +59,7 @@ def published_tensors(run: Path) -> dict[str, Tensor]:
         if info.travels:
             pair = (2,) if info.dtype.startswith("complex") else ()
             model[info.name] = torch.empty(*info.shape, *pair)
-    for p in range(len(plan.fragments)):
-        flat = _newest(run, p)
+    for p, flat in _values(run, plan):
         for piece, begin, end in plan.spans(p):
             whole = model[piece.tensor]
             rows = (whole if plan.by_name[piece.tensor].shape else whole.unsqueeze(0))[piece.start : piece.stop]
@@ -76,12 +78,43 @@ def _plan(run: Path) -> FragmentPlan:
     return kept.plan
 
 
-def _newest(run: Path, p: int) -> Tensor:
+def _values(run: Path, plan: FragmentPlan) -> Iterator[tuple[int, Tensor]]:
+    """Of every fragment its newest version; of a run that is over the one with which it ended. A shard that was away at
+    the end may hold a later one, which nobody has seen."""
+    final = _final(run)
+    for p in range(len(plan.fragments)):
+        yield p, _newest(run, p) if final is None else _version(run, p, final[p])
+
+
+def _final(run: Path) -> tuple[int, ...] | None:
+    if not is_finished(run):
+        return None
+    manifest = decode(small_file_text((run / STORE / "manifest.json").read_bytes()))
+    assert isinstance(manifest, ManifestRecord)
+    return manifest.versions
+
+
+def _folder(run: Path, p: int) -> Path:
     places = [run / STORE, *sorted((run / SHARDS).glob("*/store"))]
     folders = [place / "fragments" / f"{p:03d}" for place in places]
-    folder = next((each for each in folders if each.is_dir()), folders[0])
+    return next((each for each in folders if each.is_dir()), folders[0])
+
+
+def _newest(run: Path, p: int) -> Tensor:
+    folder = _folder(run, p)
     names = [name for name in (each.name for each in folder.iterdir()) if _VERSION.fullmatch(name)]
     if not names:
         raise ValueError(f"{folder} has no version of its fragment: bring it back from a copy")
-    _, tensors = read_tensor_file(read_file(folder / max(names)))
+    return _read(folder / max(names))
+
+
+def _version(run: Path, p: int, version: int) -> Tensor:
+    path = _folder(run, p) / f"{version:09d}.safetensors"
+    if not path.exists():
+        raise ValueError(f"{path} is not there, and the run has ended with it: bring it back from a copy")
+    return _read(path)
+
+
+def _read(path: Path) -> Tensor:
+    _, tensors = read_tensor_file(read_file(path))
     return tensors["published"]
