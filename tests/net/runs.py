@@ -307,6 +307,7 @@ class Child:
     def __init__(self, name: str, log: Path, target: Callable[..., None], args: tuple[Any, ...]) -> None:
         self.name = name
         self.log = log
+        self.address = ""
         self.expected_to_end = False
         context = processes()
         self.pipe, theirs = context.Pipe()
@@ -418,17 +419,17 @@ class Run:
         return self.syncer
 
     def start_shard(
-        self, number: int, folder: str = "", planted: str = "", keys: Path | None = None, address: str = ""
+        self, number: int, folder: str = "", planted: str = "", keys: Path | None = None, plain: bool = False
     ) -> Child:
-        """With the key of the syncer, unless another one is given."""
+        """With the key of the syncer, unless another one is given, or none wanted."""
         log = self.directory / "logs" / f"shard-{number}-{len(self.children)}.log"
         place = self.directory / "shards" / (folder or str(number))
-        if keys is None and self.keys is not None:
+        if keys is None and self.keys is not None and not plain:
             keys = self.keys.certificate.parent
-        args = (place, number, self.settings.shards, address or self.address, self.token, planted, keys)
+        args = (place, number, self.settings.shards, self.address, self.token, planted, keys)
         child = Child(f"shard {number}", log, shard_child, args)
         self.children.append(child)
-        child.hear("ready")
+        child.address = child.hear("ready")
         return child
 
     def start_standby(self, port: int, after_s: float, directory: Path | None = None) -> Child:

@@ -164,15 +164,22 @@ def run(
         if not (out / CONFIG).is_file():
             raise ValueError(f"{out} holds no run (it has no {CONFIG}): leave --resume out to start one")
         settings = JobSettings.load(out / CONFIG)
+        _check_shards(settings, files)
     else:
         given = {"learners": learners, "seed": seed, **{name: context.params[name] for name in options.SHARED}}
         settings = options.make_settings(given)
+        _check_shards(settings, files)
         check_new(out)
         out.mkdir(parents=True, exist_ok=True)
         settings.save(out / CONFIG)
     with page_beside(page, out, token):
         wait_s = take_over_after if standby else None
         _serve(out, settings, host, port, token, files, plain_text, wait_s, log_format, as_json)
+
+
+def _check_shards(settings: JobSettings, files: KeyFiles | None) -> None:
+    if settings.shards and files is not None and files.authority is None:
+        raise ValueError("a syncer and its shards know each other by keys: give --keys in place of --certificate")
 
 
 def _key_files(keys: Path | None, certificate: Path | None, private_key: Path | None) -> KeyFiles | None:

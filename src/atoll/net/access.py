@@ -16,7 +16,7 @@ import logging
 import ssl
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import aiohttp
@@ -135,8 +135,8 @@ class Access:
         also = f" (and {more} like it before)" if more else ""
         self.log.warning("%s from %s was refused: %s%s", what, who, turned.sentence, also, extra={"code": turned.code})
 
-    async def watch(self, links: Iterable[Linked]) -> None:
-        """Keys that are renewed are used, and links of keys that are no longer good are closed. `links` is live."""
+    async def watch(self, links: Callable[[], Iterable[Linked]]) -> None:
+        """Keys that are renewed are used, and links of keys that are no longer good are closed."""
         assert self.tls is not None
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
@@ -144,7 +144,7 @@ class Access:
             if told is not None:
                 self.log.info("%s", told)
             now = time.time()
-            for link in list(links):
+            for link in links():
                 peer = peer_of(link.transport) if self.tls.asks_for_keys else None
                 problem = peer.problem(now, self.tls.revoked) if peer is not None else None
                 if problem is not None:

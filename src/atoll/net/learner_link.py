@@ -198,9 +198,6 @@ class LearnerLink:
                     return await self._session.ws_connect(
                         self.url("/v1/link"), max_msg_size=MOST_MESSAGE_BYTES, compress=0, autoping=True
                     )
-            except aiohttp.WSServerHandshakeError as wrong:
-                said = wrong.headers.get(HEADER) if wrong.headers is not None else None
-                problem = f"the syncer answered {wrong.status}{f': {said}' if said else ''}"
             except (aiohttp.ClientError, OSError, TimeoutError) as wrong:
                 problem = why(wrong)
             self.turn()
@@ -351,6 +348,9 @@ def why(wrong: BaseException | None) -> str:
     problem = tls_problem(wrong)
     if problem is not None:
         return problem
+    if isinstance(wrong, aiohttp.WSServerHandshakeError):
+        said = wrong.headers.get(HEADER) if wrong.headers is not None else None
+        return f"the syncer answered {wrong.status}{f': {said}' if said else ''}"
     if isinstance(wrong, aiohttp.ClientConnectorError):
         wrong = wrong.os_error  # aiohttp puts its settings for TLS into the sentence, which nobody asked for
     return str(wrong) or type(wrong).__name__

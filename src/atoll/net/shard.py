@@ -66,6 +66,11 @@ SAY_EVERY_S = 10.0
 TRAFFIC_EVERY_S = 1.0
 CONNECT_S = 15.0
 
+
+class KeysUnusable(Exception):  # noqa: N818 - a state of things, which passes
+    """The files of the key cannot be used as they are."""
+
+
 Arrived = tuple[LearnerId, Incarnation, RoundId]
 
 
@@ -139,27 +144,39 @@ class ShardProcess:
 
     async def run(self) -> None:
         """One link to the syncer after the other, for ever."""
-        headers = {"Authorization": f"Bearer {self._token}"} if self._token is not None else {}
         while True:
-            context: Any = self._client_tls.context() if self._client_tls is not None else True
-            connector = aiohttp.TCPConnector(use_dns_cache=False, ssl=context)
-            timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S)
-            async with aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout) as session:
-                try:
-                    async with session.ws_connect(
-                        self._url("/v1/head"), max_msg_size=MOST_WORD_BYTES, compress=0, heartbeat=10.0
-                    ) as socket:
-                        await self._talk(session, socket)
-                        self._complain(f"the syncer closed the link ({socket.close_code})")
-                except (aiohttp.ClientError, OSError, TimeoutError, WireError) as wrong:
-                    self._complain(why(wrong))
-                except Fenced as fenced:
-                    self._fenced(fenced)
-                    return
-                finally:
-                    self._forget_link()
+            try:
+                await self._link()
+            except (aiohttp.ClientError, OSError, TimeoutError, WireError, KeysUnusable) as wrong:
+                self._complain(why(wrong))
+            except Fenced as fenced:
+                self._fenced(fenced)
+                return
+            finally:
+                self._forget_link()
             self._place = (self._place + 1) % len(self._syncers)
             await asyncio.sleep(RETRY_S)
+
+    async def _link(self) -> None:
+        """One, until it ends."""
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token is not None else {}
+        connector = aiohttp.TCPConnector(use_dns_cache=False, ssl=self._context())
+        timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S)
+        async with (
+            aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout) as session,
+            session.ws_connect(
+                self._url("/v1/head"), max_msg_size=MOST_WORD_BYTES, compress=0, heartbeat=10.0
+            ) as socket,
+        ):
+            await self._talk(session, socket)
+            self._complain(f"the syncer closed the link ({socket.close_code})")
+
+    def _context(self) -> Any:
+        """Of the files as they are now: keys may be renewed, and while only one of them is copied they do not fit."""
+        try:
+            return self._client_tls.context() if self._client_tls is not None else True
+        except ValueError as wrong:
+            raise KeysUnusable(str(wrong)) from None
 
     def _url(self, path: str) -> str:
         return f"http{'s' if self._client_tls is not None else ''}://{self._syncers[self._place]}{path}"

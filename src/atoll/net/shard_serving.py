@@ -90,7 +90,7 @@ async def _serve(
         loop = asyncio.get_running_loop()
         tasks = [loop.create_task(shard.run()), loop.create_task(shard.watch_fence())]
         if tls is not None:
-            tasks.append(loop.create_task(shard.access.watch(())))
+            tasks.append(loop.create_task(shard.access.watch(tuple)))
         await first(stopped.wait(), shard.over.wait(), tasks[0])
         if tasks[0].done() and not tasks[0].cancelled():
             tasks[0].result()  # our bug

@@ -8,6 +8,7 @@ nothing else; whoever holds the newest durable versions of them may come in its 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
 MOST_WAITING = 65_536
 """Words for one shard. It has stopped reading long before."""
 
+SAME = "another process says that it is the same shard"
+
 FOUNDING_S = 600.0
 
 GATHERING_S = 60.0
@@ -89,8 +92,11 @@ class RemoteFragment:
 class ShardLink:
     """One connection of one shard."""
 
-    def __init__(self, hello: ShardHello, socket: web.WebSocketResponse) -> None:
+    def __init__(
+        self, hello: ShardHello, socket: web.WebSocketResponse, transport: asyncio.BaseTransport | None
+    ) -> None:
         self.number = hello.shard
+        self.transport = transport
         self.address = hello.address
         self.held: dict[FragmentId, HeldHere] = {}
         self.traffic = Traffic(0, 0)
@@ -110,9 +116,14 @@ class ShardLink:
         except (ConnectionError, RuntimeError):
             return  # the reading side notices the same
 
-    async def close(self, why: str) -> None:
+    def close(self, why: str) -> None:
         self._task.cancel()
-        await self._socket.close(code=WSCloseCode.POLICY_VIOLATION, message=as_last_words(why))
+        last = self._socket.close(code=WSCloseCode.POLICY_VIOLATION, message=as_last_words(why))
+        self._task = asyncio.get_running_loop().create_task(_ended(last))
+
+
+async def _ended(closing: Awaitable[bool]) -> None:
+    await closing
 
 
 class Shards:
@@ -120,12 +131,15 @@ class Shards:
         self.syncer = syncer
         self.count = count
         self.links: dict[int, ShardLink] = {}  # of those who have said what they hold
-        self._newest: dict[int, ShardLink] = {}  # by their hello
+        self._greeted: dict[int, ShardLink] = {}  # of those who have not yet
         self.fragments: dict[FragmentId, RemoteFragment] = {}
         self._initial: dict[FragmentId, Tensor] = {}  # while a run is being founded
         self._founding_at = 0.0  # of the model with which it is tried
         self._news = asyncio.Condition()
         self._traffic_before = Traffic(0, 0)  # of links that are gone
+
+    def __iter__(self) -> Iterator[ShardLink]:
+        return iter([*self.links.values(), *self._greeted.values()])
 
     def begin(self, fragments: int) -> None:
         self.fragments = {p: RemoteFragment(self, p) for p in range(fragments)}
@@ -239,10 +253,10 @@ class Shards:
                     continue
                 said = heard(message.data, "shard")
                 if link is None:
-                    link = await self._greet(said, socket)
+                    link = self._greet(said, socket, request.transport)
                 elif self.links.get(link.number) is link:
                     await self._hear(link, said)
-                elif self._newest.get(link.number) is link:
+                elif self._greeted.get(link.number) is link:
                     await self._take_in(link, said)
         except WireError as wrong:
             why = f"what it sent was refused: {wrong}"
@@ -253,17 +267,16 @@ class Shards:
                 await self._gone(link, why)
         return socket
 
-    async def _greet(self, hello: Any, socket: web.WebSocketResponse) -> ShardLink:
+    def _greet(self, hello: Any, socket: web.WebSocketResponse, transport: asyncio.BaseTransport | None) -> ShardLink:
         if type(hello) is not ShardHello:
             raise WireError(f"the first word of a shard is ShardHello, found {type(hello).__name__}", "type")
         self._check(hello)
-        older = self.links.get(hello.shard)
+        older = self._greeted.get(hello.shard)
         if older is not None:
-            await self._gone(older, "another process says that it is the same shard")
-            await older.close("another process says that it is the same shard")
-        link = ShardLink(hello, socket)
+            older.close(SAME)
+        link = ShardLink(hello, socket, transport)
         link.post(self._head())
-        self._newest[hello.shard] = link
+        self._greeted[hello.shard] = link
         return link
 
     def _head(self) -> HeadHello:
@@ -301,6 +314,11 @@ class Shards:
         if unseen:
             link.post(GoBack(unseen))  # and it says again what it holds
             return
+        older = self.links.get(link.number)
+        if older is not None:
+            await self._gone(older, SAME)
+            older.close(SAME)
+        del self._greeted[link.number]
         self.links[link.number] = link
         self.syncer.log.info("shard %d of %d is here, at %s", link.number, self.count, link.address)
         link.post(self._open_links())
@@ -351,8 +369,8 @@ class Shards:
             link.post(Forget(said.envelope.learner, said.envelope.incarnation, body.round))
 
     async def _gone(self, link: ShardLink, why: str) -> None:
-        if self._newest.get(link.number) is link:
-            del self._newest[link.number]
+        if self._greeted.get(link.number) is link:
+            del self._greeted[link.number]
         if self.links.get(link.number) is not link:
             return
         del self.links[link.number]

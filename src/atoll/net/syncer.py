@@ -138,7 +138,7 @@ class SyncerProcess:
             await self._restore(self.settings.plan)
         self._spawn(self._watch_fence())
         if self.access.tls is not None:
-            self._spawn(self.access.watch(self.links.values()))
+            self._spawn(self.access.watch(lambda: [*self.links.values(), *(self.shards or ())]))
 
     async def _restore(self, plan: FragmentPlan) -> None:
         await self.keeper.load(plan, self.settings, list(range(len(plan.fragments))))
