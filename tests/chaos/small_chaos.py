@@ -16,6 +16,7 @@ context = 16
 fragments = 4
 every_steps = 8
 eval_tokens = 256
+shards = {shards}
 data = "{data}"
 """
 
@@ -28,7 +29,7 @@ def schedule(fault: str, target: str | None, at_s: float, **options: str | float
     return "\n".join(lines) + "\n"
 
 
-def small_scenario(path: Path, data: Path, duration_s: float, *tables: str, learners: int = 3) -> Path:
-    text = RUN.format(learners=learners, duration_s=duration_s, data=data)
+def small_scenario(path: Path, data: Path, duration_s: float, *tables: str, learners: int = 3, shards: int = 0) -> Path:
+    text = RUN.format(learners=learners, shards=shards, duration_s=duration_s, data=data)
     path.write_text(text + "".join(tables), encoding="utf-8")
     return path

@@ -19,8 +19,11 @@ from atoll.chaos import disks, netns
 from atoll.chaos.facts import Facts, read_facts
 from atoll.chaos.struck import read_log
 from atoll.cli import main
+from atoll.core.protocol import ShardBack, ShardLost
+from atoll.core.types import SYNCER
 from atoll.dash.picture import RunPicture
 from atoll.dash.shown import picture_at
+from atoll.tape_files import RunTapes
 from atoll.train.job_settings import JobSettings
 from atoll.train.report import Judged, decoupled_report
 from tests.chaos.small_chaos import schedule, small_scenario
@@ -241,6 +244,54 @@ def test_the_run_leaves_its_plan_its_log_a_verdict_and_a_page(struck):
     assert {**kept, "directory": str(struck.run)} == struck.told
     assert (struck.run / "verdict.html").stat().st_size > 5000
     assert (struck.run / "model.safetensors").is_file()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Shards
+
+
+def told_of_shards(run: Path) -> list[tuple[float, str, tuple[int, ...]]]:
+    """When the syncer noticed that one was away or back, and of which fragments."""
+    found = []
+    for actor, reader in sorted(RunTapes(run).readers.items()):
+        for entry in reader if actor.learner == SYNCER else ():
+            if type(entry.event) is ShardLost:
+                found.append((entry.at, "away", entry.event.fragments))
+            elif type(entry.event) is ShardBack:
+                found.append((entry.at, "back", tuple(p for p, _ in entry.event.held)))
+    return found
+
+
+def test_a_struck_shard_holds_up_its_own_fragments_and_no_learner(text, tmp_path):
+    scenario = small_scenario(
+        tmp_path / "shards.toml",
+        text,
+        12,
+        schedule("kill", "shard 0", 1.5, away="1s"),
+        schedule("stop", "shard 1", 6.0, for_="2500ms"),
+        learners=2,
+        shards=2,
+    )
+    done = chaos(scenario, tmp_path / "run", "--links", "relay")
+    broken = [check["name"] for check in done.told["checks"] if check["passed"] is False]
+    assert broken == []
+    killed, stopped = done.fault("kill", "shard 0"), done.fault("stop", "shard 1")
+
+    (lost_at, *lost), (back_at, *back) = told_of_shards(done.run)
+    assert (lost, back) == (["away", (0, 2)], ["back", (0, 2)])
+    assert killed["began_s"] - 0.1 <= lost_at <= killed["began_s"] + 1.0 <= back_at
+    while_away = [m.fragment for m in done.facts.merges if lost_at < m.at < back_at]
+    assert {1, 3} <= set(while_away)
+    assert not {0, 2} & set(while_away)
+    assert killed["back_merged_s"] >= back_at - killed["began_s"] - 0.001, "it may have been durable when it died"
+
+    began, ended = stopped["began_s"], stopped["ended_s"]
+    assert ended - began == pytest.approx(2.5, abs=0.3)
+    while_standing = [m.fragment for m in done.facts.merges if began + 0.3 < m.at < ended]
+    assert {0, 2} <= set(while_standing)
+    assert not {1, 3} & set(while_standing)
+    assert 0 < stopped["healed_merged_s"] < 5.0
+    assert done.told["worst_pause"]["gap_s"] < 1.0, "nobody waits for a shard"
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ SHIPPED = (
     "kill-all-but-one",
     "kill-one",
     "poison",
+    "shards-die",
     "storm-heavy",
     "storm-light",
     "syncer-dies",
@@ -84,6 +85,12 @@ def test_a_sound_file_is_read():
         ("learners = 3", 'duration = "0s"', r"mine.toml, \[run\]: duration is 0 s; give a time from 1s"),
         ("learners = 3", "quorum = 9", r"mine.toml, \[run\]: quorum 9 with 4 learners never merges"),
         ('fault = "kill"', 'fault = "smash"', r"\[\[schedule\]\] 1: fault is 'smash'; give one of kill, stop"),
+        ("learner 2", "shard 0", r"\[\[schedule\]\] 1: target is 'shard 0', and the run has no shards; give some in"),
+        (
+            "learners = 3",
+            "shards = 2",
+            r"\[\[storm\]\] 1: target is 'link any'; with shards a learner has a link to each",
+        ),
         ("learner 2", "learner 4", r"\[\[schedule\]\] 1: target is 'learner 4'; learners are 1 to 3"),
         (
             "learner 2",
@@ -117,6 +124,17 @@ def test_a_wrong_file_is_told_by_place_and_what_is_allowed(right, wrong, sentenc
     assert right in SOUND
     with pytest.raises(ScenarioError, match=sentence):
         read(SOUND.replace(right, wrong, 1), "mine", "mine.toml")
+
+
+def test_shards_have_numbers_of_their_own():
+    told = 'about = "A kill."\n[run]\nshards = 2\n[[schedule]]\nfault = "kill"\ntarget = "shard 0"\nat = "40%"\n'
+    scenario = read(told, "mine", "mine.toml")
+    assert scenario.run.settings(60.0).shards == 2
+    assert [str(fault.target) for fault in draw_plan(scenario, 0, 60.0).faults] == ["shard 0"]
+    with pytest.raises(ScenarioError, match="target is 'shard 2'; shards are 0 to 1"):
+        read(told.replace("shard 0", "shard 2"), "mine", "mine.toml")
+    both = draw_plan(read(told.replace("shard 0", "shard all"), "mine", "mine.toml"), 0, 60.0)
+    assert [str(fault.target) for fault in both.faults] == ["shard 0", "shard 1"]
 
 
 def test_a_file_without_faults_is_refused():

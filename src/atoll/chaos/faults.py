@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-TargetKind = Literal["learner", "syncer", "link", "disk", "payload"]
+TargetKind = Literal["learner", "syncer", "shard", "link", "disk", "payload"]
 WAYS = ("both", "up", "down")
 
 
@@ -46,12 +46,14 @@ KINDS: dict[str, FaultKind] = {
     for kind in (
         FaultKind(
             "kill",
-            ("learner", "syncer"),
+            ("learner", "syncer", "shard"),
             "SIGKILL; the supervisor starts it again after `away`",
             (Option("away", "seconds", 3.0, "until it is started again"),),
             lasts="away",
         ),
-        FaultKind("stop", ("learner", "syncer"), "SIGSTOP, and SIGCONT after `for`", (_for(3.0),), lasts="for"),
+        FaultKind(
+            "stop", ("learner", "syncer", "shard"), "SIGSTOP, and SIGCONT after `for`", (_for(3.0),), lasts="for"
+        ),
         FaultKind("join", ("learner",), "a new learner comes, with a number that nobody had"),
         FaultKind("leave", ("learner",), "SIGTERM: the learner says goodbye and never comes back"),
         FaultKind("cut", ("link",), "nothing comes through, and nobody is told", (_for(4.0), _WAY), lasts="for"),
@@ -115,15 +117,16 @@ KINDS: dict[str, FaultKind] = {
 
 DRAWN = ("any",)
 SEVERAL = ("all", "all-but-one")
-"""Words that stand for numbers of learners. `any` is drawn by the seed, and so is the one that `all-but-one` spares."""
+"""Words that stand for numbers of learners or shards. `any` is drawn by the seed, and so is the one that `all-but-one`
+spares."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Target:
-    """What one fault strikes. `number` is a learner's; 0 is the syncer.
+    """What one fault strikes. `number` is a learner's, and 0 the syncer; shards have numbers of their own, from 0.
 
-    >>> str(Target("link", 3)), str(Target("disk", 0)), str(Target("syncer", 0))
-    ('link 3', 'disk syncer', 'syncer')
+    >>> str(Target("link", 3)), str(Target("disk", 0)), str(Target("syncer", 0)), str(Target("shard", 0))
+    ('link 3', 'disk syncer', 'syncer', 'shard 0')
     """
 
     kind: TargetKind
@@ -132,9 +135,13 @@ class Target:
     def __str__(self) -> str:
         if self.kind == "syncer":
             return "syncer"
+        if self.kind == "shard":
+            return f"shard {self.number}"
         return f"{self.kind} {self.number or 'syncer'}"
 
     @property
     def strikes_process(self) -> str:
         """The process whose steps or merges it may hurt directly."""
+        if self.kind == "shard":
+            return str(self)
         return f"learner {self.number}" if self.number else "syncer"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from atoll.chaos.disks import Disk
+from atoll.chaos.faults import Target
 from atoll.chaos.in_process import Orders
 from atoll.chaos.netns import Namespaces
 from atoll.chaos.plan import Planned
@@ -26,11 +27,11 @@ class World(Protocol):
     run: Path
     namespaces: Namespaces | None
 
-    def member(self, number: int) -> Member | None:
-        """A learner, or with 0 the syncer; None where there is none of that number."""
+    def member(self, target: Target) -> Member | None:
+        """The process that it strikes, or whose link, disk or payload; None where there is none of that number."""
 
-    def is_training(self, number: int) -> bool:
-        """Its process is there and has taken steps, or is the syncer and merges."""
+    def is_training(self, target: Target) -> bool:
+        """Its process is there and has taken steps, or is the syncer or a shard of it and merges."""
 
     def is_connected(self, number: int) -> bool: ...
 
@@ -52,12 +53,13 @@ class Injector(ABC):
     def __init__(self, planned: Planned, world: World) -> None:
         self.planned = planned
         self.world = world
+        self.target = planned.target
         self.number = planned.target.number
         self.seen = False  # that it happened
 
     def is_ready(self) -> bool:
         """There is something to strike."""
-        return self.world.is_training(self.number)
+        return self.world.is_training(self.target)
 
     @abstractmethod
     def begin(self) -> None: ...
@@ -80,14 +82,14 @@ class Kill(Injector):
     how = "SIGKILL"
 
     def begin(self) -> None:
-        member = self.world.member(self.number)
+        member = self.world.member(self.target)
         assert member is not None
         self._pid = member.child.pid
         member.away_s = self.seconds("away")
         member.child.send(signal.SIGKILL)
 
     def keep(self) -> None:
-        member = self.world.member(self.number)
+        member = self.world.member(self.target)
         if member is not None and member.child.pid != self._pid:
             self.seen = True
 
@@ -96,7 +98,7 @@ class Stop(Injector):
     how = "SIGSTOP"
 
     def begin(self) -> None:
-        member = self.world.member(self.number)
+        member = self.world.member(self.target)
         assert member is not None
         self._pid = member.child.pid
         member.child.send(signal.SIGSTOP)
@@ -106,7 +108,7 @@ class Stop(Injector):
             self.seen = True
 
     def end(self) -> None:
-        member = self.world.member(self.number)
+        member = self.world.member(self.target)
         if member is not None and member.child.pid == self._pid:  # the same: its number may be another's by now
             member.child.send(signal.SIGCONT)
 
@@ -115,26 +117,26 @@ class Join(Injector):
     how = "a new process"
 
     def is_ready(self) -> bool:
-        return self.world.member(self.number) is None
+        return self.world.member(self.target) is None
 
     def begin(self) -> None:
         self.world.add_learner(self.number)
 
     def keep(self) -> None:
-        self.seen = self.seen or self.world.is_training(self.number)
+        self.seen = self.seen or self.world.is_training(self.target)
 
 
 class Leave(Injector):
     how = "SIGTERM, and never started again"
 
     def begin(self) -> None:
-        member = self.world.member(self.number)
+        member = self.world.member(self.target)
         assert member is not None
         member.leaves = True
         member.child.send(signal.SIGTERM)
 
     def keep(self) -> None:
-        member = self.world.member(self.number)
+        member = self.world.member(self.target)
         self.seen = self.seen or (member is not None and member.done)
 
 
@@ -157,7 +159,7 @@ class LinkFault(Injector):
     in_kernel = True
 
     def is_ready(self) -> bool:
-        return self.world.is_training(self.number) and self.world.is_connected(self.number)
+        return self.world.is_training(self.target) and self.world.is_connected(self.number)
 
     @property
     def _kernel(self) -> Namespaces | None:
@@ -327,7 +329,7 @@ class Full(Injector):
         self.keep()
 
     def keep(self) -> None:
-        member = self.world.member(self.number)
+        member = self.world.member(self.target)
         pid = member.child.pid if member is not None else None
         self.seen = self.world.disk(self.number).fill(pid) or self.seen
 

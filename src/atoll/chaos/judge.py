@@ -11,10 +11,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from atoll.accounting.merges import Merge
 from atoll.accounting.shares import Shares, states_of
 from atoll.accounting.steps import Span
 from atoll.chaos.checking import judge as check_tapes
 from atoll.chaos.facts import Facts, nothing, read_facts, worst_pause
+from atoll.chaos.faults import Target
 from atoll.chaos.plan import Plan, Planned
 from atoll.chaos.scenario import EXPECTABLE, Expectation
 from atoll.chaos.struck import Struck, read_log
@@ -147,7 +149,7 @@ def judge(
     facts = read_facts(run) if founded_at is not None else nothing()
     facts.books.asked_for = plan.learners
     clock = _Clock(run, founded_at or 0.0)
-    faults = tuple(_fault(planned, clock, facts) for planned in plan.faults)
+    faults = tuple(_fault(planned, clock, facts, plan.shards) for planned in plan.faults)
     span = (facts.began, facts.ended)
     islands = _islands(plan, facts, clock, span)
     pause = _worst(facts, plan, clock, faults)
@@ -239,7 +241,12 @@ class _Clock:
 # Figures
 
 
-def _fault(planned: Planned, clock: _Clock, facts: Facts) -> FaultReport:
+def _of_shard(target: Target, shards: int, facts: Facts) -> list[Merge]:
+    """Merges of the fragments that it holds."""
+    return [merge for merge in facts.merges if merge.fragment is not None and merge.fragment % shards == target.number]
+
+
+def _fault(planned: Planned, clock: _Clock, facts: Facts, shards: int) -> FaultReport:
     struck = clock.struck(planned.number)
     began = clock.on_tape(struck.began_at) if struck is not None else None
     training_s = merged_s = None
@@ -249,6 +256,10 @@ def _fault(planned: Planned, clock: _Clock, facts: Facts) -> FaultReport:
             training_s = life.step_ends[0] - began
             merged = facts.first_merged(planned.target.number, life.incarnation)
             merged_s = merged - began if merged is not None else None
+    elif planned.fault == "kill" and began is not None and planned.target.kind == "shard":
+        back = began + planned.lasts_s
+        merged = next((merge.at for merge in _of_shard(planned.target, shards, facts) if merge.at > back), None)
+        merged_s = merged - began if merged is not None else None
     elif planned.fault == "kill" and began is not None:
         at = began
         merged = next((merge.at for merge in facts.merges if merge.at > at and merge.epoch > 1), None)
@@ -268,14 +279,18 @@ def _fault(planned: Planned, clock: _Clock, facts: Facts) -> FaultReport:
         why_not=struck.why_not if struck is not None else "the run ended before its time came",
         back_training_s=training_s,
         back_merged_s=merged_s,
-        healed_merged_s=_healed(planned, healed, facts),
+        healed_merged_s=_healed(planned, healed, facts, shards),
     )
 
 
-def _healed(planned: Planned, healed: float | None, facts: Facts) -> float | None:
-    """From the end of a fault to the next merge that has what it struck: the syncer merges, or the learner is in it."""
+def _healed(planned: Planned, healed: float | None, facts: Facts, shards: int) -> float | None:
+    """From the end of a fault to the next merge that has what it struck: the syncer merges, or the shard does, or the
+    learner is in it."""
     if healed is None or planned.fault == "kill" or not planned.lasts_s:
         return None
+    if planned.target.kind == "shard":
+        found = next((merge.at for merge in _of_shard(planned.target, shards, facts) if merge.at > healed), None)
+        return found - healed if found is not None else None
     number = planned.target.number
     after = (m for m in facts.merges if m.at > healed)
     found = next((m.at for m in after if not number or any(who == number for who, _ in m.contributors)), None)
@@ -462,7 +477,7 @@ def _expected(
     name = _WORDS[line.figure]
     if line.figure.startswith("back_"):
         waiting = [f for f in faults if f.fault == "kill" and f.fired and getattr(f, line.figure) is None]
-        waiting = [f for f in waiting if f.target != "syncer" or line.figure == "back_merged_s"]
+        waiting = [f for f in waiting if f.target.startswith("learner") or line.figure == "back_merged_s"]
         if waiting:
             return Check(name, False, f"after fault {waiting[0].number} ({waiting[0].sentence}): never", line.because)
     if value is None:

@@ -276,7 +276,8 @@ def _fault_mark(fault: FaultReport, lanes: Mapping[str, int], scale: _Scale) -> 
     if fault.began_s is None:
         return
     words = fault.target.split()
-    lane = lanes.get("syncer" if words[-1] == "syncer" else Target("learner", int(words[-1])).strikes_process)
+    is_syncers = words[-1] == "syncer" or words[0] == "shard"  # a shard is a part of it, and has no lane of its own
+    lane = lanes.get("syncer" if is_syncers else Target("learner", int(words[-1])).strikes_process)
     if lane is None:
         return
     top = _lane_top(lane)

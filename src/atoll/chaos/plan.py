@@ -81,6 +81,7 @@ class Plan:
     learners: int
     faults: tuple[Planned, ...]
     left_out: int  # arrivals of storms that found nobody to strike
+    shards: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -90,6 +91,7 @@ class Plan:
             "seed": self.seed,
             "duration_s": self.duration_s,
             "learners": self.learners,
+            **({"shards": self.shards} if self.shards else {}),
             "faults": [fault.to_json() for fault in self.faults],
             "left_out": self.left_out,
         }
@@ -145,7 +147,9 @@ class _Drawing:
         self.newest += 1
         return self.newest
 
-    def there(self, at_s: float) -> list[int]:
+    def there(self, kind: TargetKind, at_s: float) -> list[int]:
+        if kind == "shard":
+            return list(range(self.scenario.run.shards))
         return sorted(n for n, (begin, end) in self.members.items() if begin <= at_s < end)
 
     def free(self, kind: TargetKind, at_s: float, what: Wanted) -> list[int]:
@@ -153,10 +157,10 @@ class _Drawing:
         if kind == "syncer":
             candidates = [0]
         elif what.fault == "leave":
-            there = self.there(at_s)
+            there = self.there(kind, at_s)
             candidates = there if len(there) > 1 else []
         else:
-            candidates = self.there(at_s)
+            candidates = self.there(kind, at_s)
         return [n for n in candidates if not self._busy(Target(kind, n), what, at_s)]
 
     def _busy(self, target: Target, what: Wanted, at_s: float) -> bool:
@@ -171,6 +175,8 @@ class _Drawing:
 
 def _touches(one: Target, other: Target) -> bool:
     """Whatever strikes a learner's process strikes everything of that learner."""
+    if "shard" in (one.kind, other.kind):
+        return one == other
     return one.number == other.number and (
         one.kind == other.kind or "learner" in (one.kind, other.kind) or "payload" in (one.kind, other.kind)
     )
@@ -197,7 +203,9 @@ def draw_plan(scenario: Scenario, seed: int, duration_s: float) -> Plan:
         _draw_of_storm(drawing, f"storm {index}", storm, at_s, targets)
     ordered = sorted(drawing.faults, key=lambda each: (each.at_s, each.origin, each.target))
     numbered = tuple(replace(fault, number=number) for number, fault in enumerate(ordered, 1))
-    return Plan(scenario.name, scenario.about, seed, duration_s, scenario.run.learners, numbered, drawing.left_out)
+    run = scenario.run
+    about = (scenario.name, scenario.about, seed, duration_s, run.learners)
+    return Plan(*about, numbered, drawing.left_out, run.shards)
 
 
 def _draw_scheduled(drawing: _Drawing, origin: str, what: Wanted, at_s: float) -> None:
@@ -209,7 +217,7 @@ def _draw_scheduled(drawing: _Drawing, origin: str, what: Wanted, at_s: float) -
     if what.number == "new":
         drawing.add(origin, at_s, what, drawing.join())
         return
-    there = drawing.there(at_s)
+    there = drawing.there(what.kind, at_s)
     draw = drawing.generator(origin)
     chosen: Sequence[int]
     if what.number == "any":
@@ -221,7 +229,7 @@ def _draw_scheduled(drawing: _Drawing, origin: str, what: Wanted, at_s: float) -
         chosen = [n for n in there if n != spared]
     else:
         assert isinstance(what.number, int)
-        if what.number and what.number not in there:
+        if what.number and what.kind != "shard" and what.number not in there:
             raise ScenarioError(
                 f"scenario {drawing.scenario.name}, [[schedule]] {origin.split()[-1]}: learner {what.number} is not"
                 f" there at {at_s:g} s; it joins later, settles for {SETTLE_S:g} s after it joined, or has left"

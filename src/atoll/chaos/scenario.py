@@ -31,7 +31,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from atoll.chaos.faults import KINDS, SEVERAL, FaultKind, TargetKind
 from atoll.train.job_settings import FOR_ADAMW, JobSettings
@@ -60,7 +60,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What one table of faults asks for. `number` is a learner's number, 0 the syncer, or a word such as `any`."""
+    """What one table of faults asks for. `number` is that of a learner or shard, 0 the syncer, or a word as `any`."""
 
     fault: str
     kind: TargetKind
@@ -105,6 +105,7 @@ class RunTable:
     every_steps: int = 16
     overlap_steps: int = 4
     quorum: int = 1
+    shards: int = 0  # processes that hold the fragments beside the syncer
     eval_tokens: int = 16_384
     seed: int = 0
     data: str | None = None
@@ -129,6 +130,7 @@ class RunTable:
             every_steps=self.every_steps,
             overlap_steps=self.overlap_steps,
             quorum=self.quorum,
+            shards=self.shards,
         )
 
 
@@ -198,8 +200,9 @@ def read(text: str, name: str, where: str) -> Scenario:
     run = _run(_table(raw, "run", where), where)
     scheduled, stormy = _tables(raw, "schedule", where), _tables(raw, "storm", where)
     most = run.learners + sum(each.get("fault") == "join" for each in scheduled)  # whoever joins has a number too
-    schedule = tuple(_scheduled(each, most, f"{where}, [[schedule]] {n}") for n, each in enumerate(scheduled, 1))
-    storms = tuple(_storm(each, most, f"{where}, [[storm]] {n}") for n, each in enumerate(stormy, 1))
+    numbers = Numbers(most, run.shards)
+    schedule = tuple(_scheduled(each, numbers, f"{where}, [[schedule]] {n}") for n, each in enumerate(scheduled, 1))
+    storms = tuple(_storm(each, numbers, f"{where}, [[storm]] {n}") for n, each in enumerate(stormy, 1))
     if not schedule and not storms:
         raise ScenarioError(f"{where}: no fault at all; give a [[schedule]] or a [[storm]]")
     scenario = Scenario(name, about.strip(), run, schedule, storms, _expect(_table(raw, "expect", where), where))
@@ -215,13 +218,14 @@ _COUNTS = ("learners", "batch", "context", "fragments", "every_steps", "overlap_
 
 def _run(raw: Mapping[str, Any], where: str) -> RunTable:
     place = f"{where}, [run]"
-    _only(raw, (*_COUNTS, "duration", "step_time", "model", "seed", "data"), place, "the table")
+    _only(raw, (*_COUNTS, "duration", "step_time", "model", "seed", "shards", "data"), place, "the table")
     values: dict[str, Any] = {}
     for key in _COUNTS:
         if key in raw:
             values[key] = _count(raw[key], key, place)
-    if "seed" in raw:
-        values["seed"] = _count(raw["seed"], "seed", place, least=0)
+    for key in ("seed", "shards"):
+        if key in raw:
+            values[key] = _count(raw[key], key, place, least=0)
     for key in ("duration", "step_time"):
         if key in raw:
             values[f"{key}_s"] = seconds(raw[key], f"{place}: {key}")
@@ -242,15 +246,22 @@ def check_duration(duration_s: float, place: str) -> None:
         raise ScenarioError(f"{place} is {duration_s:g} s; give a time from 1s to 168h")
 
 
-def _scheduled(raw: Mapping[str, Any], most: int, place: str) -> Scheduled:
-    what = _wanted(raw, ("at",), most, place)
+class Numbers(NamedTuple):
+    """How many there are to strike."""
+
+    learners: int  # from 1
+    shards: int  # from 0
+
+
+def _scheduled(raw: Mapping[str, Any], numbers: Numbers, place: str) -> Scheduled:
+    what = _wanted(raw, ("at",), numbers, place)
     if "at" not in raw:
         raise ScenarioError(f'{place}: at is missing; give when, as "40%" of the duration or "12s"')
     return Scheduled(what, moment(raw["at"], f"{place}: at"))
 
 
-def _storm(raw: Mapping[str, Any], most: int, place: str) -> Storm:
-    what = _wanted(raw, ("per_minute", "from", "until"), most, place)
+def _storm(raw: Mapping[str, Any], numbers: Numbers, place: str) -> Storm:
+    what = _wanted(raw, ("per_minute", "from", "until"), numbers, place)
     if what.number in SEVERAL:
         raise ScenarioError(
             f"{place}: target strikes one at a time in a storm; give a number or any, not {what.number}"
@@ -263,7 +274,7 @@ def _storm(raw: Mapping[str, Any], most: int, place: str) -> Storm:
     return Storm(what, float(rate), begin, end)
 
 
-def _wanted(raw: Mapping[str, Any], more: tuple[str, ...], most: int, place: str) -> Wanted:
+def _wanted(raw: Mapping[str, Any], more: tuple[str, ...], numbers: Numbers, place: str) -> Wanted:
     fault = raw.get("fault")
     if fault not in KINDS:
         raise ScenarioError(f"{place}: fault is {fault!r}; give one of {', '.join(KINDS)}")
@@ -286,11 +297,18 @@ def _wanted(raw: Mapping[str, Any], more: tuple[str, ...], most: int, place: str
             raise ScenarioError(f"{spot} is {value!r}; give one of {', '.join(option.words)}")
         else:
             options[option.name] = str(value)
-    target_kind, number = _target(raw.get("target"), kind, most, place)
+    target_kind, number = _target(raw.get("target"), kind, numbers, place)
+    if target_kind == "shard" and not numbers.shards:
+        raise ScenarioError(f"{place}: target is {raw.get('target')!r}, and the run has no shards; give some in [run]")
+    if target_kind == "link" and numbers.shards:
+        raise ScenarioError(
+            f"{place}: target is {raw.get('target')!r}; with shards a learner has a link to each of them, and only the"
+            " one to the syncer could be struck: strike links in a run without"
+        )
     return Wanted(fault, target_kind, number, options)
 
 
-def _target(raw: object, kind: FaultKind, most: int, place: str) -> tuple[TargetKind, int | str]:
+def _target(raw: object, kind: FaultKind, numbers: Numbers, place: str) -> tuple[TargetKind, int | str]:
     allowed = _targets_in_words(kind)
     if kind.name == "join":
         if raw not in (None, "learner new"):
@@ -307,8 +325,10 @@ def _target(raw: object, kind: FaultKind, most: int, place: str) -> tuple[Target
             if words[1] == "any" or (words[1] in SEVERAL and found != "payload"):
                 return found, words[1]
             if words[1].isdigit():
-                if not 1 <= int(words[1]) <= most:
-                    raise ScenarioError(f"{place}: target is {raw!r}; learners are 1 to {most}")
+                first, last = (0, numbers.shards - 1) if found == "shard" else (1, numbers.learners)
+                if not first <= int(words[1]) <= last and (found != "shard" or numbers.shards):
+                    who = "shards" if found == "shard" else "learners"
+                    raise ScenarioError(f"{place}: target is {raw!r}; {who} are {first} to {last}")
                 return found, int(words[1])
     raise ScenarioError(f"{place}: target is {raw!r}; a {kind.name} strikes {allowed}")
 

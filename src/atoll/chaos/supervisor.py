@@ -12,6 +12,7 @@ from typing import Any
 
 from atoll.chaos import disks, netns
 from atoll.chaos.disks import Disk
+from atoll.chaos.faults import Target
 from atoll.chaos.in_process import Orders, learn_under_faults, serve_under_faults
 from atoll.chaos.injectors import INJECTORS, Injector
 from atoll.chaos.netns import Namespaces
@@ -120,11 +121,13 @@ class ChaosSupervisor(Supervisor):
 
     # ------------------------------------------------------------------------------------------ the world of injectors
 
-    def member(self, number: int) -> Member | None:
-        return self._syncer if number == 0 else self._learners.get(number)
+    def member(self, target: Target) -> Member | None:
+        if target.kind == "shard":
+            return self._shards[target.number]
+        return self._syncer if target.number == 0 else self._learners.get(target.number)
 
-    def is_training(self, number: int) -> bool:
-        member = self.member(number)
+    def is_training(self, target: Target) -> bool:
+        member = self.member(target)
         return member is not None and member.child.pid is not None and member.trained_since_start and not member.leaves
 
     def is_connected(self, number: int) -> bool:
@@ -151,7 +154,8 @@ class ChaosSupervisor(Supervisor):
         if now - self._began > self._limit_s:
             raise JobFailed(f"the run has not come to its end within {self._limit_s:.0f} s")
         if self._started is None:
-            if not all(self.is_training(number) for number in range(1, self.settings.learners + 1)):
+            learners = [Target("learner", number) for number in range(1, self.settings.learners + 1)]
+            if not all(self.is_training(learner) for learner in learners):
                 return
             self._started = now
             self._log.began(time.time())

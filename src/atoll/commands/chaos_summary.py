@@ -27,7 +27,8 @@ def summary(verdict: Verdict, run: Path) -> Iterator[str]:
     yield ""
     judged = "The run stood." if verdict.passed else "The run did NOT stand."
     yield f"{judged} {run / 'verdict.html'} shows it, {run / 'verdict.json'} holds every figure."
-    struck = next((fault.target.split()[-1] for fault in verdict.faults if fault.target.split()[-1].isdigit()), "1")
+    targets = [fault.target.split() for fault in verdict.faults]
+    struck = next((words[-1] for words in targets if words[-1].isdigit() and words[0] != "shard"), "1")
     yield f"More: atoll story {run} --learner {struck}"
 
 
