@@ -1,13 +1,17 @@
 """What shards change: who carries the values, rounds per second, and what goes on when one of them is killed.
 
-    python benchmarks/bench_shards.py [--json] [--shards 0,1,2,4] [--learners 4] [--pace 0.05] [--kib 1024]
+    python benchmarks/bench_shards.py [--shards 0,1,2,4] [--learners 4] [--pace 0.05] [--kib 1024] [--sites 2,4] [--json]
 
 Real processes: one syncer, the shards, and light learners (real cores, connections and fragments, no training) that
 share one other process. 0 shards: the syncer holds the fragments itself. `MB/s`: values, in and out together, of the
-syncer and of a shard, all of which have equally many fragments. `sent per site` is computed, not measured: with a shard
-beside every learner, what a site sends over the wide network for each byte of the model is its own to the other shards
-and its shard's to the other learners, 2 (D - 1) / D; without shards it is what comes and goes, 2. The last line kills
-one of the most shards and counts the rounds of the fragments that the others hold, before and after.
+syncer and of a shard, all of which have equally many fragments. The last line kills one of the most shards and counts
+the rounds of the fragments that the others hold, before and after.
+
+Then D sites of a wide network on this machine (`atoll.chaos.wan`, as root), each with one learner and, the second time,
+one shard; the syncer is at a site of its own. What a site sends is counted by the kernel at its device: bytes of IP
+packets, with everything that is not values, for each byte of a fragment, as it is encoded, in each round. With a shard
+beside every learner it is the learner's to the other shards and the shard's to the other learners, 2 (D - 1) / D;
+without, it is 1, and D at the syncer's.
 """
 
 from __future__ import annotations
@@ -15,12 +19,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts its threads
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -29,9 +34,14 @@ import logging
 
 import torch
 
+from atoll.chaos import wan
+from atoll.chaos.netns import enter
 from atoll.core.types import RunConfig
 from atoll.ml.codecs import codec
+from atoll.ml.settings import Numerics
 from atoll.net.addresses import place
+from atoll.net.learner_link import Refusal
+from atoll.net.reaching import ask
 from atoll.net.run_settings import RunSettings
 from atoll.net.shard_serving import serve_shard
 from benchmarks.light_learner import LightLearner, even_plan
@@ -48,6 +58,7 @@ from benchmarks.measuring import (
 )
 
 FRAGMENTS = EVERY_STEPS = 24
+TOKEN = "of a network on this machine"
 
 
 @contextlib.contextmanager
@@ -71,17 +82,18 @@ def serve(folder: str, number: str, count: str, head: str) -> None:
     serve_shard(Path(folder), int(number), int(count), place(head))
 
 
+def payload_of(settings: RunSettings, kib: int) -> torch.Tensor:
+    numel = kib * 1024 // 4
+    return codec(settings.numerics.ups[0]).encode(1e-3 * torch.randn(numel, generator=torch.Generator().manual_seed(0)))
+
+
 async def versions(learner: LightLearner) -> list[int]:
     status = await learner.link.ask("GET", "/v1/status")
     return [each["version"] for each in status["fragments"]]
 
 
 async def measure(served: Syncer, shards: list[Any], settings: RunSettings, options: Any, kill: bool) -> dict[str, Any]:
-    numel = options.kib * 1024 // 4
-    payload = codec(settings.numerics.ups[0]).encode(
-        1e-3 * torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    )
-    plan = even_plan(FRAGMENTS, numel)
+    payload, plan = payload_of(settings, options.kib), even_plan(FRAGMENTS, options.kib * 1024 // 4)
     learners = [LightLearner(served.address, n + 1, settings, plan, payload) for n in range(options.learners)]
     for each in learners:
         each.bulk.shards = settings.shards
@@ -129,7 +141,6 @@ def _row(shards: int, learners: int, before: Any, after: Any) -> dict[str, Any]:
         "shard_mb_per_s": moved / shards if shards else 0.0,
         "syncer_cpu": used[0],
         "shard_cpu": max(used[1:], default=0.0),
-        "sent_per_site": 2 * (shards - 1) / shards if shards else 2.0,
     }
 
 
@@ -151,13 +162,121 @@ async def _after_a_kill(
     }
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# A learner at every site, with or without a shard beside it
+
+
+def at_site(namespace: str, host: str, head: str, number: str, told: str, kib: str, pace: str, folder: str) -> None:
+    """In the child: one learner, or with a folder one shard, at a site of the wide network."""
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.ERROR, format=f"site {number}: %(message)s")
+    end_with_the_parent()
+    enter(Path(namespace))
+    settings = RunSettings.from_json(json.loads(told))
+    if folder:
+        shard = int(number) - 1
+        serve_shard(Path(folder), shard, settings.shards, place(f"http://{head}"), host, token=TOKEN, plain_text=True)
+    else:
+        asyncio.run(_learn(head, int(number), settings, int(kib), float(pace)))
+
+
+async def _learn(head: str, number: int, settings: RunSettings, kib: int, pace: float) -> None:
+    plan = even_plan(FRAGMENTS, kib * 1024 // 4)
+    learner = LightLearner(head, number, settings, plan, payload_of(settings, kib), TOKEN)
+    learner.bulk.shards = settings.shards
+    await learner.link.start()
+    while not (await learner.link.ask("GET", "/v1/status"))["founded"]:
+        if number == 1:
+            with contextlib.suppress(Refusal):  # not all shards are here
+                await learner.found()
+        await asyncio.sleep(0.1)
+    await learner.join()
+    await learner.training.wait()
+    await learner.train(pace)
+
+
+class Window(NamedTuple):
+    """By site, 0 being that of the syncer."""
+
+    sent: list[int]
+    received: list[int]
+    rounds: int
+
+
+def at_sites(sites: int, shards: int, options: Any) -> dict[str, Any]:
+    config = RunConfig("sites", FRAGMENTS, EVERY_STEPS, snapshot_every_merges=0)
+    settings = RunSettings(config, Numerics(up="bf16", down="bf16"), shards=shards)
+    with wan.Wan(sites) as wide, syncer(settings, host=wide.address(0), token=TOKEN) as served:
+        started = []
+        try:
+            for site in range(1, sites + 1):
+                where = (str(wide.namespace(site)), wide.address(site), served.address, str(site))
+                words = (*where, json.dumps(settings.to_json()), str(options.kib), str(options.pace))
+                if shards:
+                    folder = str(served.directory / "shards" / str(site - 1))
+                    started.append(start_python(__file__, "at-site", *words, folder))
+                started.append(start_python(__file__, "at-site", *words, ""))
+            _wait_for_rounds(served, FRAGMENTS)
+            before = _window(wide, served)
+            time.sleep(options.seconds)
+            after = _window(wide, served)
+        finally:
+            for process in started:
+                end(process)
+    rounds = after.rounds - before.rounds
+    unit = rounds * payload_of(settings, options.kib).nbytes
+    sent = [(new - old) / unit for old, new in zip(before.sent, after.sent, strict=True)]
+    received = [(new - old) / unit for old, new in zip(before.received, after.received, strict=True)]
+    return {
+        "sites": sites,
+        "shards": shards,
+        "rounds_per_s": rounds / options.seconds,
+        "sent": sent[1:],
+        "received": received[1:],
+        "expected": 2 * (sites - 1) / sites if shards else 1.0,
+        "syncer_sent": sent[0],
+        "syncer_received": received[0],
+        "syncer_expected": 0.0 if shards else float(sites),
+    }
+
+
+def _wait_for_rounds(served: Syncer, rounds: int) -> None:
+    end_at = time.monotonic() + 120.0
+    while _rounds(served) < rounds:
+        if time.monotonic() > end_at:
+            raise RuntimeError("no rounds at sites of a wide network within two minutes")
+        time.sleep(0.2)
+
+
+def _rounds(served: Syncer) -> int:
+    return int(ask(served.address, TOKEN, "GET", "/v1/status", 10.0).get("merges", 0))
+
+
+def _window(wide: wan.Wan, served: Syncer) -> Window:
+    seen = [wide.interface(site) for site in range(wide.sites + 1)]
+    return Window([each["sent_bytes"] for each in seen], [each["received_bytes"] for each in seen], _rounds(served))
+
+
+def show_sites(rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        return
+    print("\n  a learner at each of D sites, and the syncer at another: bytes over bytes of fragments, per round\n")
+    heads = ("shards", "rounds/s", "a site sends", "by formula", "receives", "syncer sends", "by formula")
+    print("       D" + "".join(f"{head:>14}" for head in heads))
+    for row in rows:
+        sent, received = (sum(row[way]) / row["sites"] for way in ("sent", "received"))
+        site = f"{sent:>14.3f}{row['expected']:>14.3f}{received:>14.3f}"
+        own = f"{row['syncer_sent']:>14.3f}{row['syncer_expected']:>14.3f}"
+        print(f"  {row['sites']:>6}{row['shards']:>14}{row['rounds_per_s']:>14.1f}{site}{own}")
+
+
 def show(rows: list[dict[str, Any]], options: Any) -> None:
     said = f"{options.learners} light learners, steps of {1e3 * options.pace:g} ms"
     print(f"{said}, fragments of {options.kib} KiB in f32\n")
-    heads = ("rounds/s", "MB/s of syncer", "of a shard", "core of syncer", "of a shard", "sent per site")
+    heads = ("rounds/s", "MB/s of syncer", "of a shard", "core of syncer", "of a shard")
     print("  shards" + "".join(f"{head:>16}" for head in heads))
     for row in rows:
-        shares = f"{100 * row['syncer_cpu']:>14.0f} %{100 * row['shard_cpu']:>14.0f} %{row['sent_per_site']:>16.2f}"
+        shares = f"{100 * row['syncer_cpu']:>14.0f} %{100 * row['shard_cpu']:>14.0f} %"
         rates = f"{row['rounds_per_s']:>16.1f}{row['syncer_mb_per_s']:>16.1f}{row['shard_mb_per_s']:>16.1f}"
         print(f"  {row['shards']:>6}{rates}{shares}")
     last = rows[-1]
@@ -175,6 +294,7 @@ def main() -> int:
     parser.add_argument("--pace", type=float, default=0.05, help="seconds of a step")
     parser.add_argument("--kib", type=int, default=1024, help="size of a fragment in f32")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
+    parser.add_argument("--sites", default="2,4", help="of the wide network, separated by commas; empty: none")
     options = parser.parse_args()
     where, rows = begin(), []
     counts = [int(each) for each in options.shards.split(",")]
@@ -183,16 +303,24 @@ def main() -> int:
         with syncer(settings) as served, shards_of(served, count) as shards:
             is_last = count == counts[-1] and count > 1
             rows.append(asyncio.run(measure(served, shards, settings, options, kill=is_last)))
+    why_not = wan.unavailable()
+    wished = [int(each) for each in options.sites.split(",") if each]
+    sites = [at_sites(d, d * beside, options) for d in wished for beside in (0, 1)] if why_not is None else []
     if options.json:
-        print(as_json({"machine": where, "kib": options.kib, "rows": rows}))
+        print(as_json({"machine": where, "kib": options.kib, "rows": rows, "sites": sites}))
         return 0
     print(describe(where))
     show(rows, options)
+    if why_not is not None:
+        print(f"\n  no wide network on this machine ({why_not}): what a site sends was not measured")
+    show_sites(sites)
     return 0
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["shard"]:
         serve(*sys.argv[2:])
+    elif sys.argv[1:2] == ["at-site"]:
+        at_site(*sys.argv[2:])
     else:
         sys.exit(main())

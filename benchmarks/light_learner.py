@@ -62,9 +62,18 @@ def even_plan(fragments: int, numel: int) -> FragmentPlan:
 class LightLearner:
     """One learner. `payload`: what every one of its contributions holds; it is shared, and never changed."""
 
-    def __init__(self, address: str, number: int, settings: RunSettings, plan: FragmentPlan, payload: Tensor) -> None:
+    def __init__(
+        self,
+        address: str,
+        number: int,
+        settings: RunSettings,
+        plan: FragmentPlan,
+        payload: Tensor,
+        token: str | None = None,
+    ) -> None:
         self.number = number
-        self.link = LearnerLink(address, None, LOG, self._on_message, self._on_opened, self._on_closed, self._on_failed)
+        hears = (self._on_message, self._on_opened, self._on_closed, self._on_failed)
+        self.link = LearnerLink(address, token, LOG, *hears)
         self.bulk = LearnerBulk(self.link, None)
         self.sent = 0  # control messages
         self.heard = 0

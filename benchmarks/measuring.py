@@ -175,15 +175,17 @@ def syncer(
     profile: str | None = None,
     keys: Path | None = None,
     token: str = "",
+    host: str = "127.0.0.1",
 ) -> Iterator[Syncer]:
     """A real syncer on a free port of this machine, with a directory of its own that goes away with it.
 
     `profile`: a file for the profile of its event loop. A syncer that is profiled is slower. `keys`: of the syncer, as
     atoll keys makes them; only those with a key of the same authority are let in. `token`: asked for, if there is one.
+    `host`: an address of a network on this machine, in plain text; it needs a token.
     """
     with tempfile.TemporaryDirectory(prefix="atoll-bench-") as name:
         told = json.dumps(settings.to_json())
-        process = start_python(__file__, "syncer", name, told, profile or "", str(keys or ""), token, core=core)
+        process = start_python(__file__, "syncer", name, told, profile or "", str(keys or ""), token, host, core=core)
         try:
             assert process.stdout is not None
             address = process.stdout.readline().strip()
@@ -194,7 +196,7 @@ def syncer(
             end(process)
 
 
-def serve(directory: str, settings: str, profile: str, keys: str, token: str) -> None:
+def serve(directory: str, settings: str, profile: str, keys: str, token: str, host: str) -> None:
     """In the child."""
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.ERROR, format="syncer: %(message)s")
@@ -205,10 +207,12 @@ def serve(directory: str, settings: str, profile: str, keys: str, token: str) ->
     serve_syncer(
         Path(directory),
         RunSettings.from_json(json.loads(settings)),
+        host=host,
         port=0,
         token=token or None,
         on_ready=lambda address: print(address, flush=True),
         keys=key_files(Path(keys), of_syncer=True) if keys else None,
+        plain_text=bool(token) and not keys,
     )
     if profiler is not None:
         profiler.disable()
