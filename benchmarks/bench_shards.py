@@ -1,6 +1,6 @@
 """What shards change: who carries the values, rounds per second, and what goes on when one of them is killed.
 
-    python benchmarks/bench_shards.py [--shards 0,1,2,4] [--learners 4] [--pace 0.05] [--kib 1024] [--sites 2,4] [--json]
+    python benchmarks/bench_shards.py [--shards 0,1,2,4] [--pace 0.05] [--kib 1024] [--sites 2,4] [--json]
 
 Real processes: one syncer, the shards, and light learners (real cores, connections and fragments, no training) that
 share one other process. 0 shards: the syncer holds the fragments itself. `MB/s`: values, in and out together, of the
