@@ -31,6 +31,8 @@ from atoll.core.protocol import (
     Record,
     SaveSnapshot,
     Send,
+    ShardBack,
+    ShardLost,
     SnapshotSaved,
     Started,
     StartTraining,
@@ -106,6 +108,15 @@ class TinyRun:
     def ask(self, what: ControlWhat, value: float | None, who: str) -> None:
         """As an operator."""
         self._push(self.now, self.actors[SYNCER], ControlRequested(what, value, who))
+
+    def lose_shard(self, *fragments: int) -> None:
+        self._push(self.now, self.actors[SYNCER], ShardLost(fragments, "connection reset by peer"))
+
+    def find_shard(self, *fragments: int) -> None:
+        """With what is durable of these."""
+        versions = [self.disk.get((VersionRecord, p)) for p in fragments]
+        held = [each.version if isinstance(each, VersionRecord) else 0 for each in versions]
+        self._push(self.now, self.actors[SYNCER], ShardBack(tuple(zip(fragments, held, strict=True))))
 
     def until(self, end: float) -> TinyRun:
         while self._heap and self._heap[0][0] <= end:

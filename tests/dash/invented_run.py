@@ -56,6 +56,7 @@ class InventedRun:
     now: float = 120.0
     rounds: int = 480
     fragments: int = 8
+    away: tuple[int, ...] = ()  # fragments whose shard cannot be reached
     seed: int = 1
     simulated: bool = False
     live: bool = True
@@ -277,12 +278,15 @@ class InventedRun:
             "fragment": number,
             "version": len(mine),
             "phase": phase,
+            "away": number in self.away,
             "age_s": round(at - last["at"], 2) if last else None,
             "contributors": training[: last["contributions"]] if last else [],
             "asked": len(training) if waits else 0,
             "contributions": max(len(training) - 1, 0) if waits else 0,
             "waiting_for": training[-1:] if waits else [],
-            "reason": {
+            "reason": "its shard is away: connection reset by peer"
+            if number in self.away
+            else {
                 "idle": "2 of 4 learners have taken 24 steps since the last round",
                 "pulling": f"{max(len(training) - 1, 0)} of {self.quorum} contributions for the quorum; asked 1 times",
                 "grace": f"quorum {self.quorum} of {len(training)}; waiting 0.8 s more, slack 1.6 s",

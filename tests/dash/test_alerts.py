@@ -51,6 +51,26 @@ def test_no_merge_for_long(tmp_path):
     assert rules_of(picture, 12.0) == set()
 
 
+def test_fragments_that_are_away_with_their_shard(tmp_path):
+    run = TinyRun().until(10.5)
+    run.lose_shard(0, 2)
+    run.until(100.0)
+    run.find_shard(0, 2)
+    picture = pictured(run.until(120.0).save(tmp_path))
+    shown = picture_at(picture, 99.0)
+    assert [each["away"] for each in shown["fragments"]] == [True, False, True]
+    assert shown["fragments"][0]["reason"] == "its shard is away: connection reset by peer"
+    assert shown["fragments"][1]["age_s"] < 10.0, "the others go on"
+    assert rules_of(picture, 99.0) == {("shard-away", "fragment 0")}
+    (alert,) = shown["alerts"]
+    assert alert["text"].startswith("no merge of fragments 0, 2 for 8")
+    assert alert["text"].endswith("its shard is away: connection reset by peer")
+    assert rules_of(picture, 60.0) == set(), "not yet for long"
+    assert rules_of(picture) == set(), "it is back"
+    assert [each["away"] for each in picture_at(picture)["fragments"]] == [False] * 3
+    assert rules_of(pictured(tmp_path, Rules(shard_s=0.0)), 99.0) == set(), "switched off"
+
+
 def test_an_island_that_trains_without_a_link(tmp_path):
     run = TinyRun().until(10.0)
     run.kill(0)

@@ -228,6 +228,15 @@ def test_fragments_say_what_they_wait_for(dash, visit):
     expect(page.locator("#story .lines li")).to_have_count(waiting["version"])
 
 
+def test_a_fragment_that_is_away_with_its_shard_says_so_and_why(serve, visit):
+    page = visit(serve(FakeDash(InventedRun(away=(3, 7)))).url)
+    for number in (3, 7):
+        cell = page.locator("#fragments-0 .fragment").nth(number)
+        expect(cell.locator(".phase")).to_have_text("× away")
+        expect(cell.locator(".reason")).to_have_text("its shard is away: connection reset by peer")
+    expect(page.locator('#fragments-0 .fragment[data-phase="away"]')).to_have_count(2)
+
+
 def test_the_ledger_balances_or_says_so(dash, visit):
     page = visit(dash.url)
     ledger = dash.runs[0].picture(None)["ledger"]

@@ -39,6 +39,18 @@ def test_a_moment_of_the_past_says_so(run, capsys, monkeypatch):
     assert STATES["gone"][2] in line, "who sees no colours reads letters"
 
 
+def test_fragments_that_are_away_are_marked_with_the_reason(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    tiny = TinyRun().until(10.5)
+    tiny.lose_shard(0, 2)
+    assert main(["watch", str(tiny.until(20.0).save(tmp_path)), "--at", "19"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    letters = next(line.split()[-1] for line in lines if line.startswith("fragments"))
+    assert (letters[0], letters[2]) == ("×", "×")
+    assert letters[1] != "×"
+    assert "× 2 of 3: its shard is away: connection reset by peer" in "\n".join(lines)
+
+
 def test_json_is_the_picture_of_the_page(run, capsys):
     assert main(["watch", str(run), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)

@@ -56,7 +56,12 @@ class Standing(NamedTuple):
     sentence: str
 
 
-TOLD = frozenset({"member-quarantined", "member-lost", "persist-failed", "admission-failed", "round-abandoned"})
+TOLD = frozenset(
+    {
+        *("member-quarantined", "member-lost", "persist-failed", "admission-failed", "round-abandoned"),
+        *("shard-lost", "shard-wrong", "shard-forgot"),
+    }
+)
 
 
 def mean_line(lines: Sequence[Line]) -> Line:

@@ -59,6 +59,7 @@ class FragmentView(NamedTuple):
     waiting_for: tuple[int, ...]
     last_contributors: tuple[int, ...]
     reason: str
+    away: bool  # the shard that holds it cannot be reached: nothing is merged, whatever the phase
 
 
 class MemberView(NamedTuple):
@@ -244,6 +245,7 @@ class SyncerCore(Ending):
             waiting,
             f.last_contributors,
             str(self.explain(f)),
+            f.away,
         )
 
     def explain(self, f: Fragment) -> Reason:

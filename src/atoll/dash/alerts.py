@@ -31,6 +31,7 @@ class Rules:
     no_merge_steps: float = 3.0  # times H of the usual step, without a merge of anything
     gone_s: float = 120.0  # an island is away for so long
     alone_s: float = 120.0  # an island trains without a link for so long
+    shard_s: float = 60.0  # fragments are away with their shard for so long
     loss_spike: float = 1.3  # an island's loss against its own of before
     old_s: float = 60.0  # nothing new was written for so long
 
@@ -74,6 +75,7 @@ def alerts_at(
         found += _no_merge(picture, at, sample, rules)
         found += _islands(islands, at, rules)
         found += _spikes(picture, at, islands, rules)
+        found += _shards(picture, at, sample, rules)
     found += _quarantines(picture, at)
     found += _books(sample)
     if live and running:
@@ -106,6 +108,24 @@ def _islands(islands: list[Mapping[str, Any]] | list[dict[str, Any]], at: float,
             text = f"{who} trains without a link for {lasts_s:.0f} s: nothing of it is merged"
             found.append(Alert("island-alone", "warning", since + rules.alone_s, who, text))
     return found
+
+
+def _shards(picture: RunPicture, at: float, sample: Sample, rules: Rules) -> list[Alert]:
+    """One for all that went away at the same moment: they were with the same shard."""
+    away = {each.fragment: each for each in sample.fragments if each.away}
+    if not away or not rules.shard_s:
+        return []
+    since: dict[int, float] = {}
+    for word in (word for reign in picture.reigns for word in reign.words):
+        if word.code == "shard-lost" and word.at <= at and word.subject[1] in away:
+            since[word.subject[1]] = word.at
+    found: dict[float, Alert] = {}
+    for p, began in since.items():
+        if at - began > rules.shard_s and began not in found:
+            them = ", ".join(str(q) for q in sorted(since) if since[q] == began)
+            text = f"no merge of fragments {them} for {at - began:.0f} s: {away[p].reason}"
+            found[began] = Alert("shard-away", "critical", began + rules.shard_s, f"fragment {p}", text)
+    return list(found.values())
 
 
 def _quarantines(picture: RunPicture, at: float) -> list[Alert]:

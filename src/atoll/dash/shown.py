@@ -260,6 +260,7 @@ def _fragments(sample: Sample, at: float) -> list[dict[str, Any]]:
             "fragment": each.fragment,
             "version": each.version,
             "phase": each.phase,
+            "away": each.away,
             "age_s": at - sample.merged_at[each.fragment] if each.fragment in sample.merged_at else None,
             "contributors": list(each.last_contributors),
             "asked": each.asked,

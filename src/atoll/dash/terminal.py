@@ -23,6 +23,7 @@ STATES: dict[str, tuple[str, str, str]] = {
 """Word, colour and letter of each: whoever does not see the colour reads the letter."""
 
 PHASES = {"idle": "·", "pulling": "↑", "grace": "…", "merging": "Σ"}
+AWAY = "×"
 
 BAND_S = 120.0
 """So much of the past is in an island's band."""
@@ -155,9 +156,13 @@ def _fragments(fragments: list[dict[str, Any]], width: int) -> Text:
     """A letter each: what it does; below, how many contributions its last merge had."""
     count = max(1, width - 12)
     text = Text("fragments   ", "dim")
-    text.append("".join(PHASES.get(each["phase"], "?") for each in fragments[:count]))
+    for each in fragments[:count]:
+        text.append(*((AWAY, "red") if each["away"] else (PHASES.get(each["phase"], "?"), "")))
+    away = [each for each in fragments if each["away"]]
     text.append("\nmerged      ", "dim")
     text.append("".join(_digit(len(each["contributors"])) for each in fragments[:count]))
+    if away:
+        text.append(f"\n{AWAY} {len(away)} of {len(fragments)}: {away[0]['reason']}", "red")
     return text
 
 
