@@ -11,8 +11,9 @@ from torch import nn
 from atoll.core.protocol import ManifestRecord
 from atoll.ml.plan import make_plan, tensors_of
 from atoll.net.run_settings import RunSettings
+from atoll.net.snapshot_files import SHARDS
 from atoll.net.store import Store
-from atoll.train.published import SHARDS, published_tensors
+from atoll.train.published import published_tensors
 from tests.net.store_samples import version
 
 

@@ -45,9 +45,11 @@ from atoll.net.shard_words import (
     GoBack,
     HeadHello,
     HeldHere,
+    HoldCut,
     Holds,
     KeepVersion,
     LetGo,
+    LetGoCut,
     Merged,
     OpenLinks,
     ShardHello,
@@ -279,6 +281,10 @@ class ShardProcess:
                 self.fragments[said.fragment].release(said.version)
         elif kind is TakeFragments:
             await self._take(session, said)
+        elif kind is HoldCut:
+            self.keeper.on_disk_later(self.store.hold, said.snapshot, said.versions)
+        elif kind is LetGoCut:
+            self.keeper.on_disk_later(self.store.let_go, said.snapshot)
         elif kind is GoBack:
             await self._go_back(said)
         elif kind is HeadHello:

@@ -90,6 +90,20 @@ class LetGo(NamedTuple):
     version: Version
 
 
+class HoldCut(NamedTuple):
+    """A snapshot is being taken, with these versions of all fragments: keep those that are here. Its record comes
+    later, with `Persist`, or `LetGoCut`."""
+
+    snapshot: int
+    versions: tuple[Version, ...]
+
+
+class LetGoCut(NamedTuple):
+    """It is durable, or did not come about."""
+
+    snapshot: int
+
+
 class Forget(NamedTuple):
     """The contribution of which the shard told was not taken: its bytes are of no use."""
 
@@ -131,6 +145,8 @@ FromHead: TypeAlias = (
     | OpenLinks
     | KeepVersion
     | LetGo
+    | HoldCut
+    | LetGoCut
     | Forget
     | protocol.Accumulate
     | protocol.MergeRound

@@ -23,8 +23,11 @@ from atoll.core.protocol import (
     MergeRound,
     MessageArrived,
     Persist,
+    Persisted,
+    PersistFailed,
     ShardBack,
     ShardLost,
+    SnapshotRecord,
     VersionRecord,
 )
 from atoll.core.types import FragmentId, Version
@@ -37,9 +40,11 @@ from atoll.net.shard_words import (
     GoBack,
     HeadHello,
     HeldHere,
+    HoldCut,
     Holds,
     KeepVersion,
     LetGo,
+    LetGoCut,
     Merged,
     OpenLinks,
     ShardHello,
@@ -135,6 +140,7 @@ class Shards:
         self.fragments: dict[FragmentId, RemoteFragment] = {}
         self._initial: dict[FragmentId, Tensor] = {}  # while a run is being founded
         self._founding_at = 0.0  # of the model with which it is tried
+        self._saving: tuple[SnapshotRecord, set[int]] | None = None  # a snapshot, and whose part is not durable yet
         self._news = asyncio.Condition()
         self._traffic_before = Traffic(0, 0)  # of links that are gone
 
@@ -358,6 +364,8 @@ class Shards:
             raise WireError(f"{type(said).__name__} before the run has begun", "type")
         elif type(said) is MessageArrived:
             self._arrived(link, said)
+        elif type(said) in (Persisted, PersistFailed) and said.key.kind == "snapshot":
+            self._part_saved(link.number, said)
         else:
             syncer.tell(said)
 
@@ -379,6 +387,7 @@ class Shards:
         self._traffic_before = Traffic(up, down)
         self.syncer.log.warning("shard %d is away: %s", link.number, why)
         if self.syncer.core is not None:
+            self._give_up_snapshot(f"shard {link.number} went away")
             self.syncer.tell(ShardLost(self.of(link.number), why))
         await self._notify()
 
@@ -390,6 +399,9 @@ class Shards:
 
     def carry_out(self, effect: Accumulate | MergeRound | DiscardRound | Persist) -> None:
         record = effect.record if type(effect) is Persist else None
+        if isinstance(record, SnapshotRecord):
+            self._save_snapshot(record)
+            return
         assert record is None or isinstance(record, VersionRecord)
         self.post(record.fragment if record is not None else effect.round.fragment, effect)  # type: ignore[union-attr]
 
@@ -398,6 +410,43 @@ class Shards:
         link = self.links.get(p % self.count)
         if link is not None:
             link.post(said)
+
+    # ---------------------------------------------------------------------------------------------------- snapshots
+
+    def hold(self, snapshot: int, versions: tuple[Version, ...]) -> None:
+        for link in self.links.values():
+            link.post(HoldCut(snapshot, versions))
+
+    def let_go(self, snapshot: int) -> None:
+        for link in self.links.values():
+            link.post(LetGoCut(snapshot))
+
+    def _save_snapshot(self, record: SnapshotRecord) -> None:
+        """Every shard makes its versions durable under the snapshot's name, and then the syncer its record: that one
+        makes it valid."""
+        self._saving = (record, set(range(self.count)))
+        if len(self.links) < self.count:
+            self._give_up_snapshot(self._missing())
+            return
+        for link in self.links.values():
+            link.post(Persist(record))
+
+    def _part_saved(self, shard: int, said: Persisted | PersistFailed) -> None:
+        if self._saving is None or self._saving[0].key() != said.key:
+            return  # it was given up, because of another one
+        record, missing = self._saving
+        if type(said) is PersistFailed:
+            self._give_up_snapshot(f"shard {shard}: {said.why}")
+            return
+        missing.discard(shard)
+        if not missing:
+            self._saving = None
+            self.syncer.keeper.persist(record)
+
+    def _give_up_snapshot(self, why: str) -> None:
+        if self._saving is not None:
+            key, self._saving = self._saving[0].key(), None
+            self.syncer.tell(PersistFailed(key, why))
 
     def tell_missing(self) -> None:
         """To a core that has just begun: who went away after it said what it holds, and before there was a core."""

@@ -1,7 +1,7 @@
 """The complete snapshots of a run, as whoever may read its directory finds them; nothing is locked or changed.
 
 A snapshot is valid with its record (`store`). What learners saved for it is in their own directories (`parts`), which
-may be the same directory or on other machines.
+may be the same directory or on other machines; so may be the directories of shards, with the versions that they hold.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from typing import Any, NamedTuple
 
 from atoll.core import tape
 from atoll.core.protocol import SnapshotRecord
+from atoll.core.types import FragmentId
 from atoll.net.durable import small_file_text
 from atoll.net.parts import part_path
 
 SNAPSHOTS = "snapshots"
 RECORD = "record.json"
 STORE = "store"
+SHARDS = "shards"
+"""Directories of the shards that `atoll train` has started, by their numbers."""
 
 _NUMBER = re.compile(r"\d{9,18}")
 
@@ -26,7 +29,7 @@ _NUMBER = re.compile(r"\d{9,18}")
 class SnapshotInfo(NamedTuple):
     number: int
     saved_at: float  # seconds of the Unix epoch
-    bytes: int  # of the syncer's files; most of them it would keep anyway, under another name
+    bytes: int  # of the files that are here, without parts; most would be kept anyway, under another name
     record: SnapshotRecord | None
     problem: str  # why there is no record
 
@@ -64,13 +67,25 @@ def list_snapshots(run: Path) -> list[SnapshotInfo]:
     return [info for info in found if info is not None]
 
 
+def stores_of(run: Path) -> list[Path]:
+    """The syncer's, and those of shards that are here."""
+    return [run / STORE, *sorted((run / SHARDS).glob(f"*/{STORE}"))]
+
+
+def version_of_snapshot(run: Path, number: int, p: FragmentId) -> Path:
+    """Where the version of a fragment is that belongs to a snapshot; where it should be, if it is nowhere."""
+    names = [store / SNAPSHOTS / f"{number:09d}" / f"{p:03d}.safetensors" for store in stores_of(run)]
+    return next((name for name in names if name.exists()), names[0])
+
+
 def snapshot_info(run: Path, number: int) -> SnapshotInfo | None:
     """None: there is no such snapshot, or it is not complete."""
     folder = run / STORE / SNAPSHOTS / f"{number:09d}"
     try:
         data = (folder / RECORD).read_bytes()
         saved_at = (folder / RECORD).stat().st_mtime
-        size = sum(_size(folder / name) or 0 for name in os.listdir(folder))
+        names = [name for store in stores_of(run) for name in (store / SNAPSHOTS / f"{number:09d}").glob("*")]
+        size = sum(_size(name) or 0 for name in names)
     except FileNotFoundError:
         return None
     try:

@@ -220,17 +220,18 @@ class Store:
     def hold(self, snapshot: int, versions: tuple[Version, ...]) -> None:
         """Keep the versions of a snapshot that is being taken, however many come after them until it is complete.
 
-        They get second names. Without a record they are of no snapshot: the next process removes them.
+        `versions`: of all fragments of the run, of which some may be here. They get second names. Without a record they
+        are of no snapshot: the next process removes them.
         """
         folder = self._snapshot_folder(snapshot)
         fragments = self.fragments()
-        assert len(fragments) == len(versions), f"a snapshot of {len(versions)} fragments: {fragments}"
+        assert not fragments or fragments[-1] < len(versions), f"a snapshot of {len(versions)} fragments: {fragments}"
         self.check_epoch()
         make_folder(folder)
-        for fragment, version in zip(fragments, versions, strict=True):
+        for fragment in fragments:
             name = folder / f"{fragment:03d}.safetensors"
             if not name.exists():  # then it was held before; in the folder of this number it is no other version
-                _second_name(self.version_path(fragment, version), name)
+                _second_name(self.version_path(fragment, versions[fragment]), name)
 
     def let_go(self, snapshot: int) -> None:
         """The snapshot did not come about."""

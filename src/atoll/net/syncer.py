@@ -34,6 +34,7 @@ from atoll.core.protocol import (
     Refuse,
     Say,
     Send,
+    SnapshotRecord,
     SnapshotRequested,
     Started,
     StoreFenced,
@@ -325,8 +326,12 @@ class SyncerProcess:
         if cut is not None and cut.id != self._held:
             self._held = cut.id
             self.keeper.on_disk_later(self.store.hold, cut.id, cut.versions)
+            if self.shards is not None:
+                self.shards.hold(cut.id, cut.versions)
         elif cut is None and self._held:
             self.keeper.on_disk_later(self.store.let_go, self._held)
+            if self.shards is not None:
+                self.shards.let_go(self._held)
             self._held = 0
 
     def _halt(self, effect: Halt) -> None:
@@ -402,7 +407,7 @@ class SyncerProcess:
 
     def take_snapshot(self, who: str = "") -> int | None:
         """The number of a snapshot that is being taken from now on, or is being taken already. None: not now."""
-        if self.core is None or self.core.stage is not Stage.RUNNING or self.shards is not None:
+        if self.core is None or self.core.stage is not Stage.RUNNING:
             return None
         if self.core.cut is None:
             before = self.core.marker
@@ -483,7 +488,7 @@ class SyncerProcess:
 
 def _is_of_a_shard(effect: SyncerEffect) -> bool:
     if type(effect) is Persist:
-        return isinstance(effect.record, VersionRecord)
+        return isinstance(effect.record, VersionRecord | SnapshotRecord)
     return type(effect) in (Accumulate, MergeRound, DiscardRound)
 
 

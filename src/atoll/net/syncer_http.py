@@ -298,8 +298,6 @@ class Paths:
         if number is None:
             if self.syncer.core is None:
                 return error(409, "the run has no model yet, so there is nothing to take a snapshot of")
-            if self.syncer.shards is not None:
-                return error(409, "a run with shards takes no snapshots: every version is durable at its shard")
             return error(409, "no snapshot is taken of a run that ends or has ended: its model is its result")
         return web.json_response({"snapshot": number}, status=202)
 

@@ -170,8 +170,6 @@ class JobSettings:
             )
         if self.shards > self.fragments:
             raise ValueError(f"{self.shards} shards for {self.fragments} fragments; give at most one each")
-        if self.shards and self.snapshot_every:
-            raise ValueError("a run with shards takes no snapshots: leave --snapshot-every out")
         if self.shards and self.method != "decoupled":
             raise ValueError(f"--shards means nothing to {self.method}: it has no syncer")
         if self.method == "decoupled" and self.quorum > self.learners:
@@ -233,9 +231,7 @@ class JobSettings:
         )
 
     def _snapshot_every(self) -> int:
-        """Merges; a run with shards takes none: its versions are durable at the shards, each on its own."""
-        if self.shards:
-            return 0
+        """Merges."""
         return SNAPSHOT_PASSES * self.fragments if self.snapshot_every is None else self.snapshot_every
 
     # ------------------------------------------------------------------------------------------------ as JSON

@@ -15,11 +15,10 @@ from atoll.ml.model import ModelView
 from atoll.ml.plan import FragmentPlan
 from atoll.net.durable import read_file, read_small_file, read_tensor_file, small_file_text
 from atoll.net.run_settings import RunSettings
+from atoll.net.snapshot_files import STORE, stores_of
 from atoll.train.job_settings import JobSettings
 from atoll.train.loop import model_config
 from atoll.train.models import GPT, build
-
-STORE = "store"
 
 _VERSION = re.compile(r"(\d+)\.safetensors")
 
@@ -30,10 +29,6 @@ def run_settings(run: Path) -> RunSettings | None:
     if not path.exists():
         return None
     return RunSettings.from_json(read_small_file(path.read_bytes()))
-
-
-SHARDS = "shards"
-"""Directories of the shards that `atoll train` has started, by their numbers."""
 
 
 def is_finished(run: Path) -> bool:
@@ -95,8 +90,7 @@ def _final(run: Path) -> tuple[int, ...] | None:
 
 
 def _folder(run: Path, p: int) -> Path:
-    places = [run / STORE, *sorted((run / SHARDS).glob("*/store"))]
-    folders = [place / "fragments" / f"{p:03d}" for place in places]
+    folders = [store / "fragments" / f"{p:03d}" for store in stores_of(run)]
     return next((each for each in folders if each.is_dir()), folders[0])
 
 

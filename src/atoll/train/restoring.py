@@ -33,7 +33,7 @@ from atoll.core.types import FragmentId, RoundId
 from atoll.net.durable import make_folder, put_file, read_file, read_tensor_file, tensor_file
 from atoll.net.parts import list_parts, part_path, read_part
 from atoll.net.run_settings import RunSettings
-from atoll.net.snapshot_files import SNAPSHOTS, STORE, SnapshotInfo, list_snapshots
+from atoll.net.snapshot_files import SHARDS, STORE, SnapshotInfo, list_snapshots, version_of_snapshot
 from atoll.net.store import Store
 from atoll.train.job_settings import CONFIG, JobSettings, check_new
 from atoll.train.published import run_settings
@@ -104,7 +104,7 @@ def restore(source: Source, run: Path, settings: JobSettings, run_id: str, say: 
 
 
 def _fragment(source: Source, p: FragmentId) -> tuple[VersionRecord | None, dict[str, Tensor]]:
-    path = source.run / STORE / SNAPSHOTS / f"{source.info.number:09d}" / f"{p:03d}.safetensors"
+    path = version_of_snapshot(source.run, source.info.number, p)
     try:
         note, tensors = read_tensor_file(read_file(path))
         record = tape.decode(note) if note else None
@@ -130,15 +130,16 @@ def _write_store(
     plan = source.kept.plan
     assert plan is not None
     config = replace(settings.run_config(run_id), fragments=len(plan.fragments), fingerprint=plan.fingerprint())
-    made = RunSettings(config, settings.numerics, settings.to_json(), plan, time.time())
+    shards = settings.shards
+    made = RunSettings(config, settings.numerics, settings.to_json(), plan, time.time(), shards)
+    for k in range(shards):
+        with Store.open(run / SHARDS / str(k) / STORE) as store:
+            for p in range(k, len(fragments), shards):
+                _write_fragment(store, p, *fragments[p], kept_fragment(run, p))
+            store.write_settings(made.to_json())
     with Store.open(run / STORE) as store:
-        for p, (_, tensors) in enumerate(fragments):
-            store.write_initial(p, {"published": tensors["published"]})
-        for p, (record, tensors) in enumerate(fragments):
-            if record is not None:
-                round_id = RoundId(p, 0, store.epoch, 1)
-                store.write(VersionRecord(p, 1, round_id, (), (), record.merged_tokens), tensors)
-            _keep(store.version_path(p, 0 if record is None else 1), kept_fragment(run, p))
+        for p in range(len(fragments) if not shards else 0):
+            _write_fragment(store, p, *fragments[p], kept_fragment(run, p))
         store.write(MembersRecord(1, (), (), done))
         cut = source.info.record
         if cut is not None and cut.next_sample:
@@ -146,6 +147,16 @@ def _write_store(
             left = sum(end - begin for begin, end in cut.unmerged)
             store.write(LeaseRecord(1, cut.next_sample, cut.unmerged, (), cut.next_sample - left))
         store.write_settings(made.to_json())
+
+
+def _write_fragment(
+    store: Store, p: FragmentId, record: VersionRecord | None, tensors: dict[str, Tensor], kept: Path
+) -> None:
+    store.write_initial(p, {"published": tensors["published"]})
+    if record is not None:
+        round_id = RoundId(p, 0, store.epoch, 1)
+        store.write(VersionRecord(p, 1, round_id, (), (), record.merged_tokens), tensors)
+    _keep(store.version_path(p, 0 if record is None else 1), kept)
 
 
 def _write_parts(source: Source, run: Path, run_id: str, say: Callable[[str], None]) -> list[int]:

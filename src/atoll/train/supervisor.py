@@ -20,12 +20,12 @@ from atoll.net.reaching import ask
 from atoll.net.run_settings import RunSettings
 from atoll.net.serving import serve_syncer
 from atoll.net.shard_serving import serve_shard
+from atoll.net.snapshot_files import SHARDS
 from atoll.train.children import FINE, REFUSED, Child, JobFailed, end_all, processes, signal_name, wait_for_any
 from atoll.train.island import train_island
 from atoll.train.job_settings import JobSettings, Kill
 from atoll.train.live_view import GoodputMeter, LiveView, Watched, training_count
 from atoll.train.on_the_way import Evaluations
-from atoll.train.published import SHARDS
 from atoll.train.report import note_fault, read_faults
 
 LOOK_S = 0.25
