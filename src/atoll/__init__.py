@@ -13,7 +13,11 @@ if TYPE_CHECKING:
     from atoll.net.learner_errors import LearnerRefused as LearnerRefused
     from atoll.net.learner_errors import SyncerUnreachable as SyncerUnreachable
 
-__version__ = "0.1.0"
+try:  # a file and not the metadata of the package, which takes 40 ms to read
+    from atoll._version import version as __version__
+except ImportError:  # run from its sources, never built
+    __version__ = "0+unknown"
+
 __all__ = ["AtollError", "Learner", "LearnerRefused", "SyncerUnreachable", "__version__"]
 _ERRORS = ("AtollError", "LearnerRefused", "SyncerUnreachable")
 

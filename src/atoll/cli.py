@@ -40,6 +40,24 @@ from atoll.commands import (
 )
 from atoll.commands.output import ExitCode, complain, flush_stdout, give_up_stdout, interruptible, open_streams
 
+EXTRA_OF = {
+    "accelerate": "transformers",
+    "aiohttp": "train",
+    "cryptography": "train",
+    "lightning": "lightning",
+    "matplotlib": "plot",
+    "numpy": "train",
+    "prometheus_client": "dash",
+    "ray": "ray",
+    "safetensors": "train",
+    "tensorboard": "tensorboard",
+    "torch": "train",
+    "transformers": "transformers",
+    "wandb": "wandb",
+    "xxhash": "train",
+}
+"""Which extra of the package brings a module that is not always there."""
+
 
 class CommandModule(Protocol):
     """What a module of `atoll.commands` offers."""
@@ -134,6 +152,12 @@ def main(argv: Sequence[str] | None = None, commands: dict[str, CommandModule] |
         if session.traceback:
             raise
         complain(_sentence(wrong))
+        return ExitCode.USAGE
+    except ModuleNotFoundError as missing:
+        name = (missing.name or "").partition(".")[0]
+        if session.traceback or name not in EXTRA_OF:
+            raise
+        complain(f"this needs {name}, which is not installed: pip install 'atoll[{EXTRA_OF[name]}]'")
         return ExitCode.USAGE
     try:
         flush_stdout()

@@ -1,0 +1,115 @@
+"""The package as a stranger gets it: built from the sources, with the version of a tag, into an empty environment."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+NOT_OURS = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "_version.py", "build", "dist", "runs", "site")
+NO_TORCH = "import importlib.util as u; print(u.find_spec('torch'), u.find_spec('numpy'))"
+
+
+def told(*words: str | Path, cwd: Path) -> str:
+    """What a command printed; its complaints are the story of a failure."""
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" and not name.startswith("GIT_")}
+    done = subprocess.run(words, cwd=cwd, env=alone, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """A copy of the sources without git; the build writes into it."""
+    copy = tmp_path / "sources"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_OURS))
+    return copy
+
+
+def committed(folder: Path, tag: str | None) -> None:
+    who = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.org")
+    told("git", "init", "-q", cwd=folder)
+    told("git", "add", "-A", cwd=folder)
+    told("git", *who, "commit", "-q", "-m", "All of it", "--no-gpg-sign", cwd=folder)
+    if tag is not None:
+        told("git", "tag", tag, cwd=folder)
+
+
+def test_a_checkout_without_tags_and_a_copy_without_git_have_versions(sources):
+    ask = (sys.executable, "-m", "hatchling", "version")
+    assert told(*ask, cwd=sources).strip() == "0.1.dev0"
+    committed(sources, None)
+    assert re.fullmatch(r"0\.1\.dev1\+g[0-9a-f]+", told(*ask, cwd=sources).strip())
+
+
+# One test, because building and installing take most of the time, and parallel tests would each do it again.
+@pytest.mark.slow
+def test_an_empty_environment_takes_the_wheel_and_runs_the_simulator_without_torch(sources, tmp_path):
+    committed(sources, "v9.8.7")
+    told(sys.executable, "-m", "build", "--no-isolation", cwd=sources)  # the wheel is made from the sdist
+    sdist, wheel = sources / "dist/atoll-9.8.7.tar.gz", sources / "dist/atoll-9.8.7-py3-none-any.whl"
+    assert sorted((sources / "dist").iterdir()) == [wheel, sdist]
+    the_sdist_can_be_tested(sdist)
+    the_wheel_has_what_is_read_at_run_time_and_nothing_else(wheel)
+    venv.create(tmp_path / "venv", symlinks=True)
+    python, atoll = tmp_path / "venv/bin/python", tmp_path / "venv/bin/atoll"
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "-q", "--disable-pip-version-check")
+    told(*pip, "-c", ROOT / "constraints.txt", wheel, cwd=tmp_path)
+    assert told(python, "-c", NO_TORCH, cwd=tmp_path).strip() == "None None"
+    assert told(atoll, "--version", cwd=tmp_path) == "atoll 9.8.7\n"
+    assert "goodput" in told(
+        atoll, *["simulate", "--days", "1", "--protocol-hours", "0.1", "--seeds", "1"], cwd=tmp_path
+    )
+    done = subprocess.run([atoll, "train", "--out", "x"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "atoll: this needs torch, which is not installed: pip install 'atoll[train]'\n"
+
+
+def the_wheel_has_what_is_read_at_run_time_and_nothing_else(path: Path) -> None:
+    with zipfile.ZipFile(path) as wheel:
+        names = set(wheel.namelist())
+    data = {path for path in (ROOT / "src").rglob("*") if path.is_file() and path.suffix not in {".pyc", ".py"}}
+    expected = {path.relative_to(ROOT / "src").as_posix() for path in data if path.name != "ruff.toml"}
+    assert expected <= names
+    assert {"atoll/py.typed", "atoll/_version.py", "atoll/dash/grafana.json"} <= names
+    assert {name.split("/")[0] for name in names} == {"atoll", "atoll-9.8.7.dist-info"}
+
+
+def the_sdist_can_be_tested(path: Path) -> None:
+    with tarfile.open(path) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    assert names >= {"Makefile", "constraints.txt", "mkdocs.yml", "tests/test_packaging.py", "docs/wire.md", ".ci/run"}
+
+
+def test_there_is_an_extra_for_every_use():
+    extras = PROJECT["optional-dependencies"]
+    assert {"train", "ray", "slurm", "transformers", "lightning", "dash", "dev", "docs"} <= set(extras)
+    for needs in extras.values():
+        assert [need for need in needs if not re.search(r"[><]|^atoll\[", need)] == [], "a range for each"
+
+
+def test_every_tool_of_the_set_up_has_one_version():
+    """What `dev` and `train` ask for is pinned: a set-up of tomorrow is that of today."""
+    pinned = {
+        _plain(line.partition("==")[0])
+        for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+        if "==" in line
+    }
+    extras = PROJECT["optional-dependencies"]
+    asked = [*PROJECT["dependencies"], *extras["train"], *extras["dev"]]
+    assert [need for need in asked if _plain(re.split(r"[><=\[]", need)[0]) not in pinned] == []
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
