@@ -5,7 +5,7 @@ SEEDS ?= 5000
 BIN := .venv/bin
 READY := .venv/.ready
 FIRST_RUN := runs/first
-TYPED := $(wildcard src tests benchmarks examples)
+TYPED := $(wildcard src tests benchmarks examples site_parts)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check format docs test train swarm bench-core clean
@@ -34,8 +34,9 @@ format: $(READY) ## let ruff repair what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(READY) ## write the generated parts of docs/protocol.md anew
+docs: $(READY) ## write the generated parts of docs/protocol.md anew, and build the site into site/
 	$(BIN)/python -m tests.diagrams --write docs/protocol.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 test: check ## set-up, all checks, all tests
 	$(BIN)/pytest -n 2
@@ -53,5 +54,5 @@ bench-core: $(READY) ## events per second of the core, speed of the simulator
 	$(BIN)/python benchmarks/bench_core.py
 
 clean: ## remove .venv, caches, builds and the first run
-	rm -rf .venv build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache $(FIRST_RUN)
-	find src tests $(wildcard benchmarks examples) -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf .venv build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache $(FIRST_RUN)
+	find src tests $(wildcard benchmarks examples site_parts) -name __pycache__ -type d -prune -exec rm -rf {} +

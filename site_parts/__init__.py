@@ -1,0 +1,1 @@
+"""What turns docs/*.md into a site (`make docs`): reference pages from the code, pictures, links out of the folder."""

@@ -1,0 +1,102 @@
+"""Reference pages made from the code: the classes that scripts use from their docstrings, the commands from their help.
+
+Sources are read as text. Building the site needs no torch, and shows annotations as they are written.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer.main
+
+from atoll.cli import COMMANDS, build_app
+
+SOURCES = Path(__file__).resolve().parent.parent / "src/atoll"
+SHOWN_METHODS = ("__init__",)  # with underscores; entering and leaving is told by the class
+
+
+def python_api() -> str:
+    lines = ["# `atoll` for scripts", ""]
+    lines += ["Made from the docstrings. `import atoll` alone loads no torch; `atoll.Learner` does.", ""]
+    lines += _class("atoll.Learner", "net/learner.py")
+    lines += _class("atoll.net.learner_stats.LearnerStats", "net/learner_stats.py")
+    errors = ast.parse((SOURCES / "net/learner_errors.py").read_text(encoding="utf-8"))
+    story = ast.get_docstring(errors) or ""
+    first, _, tree = story.partition("\n\n")
+    lines += ["## Errors", "", first, "", "```text", tree, "```", ""]
+    lines += ["`AtollError`, `LearnerRefused` and `SyncerUnreachable` are names of `atoll` itself;"]
+    lines += ["all of them are in `atoll.net.learner_errors`.", ""]
+    return "\n".join(lines)
+
+
+def _class(name: str, place: str) -> Iterator[str]:
+    tree = ast.parse((SOURCES / place).read_text(encoding="utf-8"))
+    own = name.rpartition(".")[2]
+    found = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == own)
+    yield from (f"## `{name}`", "", ast.get_docstring(found) or "", "")
+    for node in found.body:
+        if isinstance(node, ast.FunctionDef) and (not node.name.startswith("_") or node.name in SHOWN_METHODS):
+            yield from _function(own, node)
+    fields = [node for node in found.body if isinstance(node, ast.AnnAssign)]
+    if fields:
+        source = (SOURCES / place).read_text(encoding="utf-8").splitlines()
+        yield from ("| field | type | |", "|---|---|---|")
+        for each in fields:
+            said = source[each.lineno - 1].partition("# ")[2]
+            yield f"| `{ast.unparse(each.target)}` | `{ast.unparse(each.annotation)}` | {_cell(said)} |"
+        yield ""
+
+
+def _function(owner: str, node: ast.FunctionDef) -> Iterator[str]:
+    is_property = any(ast.unparse(each) == "property" for each in node.decorator_list)
+    result = ast.unparse(node.returns) if node.returns is not None else "None"
+    if is_property:
+        yield from (f"### `{node.name}`", "", "```python", f"{owner.lower()}.{node.name}: {result}", "```", "")
+    else:
+        title = owner if node.name == "__init__" else f"{owner.lower()}.{node.name}"
+        yield from (f"### `{owner}(...)`" if node.name == "__init__" else f"### `{node.name}(...)`", "")
+        yield from ("```python", f"{title}({_arguments(node.args)})", "```", "")
+    yield from (ast.get_docstring(node) or "", "")
+
+
+def _arguments(arguments: ast.arguments) -> str:
+    """One to a line where there are many, without `self`."""
+    plain = ast.arguments(**{name: getattr(arguments, name) for name in arguments._fields})
+    plain.args = arguments.args[1:]
+    words = [re.sub(r"(\w: .*?)=", r"\1 = ", word) for word in re.split(r", (?=\w+:|\*)", ast.unparse(plain))]
+    return ", ".join(words) if len(words) < 4 else "\n    " + ",\n    ".join(words) + ",\n"
+
+
+def commands() -> str:
+    """Every command of `atoll` with its options, as `--help` tells them."""
+    app: Any = typer.main.get_command(build_app(COMMANDS))
+    lines = ["# The `atoll` command", ""]
+    lines += [
+        "Made from the commands themselves; `atoll COMMAND --help` says the same. Exit codes: 0 fine; 1 something"
+    ]
+    lines += ["was found; 2 it cannot be carried out; 130 interrupted; 141 nobody reads the output.", ""]
+    for name, module in COMMANDS.items():
+        command = app.commands[name]
+        lines += [f"## `atoll {name}`", "", inspect.cleandoc(module.run.__doc__ or ""), ""]
+        lines += ["```sh", module.EXAMPLE, "```", ""]
+        lines += _options(name, command)
+    return "\n".join(lines)
+
+
+def _options(name: str, command: Any) -> Iterator[str]:
+    context = command.make_context(name, [], resilient_parsing=True)
+    records = [each.get_help_record(context) for each in command.params]
+    rows = [f"| `{_cell(record[0])}` | {_cell(record[1])} |" for record in records if record is not None]
+    if rows:
+        yield from ("| option | |", "|---|---|", *rows, "")
+
+
+def _cell(text: str) -> str:
+    """On one line, and nothing in it that Markdown or HTML would take for its own."""
+    plain = " ".join(text.split()).replace("|", "\\|")
+    return plain.replace("<", "&lt;").replace("*", "\\*")
