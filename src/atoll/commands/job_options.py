@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 # Options
 
 Seed = Annotated[int, typer.Option("--seed", metavar="S", help="Fixes the initial model and the order of the data.")]
+Init = Annotated[
+    Path | None,
+    typer.Option(
+        "--init",
+        metavar="FILE",
+        help="Start from this checkpoint: every learner begins with its values. One of atoll import, or anything that "
+        "it reads.",
+    ),
+]
 Tokens = Annotated[
     str | None,
     typer.Option(

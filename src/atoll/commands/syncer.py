@@ -94,6 +94,7 @@ def run(
             "For networks with nobody else on them.",
         ),
     ] = False,
+    init: options.Init = None,
     learners: Annotated[
         int | None,
         typer.Option("--learners", metavar="M", help="Learners among which the data is divided. [default: 4]"),
@@ -170,8 +171,7 @@ def run(
         settings = options.make_settings(given)
         _check_shards(settings, files)
         check_new(out)
-        out.mkdir(parents=True, exist_ok=True)
-        settings.save(out / CONFIG)
+        _begin(out, settings, init)
     with page_beside(page, out, token):
         wait_s = take_over_after if standby else None
         _serve(out, settings, host, port, token, files, plain_text, wait_s, log_format, as_json)
@@ -180,6 +180,24 @@ def run(
 def _check_shards(settings: JobSettings, files: KeyFiles | None) -> None:
     if settings.shards and files is not None and files.authority is None:
         raise ValueError("a syncer and its shards know each other by keys: give --keys in place of --certificate")
+
+
+def _begin(out: Path, settings: JobSettings, init: Path | None) -> None:
+    """The directory of a new run. Whether --init is of the model is known when a learner brings that."""
+    from atoll.train.job_settings import CONFIG
+
+    values = None
+    if init is not None:
+        from atoll.train.checkpoints import read_checkpoint
+
+        values = read_checkpoint(init).tensors
+    out.mkdir(parents=True, exist_ok=True)
+    if values is not None:
+        from atoll.net.warm_start import INIT
+        from atoll.train.model_file import write_tensors
+
+        write_tensors(values, out / INIT)
+    settings.save(out / CONFIG)
 
 
 def _key_files(keys: Path | None, certificate: Path | None, private_key: Path | None) -> KeyFiles | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +16,8 @@ from atoll.commands.output import ExitCode, JsonOption, complain, print_json
 from atoll.commands.page_beside import Dash, DashPort, Page, PageRules, PageWebhook, page_beside
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from atoll.train.job_settings import JobSettings
     from atoll.train.report import Report
 
@@ -49,6 +51,7 @@ def run(
             "tokens and kills may be given anew.",
         ),
     ] = None,
+    init: options.Init = None,
     method: Annotated[
         str,
         typer.Option(
@@ -139,6 +142,8 @@ def run(
                 **{name: context.params[name] for name in options.SHARED},
             }
         )
+        if init is not None and method != "decoupled":
+            raise ValueError(f"--init means nothing to {method}: it is for decoupled runs")
         out = out if out is not None else next_run(RUNS, method)
         check_new(out)
     processes()  # torch is loaded there while it is loaded here
@@ -152,7 +157,7 @@ def run(
             elif restore is not None:
                 settings, report = _restored(restore, out, learners, tokens, kill)
             else:
-                settings, report = _started(settings, out)
+                settings, report = _started(settings, out, init)
     except AlreadyFinished:
         _show_finished(out, as_json)
         return
@@ -166,7 +171,7 @@ def run(
     _show(report, settings, out, as_json)
 
 
-def _started(settings: JobSettings, out: Path) -> tuple[JobSettings, Report]:
+def _started(settings: JobSettings, out: Path, init: Path | None) -> tuple[JobSettings, Report]:
     from dataclasses import replace
 
     from atoll.train.data import Text
@@ -177,7 +182,21 @@ def _started(settings: JobSettings, out: Path) -> tuple[JobSettings, Report]:
     model_config(settings)  # an unknown model is told before anything is written
     corpus = Text.load(settings.data)
     settings = replace(settings, vocabulary=max(settings.vocabulary, corpus.vocabulary))
-    return settings, start_job(settings, out, LiveView(), corpus)
+    return settings, start_job(settings, out, LiveView(), corpus, _read_init(settings, init))
+
+
+def _read_init(settings: JobSettings, init: Path | None) -> Mapping[str, Tensor] | None:
+    """What --init names. That it is of another model is told before anything is written."""
+    if init is None:
+        return None
+    from atoll.train.checkpoints import read_checkpoint
+    from atoll.train.loop import model_config
+    from atoll.train.model_file import fill
+    from atoll.train.models import build
+
+    values = read_checkpoint(init).tensors
+    fill(build(model_config(settings), settings.seed), values, str(init))
+    return values
 
 
 def _resumed(out: Path, learners: int | None) -> tuple[JobSettings, Report]:

@@ -67,6 +67,7 @@ from atoll.net.syncer_link import Served, SyncerLink
 from atoll.net.syncer_metrics import SyncerMetrics
 from atoll.net.tape_keeper import TapeKeeper
 from atoll.net.tls import ServerTls
+from atoll.net.warm_start import INIT, warm_values
 from atoll.tape_files import new_header
 
 RECEIVING_BYTES = 256 * 2**20
@@ -162,7 +163,10 @@ class SyncerProcess:
             self.over.set()
 
     async def found(self, plan: FragmentPlan, values: list[Tensor]) -> None:
-        """A learner has brought the model. It is durable before anybody can join."""
+        """A learner has brought the model. It is durable before anybody can join. ValueError: the run starts from a
+        checkpoint of another one."""
+        warm = await asyncio.to_thread(warm_values, self.directory, plan)
+        values = values if warm is None else warm
         settings = replace(
             self.settings,
             config=replace(self.settings.config, fragments=len(plan.fragments), fingerprint=plan.fingerprint()),
@@ -178,7 +182,8 @@ class SyncerProcess:
             await self.keeper.found(settings, dict(enumerate(values)))
         self.settings = settings
         self.clock = RunClock(settings.founded_at)
-        self.log.info("founded: %d parameters in %d fragments", plan.total_numel, len(plan.fragments))
+        of = f", with the values of {INIT}" if warm is not None else ""
+        self.log.info("founded: %d parameters in %d fragments%s", plan.total_numel, len(plan.fragments), of)
         self._begin(plan, None)
 
     def _begin(self, plan: FragmentPlan, restored: Restored | None) -> None:

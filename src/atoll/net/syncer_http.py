@@ -118,6 +118,9 @@ class Paths:
                 await self.syncer.found(plan, values)
             except ShardsMissing as missing:
                 return error(503, str(missing))
+            except ValueError as wrong:
+                self.syncer.log.error("no run is founded: %s", wrong)
+                return error(409, str(wrong))
             except OSError as wrong:
                 self.syncer.log.error("the model cannot be written: %s", wrong)
                 return error(507, f"the syncer cannot write the model: {wrong.strerror}")

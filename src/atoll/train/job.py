@@ -2,6 +2,7 @@
 
 runs/first/
   config.json          the job's settings
+  init.safetensors     what the model began with, where that was given
   store/               the syncer's: every durable version
   tapes/               what every process was told and what it did about it
   logs/, metrics/      of every process
@@ -15,12 +16,15 @@ runs/first/
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from atoll.net.warm_start import INIT
 from atoll.train.baselines import RENDEZVOUS, train_baseline
 from atoll.train.children import (
     FINE,
@@ -36,9 +40,9 @@ from atoll.train.data import Text
 from atoll.train.evaluation import held_out_loss
 from atoll.train.job_settings import CONFIG, JobSettings, check_new
 from atoll.train.live_view import GoodputMeter, LiveView, Watched, training_count
-from atoll.train.loop import model_config, newest_metrics
-from atoll.train.model_file import MODEL, load_model, model_digest, save_model
-from atoll.train.models import build, parameter_count
+from atoll.train.loop import newest_metrics
+from atoll.train.model_file import MODEL, first_model, load_model, model_digest, save_model, write_tensors
+from atoll.train.models import parameter_count
 from atoll.train.on_the_way import Evaluations
 from atoll.train.published import is_finished, published_model, run_settings
 from atoll.train.report import REPORT, Judged, Report, baseline_report, decoupled_report
@@ -55,10 +59,14 @@ class AlreadyFinished(Exception):  # noqa: N818 - it is the answer to --resume, 
     """The run came to its end before; its report is there."""
 
 
-def start_job(settings: JobSettings, run: Path, view: LiveView, corpus: Text) -> Report:
-    """A new run. Its directory must not be there yet, or be empty."""
+def start_job(
+    settings: JobSettings, run: Path, view: LiveView, corpus: Text, init: Mapping[str, Tensor] | None = None
+) -> Report:
+    """A new run, from these values if there are any. Its directory must not be there yet, or be empty."""
     check_new(run)
     run.mkdir(parents=True, exist_ok=True)
+    if init is not None:
+        write_tensors(init, run / INIT)
     settings.save(run / CONFIG)
     return _carry_out(settings, run, view, corpus)
 
@@ -140,7 +148,7 @@ def judge(run: Path, corpus: Text) -> Judged:
     """The run's model on held-out text, and the model that it began with."""
     settings, model = load_model(run)
     context = model.config.context
-    before = held_out_loss(build(model_config(settings), settings.seed), corpus, context, settings.eval_tokens)
+    before = held_out_loss(first_model(settings, run), corpus, context, settings.eval_tokens)
     after = held_out_loss(model, corpus, context, settings.eval_tokens)
     return Judged(after.loss, after.tokens, before.loss, model_digest(model), parameter_count(model))
 

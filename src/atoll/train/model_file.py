@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from atoll.ml.plan import named_tensors
+from atoll.net.warm_start import INIT
 from atoll.train.job_settings import CONFIG, JobSettings
 from atoll.train.loop import model_config
 from atoll.train.models import GPT, build
@@ -22,12 +23,13 @@ MODEL = "model.safetensors"
 
 def model_digest(model: nn.Module) -> str:
     """xxh3 over names, shapes, dtypes and bytes of everything that is trained: two equal models have the same."""
-    return _digest(named_tensors(model))
+    return tensors_digest(named_tensors(model))
 
 
-def _digest(tensors: Mapping[str, Tensor]) -> str:
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """The same of a model's tensors, in the order of their names."""
     digest = xxhash.xxh3_128()
-    for name, tensor in tensors.items():
+    for name, tensor in sorted(tensors.items()):
         plain = tensor.detach().cpu().contiguous()
         digest.update(f"{name} {tuple(plain.shape)} {plain.dtype}\n".encode())
         if plain.numel():
@@ -41,11 +43,14 @@ def save_model(model: nn.Module, run: Path) -> Path:
 
 
 def save_tensors(model: Mapping[str, Tensor], run: Path) -> Path:
-    path = run / MODEL
-    half = path.with_name(f".{MODEL}.{os.getpid()}")
+    return write_tensors(model, run / MODEL)
+
+
+def write_tensors(model: Mapping[str, Tensor], path: Path) -> Path:
+    half = path.with_name(f".{path.name}.{os.getpid()}")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.items()}
     try:
-        save_file(tensors, half, metadata={"format": "pt", "digest": _digest(tensors)})
+        save_file(tensors, half, metadata={"format": "pt", "digest": tensors_digest(tensors)})
         os.replace(half, path)
     finally:
         half.unlink(missing_ok=True)
@@ -62,9 +67,21 @@ def load_model(run: Path) -> tuple[JobSettings, GPT]:
         raise ValueError(f"{run} has no {MODEL} yet: finish the run with atoll train --out {run} --resume")
     settings = JobSettings.load(run / CONFIG)
     model = build(model_config(settings), settings.seed)
-    with safe_open(run / MODEL, framework="pt") as file:
-        fill(model, {name: file.get_tensor(name) for name in file.keys()}, str(run / MODEL))  # noqa: SIM118
+    _fill_from(run / MODEL, model)
     return settings, model
+
+
+def first_model(settings: JobSettings, run: Path) -> GPT:
+    """What the run began with: the values of --init, or those of its seed."""
+    model = build(model_config(settings), settings.seed)
+    if (run / INIT).is_file():
+        _fill_from(run / INIT, model)
+    return model
+
+
+def _fill_from(path: Path, model: GPT) -> None:
+    with safe_open(path, framework="pt") as file:
+        fill(model, {name: file.get_tensor(name) for name in file.keys()}, str(path))  # noqa: SIM118
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -38,7 +38,7 @@ def is_finished(run: Path) -> bool:
 
 def published_model(run: Path, settings: JobSettings) -> GPT:
     """The newest durable version of every fragment, or the final one, in a model of the job's shape."""
-    plan = _plan(run)
+    plan = plan_of(run)
     model = build(model_config(settings), settings.seed)
     view = ModelView(model, plan)
     for p, value in _values(run, plan):
@@ -48,13 +48,18 @@ def published_model(run: Path, settings: JobSettings) -> GPT:
 
 def published_tensors(run: Path) -> dict[str, Tensor]:
     """The same by name, in the shapes and dtypes of the run's plan, whatever model it is that was trained."""
-    plan = _plan(run)
+    plan = plan_of(run)
+    return assembled(plan, _values(run, plan))
+
+
+def assembled(plan: FragmentPlan, values: Iterable[tuple[int, Tensor]]) -> dict[str, Tensor]:
+    """Whole tensors by name, in their shapes and dtypes, from the flat fragments of a plan."""
     model = {}
     for info in plan.tensors:
         if info.travels:
             pair = (2,) if info.dtype.startswith("complex") else ()
             model[info.name] = torch.empty(*info.shape, *pair)
-    for p, flat in _values(run, plan):
+    for p, flat in values:
         for piece, begin, end in plan.spans(p):
             whole = model[piece.tensor]
             rows = (whole if plan.by_name[piece.tensor].shape else whole.unsqueeze(0))[piece.start : piece.stop]
@@ -66,7 +71,7 @@ def published_tensors(run: Path) -> dict[str, Tensor]:
     return model
 
 
-def _plan(run: Path) -> FragmentPlan:
+def plan_of(run: Path) -> FragmentPlan:
     kept = run_settings(run)
     if kept is None or kept.plan is None:
         raise ValueError(f"{run} has no model yet: no learner has joined")

@@ -25,9 +25,8 @@ from atoll.tape_files import RunTapes
 from atoll.train.data import Text
 from atoll.train.executor import Execution, FragmentState, StepInfo, Trainee, initial_values, load_values
 from atoll.train.job_settings import CONFIG, JobSettings
-from atoll.train.loop import InnerLoop, model_config
-from atoll.train.model_file import model_digest
-from atoll.train.models import build
+from atoll.train.loop import InnerLoop
+from atoll.train.model_file import first_model, model_digest
 from atoll.train.published import is_finished, published_model, run_settings
 from atoll.train.restoring import BEGINNING, kept_fragment
 
@@ -72,7 +71,7 @@ def replay_training(
     beginning = _beginning(run, tapes, len(founded.plan.fragments))
     torch.set_num_threads(settings.threads)
     corpus = Text.load(settings.data)
-    founder = build(model_config(settings), settings.seed)
+    founder = first_model(settings, run)
     steps = 0
 
     def make(actor: Actor) -> Trainee:
