@@ -79,8 +79,9 @@ def test_an_empty_environment_takes_the_wheel_and_runs_the_simulator_without_tor
 def the_wheel_has_what_is_read_at_run_time_and_nothing_else(path: Path) -> None:
     with zipfile.ZipFile(path) as wheel:
         names = set(wheel.namelist())
-    data = {path for path in (ROOT / "src").rglob("*") if path.is_file() and path.suffix not in {".pyc", ".py"}}
-    expected = {path.relative_to(ROOT / "src").as_posix() for path in data if path.name != "ruff.toml"}
+    files = [path.relative_to(ROOT / "src") for path in (ROOT / "src").rglob("*") if path.is_file()]
+    data = [path for path in files if path.suffix not in {".pyc", ".py"} and path.name != "ruff.toml"]
+    expected = {path.as_posix() for path in data if path.parts[0] == "atoll" and "/." not in path.as_posix()}
     assert expected <= names
     assert {"atoll/py.typed", "atoll/_version.py", "atoll/dash/grafana.json"} <= names
     assert {name.split("/")[0] for name in names} == {"atoll", "atoll-9.8.7.dist-info"}
