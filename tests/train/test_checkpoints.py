@@ -72,7 +72,8 @@ def test_a_snapshot_gives_the_values_of_its_cut(finished, tmp_path, capsys):
         older = tuple(sorted((run / "store/fragments" / f"{p:03d}").iterdir())[-2] for p in fragments)
         store.write(SnapshotRecord(7, tuple(int(path.stem) for path in older), (), (), ()))
     exported = told(capsys, "export", run, "--snapshot", 7, "--out", tmp_path / "cut.safetensors")
-    cut = assembled(plan_of(run), lambda p: read_tensor_file(read_file(older[p]))[1]["published"])
+    values = ((p, read_tensor_file(read_file(path))[1]["published"]) for p, path in enumerate(older))
+    cut = assembled(plan_of(run), values)
     assert exported["which"] == "snapshot 7"
     assert exported["digest"] == tensors_digest(cut) != finished[1].final_digest
 
