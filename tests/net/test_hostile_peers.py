@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,7 +76,8 @@ def shipped(rings: tuple[Ring, Ring], tmp_path_factory: pytest.TempPathFactory) 
             brief.hear("ended")
             assert brief.ended() == 0
             records = tuple(bytes(record) for record in recorder.sent if record)
-        (good,) = run.joined(spec(ring, "one", 1))
+        # Its steps are longer than those of the hostile learner, whose contributions would come too late otherwise.
+        (good,) = run.joined(replace(spec(ring, "one", 1), pace_s=0.05))
         run.go(good)
         run.until(run.merges(run.status()["merges"] + 2), "the run is under way")
         yield Attacked(run, prey_of(run, rings, records))

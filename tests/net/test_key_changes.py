@@ -15,7 +15,7 @@ from atoll.net.learner_errors import KeysRefused, LearnerRefused
 from atoll.net.tls import key_files
 from tests.net.key_rings import Ring, days_ago
 from tests.net.runs import LIMIT_S, Child, LearnerSpec, Run, endless
-from tests.net.small_models import work
+from tests.net.small_models import BATCH, work
 
 
 def knock(run: Run, **settings: Any) -> None:
@@ -172,14 +172,15 @@ def test_recorded_bytes_of_an_old_plain_session_change_nothing(tmp_path):
         old = [record for record in records if b"/v1/contribution" in record or b"/v1/link" in record][:3]
         assert len(old) >= 2
         one.order("hold")
-        one.hear("held")
+        steps = one.hear("held")
         run.until(lambda status: status["rounds_in_flight"] == 0 or None, "nothing is on its way", 5.0)
         before = run.status()
         for record in old:
             recorder.play(record)
         after = run.status()
         assert (after["merges"], merged_by(run, after)) == (before["merges"], merged_by(run, before))
-        assert after["trained"] == before["trained"]
+        # The report of its last step may have come meanwhile; nothing is counted that it has not trained.
+        assert before["trained"] <= after["trained"] <= steps * BATCH
         shown = run.until(run.learner(1), "learner 1 is shown")
         assert (shown["link"], shown["incarnation"]) == ("up", 1)
         assert shown["standing"] in ("live", "suspect"), "it stands still, and may be suspected for that"
