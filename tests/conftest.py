@@ -13,6 +13,8 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,4 +61,13 @@ def moving_network() -> Iterator[None]:
     with _network(fcntl.LOCK_EX) as file:
         file.write("x")
         file.flush()
+        before = _interfaces()
         yield
+        # The kernel takes down what was in a namespace some time after it is gone, and browsers hear of that too.
+        end, pause = time.monotonic() + 10.0, threading.Event()
+        while _interfaces() != before and time.monotonic() < end:
+            pause.wait(0.05)
+
+
+def _interfaces() -> set[str]:
+    return set(os.listdir("/sys/class/net"))
