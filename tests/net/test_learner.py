@@ -23,11 +23,12 @@ from atoll.ml.codecs import codec
 from atoll.ml.model import ModelView
 from atoll.ml.plan import make_plan, tensors_of
 from atoll.ml.settings import Numerics
-from atoll.net.island_tensors import FragmentTensors
-from atoll.net.learner import Learner, _plan_of
+from atoll.net.island_tensors import FragmentTensors, plan_of
+from atoll.net.learner import Learner
 from atoll.net.learner_errors import BackgroundFailed, LearnerRefused
+from atoll.net.rank_lines import Told
 from atoll.net.run_settings import RunSettings
-from atoll.net.step_boundary import Action, Copy
+from atoll.net.step_boundary import Action, Copy, Solo
 from tests.net.in_process import learner_of, train
 from tests.net.planted import plant
 from tests.net.runs import LIMIT_S, LearnerSpec, Run, config, endless, model_file
@@ -134,9 +135,9 @@ def test_the_plan_of_fewer_fragments_is_the_plan_of_that_number():
     differing = 0
     for wanted in range(1, 40):
         settings = RunSettings(config(fragments=wanted), Numerics(plan="rows"))
-        plan = _plan_of(model, settings)
+        plan = plan_of(model, settings)
         told = RunSettings(config(fragments=len(plan.fragments)), Numerics(plan="rows"))
-        assert _plan_of(model, told) == plan
+        assert plan_of(model, told) == plan
         differing += make_plan(tensors_of(model), wanted, "rows") != plan
     assert differing > 0, "the plans of this model are all stable: they show nothing"
 
@@ -257,13 +258,13 @@ def change_core(learner: Learner, change: Callable[[Handle, float, Any], list[An
     core.handle = partial(change, core.handle)  # type: ignore[method-assign]
 
 
-class InterruptedIsland:
+class InterruptedIsland(Solo):
     """Ctrl-C at the worst moment: the core has promised a copy, and nobody is going to make it."""
 
     def __init__(self) -> None:
         self.fired = False
 
-    def agree(self, actions: list[Action]) -> list[Action]:
+    def agree(self, actions: list[Action], told: Told) -> list[Action]:
         if any(isinstance(action, Copy) for action in actions):
             self.fired = True
             raise KeyboardInterrupt
@@ -274,7 +275,7 @@ def test_ctrl_c_between_the_promise_of_a_copy_and_the_copy(tmp_path):
     with Run(tmp_path, endless()) as run:
         job = work()
         learner = learner_of(run, job, 1)
-        learner._island = island = InterruptedIsland()  # type: ignore[assignment]
+        learner._island = island = InterruptedIsland()
         with pytest.raises(KeyboardInterrupt), learner:
             train(learner, job)
         assert island.fired

@@ -13,6 +13,9 @@ The metadata has one key, `atoll`:
 | `parameters` | name to shape and dtype, and the settings that decide which state there is, such as `amsgrad` |
 | `state` | name to key to value: a number, text or null as it is; else `{"tensor": n}`, `{"complex": n}` for pairs, |
 |         | `{"list": [...]}`, `{"tuple": [...]}` or `{"dict": {...}}`, with n the name of a tensor of the file |
+
+Shapes are those of whole tensors. Each rank of an island takes what it holds of them; one rank puts them together and
+packs them (`whole`), and whoever loads them takes its part.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.ml.plan import named_tensors
+from atoll.ml.shares import Box, as_sharded, box_of, cut_out, is_sharded, local_of
 
 FORMAT = 1
 MOST_HEADER_BYTES = 64 << 20
@@ -60,6 +64,20 @@ class Taken(NamedTuple):
     about: dict[str, Any]  # the metadata
     tensors: dict[str, Tensor]  # on whatever device they were
     events: list[torch.cuda.Event]  # after which the copies are done
+    parts: dict[str, Part] = {}  # of the tensors that this rank holds in part  # noqa: RUF012 - never changed
+    beside: dict[str, Tensor] = {}  # what else the other ranks of the island gave  # noqa: RUF012
+    gather: Callable[[Taken], Taken] | None = None  # in an island of many ranks: how they come to be whole
+
+    def wait(self) -> None:
+        for event in self.events:
+            event.synchronize()
+
+
+class Part(NamedTuple):
+    """Of a tensor of the state: what is here, of which sizes. Complex numbers are pairs."""
+
+    box: Box
+    sizes: tuple[int, ...]
 
 
 @torch.no_grad()
@@ -68,20 +86,28 @@ def take(optimizer: Optimizer, model: nn.Module) -> Taken:
     tensors: dict[str, Tensor] = {}
     parameters: dict[str, Any] = {}
     state: dict[str, Any] = {}
+    parts: dict[str, Part] = {}
     for name, (parameter, group) in _named(optimizer, model).items():
         parameters[name] = _about(parameter, group)
         held = optimizer.state.get(parameter)
         if held:
-            state[name] = {key: _written(held[key], tensors, f"{key} of {name}") for key in sorted(held)}
+            state[name] = {key: _written(held[key], tensors, parts, f"{key} of {name}") for key in sorted(held)}
+            if is_sharded(parameter):
+                _check_sharded(held, name)
     about = {"format": FORMAT, "optimizer": type(optimizer).__name__, "parameters": parameters, "state": state}
     devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
-    return Taken(about, tensors, [torch.cuda.current_stream(device).record_event() for device in devices])
+    return Taken(about, tensors, [torch.cuda.current_stream(device).record_event() for device in devices], parts)
+
+
+def whole(taken: Taken) -> Taken:
+    """The same, with whole tensors. In an island of many ranks it waits for the others."""
+    taken.wait()
+    return taken.gather(taken) if taken.gather is not None else taken
 
 
 def pack_taken(taken: Taken) -> bytes:
     """The bytes of a copy. Large models take seconds: not for the training thread."""
-    for event in taken.events:
-        event.synchronize()
+    taken = whole(taken)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in taken.tensors.items()}
     return safetensors.torch.save(tensors, {"atoll": json.dumps(taken.about, separators=(",", ":"))})
 
@@ -92,7 +118,7 @@ def pack(optimizer: Optimizer, model: nn.Module) -> bytes:
 
 def unpack(data: bytes | bytearray | memoryview, optimizer: Optimizer, model: nn.Module) -> None:
     """Give an optimizer the state in `data`; what it had is gone. Trusts nothing, and changes nothing if it raises."""
-    prepare(*_read(data), optimizer, model).install()
+    prepare(*read(data), optimizer, model).install()
 
 
 class Prepared(NamedTuple):
@@ -110,9 +136,16 @@ class Prepared(NamedTuple):
 
 @torch.no_grad()
 def prepare(
-    about: Mapping[str, Any], tensors: Mapping[str, Tensor], optimizer: Optimizer, model: nn.Module
+    about: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    optimizer: Optimizer,
+    model: nn.Module,
+    cut: bool = False,
 ) -> Prepared:
-    """The metadata and tensors of a `Taken`, checked against an optimizer, which stays as it is."""
+    """The metadata and tensors of a `Taken`, checked against an optimizer, which stays as it is.
+
+    `cut`: of what is as large as its parameter only this rank's part is here (`part_for`).
+    """
     if about.get("format") != FORMAT:
         raise ValueError(f"inner state has format {str(about.get('format'))[:20]}, not {FORMAT}; run the same version")
     if about.get("optimizer") != type(optimizer).__name__:
@@ -132,9 +165,44 @@ def prepare(
         parameter, group = ours[name]
         made[parameter] = {}
         for key, value in entries.items():
-            place = _Placer(key, name, parameter, group, optimizer)
+            place = _Placer(key, name, parameter, group, optimizer, cut)
             made[parameter][key] = _loaded(value, tensors, place)
     return Prepared(optimizer, [parameter for parameter, _ in ours.values()], made)
+
+
+class Named(NamedTuple):
+    """To which parameter a tensor of the state belongs."""
+
+    parameter: str
+    is_complex: bool
+
+
+def named_numbers(about: Mapping[str, Any]) -> dict[str, Named]:
+    """By the number of a tensor of the state."""
+    found: dict[str, Named] = {}
+
+    def look(value: Any, name: str) -> None:
+        if not isinstance(value, dict):
+            return
+        for kind, inner in value.items():
+            if kind in ("tensor", "complex"):
+                found[inner] = Named(name, kind == "complex")
+            elif kind in ("list", "tuple", "dict"):
+                for each in inner.values() if kind == "dict" else inner:
+                    look(each, name)
+
+    for name, entries in about["state"].items():
+        for value in entries.values():
+            look(value, name)
+    return found
+
+
+def part_for(tensor: Tensor, is_complex: bool, sizes: tuple[int, ...], box: Box | None) -> Tensor:
+    """Of a whole tensor of the state, what a rank needs that holds this box of a parameter of these sizes."""
+    more = (2,) if is_complex else ()
+    if box is None or not sizes or tuple(tensor.shape) != (*sizes, *more):
+        return tensor
+    return cut_out(tensor, Box((*box.offset, *(0 for _ in more)), (*box.shape, *more)))
 
 
 # ------------------------------------------------------------------------------------------------------------- naming
@@ -177,23 +245,34 @@ def _check_parameters(ours: Mapping[str, tuple[Tensor, Mapping[str, Any]]], thei
 # ------------------------------------------------------------------------------------------------------------- values
 
 
-def _written(value: object, tensors: dict[str, Tensor], what: str) -> Any:
+def _written(value: object, tensors: dict[str, Tensor], parts: dict[str, Part], what: str) -> Any:
     """A value as JSON; tensors are copied and put aside under a number."""
     if isinstance(value, Tensor):
+        box, sizes, value = box_of(value), tuple(value.shape), local_of(value)
         if value.layout != torch.strided or value.is_meta:
             raise ValueError(f"{what} is not a dense tensor; the state of this optimizer cannot travel")
         number = str(len(tensors))
         pairs = torch.view_as_real(value.detach().resolve_conj()) if value.is_complex() else value.detach()
         tensors[number] = pairs.clone(memory_format=torch.contiguous_format)
+        if box is not None:
+            more = (2,) if value.is_complex() else ()
+            parts[number] = Part(Box((*box.offset, *(0 for _ in more)), (*box.shape, *more)), (*sizes, *more))
         return {"complex" if value.is_complex() else "tensor": number}
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [_written(each, tensors, what) for each in value]}
+        return {kind: [_written(each, tensors, parts, what) for each in value]}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {"dict": {key: _written(value[key], tensors, what) for key in value}}
+        return {"dict": {key: _written(value[key], tensors, parts, what) for key in value}}
     raise ValueError(f"{what} is a {type(value).__name__}; the state of this optimizer cannot travel")
+
+
+def _check_sharded(held: Mapping[str, Any], name: str) -> None:
+    """Beside a sharded parameter only counters may be plain: nobody could tell whose rows another tensor has."""
+    for key, value in held.items():
+        if isinstance(value, Tensor) and value.dim() and not is_sharded(value):
+            raise ValueError(f"{key} of {name} is not sharded as {name} is; the state of this optimizer cannot travel")
 
 
 class _Placer(NamedTuple):
@@ -204,6 +283,7 @@ class _Placer(NamedTuple):
     parameter: Tensor
     group: Mapping[str, Any]
     optimizer: Optimizer
+    cut: bool
 
     def __call__(self, tensor: Tensor) -> Tensor:
         known = self.optimizer.state.get(self.parameter, {}).get(self.key)
@@ -212,6 +292,10 @@ class _Placer(NamedTuple):
             wanted = known.shape
         elif type(self.optimizer).__name__ in _SHAPED:
             wanted = torch.Size() if self.key in _COUNTERS else self.parameter.shape
+        elif self.cut and tensor.shape == local_of(self.parameter).shape:
+            wanted = self.parameter.shape
+        if is_sharded(self.parameter) and wanted == self.parameter.shape and self.parameter.dim():
+            return self._sharded(tensor)
         if tensor.shape != wanted:
             raise ValueError(
                 f"{self.key} of {self.name} has shape {tuple(tensor.shape)} in the inner state, here {tuple(wanted)}"
@@ -219,6 +303,17 @@ class _Placer(NamedTuple):
         if type(self.optimizer).__name__ in _SHAPED and not (tensor.is_floating_point() or tensor.is_complex()):
             raise ValueError(f"{self.key} of {self.name} has dtype {tensor.dtype} in the inner state")
         return tensor.to(self._device(tensor, known), copy=True)
+
+    def _sharded(self, tensor: Tensor) -> Tensor:
+        """The part of this rank, lying as the parameter does."""
+        local = local_of(self.parameter)
+        wanted = local.shape if self.cut else self.parameter.shape
+        if tensor.shape != wanted or not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ValueError(
+                f"{self.key} of {self.name} has shape {tuple(tensor.shape)} in the inner state, here {tuple(wanted)}"
+            )
+        part = tensor.clone() if self.cut else cut_out(tensor, box_of(self.parameter))
+        return as_sharded(part.to(local.device), self.parameter)
 
     def _device(self, tensor: Tensor, known: object) -> torch.device:
         """Counters of steps stay on the CPU, except where the optimizer reads them on the device."""
@@ -249,7 +344,7 @@ def _loaded(value: Any, tensors: Mapping[str, Tensor], place: _Placer) -> Any:
     raise ValueError(f"{place.key} of {place.name} is nothing that inner state holds")
 
 
-def _read(data: bytes | bytearray | memoryview) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read(data: bytes | bytearray | memoryview) -> tuple[dict[str, Any], dict[str, Tensor]]:
     raw = data if isinstance(data, bytes) else bytes(data)
     length = int.from_bytes(raw[:8], "little")
     if len(raw) < 8 or length > min(len(raw) - 8, MOST_HEADER_BYTES):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.ml.plan import FragmentPlan, TensorInfo, named_tensors, tensors_of
+from atoll.ml.shares import Window, boxes_of, local_of, windows
 
 ADOPTIONS = ("carry", "overwrite", "blend")
 
@@ -32,11 +33,19 @@ class Staged(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """One piece of a fragment in the model. `held` shares the memory of the parameter; complex ones are pairs."""
+    """One piece of a fragment in the model. `held` shares the memory of the parameter; complex ones are pairs.
+
+    Where a parameter is sharded, `held` is what this rank has of the piece, which may be nothing.
+    """
 
     held: Tensor
-    begin: int
+    begin: int  # of the piece in the flat fragment
     end: int
+    window: Window | None  # of what is held, in a whole flat fragment; None: it is all between begin and end
+
+    def of(self, flat: Tensor) -> Tensor:
+        """What of a flat fragment belongs here; it shares its memory."""
+        return flat[self.begin : self.end].view(self.held.shape) if self.window is None else self.window.of(flat)
 
 
 class ModelView:
@@ -47,25 +56,60 @@ class ModelView:
     >>> view.write(0, torch.tensor([0.5, 1.0, 2.0]))  # the bias comes first: pieces are sorted by name
     >>> model.weight.tolist()
     [[1.0, 2.0]]
+
+    Parameters may be sharded (DTensor). Flat fragments are whole all the same, and only what this rank holds is read
+    and written; or, `packed`, they are what this rank holds and nothing else.
     """
 
-    def __init__(self, model: nn.Module, plan: FragmentPlan) -> None:
+    def __init__(self, model: nn.Module, plan: FragmentPlan, packed: bool = False) -> None:
         _check_fit(tensors_of(model), plan)
         self.plan = plan
+        self.packed = packed
+        self.boxes = boxes_of(model)
         self._sources = _sources(model)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._windows = [windows(plan, p, self.boxes) for p in range(len(plan.fragments))] if self.boxes else []
 
     def _places(self, fragment: int) -> list[_Place]:
         """Looked up at each use: a module may have been moved, or have put a new tensor in the place of a buffer."""
+        if self.boxes:
+            return self._sharded_places(fragment)
         places = []
         for piece, begin, end in self.plan.spans(fragment):
-            tensor = self._sources[piece.tensor]().detach()
-            rows = (tensor if tensor.dim() else tensor.unsqueeze(0))[piece.start : piece.stop]
-            places.append(_Place(torch.view_as_real(rows) if rows.is_complex() else rows, begin, end))
+            rows = self._held(piece.tensor)[piece.start : piece.stop]
+            places.append(_Place(torch.view_as_real(rows) if rows.is_complex() else rows, begin, end, None))
+        return places
+
+    def _held(self, name: str) -> Tensor:
+        tensor = local_of(self._sources[name]().detach())
+        return tensor if tensor.dim() else tensor.unsqueeze(0)
+
+    def _sharded_places(self, fragment: int) -> list[_Place]:
+        places = []
+        for window in self._windows[fragment]:
+            rows = self._held(window.piece.tensor)[window.rows]
+            held = torch.view_as_real(rows) if rows.is_complex() else rows
+            if self.packed:
+                places.append(_Place(held, window.first, window.last, None))
+            else:
+                held = held if held.numel() else held.reshape(window.part_shape)
+                places.append(_Place(held, window.begin, window.end, window))
         return places
 
     def numel(self, fragment: int) -> int:
+        """Of the flat fragment."""
+        if self.packed and self.boxes:
+            return self._windows[fragment][-1].last
         return self.plan.numel(fragment)
+
+    @property
+    def local_numel(self) -> int:
+        """Of everything that travels, what this rank holds."""
+        return sum(each[-1].last for each in self._windows) if self.boxes else self.plan.total_numel
+
+    def device_bytes(self, fragment: int) -> int:
+        """What reading and adopting takes on a device: a snapshot, a value and a reference. Nothing on the host."""
+        return sum(3 * 4 * place.held.numel() for place in self._places(fragment) if place.held.is_cuda)
 
     def buffer(self, fragment: int) -> Tensor:
         """A flat fragment in host memory, pinned where that makes copies faster. Not filled."""
@@ -87,8 +131,8 @@ class ModelView:
         """
         self._check_flat(fragment, out)
         on_cuda: set[torch.device] = set()
-        for held, begin, end in self._places(fragment):
-            target = out[begin:end].view(held.shape)
+        for place in self._places(fragment):
+            held, target = place.held, place.of(out)
             if held.is_cuda:
                 snapshot = held.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
                 stream = self._stream(held.device)
@@ -118,8 +162,8 @@ class ModelView:
         """
         self._check_flat(fragment, flat)
         pieces, on_cuda = [], set()
-        for held, begin, end in self._places(fragment):
-            source = flat[begin:end].view(held.shape)
+        for place in self._places(fragment):
+            held, source = place.held, place.of(flat)
             if held.is_cuda:
                 with torch.cuda.stream(self._stream(held.device)):
                     pieces.append(source.to(held.device, non_blocking=True))
@@ -149,7 +193,8 @@ class ModelView:
             raise ValueError("carry needs the reference: what the steps since are measured against")
         values = self._staged(fragment, value)
         references = itertools.repeat(None) if reference is None else self._staged(fragment, reference)
-        for (held, _, _), new, old in zip(self._places(fragment), values, references, strict=False):
+        for place, new, old in zip(self._places(fragment), values, references, strict=False):
+            held = place.held
             if how == "overwrite":
                 held.copy_(new)
             elif how == "blend":
@@ -180,7 +225,7 @@ class ModelView:
         """
         self._check_flat(fragment, flat)
         self._check_flat(fragment, out)
-        for held, begin, end in self._places(fragment):
+        for held, begin, end, _ in self._places(fragment):
             exact = held.dtype in (torch.float32, torch.float64)
             out[begin:end].copy_(flat[begin:end] if exact else flat[begin:end].to(held.dtype))
 

@@ -326,10 +326,16 @@ def tensors_of(model: nn.Module, embeddings: Sequence[str] = ()) -> tuple[Tensor
 
 
 def digest_of(tensor: Tensor) -> str:
-    """xxh3 of the bytes, in the order of the indices whatever the strides are."""
+    """xxh3 of the bytes, in the order of the indices whatever the strides are.
+
+    Of a tensor that is sharded it is that of the whole, which all of its ranks have to ask for together.
+    """
     import torch
     import xxhash
 
+    if hasattr(tensor, "full_tensor"):
+        with torch.no_grad():
+            tensor = tensor.full_tensor()
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return xxhash.xxh3_128_hexdigest(plain.view(torch.uint8).numpy().data)
 
@@ -339,10 +345,11 @@ def _check_memory(tensors: Mapping[str, Tensor]) -> None:
     import torch
 
     seen: dict[tuple[object, ...], str] = {}
-    for name, tensor in tensors.items():
+    for name, named in tensors.items():
+        tensor = named.to_local() if hasattr(named, "to_local") else named  # what of it is in this process
         if tensor.is_meta or tensor.layout != torch.strided:
             raise ValueError(f"{name} is not a dense tensor with values; move the model to a device first")
-        if tensor.numel() == 0 or (isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad):
+        if tensor.numel() == 0 or (isinstance(named, torch.nn.Parameter) and not named.requires_grad):
             continue
         if tensor.is_conj() or tensor.is_neg():
             raise ValueError(f"{name} is a lazy conjugate or negative; call resolve_conj() and resolve_neg() on it")

@@ -49,10 +49,11 @@ from atoll.ml.model import ModelView
 from atoll.ml.plan import FragmentPlan
 from atoll.net.addresses import Place
 from atoll.net.door import RETRY_S, SAY_EVERY_S, Door, fragment_sizes
-from atoll.net.island_tensors import FragmentTensors
+from atoll.net.island_tensors import CopyGone, FragmentTensors
 from atoll.net.learner_bulk import Fetched, LearnerBulk
-from atoll.net.learner_errors import BackgroundFailed
+from atoll.net.learner_errors import BackgroundFailed, IslandBroken
 from atoll.net.learner_link import LearnerLink, LinkGone, Refusal, why
+from atoll.net.learner_stats import metrics_of
 from atoll.net.logs import about
 from atoll.net.part_keeper import PartKeeper
 from atoll.net.parts import TakenPart
@@ -96,6 +97,7 @@ class Background:
         self.log = log
         self.last_loss: float | Tensor | None = None
         self.is_founded = False
+        self.while_waiting: Callable[[], None] | None = None  # about once a second, in the training thread
         told = (self._on_message, self._on_opened, self._on_closed, self._on_failed)
         self._link = LearnerLink(place.addresses, token, log, *told, place.tls)
         self._bulk = LearnerBulk(self._link, max_rate, streams)
@@ -125,8 +127,7 @@ class Background:
     # ------------------------------------------------------------------------------------ called by the training thread
 
     def start(self) -> None:
-        if self._stopping or self._thread.is_alive():
-            raise ValueError("a Learner is entered once; make another one to join again")
+        assert not self._stopping and not self._thread.is_alive(), "a background starts once"
         self._loop = asyncio.new_event_loop()
         self._thread.start()
         self._wait_for(self._link.start())
@@ -144,6 +145,12 @@ class Background:
             if not self._thread.is_alive():
                 work.close()
                 raise BackgroundFailed("the background of this learner has ended") from self._error
+            if self.while_waiting is not None:
+                try:
+                    self.while_waiting()
+                except BaseException:
+                    future.cancel()
+                    raise
         return future.result()
 
     @property
@@ -155,6 +162,8 @@ class Background:
         return self._link.bytes_down
 
     def check(self) -> None:
+        if isinstance(self._error, IslandBroken):
+            raise IslandBroken(str(self._error)) from self._error
         if self._error is not None:
             raise BackgroundFailed(f"the background of this learner has failed: {self._error}") from self._error
 
@@ -408,6 +417,8 @@ class Background:
             if copied.round != body.round:
                 return
             data = await self._computed(fragment.encode, copied)
+        except CopyGone:
+            return
         finally:
             fragment.release(copied.buffer, copied.anchor)
         number = CODEC_NUMBERS[copied.codec.name]
@@ -437,18 +448,7 @@ class Background:
             stats = learner.stats()
             now, (then, before) = time.monotonic(), self._told_at
             self._told_at = (now, stats.tokens)
-            loss = self.last_loss
-            told: dict[str, Any] = {
-                "step": stats.steps,
-                "tokens": stats.tokens,
-                "tokens_per_s": round((stats.tokens - before) / (now - then), 3) if now > then else 0.0,
-                "boundary_s": round(stats.boundary_s, 6),
-                "bytes_up": stats.bytes_up,
-                "bytes_down": stats.bytes_down,
-            }
-            if loss is not None:
-                value = float(loss)
-                told["loss"] = value if value == value and abs(value) != float("inf") else None
+            told = metrics_of(stats, self.last_loss, (stats.tokens - before) / (now - then) if now > then else 0.0)
             self._link.post_metrics(json.dumps(told))
 
     # ---------------------------------------------------------------------------------------------------- hearing
@@ -557,6 +557,7 @@ class Background:
             fragment.release(value)
             self._tell(FragmentDamaged(fragment.p, body.version, "the value is not the one that was published"))
             return
+        await self._computed(fragment.share, body.version, value)
         learner = self._learner
         if learner is None:
             return

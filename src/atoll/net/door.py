@@ -84,6 +84,7 @@ class Door:
             value = fragment.decode_whole(fetched.data)
             if fragment.digest(value) != fetched.header.value_digest:
                 raise WireError(f"fragment {fragment.p} is not the one that was published", "digest")
+            fragment.share(version, value)
             fragment.arrived(version, value)
             fragment.release(*fragment.will_adopt(False))
 

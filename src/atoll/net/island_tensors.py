@@ -12,13 +12,14 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from atoll.core.types import NOTHING, AdoptHow, FragmentId, RoundId, Version
 from atoll.ml.codecs import CODECS, Codec, Feedback, codec
 from atoll.ml.model import ModelView
 from atoll.ml.outer import Published
-from atoll.ml.plan import digest_of
+from atoll.ml.plan import FragmentPlan, digest_of, make_plan, tensors_of
+from atoll.net.run_settings import RunSettings
 
 
 class Buffer:
@@ -39,12 +40,14 @@ class Buffers:
         self._p = p
         self._free: list[Buffer] = []
         self._lock = threading.Lock()
+        self.made = 0
 
     def take(self) -> Buffer:
         with self._lock:
             buffer = self._free.pop() if self._free else None
         if buffer is None:
             buffer = Buffer(self._view.buffer(self._p))
+            self.made += 1
         buffer.holders = 1
         return buffer
 
@@ -70,6 +73,11 @@ class Copied(NamedTuple):
     buffer: Buffer
     anchor: Buffer
     taken: Future[Callable[[], None]]
+    serial: int  # of the copies of this fragment, the same on all ranks of an island
+
+
+class CopyGone(RuntimeError):  # noqa: N818 - as a rule nobody wants that copy any more
+    """Another rank of the island has a newer copy, or none, because the core has forgotten this one meanwhile."""
 
 
 class FragmentTensors:
@@ -85,6 +93,7 @@ class FragmentTensors:
         self._feedback = Feedback(up, view.numel(p))
         self._encoded: tuple[RoundId, Tensor] | None = None
         self._asked: Future[Callable[[], None]] | None = None  # of the newest copy, made or not
+        self._copies = 0
         self.anchor: Buffer | None = None
         self.newest: Buffer | None = None
         self.newest_version: Version = NOTHING
@@ -95,12 +104,31 @@ class FragmentTensors:
     def copy(self, copied: Copied) -> None:
         """At the step boundary. Its buffer was taken when the core asked, so that the background may wait for it."""
         try:
-            copied.taken.set_result(self._view.begin_read(self.p, copied.buffer.tensor))
+            copied.taken.set_result(self.begin_copy(copied))
         except BaseException as wrong:
             copied.taken.set_exception(wrong)
             raise
         finally:
             self.release(copied.buffer, copied.anchor)
+
+    def begin_copy(self, copied: Copied) -> Callable[[], None]:
+        return self._view.begin_read(self.p, copied.buffer.tensor)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of all buffers of this fragment in the memory of this rank's host."""
+        encoded = self._encoded[1].nbytes if self._encoded is not None else 0
+        return 4 * (self._buffers.made * self.numel + 2 * self._feedback.residual.numel()) + encoded
+
+    @property
+    def device_bytes(self) -> int:
+        """While it is copied and adopted: a snapshot, and a value that is staged. On the CPU neither is needed."""
+        return self._view.device_bytes(self.p)
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model, what this rank holds."""
+        return self._view.local_numel
 
     def copy_for_part(self) -> tuple[Buffer, Callable[[], None]]:
         """The fragment as it stands, in a buffer that holds it once the function has run. It is to be released."""
@@ -126,7 +154,8 @@ class FragmentTensors:
         self._forget_copy()
         anchor = self._buffers.hold(self.anchor)
         by = codec(up) if up is not None else self._up
-        self.copied = Copied(round_id, by, self._buffers.take(), anchor, Future())
+        self._copies += 1
+        self.copied = Copied(round_id, by, self._buffers.take(), anchor, Future(), self._copies)
         self._asked = self.copied.taken
         self._buffers.hold(self.copied.buffer)
         self._buffers.hold(anchor)
@@ -209,5 +238,18 @@ class FragmentTensors:
         value.tensor.copy_(data.view(torch.float32))
         return value
 
+    def share(self, version: Version, value: Buffer) -> None:
+        """Every rank of the island has its rows of the value when this returns."""
+
     def digest(self, value: Buffer) -> str:
         return digest_of(value.tensor)
+
+
+def plan_of(model: nn.Module, settings: RunSettings) -> FragmentPlan:
+    """The plan for at most so many fragments. Where it has fewer, it is the plan for that many: whoever comes later is
+    told of that number only, and has to come to the same cuts."""
+    tensors = tensors_of(model, settings.numerics.embeddings)
+    plan = make_plan(tensors, settings.config.fragments, settings.numerics.plan)
+    while plan != (again := make_plan(tensors, len(plan.fragments), plan.how)):
+        plan = again
+    return again

@@ -45,15 +45,21 @@ from atoll.core.types import MOST_TOKENS_PER_STEP
 from atoll.ml import inner_state
 from atoll.ml.codecs import codec
 from atoll.ml.model import ModelView
-from atoll.ml.plan import FragmentPlan, make_plan, tensors_of
+from atoll.ml.plan import FragmentPlan
 from atoll.net.addresses import place
 from atoll.net.background import Background
 from atoll.net.interrupts import interrupts_after
-from atoll.net.island_tensors import FragmentTensors
-from atoll.net.learner_errors import JoinTimeout, KeysRefused, LearnerRefused, SyncerUnreachable
+from atoll.net.island_follower import Follower
+from atoll.net.island_leader import Leader
+from atoll.net.island_tensors import plan_of
+from atoll.net.learner_errors import IslandBroken, JoinTimeout, KeysRefused, LearnerRefused, SyncerUnreachable
 from atoll.net.learner_stats import NOTHING_UNTOLD, LearnerStats, Untold
+from atoll.net.learner_view import Shown
 from atoll.net.logs import Named
 from atoll.net.pacing import check_streams
+from atoll.net.parts import set_rng
+from atoll.net.rank_lines import Ask, Told
+from atoll.net.ranks import meet
 from atoll.net.rates import rate_of
 from atoll.net.run_clock import RunClock
 from atoll.net.run_settings import RunSettings
@@ -68,7 +74,7 @@ MOST_UNTOLD = 256
 in the middle of one. Steps are told together at the next boundary, and only then copied and adopted."""
 
 
-class Learner:
+class Learner(Shown):
     """One island of a run, around a training loop that already works.
 
         with atoll.Learner(model, optimizer, syncer="head:7400", keys="keys/far") as learner:
@@ -142,6 +148,9 @@ class Learner:
         self._core: LearnerCore | None = None
         self._boundary: StepBoundary | None = None
         self._island = Solo()
+        self._entered = False
+        self._follower: Follower | None = None  # in an island of many ranks, on all but one
+        self._number: tuple[int, int] | None = None  # of the learner and its incarnation
         self._settings = RunSettings()
         self._clock = RunClock(time.time())
         self._stop: Stop | None = None
@@ -167,21 +176,35 @@ class Learner:
     # ---------------------------------------------------------------------------------------------------- joining
 
     def __enter__(self) -> Learner:
-        self._place.check()
-        self._background.start()
+        if self._entered:
+            raise ValueError("a Learner is entered once; make another one to join again")
+        self._entered = True
+        ranks = meet(self._model)
+        if ranks is not None and ranks.leads:
+            self._island = Leader(ranks, self._model, self.log)
+        elif ranks is not None:
+            self._follower = Follower(self, ranks, self._model, self._optimizer, self.log)
         if self._join_timeout_s is not None:
             self._join_by = time.monotonic() + self._join_timeout_s
         try:
-            self._join()
+            if self._follower is not None:
+                self._follower.join()
+            else:
+                self._place.check()
+                self._background.start()
+                self._background.while_waiting = self._island.pulse
+                self._join()
+                self._background.while_waiting = None
         except BaseException as wrong:
-            self._close(type(wrong))
+            self._close(wrong)
             raise
         return self
 
     def _join(self) -> None:
         settings = self._background.fetch_settings(self._join_by)
-        plan = _plan_of(self._model, settings)
-        view = ModelView(self._model, plan)
+        self._island.say([["settings", settings.to_json()]])
+        plan = plan_of(self._model, settings)
+        view = self._island.view(self._model, plan)
         inner_state.take(self._optimizer, self._model)  # refuses now what could not travel later
         while not self._background.is_founded:
             self._background.found(plan, view, self._join_by)
@@ -206,29 +229,34 @@ class Learner:
         config = replace(self._settings.config, fragments=len(plan.fragments), fingerprint=plan.fingerprint())
         core = LearnerCore(config, learner, incarnation)
         up = codec(self._settings.numerics.ups[0])
-        fragments = [FragmentTensors(view, p, up) for p in range(len(plan.fragments))]
+        fragments = [self._island.fragment(view, p, up) for p in range(len(plan.fragments))]
         self._core = core
         self._line = SampleLine(config.lease_samples) if config.lease_samples else None
-        self._boundary = StepBoundary(self._model, self._optimizer, fragments, config.blend_alpha, self._extra_state)
+        self._number = (learner, incarnation)
+        made_of = self._model, self._optimizer, fragments, config.blend_alpha, self._extra_state
+        self._boundary = self._island.boundary(*made_of, self._settings.config.warmup_steps)
+        self._island.say([["attach", learner, incarnation, self._island.generation, config.blend_alpha]])
         actor = Actor(learner, incarnation)
         self._background.attach(self, actor, config, fragments, self._run_directory)
         self._tell(Started())
         self._background.kick()
         while True:
             with self._news:
-                while not self._actions:
+                if not self._actions:
                     if self._join_by is not None and time.monotonic() >= self._join_by:
                         raise JoinTimeout(f"could not join within the time given: {core.reason}")
                     self._background.check()
                     self._news.wait(0.2)
-                actions = list(self._actions)
+                actions = [self._with_state(action) for action in self._actions]
                 self._actions.clear()
-            if self._carry_out(actions):
+                is_paused = core.paused
+            self._island.hear(Ask.JOIN)
+            if self._carry_out(self._island.agree(actions, Told(paused=is_paused))):
                 break
         if self._stop is not None:
             return self._stopped_at_the_door(core, self._stop)
         self._began = time.monotonic()
-        if core.paused:
+        if is_paused:
             self._rest()
         return True
 
@@ -249,6 +277,7 @@ class Learner:
         self.log.info("the run is over: taking the final model")
         assert self._boundary is not None
         self._background.fetch_final(self._boundary.fragments, self._join_by)
+        self._island.say([["final", [fragment.newest_version for fragment in self._boundary.fragments]]])
         self._boundary.write_anchors()
         self._finished = True
         return True
@@ -259,22 +288,26 @@ class Learner:
         """The numbers of the samples for the next step; `step` then tells how many were taken. Never waits.
 
         Where no lease is left, because the syncer has been out of reach for very long, numbers of the last lease come
-        again. In an island of several ranks one of them takes, and hands the others their part.
+        again. In an island of several ranks all of them call it, each for its own part of the step; ranks that train
+        on the same data (tensor parallelism) get the same numbers.
         """
-        if self._core is None:
+        if self._core is None and self._follower is None:
             raise ValueError("take outside of `with atoll.Learner(...)`: enter it first")
-        if self._line is None:
+        if not self._settings.config.lease_samples:
             raise ValueError("this run has no leases: bring your own data, or start its syncer with lease_samples")
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ValueError(f"count must be a whole number of at least 1, got {count!r}")
-        config = self._core.config
+        if self._finished:
+            return ()
+        if self._follower is not None:
+            return self._follower.take(count)
+        assert self._core is not None and self._line is not None
+        config, count = self._core.config, self._island.hear(Ask.TAKE, count)
         if count > config.lease_samples * config.leases_ahead:
             raise ValueError(
                 f"a step of {count} samples, with {config.leases_ahead} leases of {config.lease_samples} ahead, would"
                 f" never have enough: start the syncer with lease_samples of at least {count}"
             )
-        if self._finished:
-            return ()
         if self._repeats and self._untold.steps:
             # The core is told of several steps at once. That the new ones came first is then known.
             taken = Samples(self._line.again(count), 0)
@@ -283,11 +316,15 @@ class Learner:
         self._fresh += taken.fresh
         self._repeats = taken.fresh < count
         self._repeated += self._repeats
-        return taken.numbers
+        return self._island.deal(taken.numbers)
 
     def step(self, tokens: int, loss: float | Tensor | None = None) -> None:
-        """One inner step has ended. Copies and adopts what is due at this boundary; never waits for the network."""
-        if self._core is None or self._boundary is None:
+        """One inner step has ended. Copies and adopts what is due at this boundary; never waits for the network.
+
+        In an island of several ranks all of them call it after every step, each with the tokens of its own batch; they
+        are added up, those of ranks that train on the same data once. The loss that is shown is that of rank 0.
+        """
+        if self._core is None and self._follower is None:
             raise ValueError("step outside of `with atoll.Learner(...)`: enter it first")
         if not isinstance(tokens, int) or isinstance(tokens, bool) or not 0 < tokens <= MOST_TOKENS_PER_STEP:
             raise ValueError(f"tokens must be a whole number from 1 to {MOST_TOKENS_PER_STEP}, got {tokens!r}")
@@ -297,24 +334,43 @@ class Learner:
             loss = loss.detach()
         elif loss is not None:
             loss = float(loss)
-        self._background.check()
         if self._finished:
             return
+        if self._follower is not None:
+            self._follower.step(tokens)
+            return
+        self._background.check()
         self._background.last_loss = loss
+        tokens = self._island.hear(Ask.STEP, tokens)
+        begin = time.monotonic()
+        waited_s, actions, is_paused = self._told_of_step(tokens, begin)
+        try:
+            self._carry_out(self._island.agree(actions, self._told(is_paused)))
+        finally:
+            self._background.kick()  # not before: it would take the interpreter away in between the copies
+        self._boundary_s += time.monotonic() - begin
+        if waited_s is not None:
+            # Copying and adopting are this learner's own work; only what it waited for the lock is somebody else's.
+            self._last_end = begin + waited_s
+        if is_paused and not self._finished:
+            self._rest()
+
+    def _told_of_step(self, tokens: int, begin: float) -> tuple[float | None, list[Action], bool]:
+        """How long it waited for the lock, what is due at this boundary, and whether the run is paused. Where the
+        background is busy, nothing is due, and the core is told at the next boundary: None."""
+        assert self._core is not None
         before = self._untold
         self._untold = untold = Untold(before.steps + 1, before.tokens + tokens, before.samples + self._fresh)
         self._fresh = 0
         if self._background.is_behind and untold.steps <= MOST_UNTOLD:
-            return  # steps of microseconds: it tells of several at once, or it would never catch up
-        begin = time.monotonic()
+            return None, [], False  # steps of microseconds: several are told at once, or it would never catch up
+        waited_s = 0.0
         if not self._lock.acquire(blocking=False):
             # The background has it, and waits for its turn on this machine, perhaps. This thread does not wait.
             if untold.steps <= MOST_UNTOLD:
-                return
+                return None, [], False
             self._lock.acquire()
             self._lock_wait_s += (waited_s := time.monotonic() - begin)
-        else:
-            waited_s = 0.0
         try:
             actions = list(self._actions)
             self._actions.clear()
@@ -323,17 +379,16 @@ class Learner:
                 event = StepTaken(untold.steps, untold.tokens, step_time_s, untold.samples)
                 actions += self._handle(event, at=begin)
             self._untold = NOTHING_UNTOLD
+            return waited_s, actions, self._core.paused
         finally:
             self._lock.release()
-        try:
-            self._carry_out(self._island.agree(actions))
-        finally:
-            self._background.kick()  # not before: it would take the interpreter away in between the copies
-        self._boundary_s += time.monotonic() - begin
-        # Copying and adopting are this learner's own work; only what it waited for the lock is somebody else's.
-        self._last_end = begin + waited_s
-        if self._core.paused and not self._finished:
-            self._rest()
+
+    def _told(self, is_paused: bool) -> Told:
+        """What the other ranks of this island are told at every boundary."""
+        core, link = self._core, self._background
+        assert core is not None
+        sent = (link.bytes_up, link.bytes_down, self._adopted, self._contributed, core.taken)
+        return Told(is_paused, self._progress, core.step, core.trained, *sent)
 
     def _rest(self) -> None:
         """Stand still at this boundary until the run is resumed or ends: the one wait that somebody has asked for.
@@ -345,18 +400,19 @@ class Learner:
         try:
             while is_paused and not self._finished:
                 with self._news:
-                    while core.paused and not self._came:
+                    if core.paused and not self._came:
                         self._background.check()
                         self._news.wait(0.2)
-                    self._came = False
+                    came, self._came = self._came, False
                     is_paused = core.paused
                     actions = list(self._actions)
                     self._actions.clear()
-                    if core.training and (core.has_boundary_work or not is_paused):
+                    if core.training and ((came and core.has_boundary_work) or not is_paused):
                         self._last_end = time.monotonic()  # the next step begins here
                         actions += self._handle(StepTaken(0, 0, 0.0), at=self._last_end)
+                self._island.hear(Ask.REST)
                 try:
-                    self._carry_out(self._island.agree(actions))
+                    self._carry_out(self._island.agree(actions, self._told(is_paused)))
                 finally:
                     self._background.kick()
         finally:
@@ -366,6 +422,8 @@ class Learner:
         """What has to be done before the next step. True when it said that training starts or ends."""
         assert self._boundary is not None
         turned = False
+        if actions:
+            self._boundary.before()
         for action in actions:
             match action:
                 case Copy():
@@ -379,26 +437,30 @@ class Learner:
                 case Save():
                     self._boundary.save(action)
                 case Start():
-                    self._begin(action.effect)
+                    self._begin(action)
                     turned = True
                 case End():
                     self._ended(action.effect)
                     turned = True
         return turned
 
-    def _begin(self, effect: StartTraining) -> None:
+    def _with_state(self, action: Action) -> Action:
+        """What training starts with is decided before all ranks are told that it does."""
+        if type(action) is not Start:
+            return action
         assert self._boundary is not None and self._core is not None
-        self._warmup_steps = effect.warmup_steps
         saved, given = self._background.take_saved(), self._background.take_inner_state()
-        if effect.moments.code == "moments-saved":
-            assert saved is not None, f"{effect.moments}, which nobody holds"
-            saved.inner.install()
-            if saved.part.learner == self._core.id:  # two learners that draw the same numbers would learn the same
-                saved.part.set_rng()
-                self._restored_state = saved.part.extra
-        elif not self._boundary.start(given, self.log):
-            self._warmup_steps = max(self._warmup_steps, self._settings.config.warmup_steps)
-        self.log.info("training starts: %s", effect.moments)
+        return Start(action.effect, self._boundary.starting(action.effect, given, saved, self._core.id, self.log))
+
+    def _begin(self, start: Start) -> None:
+        assert start.inner is not None and self._boundary is not None
+        self._warmup_steps = start.inner.warmup_steps
+        if start.inner.prepared is not None:
+            start.inner.prepared.install()
+        if start.inner.part is not None:
+            set_rng(start.inner.part.rng_of(0))
+            self._restored_state = start.inner.restored
+        self.log.info("training starts: %s", start.effect.moments)
 
     def _ended(self, stop: Stop) -> None:
         assert self._boundary is not None
@@ -475,86 +537,26 @@ class Learner:
                 return Give(effect.envelope, self._background.expect_state(effect.envelope))
         return None
 
-    # ---------------------------------------------------------------------------------------------------- showing
-
-    @property
-    def id(self) -> int:
-        assert self._core is not None, "the learner has not joined yet"
-        return self._core.id
-
-    @property
-    def incarnation(self) -> int:
-        assert self._core is not None, "the learner has not joined yet"
-        return self._core.incarnation
-
-    @property
-    def progress(self) -> float:
-        """Of the run's budget, 0..1, as heard by the last step boundary, for learning-rate schedules.
-
-        Not as heard by now: what a step depends on would then not be on the tape, and nobody could take it again.
-        """
-        return 1.0 if self._finished and not self._drained else self._progress
-
-    @property
-    def finished(self) -> bool:
-        """There is nothing more to do here: the run is over, or this learner was asked to leave (`drained`)."""
-        return self._finished
-
-    @property
-    def drained(self) -> bool:
-        """An operator has asked this learner to leave: the others go on, and the model is as its last step left it."""
-        return self._drained
-
-    @property
-    def paused_s(self) -> float:
-        """How long it has stood still in all because the run was paused."""
-        return self._paused_s
-
-    @property
-    def lr_scale(self) -> float:
-        """Below 1 during the first steps of a learner that found no peer to take inner state from."""
-        step = self._core.step + self._untold.steps if self._core is not None else 0
-        if self._core is None or step >= self._warmup_steps:
-            return 1.0
-        return (step + 1) / (self._warmup_steps + 1)
-
-    @property
-    def restored_state(self) -> Any:
-        """What `extra_state` had returned for the part that this learner has started from; None where it did not."""
-        return self._restored_state
-
-    @property
-    def extra(self) -> dict[str, Any]:
-        """What the syncer was given for all learners."""
-        return dict(self._settings.extra)
-
-    def stats(self) -> LearnerStats:
-        core, link = self._core, self._background
-        return LearnerStats(
-            steps=core.step + self._untold.steps if core is not None else 0,
-            tokens=core.trained + self._untold.tokens if core is not None else 0,
-            bytes_up=link.bytes_up,
-            bytes_down=link.bytes_down,
-            boundary_s=self._boundary_s,
-            lock_wait_s=self._lock_wait_s,
-            training_s=time.monotonic() - self._began if self._began else 0.0,
-            adopted=self._adopted,
-            contributed=self._contributed,
-            link=core.link.value if core is not None else "down",
-            samples=core.taken + self._untold.samples if core is not None else 0,
-            repeated=self._repeated,
-            paused_s=self._paused_s,
-        )
-
     # ---------------------------------------------------------------------------------------------------- leaving
 
     def __exit__(
         self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close(kind)
+        self._close(wrong if wrong is not None else kind)
 
-    def _close(self, kind: type[BaseException] | None) -> None:
+    def _close(self, wrong: BaseException | type[BaseException] | None) -> None:
         """Leave the run, unless it is over; no thread is left behind, whatever went wrong."""
+        if self._follower is not None:
+            self._follower.close(wrong)
+            return
+        broken = None
+        if wrong is None:
+            try:
+                self._island.hear(Ask.CLOSE)
+            except IslandBroken as gone:
+                broken = wrong = gone
+        if wrong is not None:
+            self._island.fail(wrong)
         with contextlib.suppress(RuntimeError):  # until it is not ours any more
             while True:
                 self._lock.release()
@@ -562,22 +564,26 @@ class Learner:
             speaks = self._background.is_attached and self._is_whole
         try:
             if speaks and not self._finished and self._stop is None:
+                kind = wrong if wrong is None or isinstance(wrong, type) else type(wrong)
                 why = "its loop ended" if kind is None else f"its loop ended with {kind.__name__}"
                 self._tell(LeaveWanted(why))
-            if self._finished and not self._drained and kind is None and self._boundary is not None:
+            if self._finished and not self._drained and wrong is None and self._boundary is not None:
                 self._boundary.write_anchors()  # a loop that looks at `finished` after its step has taken one too many
         finally:
+            self._background.while_waiting = None
             self._background.stop(LAST_WORDS_S)
+            if wrong is None:
+                self._island.close()
+        if broken is not None and not self._finished:
+            raise broken
 
 
-def _plan_of(model: nn.Module, settings: RunSettings) -> FragmentPlan:
-    """The plan for at most so many fragments. Where it has fewer, it is the plan for that many: whoever comes later is
-    told of that number only, and has to come to the same cuts."""
-    tensors = tensors_of(model, settings.numerics.embeddings)
-    plan = make_plan(tensors, settings.config.fragments, settings.numerics.plan)
-    while plan != (again := make_plan(tensors, len(plan.fragments), plan.how)):
-        plan = again
-    return again
-
-
-__all__ = ["JoinTimeout", "KeysRefused", "Learner", "LearnerRefused", "LearnerStats", "SyncerUnreachable"]
+__all__ = [
+    "IslandBroken",
+    "JoinTimeout",
+    "KeysRefused",
+    "Learner",
+    "LearnerRefused",
+    "LearnerStats",
+    "SyncerUnreachable",
+]

@@ -5,6 +5,7 @@ AtollError
     JoinTimeout        somebody answers, but the learner could not start in the time that it was given
   LearnerRefused       the syncer said no: another model, another run, quarantine, a key or token that is not good
     KeysRefused        no word was said: one side does not trust the other's key, or one speaks TLS and the other not
+  IslandBroken         a rank of this island is gone, has failed, or is out of step with the others
   BackgroundFailed     our bug: a background thread has ended; the cause is attached
 """
 
@@ -28,6 +29,10 @@ class LearnerRefused(AtollError):  # noqa: N818
 
 
 class KeysRefused(LearnerRefused):
+    pass
+
+
+class IslandBroken(AtollError):  # noqa: N818
     pass
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 
 class LearnerStats(NamedTuple):
@@ -21,6 +23,28 @@ class LearnerStats(NamedTuple):
     samples: int  # of its leases, had once
     repeated: int  # steps on samples that it had had before, because no lease was left
     paused_s: float = 0.0  # it stood still because the run was paused; part of `training_s`
+    island_s: float = (
+        0.0  # of `boundary_s`, for the ranks of this island to come to the same list, slower ones included
+    )
+    host_bytes: int = 0  # in this rank's host memory: anchors, copies, arrivals and what rounding left out
+    device_bytes: int = 0  # beside the model on its device, at most: a snapshot and a staged value of one fragment
+    parameters: int = 0  # numbers that travel, of those what this rank holds
+
+
+def metrics_of(stats: LearnerStats, loss: float | Tensor | None, tokens_per_s: float) -> dict[str, Any]:
+    """What the syncer is told once a second."""
+    told: dict[str, Any] = {
+        "step": stats.steps,
+        "tokens": stats.tokens,
+        "tokens_per_s": round(tokens_per_s, 3),
+        "boundary_s": round(stats.boundary_s, 6),
+        "bytes_up": stats.bytes_up,
+        "bytes_down": stats.bytes_down,
+    }
+    if loss is not None:
+        value = float(loss)
+        told["loss"] = value if value == value and abs(value) != float("inf") else None
+    return told
 
 
 class Untold(NamedTuple):

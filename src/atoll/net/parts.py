@@ -9,7 +9,7 @@ note is a JSON object; `_FIELDS` has the names and types. The tensors:
 |---|---|
 | `model.007` | fragment 7 as the learner's parameters stood at the cut, flat, f32 |
 | `inner.n` | tensor n of the inner optimizer's state, whose metadata is `inner` of the note |
-| `rng.cpu`, `rng.cuda.0` | state of torch's generators |
+| `rng.cpu`, `rng.cuda.0` | state of torch's generators; `rank2.rng.cpu` that of rank 2 of an island of several |
 """
 
 from __future__ import annotations
@@ -88,8 +88,7 @@ class TakenPart(NamedTuple):
 
 def take_part(
     fragments: Sequence[FragmentTensors],
-    optimizer: Optimizer,
-    model: nn.Module,
+    take_inner: Callable[[], inner_state.Taken],
     extra_state: Callable[[], Any] | None,
 ) -> TakenPart:
     """In the training thread. Raises ValueError for what cannot be saved, and holds nothing then."""
@@ -99,12 +98,17 @@ def take_part(
             extra = json.dumps(extra_state(), allow_nan=False)
         except Exception as wrong:  # the user's code; training is worth more than its part
             raise ValueError(f"extra_state failed: {type(wrong).__name__}: {wrong}") from wrong
-    inner = inner_state.take(optimizer, model)
+    inner = take_inner()
+    return TakenPart([(fragment, *fragment.copy_for_part()) for fragment in fragments], inner, take_rng(), extra)
+
+
+def take_rng() -> dict[str, Tensor]:
+    """Torch's generators of this process."""
     rng = {"rng.cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for device, state in enumerate(torch.cuda.get_rng_state_all()):
             rng[f"rng.cuda.{device}"] = state
-    return TakenPart([(fragment, *fragment.copy_for_part()) for fragment in fragments], inner, rng, extra)
+    return rng
 
 
 def write_part(
@@ -116,9 +120,8 @@ def write_part(
         for fragment, buffer, wait in taken.model:
             wait()
             tensors[f"model.{fragment.p:03d}"] = buffer.tensor
-        for event in taken.inner.events:
-            event.synchronize()
-        tensors |= {f"inner.{name}": tensor for name, tensor in taken.inner.tensors.items()}
+        inner = inner_state.whole(taken.inner)
+        tensors |= {f"inner.{name}": tensor for name, tensor in inner.tensors.items()} | inner.beside
         note = {
             "format": FORMAT,
             "run": config.run_id,
@@ -130,7 +133,7 @@ def write_part(
             "trained": part.trained,
             "versions": list(part.versions),
             "saved_at": time.time(),
-            "inner": taken.inner.about,
+            "inner": inner.about,
             "extra": json.loads(taken.extra),
         }
         path = part_path(run, learner, part.snapshot)
@@ -183,14 +186,22 @@ class Part:
         """Its inner state for this optimizer. Raises ValueError where it does not fit."""
         return inner_state.prepare(self.note["inner"], self.inner_tensors(), optimizer, model)
 
-    def set_rng(self) -> None:
-        """Torch draws on as the learner would have; devices that are not here keep theirs."""
-        torch.set_rng_state(self.tensors["rng.cpu"])
-        if torch.cuda.is_available():
-            for device in range(torch.cuda.device_count()):
-                state = self.tensors.get(f"rng.cuda.{device}")
-                if state is not None:
-                    torch.cuda.set_rng_state(state, device)
+    def rng_of(self, rank: int) -> dict[str, Tensor]:
+        """Generators of one rank of the island; empty where the island had fewer ranks then."""
+        begin = f"rank{rank}." if rank else ""
+        names = [name.removeprefix(begin) for name in self.tensors if name.startswith(f"{begin}rng.")]
+        return {name: self.tensors[begin + name] for name in names}
+
+
+def set_rng(states: Mapping[str, Tensor]) -> None:
+    """Torch draws on as the process would have; devices that are not here keep their own."""
+    if "rng.cpu" in states:
+        torch.set_rng_state(states["rng.cpu"])
+    if torch.cuda.is_available():
+        for device in range(torch.cuda.device_count()):
+            state = states.get(f"rng.cuda.{device}")
+            if state is not None:
+                torch.cuda.set_rng_state(state, device)
 
 
 def read_part(path: Path) -> Part:

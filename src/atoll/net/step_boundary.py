@@ -7,19 +7,23 @@ ranks the leader's list goes to all of them, and each does its part at the same 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.core.protocol import AdoptFragment, CopyFragment, Envelope, SaveSnapshot, StartTraining, Stop
-from atoll.core.types import LearnerId, RunConfig
+from atoll.core.types import FragmentId, LearnerId, RunConfig
 from atoll.ml import inner_state
+from atoll.ml.codecs import Codec
+from atoll.ml.model import ModelView
+from atoll.ml.plan import FragmentPlan
 from atoll.net.island_tensors import Buffer, Copied, FragmentTensors
 from atoll.net.parts import Part, TakenPart, find_inner_state, take_part
+from atoll.net.rank_lines import Ask, Told
 
 
 class Copy(NamedTuple):
@@ -58,8 +62,22 @@ class Saved(NamedTuple):
     inner: inner_state.Prepared
 
 
+class Starting(NamedTuple):
+    """What an island starts with. `state`: metadata and whole tensors of inner state, for the other ranks of it."""
+
+    warmup_steps: int
+    prepared: inner_state.Prepared | None
+    state: tuple[Mapping[str, Any], Mapping[str, Tensor]] | None
+    part: Part | None  # this learner's own, which it goes on from
+
+    @property
+    def restored(self) -> Any:
+        return self.part.extra if self.part is not None else None
+
+
 class Start(NamedTuple):
     effect: StartTraining
+    inner: Starting | None = None  # known when it is carried out
 
 
 class End(NamedTuple):
@@ -70,16 +88,46 @@ Action: TypeAlias = Copy | Adopt | Give | Save | Start | End
 
 
 class Island(Protocol):
-    """Where the ranks of one island come to the same list."""
+    """Where the ranks of one island come to the same list. Ranks ask (`hear`), and the leader answers (`agree`)."""
 
-    def agree(self, actions: list[Action]) -> list[Action]: ...
+    def hear(self, kind: Ask, value: int = 0) -> int:
+        """All ranks are here for the same thing. The sum of what they gave, over those that count."""
+        ...
+
+    def agree(self, actions: list[Action], told: Told) -> list[Action]: ...
 
 
 class Solo:
     """An island of one rank."""
 
-    def agree(self, actions: list[Action]) -> list[Action]:
+    generation = 0
+    waited_s = 0.0
+
+    def hear(self, kind: Ask, value: int = 0) -> int:
+        return value
+
+    def agree(self, actions: list[Action], told: Told) -> list[Action]:
         return actions
+
+    def say(self, words: list[Any]) -> None: ...
+
+    def pulse(self) -> None: ...
+
+    def deal(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        return numbers
+
+    def view(self, model: nn.Module, plan: FragmentPlan) -> ModelView:
+        return ModelView(model, plan)
+
+    def fragment(self, view: ModelView, p: FragmentId, up: Codec) -> FragmentTensors:
+        return FragmentTensors(view, p, up)
+
+    def boundary(self, *args: Any) -> StepBoundary:
+        return StepBoundary(*args)
+
+    def fail(self, wrong: BaseException | type[BaseException]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class StepBoundary:
@@ -90,12 +138,14 @@ class StepBoundary:
         fragments: list[FragmentTensors],
         blend_alpha: float,
         extra_state: Callable[[], Any] | None = None,
+        fresh_warmup_steps: int = 0,
     ) -> None:
         self.fragments = fragments
         self._model = model
         self._optimizer = optimizer
         self._blend_alpha = blend_alpha
         self._extra_state = extra_state
+        self.fresh_warmup_steps = fresh_warmup_steps
 
     def copy(self, action: Copy) -> None:
         self.fragments[action.effect.round.fragment].copy(action.copied)
@@ -108,32 +158,47 @@ class StepBoundary:
     def give(self, action: Give) -> None:
         """A state that cannot travel is no reason to stop training: whoever sends it says so."""
         try:
-            action.taken.set_result(inner_state.take(self._optimizer, self._model))
+            action.taken.set_result(self.take_inner())
         except ValueError as wrong:
             action.taken.set_exception(wrong)
 
     def save(self, action: Save) -> None:
         """What cannot be saved is no reason to stop training either."""
         try:
-            action.taken.set_result(take_part(self.fragments, self._optimizer, self._model, self._extra_state))
+            action.taken.set_result(take_part(self.fragments, self.take_inner, self._extra_state))
         except (ValueError, RuntimeError, MemoryError) as wrong:  # torch's way to say that there is no memory
             action.taken.set_exception(wrong)
+
+    def take_inner(self) -> inner_state.Taken:
+        return inner_state.take(self._optimizer, self._model)
+
+    def before(self) -> None:
+        """Called when something is to be done at this boundary."""
 
     def find_saved(self, run: Path, config: RunConfig, learner: LearnerId, say: Callable[[str], None]) -> Saved | None:
         """While the training thread waits for the first step: inner state from a part in this run's directory."""
         found = find_inner_state(run, config, learner, self._optimizer, self._model, say)
         return Saved(*found) if found is not None else None
 
-    def start(self, state: bytes | None, log: logging.Logger) -> bool:
-        """The optimizer takes a peer's state. False: it did not fit, and training starts with fresh moments."""
-        if state is None:
-            return True
-        try:
-            inner_state.unpack(state, self._optimizer, self._model)
-        except ValueError as wrong:
-            log.warning("the peer's inner state is of no use here, moments are fresh: %s", wrong)
-            return False
-        return True
+    def starting(
+        self, effect: StartTraining, given: bytes | None, saved: Saved | None, learner: LearnerId, log: logging.Logger
+    ) -> Starting:
+        """What training starts with. A peer's state that does not fit is none: moments are fresh."""
+        if effect.moments.code == "moments-saved":
+            assert saved is not None, f"{effect.moments}, which nobody holds"
+            # Two learners that draw the same numbers would learn the same: only its own part says what is drawn next.
+            own = saved.part if saved.part.learner == learner else None
+            state = (saved.part.note["inner"], saved.part.inner_tensors())
+            return Starting(effect.warmup_steps, saved.inner, state, own)
+        if given is not None:
+            try:
+                state = inner_state.read(given)
+                prepared = inner_state.prepare(*state, self._optimizer, self._model)
+                return Starting(effect.warmup_steps, prepared, state, None)
+            except ValueError as wrong:
+                log.warning("the peer's inner state is of no use here, moments are fresh: %s", wrong)
+                return Starting(max(effect.warmup_steps, self.fresh_warmup_steps), None, None, None)
+        return Starting(effect.warmup_steps, None, None, None)
 
     def write_anchors(self) -> None:
         """The model as it was published, without the steps that came too late for the last merge."""

@@ -1,0 +1,418 @@
+"""A rank of an island that does not lead it: it asks its leader at every step boundary, and does what it is told.
+
+Its training thread copies and adopts its own rows, at the same steps as all ranks. One background thread gives rows to
+the leader and takes those of new versions. It knows neither the syncer nor the protocol.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from atoll.core.types import NOTHING, AdoptHow, FragmentId, RoundId, Version
+from atoll.ml import inner_state
+from atoll.ml.codecs import codec
+from atoll.ml.model import ModelView
+from atoll.ml.plan import FragmentPlan
+from atoll.ml.shares import Window, owned, windows
+from atoll.net.island_tensors import Buffer, FragmentTensors, plan_of
+from atoll.net.learner_errors import AtollError, IslandBroken, LearnerRefused
+from atoll.net.learner_stats import LearnerStats
+from atoll.net.parts import set_rng, take_rng
+from atoll.net.rank_lines import Ask, Order, Status, Told, failure_text
+from atoll.net.ranks import Ranks, fsdp_modules, reshard
+from atoll.net.run_settings import RunSettings
+
+if TYPE_CHECKING:
+    from atoll.net.learner import Learner
+
+MOST_ARRIVALS = 16
+MOST_PARCELS = 4
+"""Of inner state that was taken and that nobody has asked for yet."""
+
+JOIN_S = 5.0
+
+
+class Rows(FragmentTensors):
+    """One fragment at a follower: its own rows of it."""
+
+    def __init__(self, view: ModelView, p: FragmentId) -> None:
+        super().__init__(view, p, codec("f32"))
+        self._arrivals: dict[Version, Buffer] = {}  # and not adopted
+        self.copies = 0  # made so far
+
+    def buffer(self) -> Buffer:
+        return self._buffers.take()
+
+    def came(self, version: Version, value: Buffer) -> None:
+        """The leader may have decided to adopt an earlier one that is still to be adopted here."""
+        self.release(self._arrivals.pop(version, None))
+        self._arrivals[version] = value
+        while len(self._arrivals) > MOST_ARRIVALS:
+            self.release(self._arrivals.pop(min(self._arrivals)))
+
+    def adopt_version(self, version: Version, how: AdoptHow, merged_copy: bool, alpha: float) -> None:
+        value = self._arrivals.pop(version, None)
+        if value is None:
+            raise IslandBroken(f"version {version} of fragment {self.p} is adopted, and has not arrived at this rank")
+        for older in [each for each in self._arrivals if each < version]:
+            self.release(self._arrivals.pop(older))
+        self.arrived(version, value)
+        new, reference = self.will_adopt(merged_copy)
+        self.adopt(how, new, reference, alpha)
+        self.release(new, reference)
+
+
+class Parcel(NamedTuple):
+    """What was taken at one boundary for a peer or for a snapshot's part, until the leader asks for it."""
+
+    inner: inner_state.Taken | None
+    rows: list[tuple[Rows, Buffer, Callable[[], None]]]
+    rng: dict[str, Tensor]
+    wrong: str
+
+
+class Follower:
+    def __init__(
+        self, learner: Learner, ranks: Ranks, model: nn.Module, optimizer: Optimizer, log: logging.Logger
+    ) -> None:
+        self._learner = learner
+        self._ranks = ranks
+        self._model = model
+        self._optimizer = optimizer
+        self._log = log
+        self._fsdp = fsdp_modules(model)
+        self._leader = ranks.control[0]
+        self._orders = ranks.bulk[0]
+        self._orders.wait_for_ever()
+        self._news = threading.Condition()
+        self._view: ModelView | None = None
+        self._plan: FragmentPlan | None = None
+        self._owned: list[list[Window]] = []
+        self._rows: list[Rows] = []
+        self._generation = 0
+        self._parcels: dict[int, Parcel] = {}
+        self._parcel = 0
+        self._error: BaseException | None = None
+        self._closing = False
+        self._alpha = 0.0
+        self._told = Told()
+        self._paused = False
+        self._is_joined = False
+        self.steps = 0
+        self._began = 0.0
+        self._boundary_s = 0.0
+        self._adopted = 0
+        self._copied = 0
+        self._thread = threading.Thread(target=self._obey_orders, name="atoll-rank", daemon=True)
+
+    # ------------------------------------------------------------------------------------------ in the training thread
+
+    def join(self) -> None:
+        self._thread.start()
+        while not self._is_joined:
+            self._meet(Ask.JOIN)
+        self._began = time.monotonic()
+        self._rest()
+
+    def step(self, tokens: int) -> None:
+        begin = time.monotonic()
+        if self._error is not None:
+            raise IslandBroken(f"the background of this rank has failed: {self._error}") from self._error
+        self.steps += 1
+        self._meet(Ask.STEP, tokens)
+        self._boundary_s += time.monotonic() - begin
+        self._rest()
+
+    def take(self, count: int) -> tuple[int, ...]:
+        self._leader.ask(Ask.TAKE, count)
+        _, words = self._leader.answered()
+        return tuple(words[0][1])
+
+    def _rest(self) -> None:
+        while self._paused and not self._learner._finished:
+            began = time.monotonic()
+            self._meet(Ask.REST)
+            self._learner._paused_s += time.monotonic() - began
+
+    def _meet(self, kind: Ask, value: int = 0) -> None:
+        """Ask, and do what is answered."""
+        self._leader.ask(kind, value)
+        told, words = self._leader.answered()
+        self._paused = told.paused
+        if kind is not Ask.JOIN:
+            self._told = told
+            self._learner._progress = told.progress
+        if words and self._is_joined:
+            reshard(self._fsdp)
+        for word, *rest in words:
+            getattr(self, f"_on_{word}")(*rest)
+
+    def stats(self) -> LearnerStats:
+        """What the leader counted by the last boundary; times and memory are this rank's own."""
+        told = self._told
+        return LearnerStats(
+            steps=max(told.steps, self.steps),
+            tokens=told.tokens,
+            bytes_up=told.bytes_up,
+            bytes_down=told.bytes_down,
+            boundary_s=self._boundary_s,
+            lock_wait_s=0.0,
+            training_s=time.monotonic() - self._began if self._began else 0.0,
+            adopted=self._adopted,
+            contributed=self._copied,
+            link="up" if self._is_joined else "down",
+            samples=told.samples,
+            repeated=0,
+            paused_s=self._learner._paused_s,
+            host_bytes=sum(rows.host_bytes for rows in self._rows),
+            parameters=self._view.local_numel if self._view is not None else 0,
+        )
+
+    def close(self, wrong: BaseException | type[BaseException] | None) -> None:
+        """All ranks leave together; one that leaves alone says why."""
+        try:
+            if wrong is None:
+                self._meet(Ask.CLOSE)
+                if self._learner._finished and not self._learner._drained:
+                    self._write_anchors()
+            else:
+                self._leader.ask(Ask.FAILED, 0, failure_text(wrong, self._ranks.rank))
+                self._leader.shut_after_last_words()
+        except AtollError:
+            if wrong is None and not self._learner._finished:
+                raise
+        finally:
+            with self._news:
+                self._closing = True
+                self._news.notify_all()
+            self._ranks.shut()
+            self._thread.join(JOIN_S)
+
+    # ------------------------------------------------------------------------------------------------------------ words
+
+    def _on_settings(self, settings: Any) -> None:
+        self._learner._settings = RunSettings.from_json(settings)
+        plan = plan_of(self._model, self._learner._settings)
+        view = ModelView(self._model, plan, packed=True)
+        inner_state.take(self._optimizer, self._model)  # refuses now what could not travel later
+        mine = owned(self._ranks.boxes, plan.tensors)[self._ranks.rank]
+        with self._news:
+            self._owned = [windows(plan, p, view.boxes, mine) for p in range(len(plan.fragments))]
+            self._plan, self._view = plan, view
+            self._news.notify_all()
+
+    def _on_attach(self, learner: int, incarnation: int, generation: int, alpha: float) -> None:
+        """One incarnation begins."""
+        assert self._view is not None and self._plan is not None
+        self._learner._number = (learner, incarnation)
+        self._alpha = alpha
+        with self._news:
+            self._rows = [Rows(self._view, p) for p in range(len(self._plan.fragments))]
+            self._generation = generation
+            self._parcels.clear()
+            self._parcel = 0
+            self._news.notify_all()
+
+    def _on_copy(self, p: FragmentId, serial: int) -> None:
+        rows = self._rows[p]
+        with self._news:
+            copied = rows.will_copy(RoundId(p, NOTHING, 0, 0))
+        assert copied.serial == serial, f"copy {copied.serial} of fragment {p} is {serial} at the leader"
+        rows.copy(copied)
+        self._copied += 1
+        with self._news:
+            rows.copies = serial
+            self._news.notify_all()
+
+    def _on_adopt(self, p: FragmentId, version: Version, how: AdoptHow, merged_copy: bool) -> None:
+        with self._news:
+            self._rows[p].adopt_version(version, how, merged_copy, self._alpha)
+        self._adopted += 1
+
+    def _on_give(self) -> None:
+        self._put(lambda: Parcel(inner_state.take(self._optimizer, self._model), [], {}, ""))
+
+    def _on_save(self) -> None:
+        def take() -> Parcel:
+            inner = inner_state.take(self._optimizer, self._model)
+            return Parcel(inner, [(rows, *rows.copy_for_part()) for rows in self._rows], take_rng(), "")
+
+        self._put(take)
+
+    def _put(self, take: Callable[[], Parcel]) -> None:
+        try:
+            parcel = take()
+        except (ValueError, RuntimeError, MemoryError) as wrong:  # the leader is told when it asks
+            parcel = Parcel(None, [], {}, f"rank {self._ranks.rank}: {wrong}")
+        with self._news:
+            self._parcel += 1
+            self._parcels[self._parcel] = parcel
+            if len(self._parcels) > MOST_PARCELS:
+                self._drop(min(self._parcels))
+            self._news.notify_all()
+
+    def _on_start(self, warmup_steps: int, about: Any, restored: Any) -> None:
+        tensors: dict[str, Tensor] = {}
+        for name, dtype, shape in self._leader.receive_json():
+            tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            self._leader.receive_tensor(tensors[name])
+        if about is not None:
+            inner_state.prepare(about, tensors, self._optimizer, self._model, cut=True).install()
+        set_rng({name: tensor for name, tensor in tensors.items() if name.startswith("rng.")})
+        self._learner._warmup_steps = warmup_steps
+        self._learner._restored_state = restored
+        self._is_joined = True
+
+    def _on_end(self, code: str, text: str) -> None:
+        if code == "learner-finished":
+            self._write_anchors()
+            self._learner._finished = self._is_joined = True
+        elif code == "learner-drained":
+            self._learner._finished = self._learner._drained = self._is_joined = True
+        elif self._is_joined:
+            raise LearnerRefused(text)
+
+    def _on_final(self, versions: list[Version]) -> None:
+        """The run was over before this island came."""
+        for rows, version in zip(self._rows, versions, strict=True):
+            with self._news:
+                rows.adopt_version(version, "overwrite", False, 0.0)
+        self._learner._finished = self._is_joined = True
+
+    def _write_anchors(self) -> None:
+        for rows in self._rows:
+            if rows.anchor is not None:
+                rows.adopt("overwrite", rows.anchor, None, 0.0)
+
+    # ---------------------------------------------------------------------------------------- in the background thread
+
+    def _obey_orders(self) -> None:
+        try:
+            while True:
+                order, p, key, generation = self._orders.ordered()
+                if order is Order.READ:
+                    self._give_read(p)
+                elif order is Order.SHARE:
+                    self._take_share(p, key, generation)
+                elif order is Order.INNER:
+                    self._give_inner(key, generation)
+                else:
+                    self._give_rows(order, p, key, generation)
+        except BaseException as wrong:
+            if not self._closing:
+                self._error = wrong  # the training thread raises it at its next step
+                with self._news:
+                    self._news.notify_all()
+                self._orders.shut()  # the leader must not wait for what will not come
+
+    def _wait_until(self, is_here: Callable[[], bool]) -> None:
+        """With the lock held: for what the training thread does at a boundary that it has not come to yet."""
+        while not is_here():
+            if self._closing:
+                raise IslandBroken("this rank leaves")
+            self._news.wait(1.0)
+
+    def _give_read(self, p: FragmentId) -> None:
+        """While the training thread waits for the leader to join."""
+        with self._news:
+            self._wait_until(lambda: self._view is not None)
+        assert self._view is not None
+        flat = self._view.buffer(p)
+        self._view.read(p, flat)
+        self._send_rows(p, flat)
+
+    def _give_rows(self, order: Order, p: FragmentId, key: int, generation: int) -> None:
+        held: list[tuple[Rows, Buffer]] = []
+        wait: Callable[[], None] | None = None
+        with self._news:
+            if order is Order.COPY:
+                self._wait_until(lambda: generation < self._generation or self._copies(p, generation) >= key)
+                copied = self._rows[p].copied if generation == self._generation else None
+                if copied is not None and copied.serial == key:
+                    self._rows[p].hold_copy()
+                    held = [(self._rows[p], copied.buffer), (self._rows[p], copied.anchor)]
+                    wait = copied.taken.result()
+            else:
+                parcel = self._parcel_of(key, generation)
+                if parcel is not None and p < len(parcel.rows):
+                    wait = parcel.rows[p][2]
+                    held = [(parcel.rows[p][0], self._rows[p]._buffers.hold(parcel.rows[p][1]))]
+        try:
+            if wait is None:
+                self._orders.say(Status.GONE)
+            else:
+                wait()
+                self._send_rows(p, held[0][1].tensor)
+        finally:
+            for rows, buffer in held:
+                rows.release(buffer)
+
+    def _copies(self, p: FragmentId, generation: int) -> int:
+        return self._rows[p].copies if generation == self._generation else 0
+
+    def _send_rows(self, p: FragmentId, packed: Tensor) -> None:
+        self._orders.say(Status.HERE)
+        for window in self._owned[p]:
+            self._orders.send_tensor(window.of_packed(packed))
+
+    def _take_share(self, p: FragmentId, version: Version, generation: int) -> None:
+        with self._news:
+            self._wait_until(lambda: self._generation >= generation)
+            rows, is_mine = self._rows[p], self._generation == generation
+        value = rows.buffer()
+        self._orders.receive_tensor(value.tensor)
+        with self._news:
+            if is_mine:
+                rows.came(version, value)
+            else:
+                rows.release(value)
+        self._orders.say(Status.HERE)
+
+    def _parcel_of(self, key: int, generation: int) -> Parcel | None:
+        self._wait_until(lambda: generation < self._generation or self._parcel >= key)
+        return self._parcels.get(key) if generation == self._generation else None
+
+    def _drop(self, key: int) -> None:
+        for rows, buffer, _ in self._parcels.pop(key).rows:
+            rows.release(buffer)
+
+    def _give_inner(self, key: int, generation: int) -> None:
+        """What this rank owns of it, and nothing that the leader has itself. Nobody asks a second time."""
+        with self._news:
+            parcel = self._parcel_of(key, generation)
+            if parcel is not None:
+                self._drop(key)
+        if parcel is None or parcel.inner is None:
+            self._orders.say(Status.WRONG, parcel.wrong if parcel is not None else "")
+            return
+        inner, sent = parcel.inner, []
+        inner.wait()
+        names = inner_state.named_numbers(inner.about)
+        mine = owned(self._ranks.boxes, self._plan.tensors)[self._ranks.rank] if self._plan is not None else frozenset()
+        listed: list[Any] = []
+        for number, part in inner.parts.items():
+            if names[number].parameter in mine:
+                listed.append([number, part.box.offset, part.box.shape, _dtype_name(inner.tensors[number])])
+                sent.append(inner.tensors[number])
+        for name, tensor in parcel.rng.items():
+            listed.append([f"rank{self._ranks.rank}.{name}", None, list(tensor.shape), _dtype_name(tensor)])
+            sent.append(tensor)
+        self._orders.say(Status.HERE)
+        self._orders.send_json(listed)
+        for tensor in sent:
+            self._orders.send_tensor(tensor)
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+__all__ = ["Follower"]
