@@ -64,7 +64,7 @@ class Taken(NamedTuple):
     about: dict[str, Any]  # the metadata
     tensors: dict[str, Tensor]  # on whatever device they were
     events: list[torch.cuda.Event]  # after which the copies are done
-    parts: dict[str, Part] = {}  # of the tensors that this rank holds in part  # noqa: RUF012 - never changed
+    parts: dict[str, Part] = {}  # of the tensors that are dealt out to ranks  # noqa: RUF012 - never changed
     beside: dict[str, Tensor] = {}  # what else the other ranks of the island gave  # noqa: RUF012
     gather: Callable[[Taken], Taken] | None = None  # in an island of many ranks: how they come to be whole
 
@@ -248,7 +248,10 @@ def _check_parameters(ours: Mapping[str, tuple[Tensor, Mapping[str, Any]]], thei
 def _written(value: object, tensors: dict[str, Tensor], parts: dict[str, Part], what: str) -> Any:
     """A value as JSON; tensors are copied and put aside under a number."""
     if isinstance(value, Tensor):
-        box, sizes, value = box_of(value), tuple(value.shape), local_of(value)
+        sizes, box = tuple(value.shape), box_of(value)
+        if box is None and is_sharded(value):
+            box = Box((0,) * len(sizes), sizes)  # here is all of it, and elsewhere perhaps nothing
+        value = local_of(value)
         if value.layout != torch.strided or value.is_meta:
             raise ValueError(f"{what} is not a dense tensor; the state of this optimizer cannot travel")
         number = str(len(tensors))

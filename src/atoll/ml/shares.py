@@ -63,6 +63,9 @@ def box_of(tensor: Tensor) -> Box | None:
     if coordinate is None:  # this rank is not in the mesh
         return Box((0,) * len(sizes), (0,) * len(sizes))
     box = box_at(sizes, tuple(held.device_mesh.shape), tuple(coordinate), held.placements)
+    local = tuple(local_of(tensor).shape)
+    if box.shape != local:  # FSDP over tensor parallelism, where a size is not a multiple of the ranks
+        raise ValueError(f"by its placements this rank has {box.shape} of {sizes}, and it holds {local}")
     return None if box.shape == sizes else box
 
 
@@ -72,25 +75,35 @@ def box_at(sizes: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int],
     Dimensions of the mesh cut one after the other, in pieces as `torch.chunk` makes them. Where FSDP has cut what
     tensor parallelism had cut before, the placement says so by its split factor: the order is the other way round.
     """
-    rows: dict[int, list[Span]] = {}
-    for size, which, placement in zip(mesh, coordinate, placements, strict=True):
-        if placement.is_partial():
-            raise ValueError("a tensor that is a sum over ranks has no value of its own; redistribute it first")
-        dim = getattr(placement, "dim", None)
-        if dim is None:
-            continue
-        before = rows.get(dim, [(0, sizes[dim])])
-        factor = int(getattr(placement, "split_factor", 1))
-        cut = [_chunk(_chunk(before, factor, each), size, which) for each in range(factor)]
-        rows[dim] = _joined(span for spans in cut for span in spans)
+    if any(placement.is_partial() for placement in placements):
+        raise ValueError("a tensor that is a sum over ranks has no value of its own; redistribute it first")
     offset, shape = [0] * len(sizes), list(sizes)
-    for dim, spans in rows.items():
+    for dim, length in enumerate(sizes):
+        spans = [(0, length)]
+        for size, which, factor in _cuts(dim, mesh, coordinate, placements):
+            cut = [_chunk(_chunk(spans, factor, each), size, which) for each in range(factor)]
+            spans = _joined(span for spans in cut for span in spans)
         if len(spans) > 1:
             raise ValueError(
-                f"dimension {dim} is dealt out in turns, {spans[:3]}: give every rank rows that are together"
+                f"dimension {dim} is dealt out in turns, {spans[:3]}: give each rank rows that are together"
             )
-        offset[dim], shape[dim] = (spans[0][0], spans[0][1] - spans[0][0]) if spans else (sizes[dim], 0)
+        offset[dim], shape[dim] = (spans[0][0], spans[0][1] - spans[0][0]) if spans else (length, 0)
     return Box(tuple(offset), tuple(shape))
+
+
+def _cuts(
+    dim: int, mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Any]
+) -> list[tuple[int, int, int]]:
+    """How a dimension is cut, in order: into how many, which of them, and over how many parts in turns."""
+    cuts = [
+        (size, which, int(getattr(placement, "split_factor", 1)))
+        for size, which, placement in zip(mesh, coordinate, placements, strict=True)
+        if getattr(placement, "dim", None) == dim
+    ]
+    first = cuts[0] if cuts else None
+    if first is not None and first[2] > 1 and first[2] == math.prod(size for size, _, _ in cuts[1:]):
+        return [*cuts[1:], (first[0], first[1], 1)]  # cut last
+    return cuts
 
 
 def _chunk(spans: list[Span], pieces: int, which: int) -> list[Span]:
