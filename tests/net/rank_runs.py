@@ -151,11 +151,9 @@ def _train(learner: Learner, job: IslandWork, pipe: Connection, drawn: list[floa
         order = _agreed(job, pipe)
         if order == "break":
             break
-        if order == "raise" and job.rank == job.spec.ranks - 1:
-            raise ArithmeticError("a mistake in the user's loop")
         if order == "hold":
             pipe.send(("held", _standing(learner) | {"steps": number, "taken": taken}))
-        goes = order == "go" or (goes and order != "hold")
+        goes = order in ("go", "raise") or (goes and order != "hold")
         if not goes:
             assert time.monotonic() < until, "the test has forgotten this island"
             continue
@@ -164,6 +162,8 @@ def _train(learner: Learner, job: IslandWork, pipe: Connection, drawn: list[floa
             taken += learner.take(job.spec.leases)
         loss = job.step(number)
         drawn.append(float(torch.rand(1)))
+        if order == "raise" and job.rank == job.spec.ranks - 1:
+            raise ArithmeticError("a mistake in the user's loop")
         if job.spec.wrong == "takes" and job.rank == 1 and number == 3:
             learner.take(4)
         if job.spec.wrong == "leaves" and job.rank == 1 and number == 3:
@@ -225,8 +225,27 @@ class RankedIsland:
             assert all(torch.equal(first[name], other[name]) for name in first), f"rank {rank} has another model"
         return first
 
+    def left(self) -> list[Any]:
+        """All ranks have left the run and ended."""
+        for rank in self.ranks:
+            rank.expected_to_end = True
+        told = self.hear("ended")
+        for rank in self.ranks:
+            assert rank.ended() == 0
+        return told
+
     def kill(self, rank: int) -> None:
+        """One rank; what becomes of the others is theirs to say."""
+        for other in self.ranks:
+            other.expected_to_end = True
         self.ranks[rank].kill()
+
+    def kill_all(self) -> None:
+        for rank in self.ranks:
+            rank.expected_to_end = True
+            rank.process.kill()
+        for rank in self.ranks:
+            rank.ended()
 
 
 __all__ = ["IslandSpec", "RankedIsland"]
