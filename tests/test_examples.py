@@ -212,6 +212,43 @@ def test_two_islands_fine_tune_one_model_from_one_command(processes, plain_run, 
     assert differing({name: one[name] for name in published}, published) == []
 
 
+@pytest.mark.slow
+def test_an_island_of_torchrun_loses_a_rank_and_ends_with_the_model_of_one_without(processes, tmp_path):
+    """FSDP2 on two ranks beside one process: a rank is killed, torchrun starts all of them again."""
+    syncer = processes.start("-c", SYNCER, tmp_path / "run", cwd=tmp_path)
+    assert syncer.stdout is not None
+    address = syncer.stdout.readline().strip()
+    script = EXAMPLES / "many_ranks.py"
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--max-restarts", 3)
+    place = ("--syncer", address, "--learner")
+    sharded = processes.start(*torchrun, "--nproc-per-node", 2, script, *place, 1, "--out", "model-1.pt", cwd=tmp_path)
+    assert sharded.stdout is not None
+    said: list[str] = []
+    while not any(line.startswith("step 50 of incarnation 1") for line in said):
+        said.append(sharded.stdout.readline())
+        assert said[-1], said
+    alone = processes.start(script, *place, 2, "--out", "model-2.pt", cwd=tmp_path)
+    os.kill(rank_of(sharded.pid, 1), signal.SIGKILL)
+    ended = [*finished(sharded), *finished(alone)]
+    assert any("of incarnation 2" in line for line in ended), ended
+    losses = [line for line in ended if line.startswith("held-out loss ")]
+    assert len(losses) == 2, ended
+    assert losses[0] == losses[1]
+    assert differing(saved(tmp_path / "model-1.pt"), saved(tmp_path / "model-2.pt")) == []
+    finished(syncer)
+
+
+def rank_of(parent: int, rank: int) -> int:
+    """The process of a rank, among the children of torchrun."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) != parent:
+                continue
+            if f"\0RANK={rank}\0" in (folder / "environ").read_text():
+                return int(folder.name)
+    raise AssertionError(f"torchrun has no rank {rank}")
+
+
 def free_port() -> int:
     """Not one of those that the system gives to outgoing connections: an island that dials could get it."""
     for port in range(21_000 + os.getpid() % 5_000, 32_000):

@@ -1,0 +1,88 @@
+"""One island of several ranks: a small model of bytes, sharded by FSDP2 or copied by DDP, started by torchrun.
+
+    torchrun --nproc-per-node 2 examples/many_ranks.py --learner 1
+
+Without torchrun it is an island of one rank. Islands of both kinds train one model.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import atoll
+
+BATCH, CONTEXT, WIDTH, LR = 64, 8, 64, 3e-3
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--syncer", default="127.0.0.1:7400", help="where the syncer listens")
+parser.add_argument("--learner", type=int, help="number of this island, from 1")
+parser.add_argument("--ddp", action="store_true", help="whole copies on all ranks; without it the model is sharded")
+parser.add_argument("--out", default="model.pt", help="where to save the model")
+options = parser.parse_args()
+torch.set_num_threads(1)
+torch.manual_seed(0)
+if "RANK" in os.environ:  # by torchrun; with accelerators the group would be "nccl"
+    dist.init_process_group("gloo")
+rank = dist.get_rank() if dist.is_initialized() else 0
+
+sources = b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py")))
+text = torch.frombuffer(bytearray(sources), dtype=torch.uint8).long()
+held_out, training = text[: 1000 * (CONTEXT + 1)].view(1000, CONTEXT + 1), text[100_000:]
+
+
+class ByteModel(nn.Module):
+    """The next byte from the last few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, WIDTH)
+        self.hidden = nn.Linear(CONTEXT * WIDTH, 4 * WIDTH)
+        self.head = nn.Linear(4 * WIDTH, 256)
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, CONTEXT + 1] -> loss
+        hidden = torch.relu(self.hidden(self.embed(x[:, :-1]).flatten(1)))
+        return cross_entropy(self.head(hidden), x[:, -1])
+
+
+def next_batch() -> Tensor:
+    starts = torch.randint(len(training) - CONTEXT, (BATCH, 1))
+    return training[starts + torch.arange(CONTEXT + 1)]  # [BATCH, CONTEXT + 1]
+
+
+plain = model = ByteModel()
+if dist.is_initialized() and options.ddp:
+    model = DistributedDataParallel(plain)
+elif dist.is_initialized():
+    for layer in (plain.embed, plain.hidden, plain.head):
+        fully_shard(layer)
+    fully_shard(plain)
+optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+step = 0
+with atoll.Learner(model, optimizer, options.syncer, os.environ.get("ATOLL_TOKEN"), learner=options.learner) as learner:
+    torch.manual_seed((1000 * learner.id + learner.incarnation) * 64 + rank)  # every rank draws batches of its own
+    while not learner.finished:
+        loss = model(next_batch())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        learner.step(tokens=BATCH, loss=loss)  # of this rank; the island's are added up
+        step += 1
+        if rank == 0 and step % 50 == 0:
+            print(f"step {step} of incarnation {learner.incarnation}: loss {loss.item():.3f}", flush=True)
+
+with torch.no_grad():
+    loss = model(held_out)
+state = plain.state_dict().items()
+whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state}
+if rank == 0:
+    print(f"held-out loss {loss.item():.4f}", flush=True)
+    torch.save(whole, options.out)
+if dist.is_initialized():
+    dist.destroy_process_group()
