@@ -56,7 +56,8 @@ def next_batch() -> Tensor:
     return training[starts + torch.arange(CONTEXT + 1)]  # [BATCH, CONTEXT + 1]
 
 
-plain = model = ByteModel()
+plain = ByteModel()
+model: nn.Module = plain
 if dist.is_initialized() and options.ddp:
     model = DistributedDataParallel(plain)
 elif dist.is_initialized():

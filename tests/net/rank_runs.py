@@ -145,7 +145,8 @@ def _next_drawn() -> float:
 
 
 def _train(learner: Learner, job: IslandWork, pipe: Connection, drawn: list[float]) -> None:
-    number, goes, taken = 0, False, []
+    number, goes = 0, False
+    taken: list[int] = []
     until = time.monotonic() + WAIT_S
     while not learner.finished:
         order = _agreed(job, pipe)
@@ -219,10 +220,10 @@ class RankedIsland:
         for rank in self.ranks:
             assert rank.ended() == 0
         first = load_file(model_file(directory, self.spec.number))
-        for rank in range(1, self.spec.ranks):
-            other = load_file(rank_file(directory, self.spec.number, rank))
+        for place in range(1, self.spec.ranks):
+            other = load_file(rank_file(directory, self.spec.number, place))
             assert first.keys() == other.keys()
-            assert all(torch.equal(first[name], other[name]) for name in first), f"rank {rank} has another model"
+            assert all(torch.equal(first[name], other[name]) for name in first), f"rank {place} has another model"
         return first
 
     def left(self) -> list[Any]:

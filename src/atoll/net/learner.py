@@ -107,6 +107,9 @@ class Learner(Shown):
     value that JSON knows, such as a place in the data. When everybody has died and nobody is left to take inner state
     from, a learner starts from its own part, and `restored_state` is what `extra_state` had returned then.
 
+    In a torchrun job all ranks together are one island: DDP, FSDP2 and tensor parallelism are seen from the parameters,
+    and every rank enters, steps and leaves. Rank 0 speaks to the syncer; the others need neither token nor keys.
+
     `max_rate`, as "500mbit" or "2gbit", bounds what values take of the link, each way; messages are not counted. Large
     values go over as many connections as are found to carry more; `streams` sets their number instead.
     """
@@ -544,11 +547,18 @@ class Learner(Shown):
     ) -> None:
         self._close(wrong if wrong is not None else kind)
 
+    def _say_memory(self) -> None:
+        stats = self.stats()
+        if stats.parameters:
+            host, device = stats.host_bytes / stats.parameters, stats.device_bytes / stats.parameters
+            self.log.info("Atoll's memory per parameter: %.1f bytes on the host, %.1f on the device", host, device)
+
     def _close(self, wrong: BaseException | type[BaseException] | None) -> None:
         """Leave the run, unless it is over; no thread is left behind, whatever went wrong."""
         if self._follower is not None:
             self._follower.close(wrong)
             return
+        self._say_memory()
         broken = None
         if wrong is None:
             try:
