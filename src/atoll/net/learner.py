@@ -254,7 +254,8 @@ class Learner(Shown):
                 self._actions.clear()
                 is_paused = core.paused
             self._island.hear(Ask.JOIN)
-            if self._carry_out(self._island.agree(actions, Told(paused=is_paused))):
+            actions = self._island.agree(actions, Told(paused=is_paused))
+            if actions and self._carry_out(actions):
                 break
         if self._stop is not None:
             return self._stopped_at_the_door(core, self._stop)
