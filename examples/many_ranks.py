@@ -30,7 +30,7 @@ torch.set_num_threads(1)
 torch.manual_seed(0)
 if "RANK" in os.environ:  # by torchrun; with accelerators the group would be "nccl"
     dist.init_process_group("gloo")
-rank = dist.get_rank() if dist.is_initialized() else 0
+rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 sources = b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py")))
 text = torch.frombuffer(bytearray(sources), dtype=torch.uint8).long()
@@ -68,6 +68,8 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
 step = 0
 with atoll.Learner(model, optimizer, options.syncer, os.environ.get("ATOLL_TOKEN"), learner=options.learner) as learner:
     torch.manual_seed((1000 * learner.id + learner.incarnation) * 64 + rank)  # every rank draws batches of its own
+    if rank == 0:
+        print(f"incarnation {learner.incarnation}, ranks: {ranks}", flush=True)
     while not learner.finished:
         loss = model(next_batch())
         optimizer.zero_grad()

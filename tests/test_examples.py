@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import os
+import queue
 import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -238,13 +240,71 @@ def test_an_island_of_torchrun_loses_a_rank_and_ends_with_the_model_of_one_witho
     finished(syncer)
 
 
-def rank_of(parent: int, rank: int) -> int:
-    """The process of a rank, among the children of torchrun."""
+@pytest.mark.slow
+def test_an_island_goes_on_with_fewer_ranks_when_one_of_its_hosts_is_lost(processes, tmp_path):
+    """Two agents of torchrun with a rank each; one of them dies with its rank, and the other starts again alone: with a
+    smaller batch, and as the same learner."""
+    syncer = processes.start(
+        "-c",
+        SYNCER.replace("quorum=2, budget_merges=60", "quorum=1, budget_merges=300"),
+        tmp_path / "run",
+        cwd=tmp_path,
+    )
+    assert syncer.stdout is not None
+    address, port = syncer.stdout.readline().strip(), free_port()
+    place = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "island")
+    patience = ("--rdzv-conf", "last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=3")
+    torchrun = ("-m", "torch.distributed.run", "--nnodes", "1:2", "--local-addr", "127.0.0.1", "--max-restarts", 3)
+    job = (EXAMPLES / "many_ranks.py", "--ddp", "--syncer", address, "--learner", 1, "--out", "model.pt")
+    said: queue.Queue[str] = queue.Queue()
+    kept = processes.start(*torchrun, *place, *patience, *job, cwd=tmp_path)
+    readers = [_read_on(kept, said)]
+    until = time.monotonic() + LIMIT_S
+    while not is_open(port):  # the first agent is where the others meet
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    lost = processes.start(*torchrun, *place, *patience, *job, cwd=tmp_path)
+    readers.append(_read_on(lost, said))
+    _until(said, "ranks: 2")
+    before = _until(said, "step 50 of incarnation ")[-1]
+    with suppress(AssertionError):
+        os.kill(rank_of(lost.pid), signal.SIGKILL)
+    _kill(lost)
+    after = _until(said, "ranks: 1")[-1]
+    assert int(after.split()[1].rstrip(",")) > int(before.split()[4].rstrip(":"))
+    _until(said, "held-out loss ")
+    assert kept.wait(LIMIT_S) == 0
+    for reader in readers:
+        reader.join()
+    finished(syncer)
+
+
+def _read_on(child: subprocess.Popen[str], into: queue.Queue[str]) -> threading.Thread:
+    def read() -> None:
+        assert child.stdout is not None
+        for line in child.stdout:
+            into.put(line)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    return thread
+
+
+def _until(said: queue.Queue[str], words: str) -> list[str]:
+    lines = [""]
+    while words not in lines[-1]:
+        lines.append(said.get(timeout=LIMIT_S))
+    return lines
+
+
+def rank_of(parent: int, rank: int | None = None) -> int:
+    """The process of a rank, or any, among the children of torchrun."""
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) != parent:
                 continue
-            if f"\0RANK={rank}\0" in (folder / "environ").read_text():
+            environment = (folder / "environ").read_text()
+            if (f"\0RANK={rank}\0" if rank is not None else "\0RANK=") in environment:
                 return int(folder.name)
     raise AssertionError(f"torchrun has no rank {rank}")
 
@@ -252,7 +312,11 @@ def rank_of(parent: int, rank: int) -> int:
 def free_port() -> int:
     """Not one of those that the system gives to outgoing connections: an island that dials could get it."""
     for port in range(21_000 + os.getpid() % 5_000, 32_000):
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                return port
+        if not is_open(port):
+            return port
     raise AssertionError("no port is free")
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -340,7 +340,10 @@ class Background:
 
     def _failed(self, wrong: BaseException) -> None:
         if self._error is None and not self._stopping:
-            self.log.error("the background of this learner has failed", exc_info=wrong)
+            if isinstance(wrong, IslandBroken):
+                self.log.warning("%s", wrong)
+            else:
+                self.log.error("the background of this learner has failed", exc_info=wrong)
             self._error = wrong
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
