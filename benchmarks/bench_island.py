@@ -1,10 +1,12 @@
 """What Atoll costs inside an island of two ranks: time per step with it against without, FSDP2 on gloo, in one run.
 
-    python benchmarks/bench_island.py [--json] [--size 1m] [--batch 8] [--pairs 10] [--block 10] [--shape fsdp]
+    python benchmarks/bench_island.py [--json] [--size 1m] [--batch 8] [--pairs 10] [--block 10] [--shape fsdp] [--pin]
 
 Two processes train one sharded GPT on one thread each; P = H = 24, so that at every step one fragment is copied and
 sent and another one fetched and adopted. Bare steps and steps with Atoll are taken in turns, a block of each, on the
 same model: what drifts, drifts for both. Every block begins with a barrier, and the background comes to rest before it.
+On two cores the ranks, their background and the syncer share what there is; `--pin` gives both ranks with all their
+threads one core and the syncer the other, which is no part of the island.
 
 Beside it, without a model: what one boundary costs at which nothing is due (all ranks ask, rank 0 answers), against a
 gather and a broadcast of the same few bytes by gloo.
@@ -39,7 +41,7 @@ from atoll.net.ranks import Ranks, meet
 from atoll.net.run_settings import RunSettings
 from atoll.train.models import SIZES, build, inner_optimizer, parameter_count
 from benchmarks.bench_overhead import batches
-from benchmarks.measuring import as_json, begin, describe, rest, spread, syncer
+from benchmarks.measuring import as_json, begin, cpu_s, describe, rest, spread, syncer
 
 FRAGMENTS = EVERY_STEPS = 24
 RANKS = 2
@@ -51,8 +53,10 @@ PATIENT = Limits(first_wait_s=300.0, least_wait_s=300.0)
 """A learner that reports nothing during a bare block is not lost."""
 
 
-def run_rank(rank: int, options: argparse.Namespace, address: str, folder: str) -> None:
+def run_rank(rank: int, options: argparse.Namespace, address: str, syncer_pid: int, folder: str) -> None:
     torch.set_num_threads(1)
+    if options.pin:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=RANKS)
     config = SIZES[options.size]
     model: nn.Module = build(config, seed=0)
@@ -80,7 +84,7 @@ def run_rank(rank: int, options: argparse.Namespace, address: str, folder: str) 
 
         while learner.stats().adopted < 2 * FRAGMENTS:  # the same on all ranks: they adopt at the same steps
             with_atoll()
-        figures = in_turns(learner, bare, with_atoll, options.pairs, options.block)
+        figures = in_turns(learner, bare, with_atoll, options.pairs, options.block, syncer_pid)
         stats = learner.stats()
     per_parameter = torch.tensor([stats.host_bytes / stats.parameters, stats.device_bytes / stats.parameters])
     memory = [torch.zeros(2) for _ in range(RANKS)]
@@ -134,21 +138,30 @@ def timed_rounds(once: Callable[[], None]) -> float:
 
 
 def in_turns(
-    learner: Learner, bare: Callable[[], object], with_atoll: Callable[[], None], pairs: int, block: int
+    learner: Learner,
+    bare: Callable[[], object],
+    with_atoll: Callable[[], None],
+    pairs: int,
+    block: int,
+    syncer_pid: int,
 ) -> dict[str, Any]:
     """Blocks in the order a b, b a, a b ...: neither side always comes first."""
     walls: dict[bool, list[float]] = {False: [], True: []}
     steps: dict[bool, list[float]] = {False: [], True: []}
+    cpus: dict[bool, float] = {False: 0.0, True: 0.0}
+    syncer_s = 0.0
     before = learner.stats()
     for pair in range(pairs):
         for atoll in (False, True) if pair % 2 == 0 else (True, False):
             rest(lambda: (learner.stats().bytes_up, learner.stats().bytes_down))
             dist.barrier()
-            taken = []
+            taken, at_start, theirs = [], time.process_time(), cpu_s(syncer_pid)
             for _ in range(block + UNCOUNTED):
                 began = time.perf_counter()
                 (with_atoll if atoll else bare)()
                 taken.append(time.perf_counter() - began)
+            cpus[atoll] += time.process_time() - at_start
+            syncer_s += cpu_s(syncer_pid) - theirs if atoll else 0.0
             walls[atoll].append(sum(taken[UNCOUNTED:]))
             steps[atoll] += taken[UNCOUNTED:]
     after = learner.stats()
@@ -161,6 +174,8 @@ def in_turns(
         "atoll_step_s": atoll_s,
         "ratio": spread([a / b for a, b in zip(walls[True], walls[False], strict=True)]),
         "ratio_of_medians": atoll_s.median / bare_s.median,
+        "rank_cpu_s": (cpus[True] - cpus[False]) / count,  # of rank 0, all its threads, more than in bare steps
+        "syncer_cpu_s": syncer_s / count,
         "boundary_s": (after.boundary_s - before.boundary_s) / count,
         "island_s": (after.island_s - before.island_s) / count,
         "adopted": (after.adopted - before.adopted) / count,
@@ -179,6 +194,8 @@ def show(figures: dict[str, Any]) -> None:
     print(f"  ratio by blocks     {ratio['median']:9.4f}    ({ratio['low']:.4f} to {ratio['high']:.4f})")
     print(f"  ratio of medians    {figures['ratio_of_medians']:9.4f}")
     print(f"  at step boundaries  {1e3 * figures['boundary_s']:9.2f} ms of rank 0, beside the wait for the other rank")
+    print(f"  processor time      {1e3 * figures['rank_cpu_s']:9.2f} ms per step more at rank 0, ", end="")
+    print(f"{1e3 * figures['syncer_cpu_s']:.2f} ms at the syncer")
     print(f"  per step            {figures['contributed']:.2f} copied, {figures['adopted']:.2f} adopted")
     print(f"  a boundary at which nothing is due: {figures['boundary_us']:.0f} us; ", end="")
     print(f"a gather and a broadcast by gloo: {figures['gloo_us']:.0f} us")
@@ -193,11 +210,13 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step of each rank")
     parser.add_argument("--pairs", type=int, default=10, help="blocks of either kind")
     parser.add_argument("--block", type=int, default=10, help="counted steps of a block")
+    parser.add_argument("--pin", action="store_true", help="both ranks on one core, the syncer on the other")
     options = parser.parse_args()
     where = begin()
     settings = RunSettings(RunConfig("island", FRAGMENTS, EVERY_STEPS, limits=PATIENT))
-    with syncer(settings) as served, tempfile.TemporaryDirectory(prefix="atoll-bench-") as folder:
-        start_processes(run_rank, (options, served.address, folder), nprocs=RANKS, start_method="spawn")
+    core = max(os.sched_getaffinity(0)) if options.pin else None
+    with syncer(settings, core=core) as served, tempfile.TemporaryDirectory(prefix="atoll-bench-") as folder:
+        start_processes(run_rank, (options, served.address, served.pid, folder), nprocs=RANKS, start_method="spawn")
         figures = json.loads(Path(folder, "figures.json").read_text())
     if options.json:
         print(as_json({"machine": where} | figures))

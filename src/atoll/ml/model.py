@@ -69,6 +69,8 @@ class ModelView:
         self._sources = _sources(model)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._windows = [windows(plan, p, self.boxes) for p in range(len(plan.fragments))] if self.boxes else []
+        # Of everything that travels, what this rank holds.
+        self.local_numel = sum(each[-1].last for each in self._windows) if self.boxes else plan.total_numel
 
     def _places(self, fragment: int) -> list[_Place]:
         """Looked up at each use: a module may have been moved, or have put a new tensor in the place of a buffer."""
@@ -101,11 +103,6 @@ class ModelView:
         if self.packed and self.boxes:
             return self._windows[fragment][-1].last
         return self.plan.numel(fragment)
-
-    @property
-    def local_numel(self) -> int:
-        """Of everything that travels, what this rank holds."""
-        return sum(each[-1].last for each in self._windows) if self.boxes else self.plan.total_numel
 
     def device_bytes(self, fragment: int) -> int:
         """What reading and adopting takes on a device: a snapshot, a value and a reference. Nothing on the host."""

@@ -182,6 +182,7 @@ class Follower:
             if wrong is None:
                 self._meet(Ask.CLOSE)
                 if self._learner._finished and not self._learner._drained:
+                    reshard(self._fsdp)
                     self._write_anchors()
             else:
                 self._leader.ask(Ask.FAILED, 0, failure_text(wrong, self._ranks.rank))

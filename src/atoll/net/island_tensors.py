@@ -86,6 +86,8 @@ class FragmentTensors:
     def __init__(self, view: ModelView, p: FragmentId, up: Codec) -> None:
         self.p = p
         self.numel = view.numel(p)
+        self.device_bytes = view.device_bytes(p)  # while it is copied and adopted
+        self.parameters = view.local_numel  # of the whole model, what this rank holds
         self._view = view
         self._up = up
         self._buffers = Buffers(view, p)
@@ -119,16 +121,6 @@ class FragmentTensors:
         """Of all buffers of this fragment in the memory of this rank's host."""
         encoded = self._encoded[1].nbytes if self._encoded is not None else 0
         return 4 * (self._buffers.made * self.numel + 2 * self._feedback.residual.numel()) + encoded
-
-    @property
-    def device_bytes(self) -> int:
-        """While it is copied and adopted: a snapshot, and a value that is staged. On the CPU neither is needed."""
-        return self._view.device_bytes(self.p)
-
-    @property
-    def parameters(self) -> int:
-        """Of the whole model, what this rank holds."""
-        return self._view.local_numel
 
     def copy_for_part(self) -> tuple[Buffer, Callable[[], None]]:
         """The fragment as it stands, in a buffer that holds it once the function has run. It is to be released."""

@@ -579,6 +579,7 @@ class Learner(Shown):
                 why = "its loop ended" if kind is None else f"its loop ended with {kind.__name__}"
                 self._tell(LeaveWanted(why))
             if self._finished and not self._drained and wrong is None and self._boundary is not None:
+                self._boundary.before()
                 self._boundary.write_anchors()  # a loop that looks at `finished` after its step has taken one too many
         finally:
             self._background.while_waiting = None

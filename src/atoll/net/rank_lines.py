@@ -27,6 +27,7 @@ WAIT_S = 1800.0
 """For another rank at a step boundary, as `torch.distributed` would wait by default: it may be saving or evaluating."""
 
 MEET_S = 120.0
+BACKLOG = 1024
 DIAL_S = 10.0
 KEEPALIVE = ((15, "TCP_KEEPIDLE"), (5, "TCP_KEEPINTVL"), (6, "TCP_KEEPCNT"))
 """A host that is gone without a word is noticed after 45 seconds of silence."""
@@ -256,13 +257,18 @@ def _network() -> str:
 
 def listen(is_one_host: bool) -> tuple[socket.socket, list[tuple[str, int]]]:
     """A place for the other ranks to come to, and under which names they may find it."""
-    listener = socket.create_server(("127.0.0.1" if is_one_host else "", 0), backlog=1024)
+    if is_one_host:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+    elif socket.has_dualstack_ipv6():
+        listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
+    else:
+        listener = socket.create_server(("", 0), backlog=BACKLOG)
     port = listener.getsockname()[1]
     if is_one_host:
         return listener, [("127.0.0.1", port)]
     names = [os.environ.get("MASTER_ADDR", ""), socket.getfqdn(), socket.gethostname()]
     with contextlib.suppress(OSError):
-        names += [str(found[4][0]) for found in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
+        names += [str(found[4][0]) for found in socket.getaddrinfo(socket.gethostname(), None)]
     return listener, [(name, port) for name in dict.fromkeys(names) if name and name != "localhost"]
 
 

@@ -137,7 +137,10 @@ def data_ranks(model: nn.Module, rank: int) -> tuple[str, list[int]]:
     if isinstance(model, DistributedDataParallel):
         return "others", dist.get_process_group_ranks(model.process_group)
     for module in fsdp_modules(model):
-        for group in module._get_fsdp_state()._fsdp_param_groups:
+        state = module._get_fsdp_state()
+        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+            if group is None:
+                continue
             ranks: list[int] = group.mesh_info.mesh.mesh.flatten().tolist()
             return "others", ranks
     for parameter in model.parameters():
