@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -253,18 +252,15 @@ def test_an_island_goes_on_with_fewer_ranks_when_one_of_its_hosts_is_lost(proces
     assert syncer.stdout is not None
     address, port = syncer.stdout.readline().strip(), free_port()
     place = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "island")
-    patience = ("--rdzv-conf", "last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=3")
+    patience = "last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=3"
     torchrun = ("-m", "torch.distributed.run", "--nnodes", "1:2", "--local-addr", "127.0.0.1", "--max-restarts", 3)
     job = (EXAMPLES / "many_ranks.py", "--ddp", "--syncer", address, "--learner", 1, "--out", "model.pt")
     said: queue.Queue[str] = queue.Queue()
-    kept = processes.start(*torchrun, *place, *patience, *job, cwd=tmp_path)
-    readers = [_read_on(kept, said)]
-    until = time.monotonic() + LIMIT_S
-    while not is_open(port):  # the first agent is where the others meet
-        assert time.monotonic() < until
-        time.sleep(0.1)
-    lost = processes.start(*torchrun, *place, *patience, *job, cwd=tmp_path)
-    readers.append(_read_on(lost, said))
+    kept, lost = (  # they meet at the first one
+        processes.start(*torchrun, *place, "--rdzv-conf", f"{patience},is_host={is_host}", *job, cwd=tmp_path)
+        for is_host in ("true", "false")
+    )
+    readers = [_read_on(child, said) for child in (kept, lost)]
     _until(said, "ranks: 2")
     before = _until(said, "step 50 of incarnation ")[-1]
     with suppress(AssertionError):

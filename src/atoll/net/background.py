@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 from torch import Tensor
@@ -58,7 +58,7 @@ from atoll.net.logs import about
 from atoll.net.part_keeper import PartKeeper
 from atoll.net.parts import TakenPart
 from atoll.net.run_settings import RunSettings
-from atoll.net.step_boundary import Saved
+from atoll.net.step_boundary import Saved, state_key
 from atoll.net.tape_keeper import TapeKeeper
 from atoll.net.wire import CODEC_NUMBERS, Kind, WireError, as_bytes, encode_message
 from atoll.tape_files import new_header
@@ -77,7 +77,6 @@ TROUBLE = ("link-closed", "hello-unanswered", "ping-unanswered", "fragment-damag
 """What people want to see without asking for it: the island goes on, but not as it should."""
 
 T = TypeVar("T")
-StateKey: TypeAlias = tuple[int, int]
 
 
 class Background:
@@ -115,7 +114,7 @@ class Background:
         self._fetching: set[FragmentId] = set()
         self._fetches = asyncio.Semaphore(FETCHES)
         self._uploads: dict[FragmentId, tuple[RoundId, asyncio.Task[None]]] = {}
-        self._states: dict[StateKey, Future[inner_state.Taken]] = {}  # promised at a step boundary
+        self._states: dict[tuple[int, int], Future[inner_state.Taken]] = {}  # promised at a step boundary
         self._inner_state: bytes | None = None
         self._parts: PartKeeper | None = None  # of this incarnation
         self._timer: asyncio.TimerHandle | None = None
@@ -216,7 +215,7 @@ class Background:
             self._loop.call_soon_threadsafe(self._drain)
 
     def expect_state(self, envelope: Envelope) -> Future[inner_state.Taken]:
-        return self._states.setdefault(_state_key(envelope), Future())
+        return self._states.setdefault(state_key(envelope), Future())
 
     def expect_part(self, part: SnapshotPart) -> Future[TakenPart] | None:
         return self._parts.expect(part) if self._parts is not None else None
@@ -436,7 +435,7 @@ class Background:
 
     async def _give_state(self, envelope: Envelope, body: InnerState) -> None:
         try:
-            taken = await asyncio.wrap_future(self._states.pop(_state_key(envelope)))
+            taken = await asyncio.wrap_future(self._states.pop(state_key(envelope)))
             data = await self._computed(inner_state.pack_taken, taken)
             await self._bulk.put("/v1/state", Kind.INNER_STATE, 0, encode_message(envelope), as_bytes(data))
         except (Refusal, aiohttp.ClientError, OSError, TimeoutError, ValueError) as wrong:
@@ -583,12 +582,6 @@ class Background:
         if self._learner is not None and self._learner._is_joining():
             self._inner_state = state
         self._tell(MessageArrived(envelope))
-
-
-def _state_key(envelope: Envelope) -> StateKey:
-    """One boundary may give to several learners, and the same learner may ask again at a later one."""
-    assert isinstance(envelope.body, InnerState)
-    return envelope.tick, envelope.body.to
 
 
 _EFFECTS: dict[type[Effect], Callable[[Background, Any], None]] = {

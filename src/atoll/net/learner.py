@@ -26,21 +26,12 @@ from torch.optim import Optimizer
 from atoll.core.learner import LearnerCore
 from atoll.core.leases import SampleLine, Samples
 from atoll.core.protocol import (
-    AdoptFragment,
-    CopyFragment,
-    Effect,
-    InnerState,
-    LearnerEvent,
     LeaveWanted,
-    SaveSnapshot,
-    Send,
     Started,
-    StartTraining,
     StepTaken,
     Stop,
 )
-from atoll.core.tables import Mode
-from atoll.core.tape import Actor, Entry
+from atoll.core.tape import Actor
 from atoll.core.types import MOST_TOKENS_PER_STEP
 from atoll.ml import inner_state
 from atoll.ml.codecs import codec
@@ -48,22 +39,20 @@ from atoll.ml.model import ModelView
 from atoll.ml.plan import FragmentPlan
 from atoll.net.addresses import place
 from atoll.net.background import Background
-from atoll.net.interrupts import interrupts_after
+from atoll.net.core_driver import CoreDriver
 from atoll.net.island_follower import Follower
 from atoll.net.island_leader import Leader
 from atoll.net.island_tensors import plan_of
 from atoll.net.learner_errors import IslandBroken, JoinTimeout, KeysRefused, LearnerRefused, SyncerUnreachable
 from atoll.net.learner_stats import NOTHING_UNTOLD, LearnerStats, Untold
-from atoll.net.learner_view import Shown
 from atoll.net.logs import Named
 from atoll.net.pacing import check_streams
-from atoll.net.parts import set_rng
 from atoll.net.rank_lines import Ask, Told
 from atoll.net.ranks import meet
 from atoll.net.rates import rate_of
 from atoll.net.run_clock import RunClock
 from atoll.net.run_settings import RunSettings
-from atoll.net.step_boundary import Action, Adopt, Copy, End, Give, Save, Solo, Start, StepBoundary
+from atoll.net.step_boundary import Action, Solo, StepBoundary
 from atoll.tape_files import tape_path
 
 MOST_REJOINS = 5
@@ -74,7 +63,7 @@ MOST_UNTOLD = 256
 in the middle of one. Steps are told together at the next boundary, and only then copied and adopted."""
 
 
-class Learner(Shown):
+class Learner(CoreDriver):
     """One island of a run, around a training loop that already works.
 
         with atoll.Learner(model, optimizer, syncer="head:7400", keys="keys/far") as learner:
@@ -422,124 +411,86 @@ class Learner(Shown):
         finally:
             self._paused_s += time.monotonic() - began
 
-    def _carry_out(self, actions: list[Action]) -> bool:
-        """What has to be done before the next step. True when it said that training starts or ends."""
-        assert self._boundary is not None
-        turned = False
-        if actions:
-            self._boundary.before()
-        for action in actions:
-            match action:
-                case Copy():
-                    self._boundary.copy(action)
-                    self._contributed += 1
-                case Adopt():
-                    self._boundary.adopt(action)
-                    self._adopted += 1
-                case Give():
-                    self._boundary.give(action)
-                case Save():
-                    self._boundary.save(action)
-                case Start():
-                    self._begin(action)
-                    turned = True
-                case End():
-                    self._ended(action.effect)
-                    turned = True
-        return turned
+    # ---------------------------------------------------------------------------------------------------- showing
 
-    def _with_state(self, action: Action) -> Action:
-        """What training starts with is decided before all ranks are told that it does."""
-        if type(action) is not Start:
-            return action
-        assert self._boundary is not None and self._core is not None
-        saved, given = self._background.take_saved(), self._background.take_inner_state()
-        return Start(action.effect, self._boundary.starting(action.effect, given, saved, self._core.id, self.log))
+    @property
+    def id(self) -> int:
+        assert self._number is not None, "the learner has not joined yet"
+        return self._number[0]
 
-    def _begin(self, start: Start) -> None:
-        assert start.inner is not None and self._boundary is not None
-        self._warmup_steps = start.inner.warmup_steps
-        if start.inner.prepared is not None:
-            start.inner.prepared.install()
-        if start.inner.part is not None:
-            set_rng(start.inner.part.rng_of(0))
-            self._restored_state = start.inner.restored
-        self.log.info("training starts: %s", start.effect.moments)
+    @property
+    def incarnation(self) -> int:
+        assert self._number is not None, "the learner has not joined yet"
+        return self._number[1]
 
-    def _ended(self, stop: Stop) -> None:
-        assert self._boundary is not None
-        self._stop = stop
-        self.log.info("%s", stop.reason)
-        if stop.reason.code == "learner-finished":
-            self._boundary.write_anchors()
-            self._finished = True
-        elif stop.reason.code == "learner-drained":
-            self._finished = self._drained = True
-        elif self._began:
-            raise LearnerRefused(str(stop.reason))
+    @property
+    def progress(self) -> float:
+        """Of the run's budget, 0..1, as heard by the last step boundary, for learning-rate schedules.
 
-    # ---------------------------------------------------------------------------------------------------- the core
+        Not as heard by now: what a step depends on would then not be on the tape, and nobody could take it again.
+        """
+        return 1.0 if self._finished and not self._drained else self._progress
 
-    def _tell(self, event: LearnerEvent) -> None:
-        """An event from the background thread. What it asks of the training thread waits for the next boundary."""
-        with self._news:
-            self._actions.extend(self._handle(event))
-            self._news.notify_all()
+    @property
+    def finished(self) -> bool:
+        """There is nothing more to do here: the run is over, or this learner was asked to leave (`drained`)."""
+        return self._finished
 
-    def _handle(self, event: LearnerEvent, at: float | None = None) -> list[Action]:
-        """With the lock held. Effects go to the background in the order of the events, whoever told of them."""
-        with interrupts_after():
-            return self._handled(event, at)
+    @property
+    def drained(self) -> bool:
+        """An operator has asked this learner to leave: the others go on, and the model is as its last step left it."""
+        return self._drained
 
-    def _handled(self, event: LearnerEvent, at: float | None) -> list[Action]:
-        assert self._core is not None and self._boundary is not None
-        moment = at if at is not None else time.monotonic()
-        now = self._clock.at(moment)
-        self._is_whole = False  # whatever is raised in between leaves the core ahead of its tape
-        effects = self._core.handle(now, event)
-        actor = Actor(self._core.id, self._core.incarnation)
-        entry = Entry(now, actor, self._core.tick, event, tuple(effects))
-        actions = [action for effect in effects if (action := self._action(effect)) is not None]
-        if any(type(action) is Start for action in actions):
-            self._last_end = moment  # the first step begins here
-            self._progress = self._core.progress
-        elif type(event) is StepTaken:
-            self._progress = self._core.progress
-        self._came = self._came or type(event) is not StepTaken
-        self._background.post(entry, effects)
-        self._is_whole = True
-        return actions
+    @property
+    def paused_s(self) -> float:
+        """How long it has stood still in all because the run was paused."""
+        return self._paused_s
 
-    def _due_in(self) -> float | None:
-        """Seconds until the core wants to be told of the time."""
-        with self._lock:
-            deadline = self._core.next_deadline() if self._core is not None else None
-        return deadline - self._clock.now() if deadline is not None else None
+    @property
+    def lr_scale(self) -> float:
+        """Below 1 during the first steps of a learner that found no peer to take inner state from."""
+        step = self._core.step + self._untold.steps if self._core is not None else 0
+        if self._follower is not None:
+            step = self._follower.steps
+        if step >= self._warmup_steps:
+            return 1.0
+        return (step + 1) / (self._warmup_steps + 1)
 
-    def _is_joining(self) -> bool:
-        with self._lock:
-            return self._core is not None and self._core.mode is Mode.JOINING
+    @property
+    def restored_state(self) -> Any:
+        """What `extra_state` had returned for the part that this learner has started from; None where it did not."""
+        return self._restored_state
 
-    def _action(self, effect: Effect) -> Action | None:
-        assert self._boundary is not None
-        match effect:
-            case CopyFragment():
-                fragment = self._boundary.fragments[effect.round.fragment]
-                return Copy(effect, fragment.will_copy(effect.round, effect.codec))
-            case AdoptFragment():
-                value, reference = self._boundary.fragments[effect.fragment].will_adopt(effect.merged_copy)
-                return Adopt(effect, value, reference)
-            case SaveSnapshot():
-                assert self._core is not None and self._core.part is not None
-                taken = self._background.expect_part(self._core.part)
-                return Save(effect, taken) if taken is not None else None
-            case StartTraining():
-                return Start(effect)
-            case Stop():
-                return End(effect)
-            case Send() if type(effect.envelope.body) is InnerState:
-                return Give(effect.envelope, self._background.expect_state(effect.envelope))
-        return None
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What the syncer was given for all learners."""
+        return dict(self._settings.extra)
+
+    def stats(self) -> LearnerStats:
+        """In an island of several ranks: what the leader has counted; times and memory are those of this rank."""
+        if self._follower is not None:
+            return self._follower.stats()
+        fragments = self._boundary.fragments if self._boundary is not None else []
+        core, link = self._core, self._background
+        return LearnerStats(
+            steps=core.step + self._untold.steps if core is not None else 0,
+            tokens=core.trained + self._untold.tokens if core is not None else 0,
+            bytes_up=link.bytes_up,
+            bytes_down=link.bytes_down,
+            boundary_s=self._boundary_s,
+            lock_wait_s=self._lock_wait_s,
+            training_s=time.monotonic() - self._began if self._began else 0.0,
+            adopted=self._adopted,
+            contributed=self._contributed,
+            link=core.link.value if core is not None else "down",
+            samples=core.taken + self._untold.samples if core is not None else 0,
+            repeated=self._repeated,
+            paused_s=self._paused_s,
+            island_s=self._island.waited_s,
+            host_bytes=sum(fragment.host_bytes for fragment in fragments),
+            device_bytes=max((fragment.device_bytes for fragment in fragments), default=0),
+            parameters=fragments[0].parameters if fragments else 0,
+        )
 
     # ---------------------------------------------------------------------------------------------------- leaving
 

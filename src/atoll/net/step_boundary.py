@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from atoll.core.protocol import AdoptFragment, CopyFragment, Envelope, SaveSnapshot, StartTraining, Stop
+from atoll.core.protocol import AdoptFragment, CopyFragment, Envelope, InnerState, SaveSnapshot, StartTraining, Stop
 from atoll.core.types import FragmentId, LearnerId, RunConfig
 from atoll.ml import inner_state
 from atoll.ml.codecs import Codec
@@ -46,6 +46,12 @@ class Give(NamedTuple):
 
     envelope: Envelope
     taken: Future[inner_state.Taken]
+
+
+def state_key(envelope: Envelope) -> tuple[int, int]:
+    """One boundary may give to several learners, and the same learner may ask again at a later one."""
+    assert isinstance(envelope.body, InnerState)
+    return envelope.tick, envelope.body.to
 
 
 class Save(NamedTuple):
