@@ -24,7 +24,7 @@ from atoll.core.protocol import (
 from atoll.core.tables import Mode
 from atoll.core.tape import Actor, Entry
 from atoll.net.background import Background
-from atoll.net.interrupts import interrupts_after
+from atoll.net.interrupts import Interrupts
 from atoll.net.learner_errors import LearnerRefused
 from atoll.net.logs import Named
 from atoll.net.parts import set_rng
@@ -47,6 +47,7 @@ class CoreDriver:
     _core: LearnerCore | None
     _drained: bool
     _finished: bool
+    _interrupts: Interrupts
     _is_whole: bool
     _last_end: float
     _lock: threading.RLock
@@ -122,7 +123,7 @@ class CoreDriver:
 
     def _handle(self, event: LearnerEvent, at: float | None = None) -> list[Action]:
         """With the lock held. Effects go to the background in the order of the events, whoever told of them."""
-        with interrupts_after():
+        with self._interrupts:
             return self._handled(event, at)
 
     def _handled(self, event: LearnerEvent, at: float | None) -> list[Action]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -17,30 +16,48 @@ ENDS = (signal.SIGINT, signal.SIGTERM)
 _MAIN = threading.main_thread().ident
 
 
-@contextmanager
-def interrupts_after() -> Iterator[None]:
-    """SIGINT and SIGTERM reach the handlers of the program after this block, in the order in which they came.
+class Interrupts:
+    """Between `listen` and `forget` SIGINT and SIGTERM reach the program's handlers by way of this: at once, or after
+    the block `with interrupts:` in which they came.
 
-    Only the main thread hears signals, and only a handler of Python can raise in the middle of something.
+    A handler that is changed at each event would cost more than the event. One that the program sets in between is not
+    held back, and is left alone.
     """
-    if threading.get_ident() != _MAIN:
-        yield
-        return
-    came: list[tuple[Callable[[int, FrameType | None], Any], int, FrameType | None]] = []
-    before = {number: handler for number in ENDS if callable(handler := signal.getsignal(number))}
 
-    def note(number: int, frame: FrameType | None) -> None:
-        came.append((before[signal.Signals(number)], number, frame))
+    def __init__(self) -> None:
+        self._before: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._came: list[tuple[int, FrameType | None]] = []
+        self._is_held = False
 
-    try:
-        for number in before:
-            signal.signal(number, note)
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for handler, each, frame in came:
-            handler(each, frame)
+    def listen(self) -> None:
+        """Only the main thread hears signals, and only a handler of Python can raise in the middle of something."""
+        if threading.get_ident() == _MAIN:
+            self._before = {number: handler for number in ENDS if callable(handler := signal.getsignal(number))}
+            for number in self._before:
+                signal.signal(number, self._note)
+
+    def forget(self) -> None:
+        if threading.get_ident() == _MAIN:
+            for number, handler in self._before.items():
+                if signal.getsignal(number) == self._note:
+                    signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._is_held:
+            self._came.append((number, frame))
+        else:
+            self._before[number](number, frame)
+
+    def __enter__(self) -> None:
+        if threading.get_ident() == _MAIN:
+            self._is_held = True
+
+    def __exit__(self, *_: object) -> None:
+        if threading.get_ident() == _MAIN:
+            self._is_held = False
+            came, self._came = self._came, []
+            for number, frame in came:
+                self._before[number](number, frame)
 
 
-__all__ = ["interrupts_after"]
+__all__ = ["Interrupts"]

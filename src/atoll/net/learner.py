@@ -40,6 +40,7 @@ from atoll.ml.plan import FragmentPlan
 from atoll.net.addresses import place
 from atoll.net.background import Background
 from atoll.net.core_driver import CoreDriver
+from atoll.net.interrupts import Interrupts
 from atoll.net.island_follower import Follower
 from atoll.net.island_leader import Leader
 from atoll.net.island_tensors import plan_of
@@ -141,6 +142,7 @@ class Learner(CoreDriver):
         self._boundary: StepBoundary | None = None
         self._island = Solo()
         self._entered = False
+        self._interrupts = Interrupts()
         self._follower: Follower | None = None  # in an island of many ranks, on all but one
         self._number: tuple[int, int] | None = None  # of the learner and its incarnation
         self._settings = RunSettings()
@@ -178,6 +180,7 @@ class Learner(CoreDriver):
             self._follower = Follower(self, ranks, self._model, self._optimizer, self.log)
         if self._join_timeout_s is not None:
             self._join_by = time.monotonic() + self._join_timeout_s
+        self._interrupts.listen()
         try:
             if self._follower is not None:
                 self._follower.join()
@@ -507,9 +510,15 @@ class Learner(CoreDriver):
 
     def _close(self, wrong: BaseException | type[BaseException] | None) -> None:
         """Leave the run, unless it is over; no thread is left behind, whatever went wrong."""
-        if self._follower is not None:
-            self._follower.close(wrong)
-            return
+        try:
+            if self._follower is not None:
+                self._follower.close(wrong)
+            else:
+                self._leave(wrong)
+        finally:
+            self._interrupts.forget()
+
+    def _leave(self, wrong: BaseException | type[BaseException] | None) -> None:
         self._say_memory()
         broken = None
         if wrong is None:
