@@ -37,7 +37,7 @@ def another_learner(change: str) -> type[Any]:
     [
         "def step(self, tokens: int, => def step(self, samples: int,",
         "loss: float | Tensor | None = None => loss: float | None = None",
-        "token: str | None = None, => token: str | None,",
+        "token: str | None = None, => token: str = '',",
         "def progress(self) -> float => def progress(self) -> int",
         "def take( => def draw(",
         "keys: str | PathLike[str] | None = None, => ",

@@ -20,7 +20,10 @@ Token = Annotated[
 Keys = Annotated[
     Path | None,
     typer.Option(
-        "--keys", metavar="DIR", help="TLS with this key, as atoll keys add has made it: the directory of one key."
+        "--keys",
+        envvar="ATOLL_KEYS",
+        metavar="DIR",
+        help="TLS with this key, as atoll keys add has made it: the directory of one key.",
     ),
 ]
 

@@ -23,7 +23,12 @@ SAY_EVERY_S = 5.0
 def run(  # long: its options
     syncer: Annotated[
         str,
-        typer.Option("--syncer", metavar="HOST:PORT", help="Where atoll syncer listens; with standbys: A:PORT,B:PORT."),
+        typer.Option(
+            "--syncer",
+            envvar="ATOLL_SYNCER",
+            metavar="HOST:PORT",
+            help="Where atoll syncer listens; with standbys: A:PORT,B:PORT.",
+        ),
     ],
     token: Token = None,
     keys: Keys = None,
@@ -32,6 +37,7 @@ def run(  # long: its options
         int | None,
         typer.Option(
             "--learner",
+            envvar="ATOLL_LEARNER",
             metavar="N",
             min=1,
             help="Number of this island, from 1. Give it again to come back as the same one. [default: the next free "
@@ -42,6 +48,7 @@ def run(  # long: its options
         Path | None,
         typer.Option(
             "--out",
+            envvar="ATOLL_RUN_DIRECTORY",
             metavar="DIR",
             help="Directory for this island's tape and metrics. [default: runs/ and the run's name]",
         ),

@@ -40,6 +40,7 @@ from atoll.ml.plan import FragmentPlan
 from atoll.net.addresses import place
 from atoll.net.background import Background
 from atoll.net.core_driver import CoreDriver
+from atoll.net.environment import KEYS, RUN_DIRECTORY, TOKEN, learner_told, syncer_told, told
 from atoll.net.interrupts import Interrupts
 from atoll.net.island_follower import Follower
 from atoll.net.island_leader import Leader
@@ -100,6 +101,9 @@ class Learner(CoreDriver):
     In a torchrun job all ranks together are one island: DDP, FSDP2 and tensor parallelism are seen from the parameters,
     and every rank enters, steps and leaves. Rank 0 speaks to the syncer; the others need neither token nor keys.
 
+    What is not given is taken from ATOLL_SYNCER, ATOLL_TOKEN, ATOLL_KEYS, ATOLL_LEARNER and ATOLL_RUN_DIRECTORY, which
+    `atoll up` sets: `atoll.Learner(model, optimizer)` is enough there.
+
     `max_rate`, as "500mbit" or "2gbit", bounds what values take of the link, each way; messages are not counted. Large
     values go over as many connections as are found to carry more; `streams` sets their number instead.
     """
@@ -108,7 +112,7 @@ class Learner(CoreDriver):
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        syncer: str,
+        syncer: str | None = None,
         token: str | None = None,
         *,
         keys: str | PathLike[str] | None = None,
@@ -121,6 +125,11 @@ class Learner(CoreDriver):
         streams: int | None = None,
         log: logging.Logger | None = None,
     ) -> None:
+        syncer = syncer if syncer is not None else syncer_told()
+        token = token if token is not None else told(TOKEN)
+        keys = keys if keys is not None or ca is not None else told(KEYS)
+        run_directory = run_directory if run_directory is not None else told(RUN_DIRECTORY)
+        learner = learner if learner is not None else learner_told()
         if learner is not None and learner < 1:
             raise ValueError(f"learners are numbered from 1, got {learner}")
         self.log = Named(log if log is not None else logging.getLogger("atoll.learner"), learner=learner)

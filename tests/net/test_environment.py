@@ -1,0 +1,48 @@
+"""A learner takes from its environment what it is not given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import atoll
+from tests.net.in_process import train
+from tests.net.runs import Run, endless
+from tests.net.small_models import work
+
+
+@pytest.fixture
+def bare() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(2, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_a_script_without_arguments_joins_the_run_that_its_environment_names(tmp_path, monkeypatch):
+    with Run(tmp_path, endless(), token="a secret of the test") as run:
+        job = work()
+        monkeypatch.setenv("ATOLL_SYNCER", run.address)
+        monkeypatch.setenv("ATOLL_TOKEN", "a secret of the test")
+        monkeypatch.setenv("ATOLL_LEARNER", "3")
+        monkeypatch.setenv("ATOLL_RUN_DIRECTORY", str(tmp_path / "island"))
+        with atoll.Learner(job.model, job.optimizer) as learner:
+            assert learner.id == 3
+            train(learner, job, 3)
+        assert list((tmp_path / "island" / "tapes").iterdir())
+
+
+def test_no_syncer_says_where_to_name_one(bare, monkeypatch):
+    monkeypatch.delenv("ATOLL_SYNCER", raising=False)
+    with pytest.raises(ValueError, match="ATOLL_SYNCER"):
+        atoll.Learner(bare[0], bare[1])
+
+
+def test_a_number_that_is_none_is_refused(bare, monkeypatch):
+    monkeypatch.setenv("ATOLL_LEARNER", "first")
+    with pytest.raises(ValueError, match=r"ATOLL_LEARNER.*'first'"):
+        atoll.Learner(bare[0], bare[1], "127.0.0.1:1")
+
+
+def test_an_empty_variable_says_nothing(bare, monkeypatch):
+    monkeypatch.setenv("ATOLL_LEARNER", "")
+    monkeypatch.setenv("ATOLL_KEYS", "")
+    atoll.Learner(bare[0], bare[1], "127.0.0.1:1")
