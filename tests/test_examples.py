@@ -42,7 +42,7 @@ class Processes:
         child = subprocess.Popen(
             [sys.executable, *map(str, command)],
             cwd=cwd,
-            env=environment | {"OMP_NUM_THREADS": "1"},
+            env=environment | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # docs/islands.md
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

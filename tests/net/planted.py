@@ -21,7 +21,7 @@ from atoll.net import access, durable, fragment_keeper, learner_bulk, listening,
 from atoll.net.arrivals import Arrivals
 from atoll.net.fragment_keeper import FragmentKeeper
 from atoll.net.held_fragments import HeldFragment
-from atoll.net.island_tensors import Buffer, FragmentTensors
+from atoll.net.island_tensors import FragmentTensors, ValueInWork
 from atoll.net.store import Store
 from atoll.net.syncer import SyncerProcess
 
@@ -78,10 +78,10 @@ def seemingly_thin(directory: Path) -> None:
     """A learner's link is measured, and found to carry a tenth of a MB in a second, of fragments of 8 MB."""
     contribute = learner_bulk.LearnerBulk.contribute
 
-    async def measured(self: Any, codec: int, envelope: Any, data: Any) -> None:
+    async def measured(self: Any, codec: int, envelope: Any, growing: Any) -> None:
         for meter in self._meters.values():
             meter._tell(LinkMeasured(meter._direction.way, 100_000, 1.0, 4_000_000))
-        await contribute(self, codec, envelope, data)
+        await contribute(self, codec, envelope, growing)
 
     learner_bulk.LearnerBulk.contribute = measured  # type: ignore[method-assign]
 
@@ -208,10 +208,10 @@ class _Anything(str):
 def no_digest_check(directory: Path) -> None:
     """A learner that believes whatever arrives."""
 
-    def digest(self: FragmentTensors, value: Buffer) -> str:
+    def digest(self: ValueInWork) -> str:
         return _Anything()
 
-    FragmentTensors.digest = digest  # type: ignore[method-assign]
+    ValueInWork.digest = digest  # type: ignore[method-assign]
 
 
 def tame(directory: Path) -> None:

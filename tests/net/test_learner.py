@@ -387,7 +387,7 @@ def test_a_failure_in_the_background_is_raised_in_the_next_step(tmp_path, caplog
         def island() -> None:
             with learner_of(run, job, 1) as learner:
                 for fragment in learner._background._fragments:
-                    fragment.decode_update = decode  # type: ignore[method-assign, assignment]
+                    fragment.begin_value = decode  # type: ignore[method-assign, assignment]
                 train(learner, job)
 
         with pytest.raises(BackgroundFailed, match="no memory for it") as caught:
@@ -480,17 +480,17 @@ def copied_and_forgotten() -> None:
     model = nn.Linear(4, 4)
     view = ModelView(model, make_plan(tensors_of(model), 1, "balanced"))
     fragment = FragmentTensors(view, 0, codec("f32"))
-    fragment.arrived(0, fragment.decode_whole(torch.zeros(4 * 20, dtype=torch.uint8)))
+    fragment.arrived(0, fragment.decode_whole(torch.zeros(4 * 20, dtype=torch.uint8)).buffer)
     fragment.release(*fragment.will_adopt(False))
     copied = fragment.will_copy(RoundId(0, 0, 1, 1))
-    fragment.arrived(1, fragment.decode_whole(torch.ones(20).view(torch.uint8)))
+    fragment.arrived(1, fragment.decode_whole(torch.ones(20).view(torch.uint8)).buffer)
     adopting = fragment.will_adopt(False)
-    other = fragment.decode_whole(torch.full((20,), 7.0).view(torch.uint8))
+    other = fragment.decode_whole(torch.full((20,), 7.0).view(torch.uint8)).buffer
     assert other is not copied.buffer
     fragment.copy(copied)
     assert torch.equal(other.tensor, torch.full((20,), 7.0))
     fragment.release(*adopting, other)
-    again = [fragment.decode_whole(torch.ones(20).view(torch.uint8)) for _ in range(3)]
+    again = [fragment.decode_whole(torch.ones(20).view(torch.uint8)).buffer for _ in range(3)]
     assert copied.buffer in again, "a buffer that nobody holds any more is used again"
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import threading
 import time
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,9 +20,10 @@ from atoll.core.types import RoundId
 from atoll.ml.settings import Numerics
 from atoll.net.arrivals import MOST_PER_LEARNER, ArrivalKey, Arrivals
 from atoll.net.byte_buffers import ByteBuffers
+from atoll.net.growing import Growing
 from atoll.net.learner import Learner
 from atoll.net.memory_gate import MemoryGate
-from atoll.net.pacing import BURST_S, MOST_STREAMS, PATIENCE, Direction, Pace, Streams, check_streams
+from atoll.net.pacing import BURST_S, FIRST_SLICE, MOST_STREAMS, PATIENCE, Direction, Pace, Streams, check_streams
 from atoll.net.rates import rate_of
 from atoll.net.spans import Spans
 from atoll.net.wire import Kind, SliceHeader, WireError, frame_head
@@ -192,6 +195,82 @@ def test_what_fails_is_missing_again_and_nothing_else():
         assert not any(b < end and begin < e for b, e in missing)
     assert missing.bytes + sum(end - begin for begin, end in moved) == 40 * 2**20
     assert missing.holds(10 * 2**20, 10 * 2**20 + 1)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Sent while they are still written
+
+
+def test_bytes_are_sent_while_later_ones_are_written_and_waiting_for_them_is_not_the_links_time():
+    size, first = 3 * FIRST_SLICE + 5, FIRST_SLICE + 1000
+    moved: list[tuple[int, int]] = []
+    sent = threading.Event()
+
+    def write(growing: Growing) -> None:
+        growing.begins(torch.zeros(size, dtype=torch.uint8))
+        growing.written([(0, 10), (500, first)])  # as scales and integers are: with a gap
+        if sent.wait(30):
+            growing.written([(10, 500), (first, size)])
+            growing.ended(None)
+        else:
+            growing.ended(AssertionError("what is written waits for what is not"))
+
+    async def move(begin: int, end: int) -> None:
+        moved.append((begin, end))
+        sent.set()
+
+    async def scene() -> Direction:
+        direction = Direction(None, "up")
+        growing = Growing(size)
+        writing = asyncio.create_task(asyncio.to_thread(write, growing))
+        await direction.carry(growing.missing, move, growing)
+        await writing
+        return direction
+
+    direction = asyncio.run(scene())
+    assert moved[0] == (500, 500 + FIRST_SLICE), "a whole slice; what is smaller waits until all is written"
+    assert Spans(moved).holds(0, size)
+    assert sum(end - begin for begin, end in moved) == size
+    assert direction.idle_s > 0
+
+
+def test_what_goes_wrong_with_the_writer_is_raised_where_bytes_are_sent():
+    async def move(begin: int, end: int) -> None:
+        raise AssertionError("nothing was written")
+
+    async def scene() -> None:
+        growing = Growing(2 * FIRST_SLICE)
+        direction = Direction(None, "up", streams=3)
+        asyncio.get_running_loop().call_later(0.01, growing.ended, MemoryError("no room"))
+        await direction.carry(growing.missing, move, growing)
+
+    with pytest.raises(MemoryError, match="no room"):
+        asyncio.run(scene())
+
+
+def test_a_transfer_that_moves_is_not_idle_though_another_one_waits():
+    """Of two that share a link one is still encoded: what the other one takes is the link's time."""
+
+    async def scene() -> float:
+        direction = Direction(None, "up")
+        growing, other = Growing(2 * FIRST_SLICE), Spans([(0, 10)])
+        turn = asyncio.Event()
+
+        async def slowly(begin: int, end: int) -> None:
+            growing.ended(None)
+            await turn.wait()
+
+        async def nothing(begin: int, end: int) -> None: ...
+
+        moving = asyncio.create_task(direction.carry(other, slowly))
+        waiting = asyncio.create_task(direction.carry(growing.missing, nothing, growing))
+        await waiting
+        idle_s = direction.idle_s
+        turn.set()
+        await moving
+        return idle_s
+
+    assert asyncio.run(scene()) == 0
 
 
 # --------------------------------------------------------------------------------------------------------------------

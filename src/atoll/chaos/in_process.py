@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from atoll.chaos.netns import enter
+from atoll.net.growing import Told
 from atoll.net.island_tensors import Copied, FragmentTensors
 from atoll.train.island import train_island
 from atoll.train.job_settings import JobSettings
@@ -118,21 +119,36 @@ def make_disk_slow(orders: Orders) -> None:
 
 def poison_contributions(orders: Orders) -> None:
     """What is sent is wrong; the learner's own weights are not, as with memory that fails on the way out."""
-    encode: Callable[[FragmentTensors, Copied], Tensor] = FragmentTensors.encode
+    encode: Callable[[FragmentTensors, Copied, Told], None] = FragmentTensors.encode
 
-    def poisoned(self: FragmentTensors, copied: Copied) -> Tensor:
+    def poisoned(self: FragmentTensors, copied: Copied, growing: Told) -> None:
         known = self._encoded is not None and self._encoded[0] == copied.round
-        data = encode(self, copied)
         order = orders.read().get("poison")
         if known or order is None or orders.done(order["fault"]) >= order["count"]:
-            return data
-        values = spoiled(self._up.decode(data, self.numel), order["how"], order.get("factor", 1.0))
-        data = self._up.encode(values)
+            encode(self, copied, growing)
+            return
+        encode(self, copied, _Untold(growing.size))
+        assert self._encoded is not None
+        values = copied.codec.decode(self._encoded[1], self.numel)
+        data = copied.codec.encode(spoiled(values, order["how"], order.get("factor", 1.0)))
         self._encoded = (copied.round, data)  # asked again, it sends the same
+        encode(self, copied, growing)
         orders.note(order["fault"], f"fragment {self.p}")
-        return data
 
     FragmentTensors.encode = poisoned  # type: ignore[method-assign]
+
+
+class _Untold:
+    """What is written is nobody's yet."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def begins(self, data: Tensor) -> None:
+        pass
+
+    def written(self, spans: list[tuple[int, int]]) -> None:
+        pass
 
 
 def spoiled(values: Tensor, how: str, factor: float) -> Tensor:

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,6 +34,10 @@ CHUNK = 1 << 18
 _TINY = 2.0**-126  # the smallest normal f32
 _BF16_QUANTUM = 2.0**-8  # relative, of one rounding to 8 bits: half the distance of two neighbours, at most
 _BF16_TINY = 2.0**-133  # the smallest denormal bf16
+
+
+Told: TypeAlias = Callable[[int, int], None]
+"""Hears from which value to which the bytes are written for good, chunk by chunk."""
 
 
 class Scratch:
@@ -82,6 +87,14 @@ class Codec(ABC):
         """Decodes into `out` the values from `begin` on, as many as `out` holds."""
 
     @abstractmethod
+    def places(self, numel: int, begin: int, end: int) -> list[tuple[int, int]]:
+        """Which bytes hold these values; they begin and end as those of `write`."""
+
+    @abstractmethod
+    def values_in(self, numel: int, first_bytes: int) -> int:
+        """How many values can be read of the first so many bytes: whole blocks, or all."""
+
+    @abstractmethod
     def quantum(self, x: Tensor) -> Tensor:
         """For each value the bound of |x - decode(encode(x))|."""
 
@@ -89,7 +102,7 @@ class Codec(ABC):
     def _square_sum(self, data: Tensor, numel: int) -> float:
         """At least the sum of the squares of the decoded values, or not finite where one of them is not."""
 
-    def encode(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def encode(self, x: Tensor, out: Tensor | None = None, told: Told | None = None) -> Tensor:
         """Bytes of `x`, in `out` if it is given."""
         numel = _flat(x)
         out = self.room(numel, out)
@@ -97,7 +110,9 @@ class Codec(ABC):
         target = aligned(out)
         for begin, end in chunks(0, numel):
             self.write(x[begin:end], target, numel, begin, scratch)
-        return out if target is out else out.copy_(target)
+            if told is not None and target is out:
+                told(begin, end)
+        return finished(out, target, numel, told)
 
     def decode(self, data: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
         """The values, in `out` if it is given. `data` must be without a problem."""
@@ -162,6 +177,15 @@ def aligned(data: Tensor) -> Tensor:
     return data.clone() if data.storage_offset() % 4 or not data.is_contiguous() else data
 
 
+def finished(out: Tensor, target: Tensor, numel: int, told: Told | None) -> Tensor:
+    """`out`, which has the bytes that were written into `target`: itself, or what stood in for it."""
+    if target is not out:
+        out.copy_(target)
+        if told is not None:
+            told(0, numel)
+    return out
+
+
 class F32(Codec):
     """The values themselves."""
 
@@ -177,6 +201,12 @@ class F32(Codec):
 
     def read(self, data: Tensor, numel: int, begin: int, out: Tensor, scratch: Scratch) -> None:
         out.copy_(data.view(torch.float32)[begin : begin + out.numel()])
+
+    def places(self, numel: int, begin: int, end: int) -> list[tuple[int, int]]:
+        return [(4 * begin, 4 * end)]
+
+    def values_in(self, numel: int, first_bytes: int) -> int:
+        return first_bytes // 4
 
     def quantum(self, x: Tensor) -> Tensor:
         return torch.zeros_like(x)
@@ -201,6 +231,12 @@ class BF16(Codec):
     def read(self, data: Tensor, numel: int, begin: int, out: Tensor, scratch: Scratch) -> None:
         out.copy_(data.view(torch.bfloat16)[begin : begin + out.numel()])
 
+    def places(self, numel: int, begin: int, end: int) -> list[tuple[int, int]]:
+        return [(2 * begin, 2 * end)]
+
+    def values_in(self, numel: int, first_bytes: int) -> int:
+        return first_bytes // 2
+
     def quantum(self, x: Tensor) -> Tensor:
         return x.abs().mul_(_BF16_QUANTUM).clamp_(min=_BF16_TINY)
 
@@ -224,6 +260,10 @@ class Blocks(Codec):
 
     def scales(self, data: Tensor, numel: int) -> Tensor:
         return data[: self.scale_bytes(numel)].view(self.scale_dtype)
+
+    @abstractmethod
+    def _integer_bytes(self, count: int) -> int:
+        """Of so many values, whole blocks of them."""
 
     @abstractmethod
     def _store(self, q: Tensor, integers: Tensor, begin: int, scratch: Scratch) -> None:
@@ -272,6 +312,18 @@ class Blocks(Codec):
         # A NaN stays a NaN and an inf an inf: the scale is where the receiver looks for them.
         return absmax.mul_((1.0 - self.margin) / self.levels).clamp_(min=_TINY)
 
+    def places(self, numel: int, begin: int, end: int) -> list[tuple[int, int]]:
+        first, last, each = begin // self.block, -(-end // self.block), self.scale_dtype.itemsize
+        scales, integers = self.scale_bytes(numel), self._integer_bytes
+        to = self.size(numel) if end == numel else scales + integers(end)
+        return [(first * each, last * each), (scales + integers(begin), to)]
+
+    def values_in(self, numel: int, first_bytes: int) -> int:
+        if first_bytes >= self.size(numel):
+            return numel
+        of_integers = max(0, first_bytes - self.scale_bytes(numel))
+        return of_integers // self._integer_bytes(self.block) * self.block
+
     def quantum(self, x: Tensor) -> Tensor:
         """Half a scale, and a little for the rounding of scale and products."""
         rows = -(-x.numel() // self.block)
@@ -297,6 +349,9 @@ class Int8(Blocks):
     def size(self, numel: int) -> int:
         return self.scale_bytes(numel) + numel
 
+    def _integer_bytes(self, count: int) -> int:
+        return count
+
     def _store(self, q: Tensor, integers: Tensor, begin: int, scratch: Scratch) -> None:
         target = integers.view(torch.int8)[begin : begin + q.numel()]
         target.copy_(q[: target.numel()])  # fewer in a short last block
@@ -318,6 +373,9 @@ class Int4(Blocks):
 
     def size(self, numel: int) -> int:
         return self.scale_bytes(numel) + -(-numel // self.block) * self.block // 2
+
+    def _integer_bytes(self, count: int) -> int:
+        return count // 2
 
     def _store(self, q: Tensor, integers: Tensor, begin: int, scratch: Scratch) -> None:
         count = q.numel()
@@ -365,7 +423,7 @@ class Feedback:
         self._next = torch.zeros_like(self.residual)
         self._pending = False
 
-    def encode(self, x: Tensor, out: Tensor | None = None, by: Codec | None = None) -> Tensor:
+    def encode(self, x: Tensor, out: Tensor | None = None, by: Codec | None = None, told: Told | None = None) -> Tensor:
         """Bytes of x + residual, in `out` if it is given, and by another codec if one is given. Replaces a pending
         residual that was never settled."""
         if _flat(x) != self.numel:
@@ -377,7 +435,7 @@ class Feedback:
             )
         self._pending = True
         if not self.rounds:
-            return by.encode(x, out)
+            return by.encode(x, out, told)
         out = by.room(self.numel, out)
         target = aligned(out)
         scratch = Scratch(self.numel)
@@ -387,7 +445,9 @@ class Feedback:
             got = scratch.values[: end - begin]
             by.read(target, self.numel, begin, got, scratch)
             wanted.sub_(got)
-        return out if target is out else out.copy_(target)
+            if told is not None and target is out:
+                told(begin, end)
+        return finished(out, target, self.numel, told)
 
     def settle(self, sent: bool) -> None:
         """The receiver has taken the last encoded bytes, or never will: then the residual stays what it was."""

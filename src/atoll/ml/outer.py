@@ -320,16 +320,42 @@ class Published:
     @staticmethod
     def apply(codec: Codec, old_value: Tensor, update: Tensor, out: Tensor) -> Tensor:
         """The new published value at a learner, in `out`, which may be `old_value` itself."""
-        if out.shape != old_value.shape or out.dtype != torch.float32:
-            raise ValueError(f"{old_value.numel()} f32 values are needed, got {out.dtype} {tuple(out.shape)}")
-        numel = old_value.numel()
-        if isinstance(codec, F32):
-            return codec.decode(update, numel, out)
-        codec.check_size(update, numel)
-        update = aligned(update)
-        scratch = Scratch(numel)
-        for begin, end in chunks(0, numel):
-            moved = scratch.values[: end - begin]
-            codec.read(update, numel, begin, moved, scratch)
-            torch.add(old_value[begin:end], moved, out=out[begin:end])
+        Applying(codec, old_value, update, out).go_on(update.numel())
         return out
+
+
+class Applying:
+    """`Published.apply` while the update comes in: as far as its first bytes reach. `update` is filled meanwhile.
+
+    Where the codec is f32 the value itself travels, and there need be no old one.
+    """
+
+    def __init__(self, codec: Codec, old_value: Tensor | None, update: Tensor, out: Tensor) -> None:
+        self.numel = out.numel()
+        is_whole = isinstance(codec, F32)
+        if out.dtype != torch.float32 or (old_value is not None and out.shape != old_value.shape):
+            needed = old_value.numel() if old_value is not None else self.numel
+            raise ValueError(f"{needed} f32 values are needed, got {out.dtype} {tuple(out.shape)}")
+        codec.check_size(update, self.numel)
+        if old_value is None and not is_whole:
+            raise ValueError(f"an update in {codec.name} needs the value that it is added to")
+        self._codec = codec
+        self._old_value = None if is_whole else old_value
+        self._update = update
+        self._out = out
+        self._scratch = Scratch(self.numel)
+        self.done = 0  # values
+
+    def go_on(self, first_bytes: int) -> tuple[int, int]:
+        """So many bytes of the update are here, from the first on. Which values are new in `out`."""
+        codec, begin = self._codec, self.done
+        self.done = end = codec.values_in(self.numel, first_bytes)
+        update = aligned(self._update)
+        for b, e in chunks(begin, end):
+            if self._old_value is None:
+                codec.read(update, self.numel, b, self._out[b:e], self._scratch)
+                continue
+            moved = self._scratch.values[: e - b]
+            codec.read(update, self.numel, b, moved, self._scratch)
+            torch.add(self._old_value[b:e], moved, out=self._out[b:e])
+        return begin, end

@@ -27,7 +27,6 @@ from atoll.core.protocol import (
     DialFailed,
     Effect,
     Envelope,
-    FragmentDamaged,
     Hangup,
     InnerState,
     LearnerEvent,
@@ -43,16 +42,17 @@ from atoll.core.protocol import (
     TimerFired,
 )
 from atoll.core.tape import Actor, Entry
-from atoll.core.types import FragmentId, RoundId, RunConfig
+from atoll.core.types import RunConfig
 from atoll.ml import inner_state
 from atoll.ml.model import ModelView
 from atoll.ml.plan import FragmentPlan
 from atoll.net.addresses import Place
-from atoll.net.door import RETRY_S, SAY_EVERY_S, Door, fragment_sizes
-from atoll.net.island_tensors import CopyGone, FragmentTensors
-from atoll.net.learner_bulk import Fetched, LearnerBulk
+from atoll.net.door import SAY_EVERY_S, Door
+from atoll.net.fragment_traffic import FragmentTraffic
+from atoll.net.island_tensors import FragmentTensors
+from atoll.net.learner_bulk import LearnerBulk
 from atoll.net.learner_errors import BackgroundFailed, IslandBroken
-from atoll.net.learner_link import LearnerLink, LinkGone, Refusal, why
+from atoll.net.learner_link import LearnerLink, Refusal, why
 from atoll.net.learner_stats import metrics_of
 from atoll.net.logs import about
 from atoll.net.part_keeper import PartKeeper
@@ -60,7 +60,7 @@ from atoll.net.parts import TakenPart
 from atoll.net.run_settings import RunSettings
 from atoll.net.step_boundary import Saved, state_key
 from atoll.net.tape_keeper import TapeKeeper
-from atoll.net.wire import CODEC_NUMBERS, Kind, WireError, as_bytes, encode_message
+from atoll.net.wire import Kind, WireError, as_bytes, encode_message
 from atoll.tape_files import new_header
 
 if TYPE_CHECKING:
@@ -68,10 +68,6 @@ if TYPE_CHECKING:
 
 METRICS_EVERY_S = 1.0
 MOST_POSTED = 256
-FETCH_TRIES = 3
-FETCHES = 4
-"""At once: more would only share the link, and all of them would come late."""
-
 STATE_BYTES_PER_PARAMETER = 64
 TROUBLE = ("link-closed", "hello-unanswered", "ping-unanswered", "fragment-damaged", "snapshot-failed")
 """What people want to see without asking for it: the island goes on, but not as it should."""
@@ -103,6 +99,8 @@ class Background:
         self._door = Door(self._link, self._bulk, log)
         self._thread = threading.Thread(target=self._run, name="atoll-background", daemon=True)
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="atoll-codec")
+        work = (self._compute, self._spawn, self._tell, self._drain)
+        self._traffic = FragmentTraffic(self._link, self._bulk, *work)
         self._outbox: deque[tuple[Entry, list[Any]]] = deque()
         self._drain_due = False
         self._error: BaseException | None = None
@@ -110,10 +108,6 @@ class Background:
         self._tape: TapeKeeper | None = None
         self._fragments: list[FragmentTensors] = []
         self._settings = RunSettings()
-        self._noticed: dict[FragmentId, Envelope] = {}  # newest notice of each fragment that is being fetched
-        self._fetching: set[FragmentId] = set()
-        self._fetches = asyncio.Semaphore(FETCHES)
-        self._uploads: dict[FragmentId, tuple[RoundId, asyncio.Task[None]]] = {}
         self._states: dict[tuple[int, int], Future[inner_state.Taken]] = {}  # promised at a step boundary
         self._inner_state: bytes | None = None
         self._parts: PartKeeper | None = None  # of this incarnation
@@ -268,6 +262,7 @@ class Background:
         self._parts = parts
         self._told_at = (time.monotonic(), 0)
         self._bulk.tell_of(self._tell, self._settings.numerics, max(fragment.numel for fragment in fragments))
+        self._traffic.begin(learner, fragments, self._settings.numerics.downs)
         self._spawn(self._tell_metrics())
 
     async def _leave_off(self, last_words_s: float | None) -> None:
@@ -288,8 +283,7 @@ class Background:
         if self._parts is not None:
             await self._parts.close()
             self._parts = None
-        self._noticed.clear()
-        self._uploads.clear()
+        self._traffic.end()
         self._states.clear()
         if self._tape is not None:
             self._tape.close()
@@ -369,12 +363,7 @@ class Background:
         envelope = effect.envelope
         body = envelope.body
         if type(body) is Contribution:
-            round_id, upload = self._uploads.get(body.round.fragment, (None, None))
-            if upload is not None and not upload.done():
-                if round_id == body.round:
-                    return  # asked once more, and on its way: on a thin link a new start would never come to its end
-                upload.cancel()  # a newer copy of the same fragment; nobody wants the older one
-            self._uploads[body.round.fragment] = (body.round, self._spawn(self._contribute(envelope, body)))
+            self._traffic.contribute(envelope, body)
         elif type(body) is InnerState:
             self._spawn(self._give_state(envelope, body))
         else:
@@ -406,32 +395,6 @@ class Background:
         self._spawn(self._parts.save(effect))
 
     # ---------------------------------------------------------------------------------------------------- sending
-
-    async def _contribute(self, envelope: Envelope, body: Contribution) -> None:
-        learner, fragment = self._learner, self._fragments[body.round.fragment]
-        if learner is None:
-            return
-        with learner._lock:
-            copied = fragment.hold_copy()
-        if copied is None:
-            return
-        try:
-            if copied.round != body.round:
-                return
-            data = await self._computed(fragment.encode, copied)
-        except CopyGone:
-            return
-        finally:
-            fragment.release(copied.buffer, copied.anchor)
-        number = CODEC_NUMBERS[copied.codec.name]
-        named = about("fragment", fragment.p, version=body.round.base)
-        try:
-            await self._link.while_open(self._bulk.contribute(number, envelope, data))
-        except Refusal as refusal:
-            self.log.info("the contribution to fragment %d was not taken: %s", fragment.p, refusal, extra=named)
-        except (aiohttp.ClientError, OSError, TimeoutError) as wrong:
-            # It is asked for again.
-            self.log.info("the contribution to fragment %d did not arrive: %s", fragment.p, why(wrong), extra=named)
 
     async def _give_state(self, envelope: Envelope, body: InnerState) -> None:
         try:
@@ -473,10 +436,7 @@ class Background:
         if self._learner is None:
             return  # it says goodbye
         if type(body) is Published:
-            self._noticed[body.fragment] = envelope
-            if body.fragment not in self._fetching:
-                self._fetching.add(body.fragment)
-                self._spawn(self._fetch(body.fragment))
+            self._traffic.notice(envelope, body)
         elif type(body) is InnerState:
             self._spawn(self._fetch_state(envelope))
         elif type(body) is NoPeer:
@@ -493,84 +453,6 @@ class Background:
             await asyncio.shield(parts.seek(learner._boundary))
         if no_peer is not None:
             self._tell(MessageArrived(no_peer))
-
-    async def _fetch(self, p: FragmentId) -> None:
-        """One fetch per fragment at a time; what is noticed meanwhile takes the place of what was noticed before."""
-        try:
-            while p in self._noticed:
-                await self._fetch_one(p, self._noticed.pop(p))
-        finally:
-            self._fetching.discard(p)
-
-    async def _fetch_one(self, p: FragmentId, envelope: Envelope) -> None:
-        body = envelope.body
-        assert isinstance(body, Published)
-        if self._learner is None:
-            return
-        if not 0 <= p < len(self._fragments):
-            self.log.warning("the syncer tells of fragment %d, which this model does not have", p)
-            return
-        fragment = self._fragments[p]
-        with self._learner._lock:
-            known = body.version <= fragment.newest_version
-            base = fragment.hold_newest(body.base) if body.base is not None else None
-        try:
-            if known or (body.base is not None and base is None):
-                self._tell(MessageArrived(envelope))  # it acknowledges what it has, or asks for the whole value
-                return
-            fetched = await self._fetch_bytes(p, body)
-            if fetched is not None:
-                await self._take(fragment, envelope, fetched, base)
-                self._bulk.give_back(fetched)
-        finally:
-            fragment.release(base)
-
-    async def _fetch_bytes(self, p: FragmentId, body: Published) -> Fetched | None:
-        """Every notice is answered: a version that cannot be had is told to the core, which asks for another one."""
-        sizes = fragment_sizes(self._fragments[p].numel, self._settings.numerics.downs)
-        problem = ""
-        for attempt in range(FETCH_TRIES):
-            try:
-                async with self._fetches:
-                    if p in self._noticed:
-                        return None  # a newer one
-                    return await self._link.while_open(self._bulk.fetch(p, body.version, body.base, sizes))
-            except LinkGone:
-                return None  # everything that is missing is told of on the next one
-            except (Refusal, WireError) as wrong:
-                problem = str(wrong)
-                break
-            except (aiohttp.ClientError, OSError, TimeoutError) as wrong:
-                problem = why(wrong)
-                named = about("fragment", p, version=body.version)
-                self.log.info("fragment %d at version %d did not arrive: %s", p, body.version, problem, extra=named)
-                await asyncio.sleep(RETRY_S * 2**attempt)
-        self._tell(FragmentDamaged(p, body.version, problem))
-        return None
-
-    async def _take(self, fragment: FragmentTensors, envelope: Envelope, fetched: Fetched, base: Any) -> None:
-        body = envelope.body
-        assert isinstance(body, Published)
-        if fetched.header.base is None:
-            value = await self._computed(fragment.decode_whole, fetched.data)
-        else:
-            value = await self._computed(fragment.decode_update, base, fetched.data, fetched.codec)
-        if await self._computed(fragment.digest, value) != fetched.header.value_digest:
-            fragment.release(value)
-            self._tell(FragmentDamaged(fragment.p, body.version, "the value is not the one that was published"))
-            return
-        await self._computed(fragment.share, body.version, value)
-        learner = self._learner
-        if learner is None:
-            return
-        with learner._news:
-            if learner._core is not None and learner._core.hears(envelope):
-                fragment.arrived(body.version, value)
-            else:
-                fragment.release(value)
-            learner._actions.extend(learner._handle(MessageArrived(envelope)))
-            learner._news.notify_all()
-        self._drain()
 
     async def _fetch_state(self, envelope: Envelope) -> None:
         most = STATE_BYTES_PER_PARAMETER * sum(fragment.numel for fragment in self._fragments) + 2**24

@@ -81,11 +81,11 @@ class Door:
         for fragment, shown in zip(fragments, told["fragments"], strict=True):
             version = int(shown["version"])
             fetched = await self._bulk.fetch(fragment.p, version, None, fragment_sizes(fragment.numel, downs))
-            value = fragment.decode_whole(fetched.data)
-            if fragment.digest(value) != fetched.header.value_digest:
+            work = fragment.decode_whole(fetched.data)
+            if work.digest() != fetched.header.value_digest:
                 raise WireError(f"fragment {fragment.p} is not the one that was published", "digest")
-            fragment.share(version, value)
-            fragment.arrived(version, value)
+            fragment.share(version, work.buffer)
+            fragment.arrived(version, work.buffer)
             fragment.release(*fragment.will_adopt(False))
 
     async def _patiently(self, ask: Callable[[], Coroutine[Any, Any, T]], join_by: float | None) -> T:

@@ -13,13 +13,19 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from xxhash import xxh3_128
 
 from atoll.core.types import NOTHING, AdoptHow, FragmentId, RoundId, Version
 from atoll.ml.codecs import CODECS, Codec, Feedback, codec
 from atoll.ml.model import ModelView
-from atoll.ml.outer import Published
-from atoll.ml.plan import FragmentPlan, digest_of, make_plan, tensors_of
+from atoll.ml.outer import Applying
+from atoll.ml.plan import FragmentPlan, make_plan, tensors_of
+from atoll.net.growing import Told
 from atoll.net.run_settings import RunSettings
+from atoll.net.wire import CODEC_NUMBERS, as_bytes
+
+TOLD_VALUES = 2**20
+"""Encoded between two words about it, so that words are few and slices wait for little."""
 
 
 class Buffer:
@@ -74,6 +80,25 @@ class Copied(NamedTuple):
     anchor: Buffer
     taken: Future[Callable[[], None]]
     serial: int  # of the copies of this fragment, the same on all ranks of an island
+
+
+class ValueInWork:
+    """A published value that is put together while its bytes come in."""
+
+    def __init__(self, buffer: Buffer, applying: Applying) -> None:
+        self.buffer = buffer
+        self._applying = applying
+        self._hashed = xxh3_128()
+
+    def go_on(self, first_bytes: int) -> None:
+        """So many of its bytes are here."""
+        begin, end = self._applying.go_on(first_bytes)
+        self._hashed.update(as_bytes(self.buffer.tensor[begin:end].view(torch.uint8)))
+
+    def digest(self) -> str:
+        """Of the value, once it is whole: that of `digest_of`."""
+        assert self._applying.done == self.buffer.tensor.numel(), "not all of it is here"
+        return self._hashed.hexdigest()
 
 
 class CopyGone(RuntimeError):  # noqa: N818 - as a rule nobody wants that copy any more
@@ -198,43 +223,52 @@ class FragmentTensors:
 
     # ---------------------------------------------------------------------------------------- in the background thread
 
-    def encode(self, copied: Copied) -> Tensor:
-        """The delta A_p - theta_p as bytes; the same bytes again for the same round."""
+    def encode(self, copied: Copied, growing: Told) -> None:
+        """The delta A_p - theta_p as bytes, told of as they are written; the same bytes again for the same round."""
         if self._encoded is not None and self._encoded[0] == copied.round:
-            return self._encoded[1]
+            growing.begins(self._encoded[1])
+            growing.written([(0, growing.size)])
+            return
         copied.taken.result()()
         delta = self._buffers.take()
         if self._exact:
-            delta.tensor.copy_(copied.anchor.tensor)
+            torch.sub(copied.anchor.tensor, copied.buffer.tensor, out=delta.tensor)
         else:
             self._view.as_held(self.p, copied.anchor.tensor, delta.tensor)
-        delta.tensor.sub_(copied.buffer.tensor)
-        data = self._feedback.encode(delta.tensor, by=copied.codec)
+            delta.tensor.sub_(copied.buffer.tensor)
+        by = copied.codec
+        data = by.room(self.numel, None)
+        growing.begins(data)
+        told = 0
+
+        def tell(begin: int, end: int) -> None:
+            nonlocal told
+            if end == self.numel or end - told >= TOLD_VALUES:
+                growing.written(by.places(self.numel, told, end))
+                told = end
+
+        self._feedback.encode(delta.tensor, data, by, tell)
         self._buffers.release(delta)
         self._encoded = (copied.round, data)
-        return data
 
     def settle(self, merged: bool) -> None:
         """What was sent is in the published value, or never will be."""
         self._feedback.settle(merged)
         self._encoded = None
 
-    def decode_update(self, base: Buffer, update: Tensor, down: int) -> Buffer:
-        """`down`: the number of the update's codec."""
+    def begin_value(self, base: Buffer | None, data: Tensor, down: int) -> ValueInWork:
+        """`data`: the bytes of an update to `base`, or of the whole value, which may still come in. `down`: the number
+        of their codec."""
         value = self._buffers.take()
-        Published.apply(CODECS[down], base.tensor, update, value.tensor)
-        return value
+        return ValueInWork(value, Applying(CODECS[down], base.tensor if base is not None else None, data, value.tensor))
 
-    def decode_whole(self, data: Tensor) -> Buffer:
-        value = self._buffers.take()
-        value.tensor.copy_(data.view(torch.float32))
-        return value
+    def decode_whole(self, data: Tensor) -> ValueInWork:
+        work = self.begin_value(None, data, CODEC_NUMBERS["f32"])
+        work.go_on(data.numel())
+        return work
 
     def share(self, version: Version, value: Buffer) -> None:
         """Every rank of the island has its rows of the value when this returns."""
-
-    def digest(self, value: Buffer) -> str:
-        return digest_of(value.tensor)
 
 
 def plan_of(model: nn.Module, settings: RunSettings) -> FragmentPlan:

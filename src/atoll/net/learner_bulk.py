@@ -19,6 +19,7 @@ from atoll.core.types import FragmentId, RoundId, Version
 from atoll.ml.settings import Numerics
 from atoll.net.addresses import address
 from atoll.net.byte_buffers import SMALL_BYTES, ByteBuffers
+from atoll.net.growing import Growing
 from atoll.net.learner_link import LearnerLink, Refusal
 from atoll.net.link_meter import LinkMeter
 from atoll.net.pacing import FIRST_SLICE, Direction
@@ -60,10 +61,15 @@ class _Fetching:
         self.codec = 0
         self.data: Tensor | None = None
         self.missing = Spans()
+        self.arrived = Spans()
         self.place: str | None = None
 
     def size(self) -> int:
         return self.header.of if self.header is not None else 0
+
+    def fetched(self) -> Fetched:
+        assert self.header is not None and self.data is not None
+        return Fetched(self.header, self.codec, self.data)
 
 
 class LearnerBulk:
@@ -109,22 +115,30 @@ class LearnerBulk:
     # ---------------------------------------------------------------------------------------------------- down
 
     async def fetch(
-        self, fragment: FragmentId, version: Version, base: Version | None, sizes: dict[int, int]
+        self,
+        fragment: FragmentId,
+        version: Version,
+        base: Version | None,
+        sizes: dict[int, int],
+        on_bytes: Callable[[Fetched, int], None] = lambda fetched, first_bytes: None,
     ) -> Fetched:
-        """`sizes`: what an update may have, by the number of its codec; under -1 what a whole value has."""
+        """`sizes`: what an update may have, by the number of its codec; under -1 what a whole value has. `on_bytes`
+        hears how many bytes are here, counted from the first to the first that is missing."""
         under_way = self._fetching.get(fragment)
         if under_way is None or under_way.asked != (version, base):
             under_way = self._fetching[fragment] = _Fetching(version, base)
         try:
             under_way.place = await self._place(fragment)
+
+            async def move(begin: int, end: int) -> None:
+                await self._fetch_slice(fragment, under_way, sizes, begin, end)
+                on_bytes(under_way.fetched(), under_way.arrived.first())
+
             with self._measured("down", under_way.size):
                 if under_way.header is None:
-                    await self._fetch_slice(fragment, under_way, sizes, 0, WHOLE_BYTES)
+                    await move(0, WHOLE_BYTES)
                 if under_way.missing:
-                    await self._down.carry(
-                        under_way.missing,
-                        lambda begin, end: self._fetch_slice(fragment, under_way, sizes, begin, end),
-                    )
+                    await self._down.carry(under_way.missing, move)
         except (Refusal, WireError):
             self._fetching.pop(fragment, None)
             raise
@@ -132,8 +146,7 @@ class LearnerBulk:
             self._places = []  # a shard may be somewhere else by now
             raise
         self._fetching.pop(fragment, None)
-        assert under_way.header is not None and under_way.data is not None
-        return Fetched(under_way.header, under_way.codec, under_way.data)
+        return under_way.fetched()
 
     async def _fetch_slice(
         self, fragment: FragmentId, under_way: _Fetching, sizes: dict[int, int], begin: int, end: int
@@ -179,6 +192,7 @@ class LearnerBulk:
         if under_way.header is None:
             under_way.header = FragmentHeader.decode(frame.header)
             under_way.missing.add(frame.head.payload_bytes, under_way.header.of)
+        under_way.arrived.add(begin, begin + frame.head.payload_bytes)
 
     def _check_same(self, fragment: FragmentId, under_way: _Fetching, head: FrameHead, said: FragmentHeader) -> None:
         """A syncer that has started again serves the value where it served an update."""
@@ -193,40 +207,49 @@ class LearnerBulk:
 
     # ---------------------------------------------------------------------------------------------------- up
 
-    async def contribute(self, codec: int, envelope: Envelope, data: Tensor) -> None:
+    async def contribute(self, codec: int, envelope: Envelope, growing: Growing) -> None:
+        """Its bytes may still be written: what is large is sent while they are."""
         body = envelope.body
         assert isinstance(body, Contribution)
-        view, header = as_bytes(data), encode_message(envelope)
+        header = encode_message(envelope)
         place = await self._place(body.round.fragment)
         try:
-            with self._measured("up", lambda: view.nbytes):
-                if view.nbytes <= WHOLE_BYTES:
+            if growing.size <= WHOLE_BYTES:
+                view = as_bytes(await growing.whole())
+                with self._measured("up", lambda: view.nbytes):
                     await self.put("/v1/contribution", Kind.CONTRIBUTION, codec, header, view, place)
-                else:
-                    await self._contribute_slices(codec, envelope, body, header, view, place)
+            else:
+                with self._measured("up", lambda: growing.size):
+                    await self._contribute_slices(codec, envelope, body, header, growing, place)
         except (aiohttp.ClientError, OSError):
             self._places = []
             raise
 
     async def _contribute_slices(
-        self, codec: int, envelope: Envelope, body: Contribution, header: bytes, view: memoryview, place: str | None
+        self, codec: int, envelope: Envelope, body: Contribution, header: bytes, growing: Growing, place: str | None
     ) -> None:
         is_new = self._begun.get(body.round.fragment) != body.round
         self._begun[body.round.fragment] = body.round
-        missing = Spans([(0, view.nbytes)]) if is_new else None
+
+        async def move(begin: int, end: int) -> None:
+            assert growing.data is not None
+            await self._put_slice(envelope, as_bytes(growing.data), begin, end, place)
+
         for attempt in range(TRIES):
             try:
-                if missing is None:
+                if is_new and attempt == 0:
+                    await self._up.carry(growing.missing, move, growing)
+                else:
+                    await growing.whole()
                     missing = await self._say_contributed(codec, header, place)
-                if not missing:
-                    return
-                await self._up.carry(missing, lambda begin, end: self._put_slice(envelope, view, begin, end, place))
+                    if not missing:
+                        return
+                    await self._up.carry(missing, move)
             except (Refusal, aiohttp.ClientError, OSError, TimeoutError) as wrong:
                 is_damaged = isinstance(wrong, Refusal) and wrong.code == "digest"
                 if (isinstance(wrong, Refusal) and not is_damaged) or attempt == TRIES - 1:
                     raise
                 await asyncio.sleep(RETRY_S * 2**attempt)
-            missing = None
         missing = await self._say_contributed(codec, header, place)
         if missing:
             raise ConnectionError(f"{missing.bytes} bytes of it are missing")

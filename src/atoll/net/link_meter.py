@@ -37,6 +37,7 @@ class LinkMeter:
         self._under_way = 0
         self._began = 0.0
         self._moved_before = 0
+        self._idle_before = 0.0
 
     @property
     def is_telling(self) -> bool:
@@ -68,10 +69,15 @@ class LinkMeter:
             self._under_way -= 1
 
     def _begin(self) -> None:
-        self._began, self._moved_before = self._clock(), self._direction.moved
+        self._began, self._moved_before, self._idle_before = (
+            self._clock(),
+            self._direction.moved,
+            self._direction.idle_s,
+        )
 
     def _end(self, least: int) -> None:
-        moved, seconds = self._direction.moved - self._moved_before, self._clock() - self._began
+        moved = self._direction.moved - self._moved_before
+        seconds = self._clock() - self._began - (self._direction.idle_s - self._idle_before)
         if moved >= least and seconds > 0:
             self._begin()
             self._tell(LinkMeasured(self._direction.way, moved, seconds, self._values))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 from atoll.core import policy
 from atoll.core.protocol import StreamsChanged
 from atoll.net.byte_buffers import CHUNK_BYTES
+from atoll.net.growing import Growing
 from atoll.net.spans import Spans
 
 BURST_S = 0.05
@@ -134,21 +136,59 @@ class Direction:
         self.pace = Pace(bytes_per_s)
         self.streams = Streams(way, streams)
         self.moved = 0
+        self.idle_s = 0.0  # while somebody waited for bytes that were not written yet, and nobody moved any
+        self._moving = 0
+        self._waiting = 0
+        self._idle_since: float | None = None
 
-    async def carry(self, missing: Spans, move: Callable[[int, int], Awaitable[None]]) -> None:
-        """Move every missing span in slices, over as many streams as are good. What fails is missing again."""
+    @contextmanager
+    def _busy(self, moving: int = 0, waiting: int = 0) -> Iterator[None]:
+        self._count(moving, waiting)
+        try:
+            yield
+        finally:
+            self._count(-moving, -waiting)
+
+    def _count(self, moving: int, waiting: int) -> None:
+        self._moving += moving
+        self._waiting += waiting
+        is_idle = self._waiting > 0 and self._moving == 0
+        if is_idle and self._idle_since is None:
+            self._idle_since = time.monotonic()
+        elif not is_idle and self._idle_since is not None:
+            self.idle_s += time.monotonic() - self._idle_since
+            self._idle_since = None
+
+    async def carry(
+        self, missing: Spans, move: Callable[[int, int], Awaitable[None]], growing: Growing | None = None
+    ) -> None:
+        """Move every missing span in slices, over as many streams as are good. What fails is missing again.
+
+        `growing`: more of it is being written, and `missing` is its own. Slices are whole until all is written: what
+        is waited for meanwhile is in none of the measurements of the link.
+        """
         slice_bytes = self.streams.slice_bytes()
         width = self.streams.width
-        is_full = missing.bytes >= 2 * width * slice_bytes  # otherwise some streams have nothing to do
-        began, moved = time.monotonic(), self.moved
+        size = missing.bytes if growing is None else growing.size
+        is_full = size >= 2 * width * slice_bytes  # otherwise some streams have nothing to do
+        began, moved, idle_s = time.monotonic(), self.moved, self.idle_s
 
         async def work() -> None:
-            while (span := missing.take(slice_bytes)) is not None:
-                try:
-                    await move(*span)
-                except BaseException:
-                    missing.add(*span)
-                    raise
+            while True:
+                is_whole = growing is None or growing.is_whole
+                span = missing.take(slice_bytes, 1 if is_whole else slice_bytes)
+                if span is not None:
+                    try:
+                        with self._busy(moving=1):
+                            await move(*span)
+                    except BaseException:
+                        missing.add(*span)
+                        raise
+                elif growing is not None and not is_whole:
+                    with self._busy(waiting=1):
+                        await growing.more()
+                else:
+                    return
 
         tasks = [asyncio.ensure_future(work()) for _ in range(width)]
         try:
@@ -161,4 +201,4 @@ class Direction:
             if isinstance(wrong, BaseException) and not isinstance(wrong, asyncio.CancelledError):
                 raise wrong
         if is_full or width == 1:
-            self.streams.note(self.moved - moved, time.monotonic() - began)
+            self.streams.note(self.moved - moved, time.monotonic() - began - (self.idle_s - idle_s))

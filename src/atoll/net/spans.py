@@ -44,15 +44,19 @@ class Spans:
             left += [(x, y) for x, y in ((b, min(e, begin)), (max(b, end), e)) if x < y]
         self._spans = left
 
+    def first(self) -> int:
+        """How far they reach from 0 on without a gap."""
+        return self._spans[0][1] if self._spans and self._spans[0][0] == 0 else 0
+
     def holds(self, begin: int, end: int) -> bool:
         """All of it."""
         return any(b <= begin and end <= e for b, e in self._spans)
 
-    def take(self, most: int) -> Span | None:
-        """The first of them, at most so many bytes; it is removed."""
-        if not self._spans:
-            return None
-        begin, end = self._spans[0]
-        end = min(end, begin + most)
-        self.remove(begin, end)
-        return begin, end
+    def take(self, most: int, least: int = 1) -> Span | None:
+        """At most so many bytes of the first that has at least so many; they are removed."""
+        for begin, end in self._spans:
+            if end - begin >= least:
+                end = min(end, begin + most)
+                self.remove(begin, end)
+                return begin, end
+        return None

@@ -1,0 +1,239 @@
+"""Values of fragments between a learner and whoever has them, in the background: contributions up, versions down.
+
+What is large is in several stages at once: bytes are sent while later ones are still encoded, and added to the value
+while later ones still arrive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+from atoll.core.protocol import Contribution, Envelope, FragmentDamaged, LearnerEvent, MessageArrived, Published
+from atoll.core.types import FragmentId, RoundId
+from atoll.net.door import RETRY_S, fragment_sizes
+from atoll.net.growing import Growing
+from atoll.net.island_tensors import Buffer, CopyGone, FragmentTensors, ValueInWork
+from atoll.net.learner_bulk import Fetched, LearnerBulk
+from atoll.net.learner_link import LearnerLink, LinkGone, Refusal, why
+from atoll.net.logs import about
+from atoll.net.wire import CODEC_NUMBERS, WireError
+
+if TYPE_CHECKING:
+    from atoll.net.learner import Learner
+
+FETCH_TRIES = 3
+FETCHES = 4
+"""At once: more would only share the link, and all of them would come late."""
+
+
+class FragmentTraffic:
+    """Of one learner. `spawn` starts a task, `tell` tells the core of an event, `drain` carries out what it wants."""
+
+    def __init__(
+        self,
+        link: LearnerLink,
+        bulk: LearnerBulk,
+        compute: ThreadPoolExecutor,
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        tell: Callable[[LearnerEvent], None],
+        drain: Callable[[], None],
+    ) -> None:
+        self._link = link
+        self._bulk = bulk
+        self._compute = compute
+        self._spawn = spawn
+        self._tell = tell
+        self._drain = drain
+        self._log = link.log
+        self._learner: Learner | None = None
+        self._fragments: list[FragmentTensors] = []
+        self._downs: tuple[str, ...] = ()
+        self._noticed: dict[FragmentId, Envelope] = {}  # newest notice of each fragment that is being fetched
+        self._fetching: set[FragmentId] = set()
+        self._fetches = asyncio.Semaphore(FETCHES)
+        self._uploads: dict[FragmentId, tuple[RoundId, asyncio.Task[None]]] = {}
+
+    def begin(self, learner: Learner, fragments: list[FragmentTensors], downs: tuple[str, ...]) -> None:
+        """One incarnation of it."""
+        self._learner, self._fragments, self._downs = learner, fragments, downs
+
+    def end(self) -> None:
+        """Its tasks are over, or cancelled."""
+        self._learner = None
+        self._noticed.clear()
+        self._uploads.clear()
+
+    # ---------------------------------------------------------------------------------------------------- up
+
+    def contribute(self, envelope: Envelope, body: Contribution) -> None:
+        round_id, upload = self._uploads.get(body.round.fragment, (None, None))
+        if upload is not None and not upload.done():
+            if round_id == body.round:
+                return  # asked once more, and on its way: on a thin link a new start would never come to its end
+            upload.cancel()  # a newer copy of the same fragment; nobody wants the older one
+        self._uploads[body.round.fragment] = (body.round, self._spawn(self._contribute(envelope, body)))
+
+    async def _contribute(self, envelope: Envelope, body: Contribution) -> None:
+        learner, fragment = self._learner, self._fragments[body.round.fragment]
+        if learner is None:
+            return
+        with learner._lock:
+            copied = fragment.hold_copy()
+        if copied is None:
+            return
+        if copied.round != body.round:
+            fragment.release(copied.buffer, copied.anchor)
+            return
+        growing = Growing(copied.codec.size(fragment.numel))
+
+        def encoded(done: Future[None]) -> None:
+            fragment.release(copied.buffer, copied.anchor)
+            wrong = None if done.cancelled() else done.exception()
+            is_gone = done.cancelled() or isinstance(wrong, CancelledError)  # the training thread never made the copy
+            growing.ended(CopyGone() if is_gone else wrong)
+
+        self._compute.submit(fragment.encode, copied, growing).add_done_callback(encoded)
+        number = CODEC_NUMBERS[copied.codec.name]
+        named = about("fragment", fragment.p, version=body.round.base)
+        try:
+            await self._link.while_open(self._bulk.contribute(number, envelope, growing))
+        except CopyGone:
+            return
+        except Refusal as refusal:
+            self._log.info("the contribution to fragment %d was not taken: %s", fragment.p, refusal, extra=named)
+        except (aiohttp.ClientError, OSError, TimeoutError) as wrong:
+            # It is asked for again.
+            self._log.info("the contribution to fragment %d did not arrive: %s", fragment.p, why(wrong), extra=named)
+
+    # ---------------------------------------------------------------------------------------------------- down
+
+    def notice(self, envelope: Envelope, body: Published) -> None:
+        """One fetch per fragment at a time; what is noticed meanwhile takes the place of what was noticed before."""
+        self._noticed[body.fragment] = envelope
+        if body.fragment not in self._fetching:
+            self._fetching.add(body.fragment)
+            self._spawn(self._fetch(body.fragment))
+
+    async def _fetch(self, p: FragmentId) -> None:
+        try:
+            while p in self._noticed:
+                envelope = self._noticed.pop(p)
+                assert isinstance(envelope.body, Published)
+                await self._fetch_one(p, envelope, envelope.body)
+        finally:
+            self._fetching.discard(p)
+
+    async def _fetch_one(self, p: FragmentId, envelope: Envelope, body: Published) -> None:
+        if self._learner is None:
+            return
+        if not 0 <= p < len(self._fragments):
+            self._log.warning("the syncer tells of fragment %d, which this model does not have", p)
+            return
+        fragment = self._fragments[p]
+        with self._learner._lock:
+            known = body.version <= fragment.newest_version
+            base = fragment.hold_newest(body.base) if body.base is not None else None
+        arriving = _Arriving(fragment, base, self._compute)
+        try:
+            if known or (body.base is not None and base is None):
+                self._tell(MessageArrived(envelope))  # it acknowledges what it has, or asks for the whole value
+                return
+            fetched = await self._fetch_bytes(p, body, arriving)
+            if fetched is not None:
+                await self._take(fragment, envelope, body, arriving, fetched)
+                self._bulk.give_back(fetched)
+        finally:
+            arriving.end()
+
+    async def _fetch_bytes(self, p: FragmentId, body: Published, arriving: _Arriving) -> Fetched | None:
+        """Every notice is answered: a version that cannot be had is told to the core, which asks for another one."""
+        sizes = fragment_sizes(self._fragments[p].numel, self._downs)
+        problem = ""
+        for attempt in range(FETCH_TRIES):
+            try:
+                async with self._fetches:
+                    if p in self._noticed:
+                        return None  # a newer one
+                    fetching = self._bulk.fetch(p, body.version, body.base, sizes, arriving.on_bytes)
+                    return await self._link.while_open(fetching)
+            except LinkGone:
+                return None  # everything that is missing is told of on the next one
+            except (Refusal, WireError) as wrong:
+                problem = str(wrong)
+                break
+            except (aiohttp.ClientError, OSError, TimeoutError) as wrong:
+                problem = why(wrong)
+                named = about("fragment", p, version=body.version)
+                self._log.info("fragment %d at version %d did not arrive: %s", p, body.version, problem, extra=named)
+                await asyncio.sleep(RETRY_S * 2**attempt)
+        self._tell(FragmentDamaged(p, body.version, problem))
+        return None
+
+    async def _take(
+        self, fragment: FragmentTensors, envelope: Envelope, body: Published, arriving: _Arriving, fetched: Fetched
+    ) -> None:
+        value = await arriving.whole(fetched)
+        if value is None:
+            self._tell(FragmentDamaged(fragment.p, body.version, "the value is not the one that was published"))
+            return
+        await asyncio.get_running_loop().run_in_executor(self._compute, fragment.share, body.version, value)
+        learner = self._learner
+        if learner is None:
+            return
+        with learner._news:
+            if learner._core is not None and learner._core.hears(envelope):
+                fragment.arrived(body.version, arriving.taken())
+            learner._actions.extend(learner._handle(MessageArrived(envelope)))
+            learner._news.notify_all()
+        self._drain()
+
+
+class _Arriving:
+    """The value of one version, put together by the computing thread in the order in which its bytes come in."""
+
+    def __init__(self, fragment: FragmentTensors, base: Buffer | None, compute: ThreadPoolExecutor) -> None:
+        self._fragment = fragment
+        self._base = base
+        self._compute = compute
+        self._fetched: Fetched | None = None
+        self._work: ValueInWork | None = None
+        self._newest: Future[None] | None = None
+
+    def on_bytes(self, fetched: Fetched, first_bytes: int) -> None:
+        if self._fetched is None or fetched.data is not self._fetched.data:
+            self._drop()  # the syncer had started again, and serves other bytes
+            base = self._base if fetched.header.base is not None else None
+            self._fetched, self._work = fetched, self._fragment.begin_value(base, fetched.data, fetched.codec)
+        assert self._work is not None
+        self._newest = self._compute.submit(self._work.go_on, first_bytes)
+
+    async def whole(self, fetched: Fetched) -> Buffer | None:
+        """All its bytes are here; None: they make another value than the one that was published."""
+        self.on_bytes(fetched, fetched.header.of)
+        assert self._work is not None and self._newest is not None
+        await asyncio.wrap_future(self._newest)  # those before it have ended: there is one thread
+        return self._work.buffer if self._work.digest() == fetched.header.value_digest else None
+
+    def taken(self) -> Buffer:
+        """It is somebody else's now."""
+        assert self._work is not None
+        work, self._work = self._work, None
+        return work.buffer
+
+    def end(self) -> None:
+        self._drop()
+        self._compute.submit(self._fragment.release, self._base)
+
+    def _drop(self) -> None:
+        """After what the computing thread still does with it."""
+        if self._work is not None:
+            self._compute.submit(self._fragment.release, self._work.buffer)
+            self._work = None
+
+
+__all__ = ["FragmentTraffic"]
