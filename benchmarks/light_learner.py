@@ -42,6 +42,7 @@ from atoll.core.protocol import (
 from atoll.core.types import FragmentId
 from atoll.ml.plan import FragmentPlan, TensorInfo, make_plan
 from atoll.net.door import fragment_sizes
+from atoll.net.growing import Growing
 from atoll.net.learner_bulk import LearnerBulk
 from atoll.net.learner_link import LearnerLink, Refusal
 from atoll.net.run_settings import RunSettings
@@ -186,7 +187,7 @@ class LightLearner:
 
     async def contribute(self, envelope: Envelope) -> None:
         number = CODEC_NUMBERS[self._settings.numerics.ups[0]]
-        await self.bulk.contribute(number, envelope, self._payload)
+        await self.bulk.contribute(number, envelope, Growing.grown(self._payload))
 
     async def fetch(self, p: FragmentId, version: int, base: int | None) -> None:
         sizes = fragment_sizes(self._plan.numel(p), self._settings.numerics.downs)

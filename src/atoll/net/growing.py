@@ -35,6 +35,15 @@ class Growing:
         self._news = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
+    @classmethod
+    def grown(cls, data: Tensor) -> Growing:
+        """All of it is there."""
+        growing = cls(data.numel())
+        growing.begins(data)
+        growing._add([(0, growing.size)])
+        growing._end(None)
+        return growing
+
     def begins(self, data: Tensor) -> None:
         self.data = data
 
