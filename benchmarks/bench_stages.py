@@ -165,9 +165,8 @@ def main() -> None:
         print(as_json({"machine": machine, **found}))
         return
     print(describe(machine))
-    print(
-        f"a fragment of {options.values:,.0f} values in {options.codec}, {found['bytes'] / 1e6:.0f} MB, at {options.rate}"
-    )
+    size = f"{options.values:,.0f} values in {options.codec}, {found['bytes'] / 1e6:.0f} MB"
+    print(f"a fragment of {size}, at {options.rate}")
     print(f"alone on the link {found['alone_s']:.3f} s\n")
     for way in ("up", "down"):
         at_once, apart = found[f"{way}_s"], found[f"{way}_apart_s"]
