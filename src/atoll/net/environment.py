@@ -18,7 +18,7 @@ def told(variable: str) -> str | None:
 
 def syncer_told() -> str:
     if (syncer := told(SYNCER)) is None:
-        raise ValueError(f'which syncer? Give syncer="host:port", or set {SYNCER}, as `atoll up` does')
+        raise ValueError(f'which syncer? Give syncer="host:port", or set {SYNCER}, as an engine does')
     return syncer
 
 

@@ -102,7 +102,7 @@ class Learner(CoreDriver):
     and every rank enters, steps and leaves. Rank 0 speaks to the syncer; the others need neither token nor keys.
 
     What is not given is taken from ATOLL_SYNCER, ATOLL_TOKEN, ATOLL_KEYS, ATOLL_LEARNER and ATOLL_RUN_DIRECTORY, which
-    `atoll up` sets: `atoll.Learner(model, optimizer)` is enough there.
+    whoever starts the island may set: `atoll.Learner(model, optimizer)` is enough then.
 
     `max_rate`, as "500mbit" or "2gbit", bounds what values take of the link, each way; messages are not counted. Large
     values go over as many connections as are found to carry more; `streams` sets their number instead.
