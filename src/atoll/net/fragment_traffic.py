@@ -205,18 +205,14 @@ class _Arriving:
         self._newest: Future[None] | None = None
 
     def on_bytes(self, fetched: Fetched, first_bytes: int) -> None:
-        if self._fetched is None or fetched.data is not self._fetched.data:
-            self._drop()  # the syncer had started again, and serves other bytes
-            base = self._base if fetched.header.base is not None else None
-            self._fetched, self._work = fetched, self._fragment.begin_value(base, fetched.data, fetched.codec)
-        assert self._work is not None
-        self._newest = self._compute.submit(self._work.go_on, first_bytes)
+        self._newest = self._compute.submit(self._go_on, fetched, first_bytes)
 
     async def whole(self, fetched: Fetched) -> Buffer | None:
         """All its bytes are here; None: they make another value than the one that was published."""
         self.on_bytes(fetched, fetched.header.of)
-        assert self._work is not None and self._newest is not None
+        assert self._newest is not None
         await asyncio.wrap_future(self._newest)  # those before it have ended: there is one thread
+        assert self._work is not None
         return self._work.buffer if self._work.digest() == fetched.header.value_digest else None
 
     def taken(self) -> Buffer:
@@ -226,14 +222,22 @@ class _Arriving:
         return work.buffer
 
     def end(self) -> None:
-        self._drop()
-        self._compute.submit(self._fragment.release, self._base)
-
-    def _drop(self) -> None:
         """After what the computing thread still does with it."""
-        if self._work is not None:
-            self._compute.submit(self._fragment.release, self._work.buffer)
-            self._work = None
+        self._compute.submit(self._release, self._base)
+
+    # In the computing thread: a buffer that is new takes its time.
+
+    def _go_on(self, fetched: Fetched, first_bytes: int) -> None:
+        if self._fetched is None or fetched.data is not self._fetched.data:
+            self._release()  # the syncer had started again, and serves other bytes
+            base = self._base if fetched.header.base is not None else None
+            self._fetched, self._work = fetched, self._fragment.begin_value(base, fetched.data, fetched.codec)
+        assert self._work is not None
+        self._work.go_on(first_bytes)
+
+    def _release(self, *others: Buffer | None) -> None:
+        work, self._work = self._work, None
+        self._fragment.release(work.buffer if work is not None else None, *others)
 
 
 __all__ = ["FragmentTraffic"]
