@@ -330,8 +330,8 @@ class LearnerMachine(Machine):
             self.may_stop = True
             self.hears(Finish(tuple(self.published.values()), sum(self.published.values())))
 
-    @rule(chance=st.integers(0, 30))
-    def the_operator_wants_it_to_leave(self, chance):
+    @rule(chance=st.integers(0, 30), push=st.booleans())
+    def the_operator_wants_it_to_leave(self, chance, push):
         if chance == 0:
             self.may_stop = True
-            self.happens(LeaveWanted("the operator said so"))
+            self.happens(LeaveWanted("the operator said so", push))

@@ -16,6 +16,7 @@ from atoll.core.protocol import (
     FetchTime,
     FinishAck,
     InnerState,
+    Leaving,
     Ping,
     Ready,
     Report,
@@ -51,6 +52,7 @@ NONSENSE = st.one_of(
     st.builds(StateRequest, st.tuples(WILD)),
     st.builds(Ready, st.just(because("moments-kept"))),
     st.builds(FetchTime, st.sampled_from([-1.0, 0.0, 1e-3, 1e9, math.nan, math.inf])),
+    st.builds(Leaving, WILD, WILD.map(lambda n: min(n, 10**6)), st.lists(WILD, max_size=3).map(tuple)),
     st.builds(FinishAck, WILD),
     st.builds(Ping, WILD),
 )

@@ -60,6 +60,7 @@ MESSAGES: tuple[Message, ...] = (
     _said_by("learner", p.Ready(because("moments-peer", 2))),
     _said_by("learner", p.Leave("Ctrl-C")),
     _said_by("learner", p.Leave("größer als 2³¹ 🌊"), "learner: Leave, with characters beyond ASCII"),
+    _said_by("learner", p.Leaving(504, 2_064_384, (0, 2))),
     _said_by("learner", p.LeaseRequest(8, 4032)),
     _said_by("learner", p.Held(2, False)),
     _said_by("learner", p.FetchTime(2.5)),

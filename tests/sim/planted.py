@@ -39,6 +39,7 @@ class Planted:
     checkers: tuple[str, ...]  # any of these may be the first to see it
     syncer: type[SyncerCore] = SyncerCore
     learner: type[LearnerCore] = LearnerCore
+    first_seed: int = 0  # where the worlds that show it are rare: a little before the first of them
 
 
 class MergesBelowQuorum(SyncerCore):
@@ -510,9 +511,22 @@ class LostShardBlocksEnd(SyncerCore):
             super()._skip_final(f, why)
 
 
+class LeavesTooEarly(LearnerCore):
+    """Takes what it has sent for merged."""
+
+    def unmerged(self) -> tuple[int, ...]:
+        return tuple(p for p in super().unmerged() if p not in self.copies)
+
+
+class StepsAfterTheNotice(LearnerCore):
+    @property
+    def rests(self) -> bool:
+        return self.paused
+
+
 PLANTED: tuple[Planted, ...] = (
     Planted("merge below quorum", ("quorum",), syncer=MergesBelowQuorum),
-    Planted("accept an old incarnation", ("current",), syncer=AcceptsOldIncarnation),
+    Planted("accept an old incarnation", ("current",), syncer=AcceptsOldIncarnation, first_seed=120),
     Planted("publish before durable", ("durable-first",), syncer=PublishesBeforeDurable),
     Planted("take a failed write for done", ("versions", "durable-first"), syncer=ForgetsFailedWrite),
     Planted("merge twice after a restart", ("versions", "current"), syncer=MergesTwiceAfterRestart),
@@ -547,7 +561,7 @@ PLANTED: tuple[Planted, ...] = (
     Planted("return what a round still holds", ("samples-once",), syncer=ReturnsWhatARoundHolds),
     Planted("welcome one that was given up", ("current",), syncer=WelcomesTheLost),
     Planted("never give up", ("liveness",), syncer=NeverGivesUp),
-    Planted("forget who is lost", ("liveness",), syncer=ForgetsWhoIsLost),
+    Planted("forget who is lost", ("liveness",), syncer=ForgetsWhoIsLost, first_seed=540),
     Planted("forget marks of leases", ("samples-once",), syncer=ForgetsMarksOfLeases),
     Planted("lease new samples first", ("returned-first",), syncer=NewSamplesFirst),
     Planted("count a lease twice", ("lease-held",), learner=CountsLeasesTwice),
@@ -556,8 +570,8 @@ PLANTED: tuple[Planted, ...] = (
     Planted("take steps while paused", ("paused",), learner=StepsWhilePaused),
     Planted("keep the quorum of before", ("quorum",), syncer=KeepsItsQuorum),
     Planted("keep the grace margin of before", ("grace",), syncer=KeepsItsGrace),
-    Planted("tell of a wish once", ("liveness",), syncer=TellsOnce),
-    Planted("tell nobody who returns", ("liveness",), syncer=TellsNobodyWhoReturns),
+    Planted("tell of a wish once", ("liveness",), syncer=TellsOnce, first_seed=950),
+    Planted("tell nobody who returns", ("liveness",), syncer=TellsNobodyWhoReturns, first_seed=110),
     Planted("go on with a round that was lost", ("shards",), syncer=KeepsRoundsOfALostShard),
     Planted("ask a shard that is away", ("shards",), syncer=AsksAShardThatIsAway),
     Planted("take what a shard forgot for durable", ("durable-first", "versions"), syncer=TakesAllForDurable),
@@ -566,4 +580,6 @@ PLANTED: tuple[Planted, ...] = (
     Planted("wait for a lost shard", ("liveness",), syncer=WaitsForALostShard),
     Planted("keep the place of a lost shard", ("liveness",), syncer=KeepsThePlaceOfALostShard),
     Planted("a lost shard blocks the end", ("liveness",), syncer=LostShardBlocksEnd),
+    Planted("leave before it is merged", ("pushed",), learner=LeavesTooEarly),
+    Planted("go on after the notice", ("pushed",), learner=StepsAfterTheNotice),
 )

@@ -6,7 +6,8 @@ import heapq
 from typing import NamedTuple
 
 from atoll.core.dispatch import Table, handlers
-from atoll.core.learner_joining import MOST_GIVING, Joining
+from atoll.core.learner_joining import MOST_GIVING
+from atoll.core.learner_leaving import Parting
 from atoll.core.ledger import Line
 from atoll.core.protocol import (
     Delivered,
@@ -22,7 +23,6 @@ from atoll.core.protocol import (
     LearnerEffect,
     LearnerEvent,
     Lease,
-    Leave,
     LeaveWanted,
     LinkClosed,
     LinkMeasured,
@@ -72,7 +72,7 @@ class LearnerView(NamedTuple):
     reason: str
 
 
-class LearnerCore(Joining):
+class LearnerCore(Parting):
     """One incarnation of one learner.
 
     >>> core = LearnerCore(RunConfig(fragments=2, every_steps=2), learner=1, incarnation=1)
@@ -107,8 +107,8 @@ class LearnerCore(Joining):
 
     @property
     def training(self) -> bool:
-        """The driver takes inner steps exactly while this holds, and begins none while it is `paused`: that wait
-        somebody has asked for. Nothing else that the network does may keep it from a step."""
+        """The driver takes inner steps exactly while this holds, and begins none while it `rests`: that wait somebody
+        has asked for. Nothing else that the network does may keep it from a step."""
         return self.mode is Mode.TRAINING or (self.mode is Mode.FINISHING and self.step > 0 and not self._final_here())
 
     def _on_step(self, now: float, event: StepTaken) -> None:
@@ -130,10 +130,14 @@ class LearnerCore(Joining):
             self._send(Report(self.step, self.trained, event.step_time_s, self.taken))
         if self.pulls and self.link is Link.UP:
             self._answer_pulls()  # without a link a copy would be kept that nobody ever sees
-        if self.arrivals:
+        adopts = bool(self.arrivals)
+        if adopts:
             self._adopt_arrived()
         if self.giving:
             self._give_state()
+        if adopts and self.leaving:
+            self._check_pushed()
+            self._say_leaving(now)  # what is left of it
 
     def _on_message(self, now: float, event: MessageArrived) -> None:
         envelope = event.envelope
@@ -142,7 +146,7 @@ class LearnerCore(Joining):
             return
         if envelope.tick > self.seen:
             self.seen = envelope.tick
-        if not self.paused:
+        if not self.rests:
             self.gap.add(now - self.last_heard)
         self.last_heard = now
         self.pings = 0
@@ -246,24 +250,6 @@ class LearnerCore(Joining):
             self.reason = self._note(Reason("learner-finished"))
             self._out.append(Stop(self.reason))
 
-    def _on_leave_wanted(self, now: float, event: LeaveWanted) -> None:
-        if self.mode is Mode.STOPPED:
-            return
-        self._leave("learner-left", event.why)
-
-    def _on_drain(self, now: float, envelope: Envelope, body: Drain) -> None:
-        if self.mode in (Mode.JOINING, Mode.TRAINING):
-            self._leave("learner-drained", body.why)
-        elif self.reason.code == "learner-drained":
-            self._send(Leave(body.why))  # what it said was lost
-
-    def _leave(self, code: str, why: str) -> None:
-        if self.link is Link.UP:
-            self._send(Leave(why))
-        self._turn("stopped")
-        self.reason = self._note(Reason(code, (why,)))
-        self._out.append(Stop(self.reason))
-
     def _on_refuse(self, now: float, envelope: Envelope, body: Refuse) -> None:
         if self.mode is Mode.STOPPED:
             return
@@ -356,4 +342,5 @@ _TIMERS: Table = (
     ("quiet", "_on_quiet_timer"),
     ("state", "_on_state_timer"),
     ("lease", "_on_lease_timer"),
+    ("leaving", "_on_leaving_timer"),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 from atoll.core.learner_rounds import LearnerRounds
 from atoll.core.learner_state import Giving
 from atoll.core.protocol import (
@@ -51,6 +53,10 @@ class Joining(LearnerRounds):
             self._ask_leases_anew(now)
         if self.mode is Mode.JOINING:
             self._check_ready(now)
+        self._say_leaving(now)
+
+    @abstractmethod
+    def _say_leaving(self, now: float) -> None: ...
 
     def _ask_state_again(self, now: float) -> None:
         """On a new link the request may have been lost, but the wait goes on: links that break often must not keep a

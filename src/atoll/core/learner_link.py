@@ -57,9 +57,10 @@ class LinkKeeper(LearnerState):
 
     def _quiet_limit(self) -> float:
         """While everybody stands still nothing is said, and a ping now and then tells both sides that the link is
-        there: often enough for the syncer, which does not count a silence below `first_wait_s` then."""
+        there: often enough for the syncer, which does not count a silence below `first_wait_s` then. Who leaves has
+        little time, and wants to know as soon."""
         usual = patience(self.gap, 4, self.limits) if self.gap.count >= 4 else self.limits.first_wait_s
-        return min(usual, self.limits.first_wait_s / 4) if self.paused else usual
+        return min(usual, self.limits.first_wait_s / 4) if self.paused or self.leaving else usual
 
     def _watch_quiet(self, at: float) -> None:
         self.quiet_at = at

@@ -33,6 +33,7 @@ class Giving(NamedTuple):
 class LearnerState:
     """State and helpers; the parts of the learner build on it. Only `LearnerCore.handle` may change it."""
 
+    # long: all that it remembers, a line each
     def __init__(self, config: RunConfig, learner: LearnerId, incarnation: Incarnation) -> None:
         self.config = config
         self.limits = config.limits
@@ -95,6 +96,9 @@ class LearnerState:
         self.lease_time = Estimate()  # from a request to a lease
         self.paused = False  # the run is paused, as far as we were told: stand still at a step boundary
         self.hold_serial = 0  # of the newest word about that from this syncer
+        self.leaving = False  # it has taken its last step, and leaves when all of it is merged
+        self.leave_why = ""
+        self.leaving_due = 0.0  # when it says so again
         self.final: tuple[Version, ...] = ()
         self.final_merges = 0
         self.refused_for: Incarnation | None = None  # the newest incarnation, if we were refused for our number

@@ -98,6 +98,15 @@ class Leave(NamedTuple):
     why: str
 
 
+class Leaving(NamedTuple):
+    """I have to go soon and take no more steps. Of these fragments I have trained something that is in no version yet,
+    as far as I know: merge it out of turn. Said again while I wait; the newest word counts."""
+
+    step: int
+    trained: int  # tokens of this incarnation: there will be no more
+    unmerged: tuple[FragmentId, ...]
+
+
 class LeaseRequest(NamedTuple):
     """My leases run low: I hold so many, of which I have had so many samples."""
 
@@ -234,6 +243,7 @@ LearnerBody = (
     | InnerState
     | Ready
     | Leave
+    | Leaving
     | LeaseRequest
     | Held
     | FetchTime

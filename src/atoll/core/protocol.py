@@ -39,6 +39,7 @@ from atoll.core.messages import (
     Lease,
     LeaseRequest,
     Leave,
+    Leaving,
     Marker,
     NoPeer,
     PeerChosen,
@@ -88,6 +89,7 @@ __all__ = [  # what is imported from here and defined in `messages`
     "Lease",
     "LeaseRequest",
     "Leave",
+    "Leaving",
     "Marker",
     "NoPeer",
     "PeerChosen",
@@ -336,7 +338,11 @@ class MomentsFound(NamedTuple):
 
 
 class LeaveWanted(NamedTuple):
+    """At once; or, with `push`, when all that it has trained is merged. A driver whose time is over says it again,
+    without."""
+
     why: str
+    push: bool = False
 
 
 SyncerEvent = (

@@ -129,6 +129,11 @@ REASONS: dict[str, str] = {
     "learner-paused": "stands still from the next step boundary on: the run is paused",
     "learner-resumed": "goes on: the run is not paused",
     "learner-drained": "left as it was asked to: {0}",
+    # leaving with a notice
+    "member-leaving": "leaves soon, with something in {0} fragments that no version holds: merging that out of turn",
+    "learner-leaving": "takes no more steps, and leaves when the {0} tokens that are in no version yet are merged: {1}",
+    "learner-pushed": "left, with everything merged: {0}",
+    "learner-hurried": "left with {1} tokens that some fragment has not merged, because there was no more time: {0}",
     # the end
     "finish-budget": "the budget is reached ({0}); one last merge of every fragment",
     "finish-asked": "asked to finish; one last merge of every fragment",

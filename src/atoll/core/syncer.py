@@ -22,6 +22,7 @@ from atoll.core.protocol import (
     LearnerDisconnected,
     LeaseRequest,
     Leave,
+    Leaving,
     MergeDone,
     MergeFailed,
     MessageArrived,
@@ -274,6 +275,8 @@ class SyncerCore(Ending):
         reason = Reason("member-live") if m.standing is Standing.LIVE else Reason("member-joining", (m.incarnation,))
         if m.standing is Standing.LIVE and self.paused and m.held == self.pause_serial:
             reason = Reason("member-paused")
+        elif m.standing is Standing.LIVE and m.leaving:
+            reason = Reason("member-leaving", (len(m.unmerged),))
         elif m.standing is Standing.SUSPECT:
             reason = Reason("member-suspected", (self.now - m.last_heard, self._silence_limit(m)))
         elif m.standing is Standing.ADMITTING:
@@ -311,6 +314,8 @@ class SyncerCore(Ending):
         for m in self.members.values():
             assert set(m.owed) <= set(self.fragments)
             assert m.standing in (Standing.JOINING, Standing.LIVE, Standing.SUSPECT) or not m.owed
+        for learner, m in self.leavers.items():
+            assert self.members.get(learner) is m and m.leaving and m.unmerged, f"learner {learner} does not leave"
         self.leases.check()
         assert set(self.lease_closing) <= set(self.leases.holders)
 
@@ -341,6 +346,7 @@ _BODIES: Table = (
     (InnerState, "_on_inner_state"),
     (Ready, "_on_ready"),
     (Leave, "_on_leave"),
+    (Leaving, "_on_leaving"),
     (LeaseRequest, "_on_lease_request"),
     (Held, "_on_held"),
     (FetchTime, "_on_fetch_time"),

@@ -53,7 +53,7 @@ class Ending(Shards):
         for f in self.fragments.values():
             if f.phase is Phase.IDLE and not f.final:
                 f.need_steps = 1
-                if self._is_ripe(f):
+                if self._is_ripe(f) or self._is_pushed(f):
                     self._open(now, f, final=True)
 
     def _final_failed(self, now: float, f: Fragment, reason: Reason) -> None:

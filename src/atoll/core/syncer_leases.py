@@ -17,13 +17,13 @@ from atoll.core.leases import MOST_AT_ONCE, Holder, Key
 from atoll.core.policy import backoff_s
 from atoll.core.protocol import Contribution, Envelope, Lease, LeaseRequest, Persist
 from atoll.core.reasons import Reason
-from atoll.core.syncer_rounds import Rounds
+from atoll.core.syncer_leavers import Leavers
 from atoll.core.syncer_state import Member
 from atoll.core.tables import Stage, Standing
 from atoll.core.types import LearnerId
 
 
-class Leasing(Rounds):
+class Leasing(Leavers):
     def _on_lease_request(self, now: float, member: Member, envelope: Envelope, body: LeaseRequest) -> None:
         if not self.config.lease_samples or self.stage not in (Stage.RUNNING, Stage.FINISHING):
             self._ignore("no leases now")

@@ -131,6 +131,7 @@ class Members(Leasing):
     def _forget(self, now: float, member: Member) -> None:
         """What it has contributed stays in its round: at the time it was current, and sums cannot be undone."""
         member.owed.clear()
+        self.leavers.pop(member.id, None)
         self._leave_out(now, member.id)
         for f in list(self.fragments.values()):
             if member.id in f.asked and f.phase in (Phase.PULLING, Phase.GRACE):
@@ -248,7 +249,7 @@ class Members(Leasing):
             member.first_step = member.step
             return
         for f in self.fragments.values():
-            if f.latest_round is not None and f.opened_at >= member.gone_at:
+            if f.turned_at >= member.gone_at:
                 f.open_steps[member.id] = member.step
 
     # ---------------------------------------------------------------------------------------------------- hearing
@@ -495,13 +496,14 @@ class Members(Leasing):
         self._send(peer, StateWanted(member.id, member.incarnation, self._versions()))
 
     def _choose_peer(self, member: Member, tried: tuple[LearnerId, ...]) -> Member | None:
-        """A live learner that trains; of those the one that lags least behind what is published, then the lowest id."""
+        """A live learner that trains, and rather one that stays; of those the one that lags least behind what is
+        published, then the lowest id."""
         candidates = [m for m in self.live.values() if m.id != member.id and m.id not in tried and m.step > 0]
         return min(candidates, key=self._lag, default=None)
 
-    def _lag(self, member: Member) -> tuple[int, LearnerId]:
+    def _lag(self, member: Member) -> tuple[bool, int, LearnerId]:
         behind = sum(1 for p, f in self.fragments.items() if member.received.get(p, NOTHING) < f.version)
-        return behind, member.id
+        return member.leaving, behind, member.id
 
     def _on_inner_state(self, now: float, member: Member, envelope: Envelope, body: InnerState) -> None:
         to = self.members.get(body.to)

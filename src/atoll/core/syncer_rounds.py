@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 
 from atoll.core.policy import CODECS, backoff_s, down_codec_for, flight_limit, grace_window, patience
@@ -38,7 +37,11 @@ class Rounds(SyncerState, ABC):
         if self.stage is Stage.FINISHING:
             self._open_final(now)
             return
-        if self.stage is not Stage.RUNNING or self.paused:
+        if self.stage is not Stage.RUNNING:
+            return
+        if self.leavers:
+            self._open_for_leavers(now)
+        if self.paused:
             return
         for f in list(self.retrying.values()):
             if self._places_taken() >= self.flight_limit:
@@ -67,7 +70,7 @@ class Rounds(SyncerState, ABC):
         tell of steps from before it: nobody takes that many in less than half of their time."""
         need = f.need_steps
         opened = f.open_steps
-        since_s = self.now - f.opened_at if f.latest_round is not None else math.inf
+        since_s = self.now - f.turned_at
         return sum(
             1
             for m in self.live.values()
@@ -76,9 +79,13 @@ class Rounds(SyncerState, ABC):
 
     def _askable(self, f: Fragment) -> list[Member]:
         """Live learners with at least one step on the fragment."""
-        return [m for m in self.live.values() if m.step > self._baseline(f, m)]
+        return [m for m in self.live.values() if self._has_news(f, m)]
 
-    def _open(self, now: float, f: Fragment, final: bool = False) -> bool:
+    def _has_news(self, f: Fragment, member: Member) -> bool:
+        """One that leaves takes no more steps, and says itself what it still has."""
+        return f.id in member.unmerged if member.leaving else member.step > self._baseline(f, member)
+
+    def _open(self, now: float, f: Fragment, final: bool = False, in_turn: bool = True) -> bool:
         members = self._askable(f)
         if len(members) < self.config.quorum:
             f.reason = Reason("round-too-few", (len(members), self.config.quorum))
@@ -87,6 +94,28 @@ class Rounds(SyncerState, ABC):
         f.attempt += 1
         f.round = f.latest_round = RoundId(f.id, f.version, self.epoch, f.attempt)
         f.opened_at = now
+        f.in_turn = in_turn
+        if in_turn:
+            self._take_turn(now, f)
+        f.asked = {m.id: now for m in members}
+        f.contributions = {}
+        f.pull_tries = 1
+        f.round_is_final = final
+        f.merged = False
+        f.save_tries = 0
+        f.reason = self._note(Reason("round-opened", (f.version, len(members), self.config.quorum)))
+        pull = Pull(f.round)
+        for m in members:
+            self._send(m, pull)
+            if m.leaving:
+                m.pushes[f.id] = m.pushes.get(f.id, 0) + 1
+        self._arm_pull(now, f)
+        return True
+
+    def _take_turn(self, now: float, f: Fragment) -> None:
+        """Steps towards its next round count from here. Out of turn they go on: whoever is not in that merge would
+        otherwise have to wait for another H."""
+        f.turned_at = now
         # A learner that did not report right now is in the middle of a step, which does not count as taken since.
         # One that is suspected now may be heard again, and must not count the steps before this opening then.
         f.open_steps = {
@@ -95,21 +124,9 @@ class Rounds(SyncerState, ABC):
             if m.standing in (Standing.LIVE, Standing.SUSPECT)
         }
         f.need_steps = self.config.every_steps
-        f.asked = {m.id: now for m in members}
-        f.contributions = {}
-        f.pull_tries = 1
-        f.round_is_final = final
-        f.merged = False
-        f.save_tries = 0
         self.retrying.pop(f.id, None)
         del self.by_opening[f.id]
         self.by_opening[f.id] = f
-        f.reason = self._note(Reason("round-opened", (f.version, len(members), self.config.quorum)))
-        pull = Pull(f.round)
-        for m in members:
-            self._send(m, pull)
-        self._arm_pull(now, f)
-        return True
 
     def _arm_pull(self, now: float, f: Fragment) -> None:
         """As long as its K-th quickest may take, which makes the quorum. One that is slow, or says so, delays none."""
@@ -122,7 +139,7 @@ class Rounds(SyncerState, ABC):
     def _ask_too(self, now: float, member: Member) -> None:
         """A learner whose first step on a fragment ends while its round still wants a quorum is asked at once."""
         for f in self.pulling.values():
-            if member.id not in f.asked and member.step > self._baseline(f, member):
+            if member.id not in f.asked and self._has_news(f, member):
                 assert f.round is not None
                 f.asked[member.id] = now
                 self._send(member, Pull(f.round))
@@ -153,7 +170,7 @@ class Rounds(SyncerState, ABC):
         for m in waiting:
             self._send(m, Pull(f.round))
         self._arm_pull(now, f)
-        if f.round_is_final:
+        if f.round_is_final or self.leavers:
             self._check_round(now, f)  # asked for the last time: from here on a quorum is enough
 
     def _abandon(self, now: float, f: Fragment, reason: Reason, what: str = "") -> None:
@@ -169,8 +186,9 @@ class Rounds(SyncerState, ABC):
         f.round = None
         f.asked = {}
         f.contributions = {}
-        f.need_steps = min(self.config.every_steps, 2 ** min(f.attempt - 1, 20))
-        self.retrying[f.id] = f
+        if f.in_turn:
+            f.need_steps = min(self.config.every_steps, 2 ** min(f.attempt - 1, 20))
+            self.retrying[f.id] = f
         if self.lease_closing:
             self._settle_leases()
         if f.round_is_final:
@@ -213,7 +231,7 @@ class Rounds(SyncerState, ABC):
     def _correct_baseline(self, f: Fragment, member: Member, body: Contribution) -> None:
         """The copy was made at the first boundary after the pull, so it tells how far the learner was at the opening
         even if its reports were late. Steps that it had taken by then do not count towards the next round."""
-        if body.round == f.latest_round and member.id in f.open_steps:
+        if body.round == f.latest_round and f.in_turn and member.id in f.open_steps:
             f.open_steps[member.id] = max(f.open_steps[member.id], min(body.copied_at - 1, member.step))
 
     def _is_duplicate(self, f: Fragment, member: Member, body: Contribution) -> bool:
@@ -273,9 +291,12 @@ class Rounds(SyncerState, ABC):
 
     def _has_quorum(self, f: Fragment) -> bool:
         """A last round wants everybody who was asked, as long as asking goes on: no later one takes up what it leaves,
-        and nobody waits for it."""
-        if f.round_is_final and f.pull_tries < self.limits.pull_tries and self._waiting(f):
-            return False
+        and nobody waits for it. So does any round want a learner that leaves."""
+        if f.pull_tries < self.limits.pull_tries:
+            if f.round_is_final and self._waiting(f):
+                return False
+            if self.leavers and self._awaits_leaver(f):
+                return False
         return len(f.contributions) >= self.config.quorum
 
     def _enter_grace(self, now: float, f: Fragment) -> None:
@@ -390,6 +411,8 @@ class Rounds(SyncerState, ABC):
             self.ledger.merge(f.id, a)
             if a.taken:
                 self.leases.merge((a.learner, a.incarnation), a.taken)
+        if self.leavers:
+            self._pushed(f)
         f.last_contributors = tuple(sorted(f.contributions))
         f.version += 1
         f.attempt = 0
@@ -512,6 +535,18 @@ class Rounds(SyncerState, ABC):
 
     @abstractmethod
     def _final_failed(self, now: float, f: Fragment, reason: Reason) -> None: ...
+
+    @abstractmethod
+    def _open_for_leavers(self, now: float) -> None: ...
+
+    @abstractmethod
+    def _awaits_leaver(self, f: Fragment) -> bool: ...
+
+    @abstractmethod
+    def _pushed(self, f: Fragment) -> None: ...
+
+    @abstractmethod
+    def _trains(self, now: float, member: Member, moments: Reason) -> None: ...
 
     @abstractmethod
     def _record_in_flight(self, member: Member, envelope: Envelope, body: Contribution) -> None: ...

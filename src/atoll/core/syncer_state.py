@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -70,6 +71,7 @@ class Fragment:
         "final_tries",
         "grace_until",
         "id",
+        "in_turn",
         "last_contributors",
         "latest_round",
         "marks",
@@ -89,6 +91,7 @@ class Fragment:
         "round_is_final",
         "save_tries",
         "sealed_at",
+        "turned_at",
         "version",
     )
 
@@ -101,6 +104,8 @@ class Fragment:
         self.latest_round: RoundId | None = None  # the last one that was opened in this epoch, open or not
         self.attempt = 0  # openings on this version in this epoch
         self.opened_at = 0.0
+        self.turned_at = -math.inf  # the same, of the last one in turn: steps towards the next count from there
+        self.in_turn = True  # the last one that was opened, was; one for a learner that leaves is not
         self.need_steps = (
             offset_steps  # steps that make it ripe: first its offset, then H, few after an abandoned round
         )
@@ -153,9 +158,12 @@ class Member:
         "id",
         "incarnation",
         "last_heard",
+        "leaving",
+        "leaving_tick",
         "owed",
         "pace",
         "publish_timer",
+        "pushes",
         "quick_s",
         "reason",
         "received",
@@ -168,6 +176,7 @@ class Member:
         "strikes",
         "sync",
         "training",
+        "unmerged",
     )
 
     def __init__(self, learner: LearnerId, incarnation: Incarnation, session: int) -> None:
@@ -206,6 +215,10 @@ class Member:
         self.drained_by = ""  # who has asked it to leave
         self.control_tries = 0  # sendings of what it has not answered
         self.control_due = 0.0  # when it is told again
+        self.leaving = False  # it has taken its last step, and leaves when all that it trained is merged
+        self.leaving_tick = 0  # of its newest word about that
+        self.unmerged: dict[FragmentId, None] = {}  # of which it has something to be merged, as it says
+        self.pushes: dict[FragmentId, int] = {}  # rounds in which it was asked for that
         self.seen = 0  # its newest tick that reached us
         self.silence_at: float | None = None  # when its silence is looked at next
         self.publish_timer = False
@@ -261,6 +274,7 @@ class SyncerState:
         self.pulling: dict[FragmentId, Fragment] = {}  # of those in flight, PULLING
         self.members: dict[LearnerId, Member] = {}
         self.live: dict[LearnerId, Member] = {}  # standing LIVE, by id
+        self.leavers: dict[LearnerId, Member] = {}  # leaving, with something that is not merged
         self.ledger = SyncerLedger(ids)
         self.quorum_time = Estimate()  # xi_quorum
         self.flight_limit = flight_limit(config, 0.0, self.quorum_time, Estimate())
@@ -435,7 +449,7 @@ class SyncerState:
 
     def _rests(self, member: Member) -> bool:
         """It stands still because it was told to, or may still: how often it speaks now says nothing about later."""
-        return self.paused or member.held != self.pause_serial
+        return self.paused or member.leaving or member.held != self.pause_serial
 
     def _baseline(self, f: Fragment, member: Member) -> int:
         """The learner's local step from which its steps count towards the next round of this fragment."""

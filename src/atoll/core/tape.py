@@ -98,6 +98,7 @@ REGISTERED: tuple[type, ...] = (
     protocol.InnerState,
     protocol.Ready,
     protocol.Leave,
+    protocol.Leaving,
     protocol.LeaseRequest,
     protocol.Held,
     protocol.FetchTime,

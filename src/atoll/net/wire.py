@@ -301,6 +301,16 @@ def frame_head(kind: Kind, codec: int, header: bytes, payload: Buffer | list[Buf
     return fields + digest(fields, header, *pieces)
 
 
+def flowing_head(kind: Kind, header: bytes, size: int, flow: Callable[[Callable[[Buffer], None]], None]) -> bytes:
+    """The same for a payload without a codec that is never in one place: `flow` shows all of it, piece by piece."""
+    assert len(header) <= MOST_HEADER_BYTES and size <= MOST_PAYLOAD_BYTES, "it would not be read"
+    fields = _FIELDS.pack(_FRAME_MAGIC, WIRE_VERSION, kind, 0, 0, len(header), size)
+    state = xxh3_128(fields)
+    state.update(header)
+    flow(lambda piece: state.update(as_bytes(piece)))
+    return fields + state.digest()
+
+
 def digest(*buffers: Buffer) -> bytes:
     """XXH3, 128 bits, of these bytes one after the other, most significant byte first (as `xxhsum -H2` prints it)."""
     state = xxh3_128()

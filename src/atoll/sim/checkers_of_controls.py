@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from atoll.core.protocol import ControlRequested, Envelope, Held, Pull, Say, StepTaken
+from atoll.core.protocol import ControlRequested, Envelope, Held, Leave, Leaving, Pull, Say, StepTaken
 from atoll.core.syncer_state import Restored
 from atoll.core.tape import Actor, Entry
-from atoll.core.types import FragmentId, RoundId, RunConfig
+from atoll.core.types import FragmentId, LearnerId, RoundId, RunConfig
 from atoll.sim.checkers import Checker, is_syncer
 
 
@@ -31,13 +31,18 @@ class InForce(Checker):
 
 class Paused(Checker):
     name = "paused"
-    sentence = "a paused run opens no round, and a learner that was told takes no step but the one that it is in"
+    sentence = (
+        "a paused run opens no round, but for a learner that leaves, and a learner that was told takes no step but the"
+        " one that it is in"
+    )
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.events = {ControlRequested: self._on_control, StepTaken: self._on_step}
         self.effects = {Say: self._on_say}
         self.sent = {Pull: self._on_pull, Held: self._on_held}
+        self.arrived = {Leaving: self._on_leaving, Leave: self._on_leave}
+        self._leavers: dict[tuple[Actor, LearnerId], tuple[FragmentId, ...]] = {}  # what they named, to each syncer
         self._since: dict[Actor, int] = {}  # syncers that are paused: the tick at which they were told
         self._ending: set[Actor] = set()  # syncers that have begun to end the run
         self._newest: dict[tuple[Actor, FragmentId], RoundId] = {}
@@ -65,8 +70,19 @@ class Paused(Checker):
         assert isinstance(body, Pull)
         key = (entry.actor, body.round.fragment)
         opened, self._newest[key] = self._newest.get(key) != body.round, body.round
-        if opened and entry.tick > self._since.get(entry.actor, entry.tick):
+        if opened and entry.tick > self._since.get(entry.actor, entry.tick) and not self._is_named(entry, body):
             self.fail(entry, ("fragment", body.round.fragment), f"{body.round} was opened while the run is paused")
+
+    def _on_leaving(self, entry: Entry, envelope: Envelope) -> None:
+        body = envelope.body
+        assert isinstance(body, Leaving)
+        self._leavers[(entry.actor, envelope.learner)] = body.unmerged
+
+    def _on_leave(self, entry: Entry, envelope: Envelope) -> None:
+        self._leavers.pop((entry.actor, envelope.learner), None)
+
+    def _is_named(self, entry: Entry, body: Pull) -> bool:
+        return any(actor == entry.actor and body.round.fragment in named for (actor, _), named in self._leavers.items())
 
     def _on_held(self, entry: Entry, envelope: Envelope) -> None:
         body = envelope.body

@@ -9,6 +9,7 @@ from atoll.core.protocol import (
     Finish,
     Held,
     InnerState,
+    LeaveWanted,
     MessageArrived,
     Record,
     Send,
@@ -100,11 +101,14 @@ class LedgerBalance(Durable):
 
 class Independence(Checker):
     name = "independence"
-    sentence = "a learner's step times do not depend on syncer, peers or network, but for a pause that it was told of"
+    sentence = (
+        "a learner's step times do not depend on syncer, peers or network, but for a pause that it was told of, or its"
+        " own leaving"
+    )
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self.events = {StepTaken: self._on_step}
+        self.events = {StepTaken: self._on_step, LeaveWanted: self._on_leave_wanted}
         self.effects = {StartTraining: self._on_start}
         self.sent = {Held: self._on_held}
         self.arrived = {Finish: self._on_finish}
@@ -129,6 +133,10 @@ class Independence(Checker):
             self.fail(entry, ("learner", entry.actor.learner), f"{waited:.6g} s between two steps were not its own")
         if not self._rests.get(entry.actor, True):
             del self._rests[entry.actor]
+
+    def _on_leave_wanted(self, entry: Entry, event: LeaveWanted) -> None:
+        if event.push:
+            self._rests[entry.actor] = True
 
     def _on_held(self, entry: Entry, envelope: Envelope) -> None:
         body = envelope.body
@@ -245,4 +253,60 @@ class Stopped(Checker):
             self.fail(entry, ("learner", entry.actor.learner), "a contribution after the stop")
 
 
-LEARNER_CHECKERS: tuple[type[Checker], ...] = (LedgerBalance, Independence, Recovery, Clocks, Stopped)
+class Pushed(Durable):
+    """Its own books: steps that the learner was told of, tokens that the syncer made durable, and what was dropped."""
+
+    name = "pushed"
+    sentence = (
+        "a learner that leaves after a push takes no more steps, and all of its tokens are in versions, unless "
+        "its time was over"
+    )
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.events[StepTaken] = self._on_step
+        self.events[LeaveWanted] = self._on_leave_wanted
+        self.effects[AdoptFragment] = self._on_adopt
+        self.effects[Stop] = self._on_stop
+        self._trained: dict[Who, int] = {}
+        self._settled: dict[tuple[Who, FragmentId], int] = {}  # durable, or dropped in adopting
+        self._leaving: dict[Who, bool] = {}  # it pushes; False: it was told that its time is over
+
+    def _on_step(self, entry: Entry, event: StepTaken) -> None:
+        who = (entry.actor.learner, entry.actor.start)
+        self._trained[who] = self._trained.get(who, 0) + event.tokens
+        if event.steps and who in self._leaving:
+            self.fail(entry, ("learner", who[0]), "a step after it was asked to leave")
+
+    def _on_leave_wanted(self, entry: Entry, event: LeaveWanted) -> None:
+        who = (entry.actor.learner, entry.actor.start)
+        if event.push:
+            self._leaving.setdefault(who, True)
+        elif who in self._leaving:
+            self._leaving[who] = False
+
+    def now_durable(self, entry: Entry | None, record: Record) -> None:
+        if isinstance(record, VersionRecord):
+            for a in record.contributions:
+                key = ((a.learner, a.incarnation), record.fragment)
+                self._settled[key] = self._settled.get(key, 0) + a.tokens
+
+    def _on_adopt(self, entry: Entry, effect: AdoptFragment) -> None:
+        if effect.dropped_tokens:
+            key = ((entry.actor.learner, entry.actor.start), effect.fragment)
+            self._settled[key] = self._settled.get(key, 0) + effect.dropped_tokens
+
+    def _on_stop(self, entry: Entry, effect: Stop) -> None:
+        """The end of the run, an operator and a syncer that refuses it may take it out before."""
+        who = (entry.actor.learner, entry.actor.start)
+        if not self._leaving.pop(who, False) or effect.reason.code not in ("learner-pushed", "learner-left"):
+            return
+        trained = self._trained.get(who, 0)
+        for p in self.config.fragment_ids():
+            settled = self._settled.get((who, p), 0)
+            if settled != trained:
+                what = f"fragment {p}: it leaves with {trained} tokens trained, and {settled} of them settled"
+                self.fail(entry, ("learner", who[0]), what)
+
+
+LEARNER_CHECKERS: tuple[type[Checker], ...] = (LedgerBalance, Independence, Recovery, Clocks, Stopped, Pushed)

@@ -33,7 +33,7 @@ DRAWN = (
 CONTROLS = ("pause run", "drain", "quorum", "grace")
 """What operators ask for is no fault, and is met by faults all the same."""
 
-FAULTS = (*DRAWN, "die", *CONTROLS, "lose shard")
+FAULTS = (*DRAWN, "die", *CONTROLS, "lose shard", "notice")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def draw(seed: int, small: bool = False) -> Plan:
         plan = _with_leases(plan)
     if seed % 8 in (1, 4, 6):
         plan = _with_deaths(plan)
-    return _with_shards(_with_controls(plan))
+    return _with_notices(_with_shards(_with_controls(plan)))
 
 
 def _with_leases(plan: Plan) -> Plan:
@@ -195,6 +195,27 @@ def _with_shards(plan: Plan) -> Plan:
     faults = tuple(sorted((*plan.faults, *lost), key=lambda f: f.at_s))
     at_the_end = rng.randrange(shards) if rng.random() < 0.4 else None
     return replace(plan, faults=faults, shards=shards, lost_at_the_end=at_the_end)
+
+
+def _with_notices(plan: Plan) -> Plan:
+    """In some worlds machines are taken away after a notice, long or short, and many are given back. Drawn apart, as
+    leases are."""
+    rng = Random(plan.seed ^ 0x4071CE)
+    if rng.random() < 0.6:
+        return plan
+    out = {fault.learner for fault in plan.faults if fault.kind in ("leave", "die", "drain")}
+    staying = [i for i in plan.starts_s if i not in out]
+    wanted = max([plan.config.quorum, *(int(f.size) for f in plan.faults if f.kind == "quorum")])
+    spare = len(staying) - wanted  # so many may go for good
+    notices: list[Fault] = []
+    at_s = rng.uniform(0, plan.faulty_s)
+    for learner in rng.sample(staying, rng.randint(1, max(1, min(3, len(staying))))) if staying else ():
+        at_s = at_s if rng.random() < 0.5 else rng.uniform(0, plan.faulty_s)  # several at once
+        comes_back = spare <= 0 or rng.random() < 0.5
+        spare -= not comes_back
+        lasts_s = rng.choice((0.5, 10.0, 60.0, 120.0)) * rng.random()
+        notices.append(Fault(at_s, "notice", learner, lasts_s, 10.0 if comes_back else 2.0))
+    return replace(plan, faults=tuple(sorted((*plan.faults, *notices), key=lambda f: f.at_s)))
 
 
 def _draw_link(rng: Random, tight: bool) -> LinkDraw:

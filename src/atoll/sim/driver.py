@@ -21,6 +21,7 @@ from atoll.core.protocol import (
     InnerState,
     LearnerDisconnected,
     LeaseRequest,
+    LeaveWanted,
     LinkClosed,
     LinkOpened,
     MergeDone,
@@ -221,10 +222,10 @@ class Driver:
     def _stand(self, proc: Process, event: Event) -> None:
         """Its training thread sleeps at a boundary, and looks up when something has come."""
         core = proc.core
-        if not core.paused or core.mode is Mode.STOPPED:
+        if not core.rests or core.mode is Mode.STOPPED:
             proc.stands = False
             self._begin_step(proc)
-        elif core.has_boundary_work and type(event) is not StepTaken:
+        elif (core.has_boundary_work and type(event) is not StepTaken) or core.can_answer:
             self._run(proc, StepTaken(0, 0, 0.0))
 
     def _count_pair(self, proc: Process, event: Event) -> None:
@@ -467,7 +468,7 @@ class Driver:
         refused = effect.reason.code == "learner-refused"
         if refused and self.learners.get(proc.actor.learner) is proc and "finished" not in str(effect.reason):
             self.engine.at(self.engine.now + 1.0, self._start_if_stopped, proc)
-        elif effect.reason.code == "learner-drained":
+        elif effect.reason.code in ("learner-drained", "learner-pushed", "learner-hurried"):
             self.gone.add(proc.actor.learner)  # nobody starts it again
             self.engine.at(self.engine.now + 1.0, self._kill_if_alive, proc)
 
@@ -484,7 +485,7 @@ class Driver:
             return
         now = self.engine.now
         took = self.plan.step_times_s[proc.actor.learner] * proc.slow
-        if proc.core.paused:
+        if proc.core.rests:
             proc.stands = True
         elif proc.core.training:
             proc.stepping_since = now
@@ -502,7 +503,13 @@ class Driver:
         took = max(now - proc.stepping_since, 0.0)
         tokens, samples = self.plan.tokens[proc.actor.learner], self._samples(proc)
         self._run(proc, StepTaken(1, tokens, took, samples))
+        self._heed_notice(proc)
         self._begin_step(proc)
+
+    def _heed_notice(self, proc: Process) -> None:
+        """A signal that came in the middle of a step is heard at its end."""
+        if proc.is_noticed and proc.core.mode is not Mode.STOPPED:
+            self._run(proc, LeaveWanted("its machine is taken away", push=True))
 
     def _samples(self, proc: Process) -> int:
         """Of its leases, in one step: a whole batch, or none where it has to go on with what it has had already."""

@@ -28,6 +28,7 @@ class Process:
         "clock_s",
         "conn",
         "core",
+        "is_noticed",
         "paused_until",
         "sessions",
         "slow",
@@ -47,7 +48,8 @@ class Process:
         self.conn: Conn | None = None
         self.stepping_since = 0.0
         self.slow = 1.0
-        self.stands = False  # at a step boundary, because the run is paused
+        self.stands = False  # at a step boundary, because the run is paused, or because it leaves
+        self.is_noticed = False  # its machine is taken away soon
 
 
 class Conn:

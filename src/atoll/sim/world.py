@@ -28,6 +28,7 @@ from atoll.core.types import ControlWhat, FragmentId, LearnerId
 from atoll.sim.checkers import Violation
 from atoll.sim.draws import Fault
 from atoll.sim.driver import Driver
+from atoll.sim.processes import Process
 
 HEALED_PATIENCE_S = 3000.0
 """Virtual seconds after healing within which everything must have come right; many times what the limits add up to."""
@@ -372,6 +373,28 @@ class World(Driver):
             self.engine.at(self.engine.now + fault.lasts_s, self._come_back, fault.learner)
         return True
 
+    def _fault_notice(self, fault: Fault) -> bool:
+        """Its machine is taken away, and it is told so many seconds before. Perhaps it is given another one."""
+        proc = self._running(fault.learner)
+        if proc is None or proc.is_noticed or proc.core.mode is not Mode.TRAINING:
+            return False
+        proc.is_noticed = True
+        if proc.stands:
+            self._heed_notice(proc)
+        self.engine.at(self.engine.now + fault.lasts_s, self._end_notice, proc, fault.size > 5)
+        return True
+
+    def _end_notice(self, proc: Process, comes_back: bool) -> None:
+        learner = proc.actor.learner
+        if proc.alive:
+            if proc.core.mode is not Mode.STOPPED:
+                self._run(proc, LeaveWanted("the notice is over"))
+            self._kill_learner(proc)
+            if self.learners.get(learner) is proc:
+                self.gone.add(learner)
+        if comes_back and learner in self.gone and self.learners.get(learner) is proc:
+            self._come_back(learner)
+
     def _fault_die(self, fault: Fault) -> bool:
         """For good: with a reset link, or with its whole host, which tells nobody."""
         proc = self._running(fault.learner)
@@ -491,4 +514,5 @@ _FAULTS: dict[str, Callable[[World, Fault], bool]] = {
     "quorum": World._fault_quorum,
     "grace": World._fault_grace,
     "lose shard": World._fault_lose_shard,
+    "notice": World._fault_notice,
 }
