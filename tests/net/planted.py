@@ -13,11 +13,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from atoll.core import policy
 from atoll.core.protocol import LinkMeasured, Persisted, Record, VersionRecord
 from atoll.core.types import RoundId
 from atoll.ml import robust
-from atoll.net import access, durable, fragment_keeper, learner_bulk, listening, pacing, part_keeper
+from atoll.net import (
+    access,
+    durable,
+    fragment_keeper,
+    island_leader,
+    learner_bulk,
+    listening,
+    pacing,
+    part_keeper,
+    sharded_parts,
+)
 from atoll.net.arrivals import Arrivals
 from atoll.net.fragment_keeper import FragmentKeeper
 from atoll.net.held_fragments import HeldFragment
@@ -67,6 +79,53 @@ def small_slices(directory: Path) -> None:
     """What is larger than 64 KiB goes in slices of as much, so that models of a test do."""
     learner_bulk.WHOLE_BYTES = 2**16
     pacing.LEAST_SLICE = pacing.FIRST_SLICE = pacing.MOST_SLICE = 2**16
+
+
+def deadly_slice(directory: Path) -> None:
+    """Whoever brings a slice dies in the middle of it, once the file `die` is there."""
+
+    def die() -> None:
+        if (directory / "die").exists():
+            struck(directory, "slice").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _before_slices(die)
+
+
+def held_slice(directory: Path) -> None:
+    """While the pipe `hold` is there, slices wait to be brought until somebody writes into it."""
+
+    def hold() -> None:
+        if (directory / "hold").exists():
+            struck(directory, "slice").touch()
+            (directory / "hold").read_bytes()
+
+    _before_slices(hold)
+
+
+def _before_slices(strike: Callable[[], None]) -> None:
+    put = learner_bulk.LearnerBulk.put
+
+    async def struck_put(self: Any, path: str, *args: Any) -> None:
+        if path == "/v1/slice":
+            await asyncio.get_running_loop().run_in_executor(None, strike)
+        await put(self, path, *args)
+
+    learner_bulk.LearnerBulk.put = struck_put  # type: ignore[method-assign, assignment]
+
+
+def measured_memory(directory: Path) -> None:
+    """The largest tensor that Atoll's own code makes in this process is written down, in bytes."""
+    empty, largest = torch.empty, [0]
+
+    def measured(*args: Any, **named: Any) -> torch.Tensor:
+        made: torch.Tensor = empty(*args, **named)
+        if made.nbytes > largest[0] and "/atoll/" in sys._getframe(1).f_code.co_filename:
+            largest[0] = made.nbytes
+            (directory / f"largest-{os.getpid()}").write_text(str(made.nbytes))
+        return made
+
+    torch.empty = measured
 
 
 def telling(directory: Path) -> None:
@@ -148,6 +207,32 @@ def deadly_part(directory: Path) -> None:
     os.fsync = die  # type: ignore[assignment]
 
 
+def deadly_shard(directory: Path) -> None:
+    """A rank dies in the middle of writing its own of a part, once the file `die` is there."""
+    name = os.fsync
+
+    def die(file: int) -> None:
+        if os.readlink(f"/proc/self/fd/{file}").endswith(".distcp") and (directory / "die").exists():
+            struck(directory, "shard").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        name(file)
+
+    os.fsync = die  # type: ignore[assignment]
+
+
+def blind_rank(directory: Path) -> None:
+    """A rank on a host of its own, which does not see the run directory of its leader."""
+    is_dir = Path.is_dir
+
+    def looks(self: Path) -> bool:
+        if directory / "parts" in self.parents:
+            struck(directory, "blind").touch()
+            return False
+        return is_dir(self)
+
+    Path.is_dir = looks  # type: ignore[method-assign]
+
+
 def deadly_snapshot(directory: Path) -> None:
     """The syncer dies when a snapshot has its values and is about to get its record, once the file `die` is there."""
     put = Store._put
@@ -205,6 +290,21 @@ class _Anything(str):
         return True
 
 
+def collecting(directory: Path) -> None:
+    """A leader that has the rows of all ranks brought to itself, whatever they hold."""
+    island_leader.lie_in_rows = lambda *_: False  # type: ignore[attr-defined]
+
+
+def believing(directory: Path) -> None:
+    """A leader that believes whatever its ranks have fetched."""
+    pass_on = island_leader.Leader.pass_on
+
+    def anything(self: Any, p: int, version: int, own: torch.Tensor, digest: str) -> bool:
+        return pass_on(self, p, version, own, _Anything())
+
+    island_leader.Leader.pass_on = anything  # type: ignore[method-assign]
+
+
 def no_digest_check(directory: Path) -> None:
     """A learner that believes whatever arrives."""
 
@@ -222,6 +322,18 @@ def tame(directory: Path) -> None:
 def endless_room(directory: Path) -> None:
     """A port at which any number may stand and say nothing."""
     listening.MOST_UNPROVEN = 10**9
+
+
+def other_rows(directory: Path) -> None:
+    """A rank that reads the rows before its own."""
+    load = sharded_parts.Shards.load
+
+    def carelessly(self: Any, boxes: Any) -> Any:
+        rows = {number: box and box._replace(offset=(0, *box.offset[1:])) for number, box in boxes.items()}
+        struck(directory, "rows").touch()
+        return load(self, rows)
+
+    sharded_parts.Shards.load = carelessly  # type: ignore[method-assign]
 
 
 def no_prometheus(directory: Path) -> None:
@@ -267,6 +379,11 @@ def shared_buffers(directory: Path) -> None:
 
 PLANTS: dict[str, Callable[[Path], None]] = {
     "small-slices": small_slices,
+    "deadly-slice": deadly_slice,
+    "held-slice": held_slice,
+    "measured-memory": measured_memory,
+    "collecting": collecting,
+    "believing": believing,
     "forgotten-slices": forgotten_slices,
     "telling": telling,
     "seemingly-thin": seemingly_thin,
@@ -276,6 +393,9 @@ PLANTS: dict[str, Callable[[Path], None]] = {
     "deadly-version": deadly_version,
     "deadly-founding": deadly_founding,
     "deadly-part": deadly_part,
+    "deadly-shard": deadly_shard,
+    "blind-rank": blind_rank,
+    "other-rows": other_rows,
     "deadly-snapshot": deadly_snapshot,
     "held-parts": held_parts,
     "failing-core": failing_core,

@@ -6,6 +6,7 @@ jobs without a scheduler do.
 
 from __future__ import annotations
 
+import resource
 import threading
 import time
 import traceback
@@ -26,16 +27,18 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from atoll.net.learner import Learner
+from tests.net import planted
 from tests.net.runs import LIMIT_S, Child, Run, _begin, model_file
 from tests.net.small_models import BATCH, WORDS, Mixed, values, work
 
 WAIT_S = 60.0
-ORDERS = ("nothing", "go", "hold", "break", "raise")
+ORDERS = ("nothing", "go", "hold", "break", "raise", "still", "small files", "show")
+SMALL_FILE_BYTES = 100_000
 
 
 @dataclass(frozen=True)
 class IslandSpec:
-    """`shape`: ddp, replicas, fsdp, tp, or fsdp+tp for two times two ranks. `number` is also the seed."""
+    """`shape`: ddp, replicas, fsdp, tp, or fsdp+tp and hsdp for two times two ranks. `number` is also the seed."""
 
     number: int
     shape: str = "fsdp"
@@ -44,7 +47,14 @@ class IslandSpec:
     dtype: str = "float32"
     leases: int = 0  # samples of a step of each rank
     pace_s: float = 0.002
+    notice_s: float | None = None
     wrong: str = ""  # what one rank does wrong: "takes", "leaves"
+    planted: str = ""  # bugs and faults, on `planted_ranks`
+    planted_ranks: tuple[int, ...] = (0,)
+    token: str | None = None
+    mute_ranks: tuple[int, ...] = ()  # those have no token
+    keys: Path | None = None
+    keeps: bool = True
 
 
 class IslandWork:
@@ -57,8 +67,9 @@ class IslandWork:
         self.is_mixed = isinstance(job.model, Mixed)
         if spec.shape == "ddp":
             self.model = DistributedDataParallel(job.model)
-        elif spec.shape == "fsdp":
-            mesh = init_device_mesh("cpu", (spec.ranks,))
+        elif spec.shape in ("fsdp", "hsdp"):
+            sizes = (spec.ranks,) if spec.shape == "fsdp" else (2, spec.ranks // 2)
+            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "rows")[-len(sizes) :])
             for child in job.model.children():
                 if not isinstance(child, nn.BatchNorm1d) and not self.is_mixed:
                     fully_shard(child, mesh=mesh)
@@ -73,7 +84,7 @@ class IslandWork:
         self.optimizer = torch.optim.AdamW(trained, lr=1e-2)
         self.data = {"tp": 0, "fsdp+tp": rank // 2}.get(spec.shape, rank)
 
-    def step(self, number: int) -> Tensor:
+    def loss(self, number: int) -> Tensor:
         drawn = torch.Generator().manual_seed((self.spec.number * 64 + self.data) * 1_000_003 + number)
         if self.is_mixed:
             x = torch.randint(WORDS, (BATCH,), generator=drawn)
@@ -81,6 +92,10 @@ class IslandWork:
         else:
             x = torch.randn(BATCH, 8, generator=drawn).to(next(self.plain.parameters()).dtype)
             loss = (self.model(x) - x[:, :4].sin()).float().square().mean()
+        return loss
+
+    def step(self, number: int) -> Tensor:
+        loss = self.loss(number)
         self.optimizer.zero_grad()
         loss.backward()
         if self.spec.shape == "replicas":
@@ -99,9 +114,21 @@ class IslandWork:
             found[name] = full.detach().clone().contiguous()
         return found
 
+    def inner(self) -> dict[str, Tensor]:
+        """The state of the optimizer by parameter and key, whole. All ranks ask together."""
+        names = {id(parameter): name for name, parameter in self.plain.named_parameters()}
+        found = {}
+        for parameter, held in self.optimizer.state.items():
+            for key, value in held.items():
+                full = value.full_tensor() if hasattr(value, "full_tensor") else value
+                found[f"{names[id(parameter)]} {key}"] = full.detach().clone().contiguous()
+        return found
+
 
 def rank_child(directory: Path, address: str, spec: IslandSpec, rank: int, log: Path, pipe: Connection) -> None:
     _begin(log)
+    if rank in spec.planted_ranks:
+        planted.plant(spec.planted, directory)
     try:
         meeting = f"file://{log.parent / log.name.rpartition('-rank')[0]}.meeting"
         dist.init_process_group("gloo", meeting, timedelta(seconds=WAIT_S), rank=rank, world_size=spec.ranks)
@@ -111,16 +138,20 @@ def rank_child(directory: Path, address: str, spec: IslandSpec, rank: int, log: 
             job.model,
             job.optimizer,
             address,
+            spec.token if rank not in spec.mute_ranks else None,
+            keys=spec.keys,
             learner=spec.number,
-            run_directory=directory,
+            run_directory=directory if spec.keeps else None,
             join_timeout_s=LIMIT_S,
+            notice_s=spec.notice_s,
             extra_state=lambda: {"drawn": drawn[-1:]},
         ) as learner:
             steps = [float(state["step"]) for state in job.optimizer.state.values()]
             told = {"learner": learner.id, "incarnation": learner.incarnation, "moments": max(steps, default=0.0)}
             told |= {"finished": learner.finished, "lr_scale": learner.lr_scale, "restored": learner.restored_state}
+            save_file(job.inner(), inner_file(directory, spec.number, rank))
             pipe.send(("joined", told | {"next_drawn": _next_drawn()}))
-            _train(learner, job, pipe, drawn)
+            _train(learner, job, pipe, drawn, directory)
         whole = job.whole()
         own = {name: tensor.clone() for name, tensor in whole.items()}
         save_file(own, model_file(directory, learner.id) if rank == 0 else rank_file(directory, learner.id, rank))
@@ -144,8 +175,8 @@ def _next_drawn() -> float:
     return float(torch.rand(1, generator=same))
 
 
-def _train(learner: Learner, job: IslandWork, pipe: Connection, drawn: list[float]) -> None:
-    number, goes = 0, False
+def _train(learner: Learner, job: IslandWork, pipe: Connection, drawn: list[float], directory: Path) -> None:
+    number, goes, stands = 0, False, False
     taken: list[int] = []
     until = time.monotonic() + WAIT_S
     while not learner.finished:
@@ -154,14 +185,23 @@ def _train(learner: Learner, job: IslandWork, pipe: Connection, drawn: list[floa
             break
         if order == "hold":
             pipe.send(("held", _standing(learner) | {"steps": number, "taken": taken}))
-        goes = order in ("go", "raise") or (goes and order != "hold")
+        if order == "still":  # at the boundaries that follow the optimizer is as it is now
+            save_file(job.inner(), inner_file(directory, job.spec.number, job.rank))
+            pipe.send(("still", number))
+        stands = order == "still" or (stands and order not in ("go", "hold"))
+        if order == "small files" and job.rank == job.spec.ranks - 1:  # as on a full disk
+            most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILE_BYTES, most))
+        if order == "show":
+            pipe.send(("shown", _show(learner, job)))
+        goes = order in ("go", "raise", "still") or (goes and order not in ("hold", "show"))
         if not goes:
             assert time.monotonic() < until, "the test has forgotten this island"
             continue
         until = time.monotonic() + WAIT_S
         if job.spec.leases:
             taken += learner.take(job.spec.leases)
-        loss = job.step(number)
+        loss = job.step(number) if not stands else torch.zeros(())
         drawn.append(float(torch.rand(1)))
         if order == "raise" and job.rank == job.spec.ranks - 1:
             raise ArithmeticError("a mistake in the user's loop")
@@ -173,6 +213,21 @@ def _train(learner: Learner, job: IslandWork, pipe: Connection, drawn: list[floa
         number += 1
 
 
+def _show(learner: Learner, job: IslandWork) -> dict[str, Any]:
+    """What this rank has as the published model, in its file; and whether it has its own again afterwards."""
+    own, directory = job.whole(), learner._run_directory
+    assert directory is not None
+    with learner.published():
+        job.loss(0)  # after a forward pass FSDP holds gathered copies
+        shown = job.whole()
+        path = model_file(directory, learner.id) if job.rank == 0 else rank_file(directory, learner.id, job.rank)
+        save_file(shown, path)
+        job.loss(0)
+    again = job.whole()
+    is_ahead = any(not torch.equal(own[name], shown[name]) for name in own)
+    return {"restored": is_ahead and all(torch.equal(own[name], again[name]) for name in own)}
+
+
 def _agreed(job: IslandWork, pipe: Connection) -> str:
     """What the test has ordered, over the group of the training, as a training of theirs would use it."""
     order = torch.zeros(1, dtype=torch.int64)
@@ -180,6 +235,10 @@ def _agreed(job: IslandWork, pipe: Connection) -> str:
         order[0] = ORDERS.index(pipe.recv()[0])
     dist.broadcast(order, 0)
     return ORDERS[int(order)]
+
+
+def inner_file(directory: Path, learner: int, rank: int) -> Path:
+    return directory / f"inner-{learner}-rank{rank}.safetensors"
 
 
 def rank_file(directory: Path, learner: int, rank: int) -> Path:
@@ -211,6 +270,13 @@ class RankedIsland:
 
     def order(self, order: str) -> None:
         self.ranks[0].order(order)
+
+    def inner(self, directory: Path) -> dict[str, Tensor]:
+        """The optimizer's state when it joined, or when it was told to stand still: the same on all ranks."""
+        first, *others = [load_file(inner_file(directory, self.spec.number, rank)) for rank in range(self.spec.ranks)]
+        for other in others:
+            assert same(first, other), "ranks of one island hold other state"
+        return first
 
     def finished(self, directory: Path) -> dict[str, Tensor]:
         """To the end; all ranks have ended with the same model."""
@@ -249,4 +315,11 @@ class RankedIsland:
             rank.ended()
 
 
-__all__ = ["IslandSpec", "RankedIsland"]
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Bit for bit."""
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )
+
+
+__all__ = ["IslandSpec", "RankedIsland", "same"]

@@ -98,6 +98,7 @@ class LearnerSpec:
     planted: str = ""
     keeps: bool = True  # tape and parts, in the directory of the run
     max_rate: str | None = None
+    notice_s: float | None = None
     draws: bool = False  # from torch's generator after every step, and tells what in `extra_state`
     keys: Path | None = None
     ca: Path | None = None
@@ -220,6 +221,7 @@ def learner_child(directory: Path, address: str, spec: LearnerSpec, log: Path, p
             join_timeout_s=spec.join_timeout_s,
             extra_state=(lambda: {"drawn": drawn[-1:]}) if spec.draws else None,
             max_rate=spec.max_rate,
+            notice_s=spec.notice_s,
         ) as learner:
             moments = [float(state["step"]) for state in job.optimizer.state.values()]
             told = {"learner": learner.id, "incarnation": learner.incarnation, "moments": max(moments, default=0.0)}

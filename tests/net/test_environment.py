@@ -46,3 +46,16 @@ def test_an_empty_variable_says_nothing(bare, monkeypatch):
     monkeypatch.setenv("ATOLL_LEARNER", "")
     monkeypatch.setenv("ATOLL_KEYS", "")
     atoll.Learner(bare[0], bare[1], "127.0.0.1:1")
+
+
+def test_an_island_that_is_told_how_long_to_wait_does_not_wait_for_ever(bare, monkeypatch):
+    monkeypatch.setenv("ATOLL_JOIN_TIMEOUT_S", "0.3")
+    with (
+        pytest.raises(atoll.SyncerUnreachable, match="no syncer answers"),
+        atoll.Learner(bare[0], bare[1], "127.0.0.1:1"),
+    ):
+        pass
+    for wrong in ("soon", "0", "nan", "inf"):
+        monkeypatch.setenv("ATOLL_JOIN_TIMEOUT_S", wrong)
+        with pytest.raises(ValueError, match=f"ATOLL_JOIN_TIMEOUT_S is how long .* seconds; it says '{wrong}'"):
+            atoll.Learner(bare[0], bare[1], "127.0.0.1:1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
+from functools import partial
 from types import FrameType
 
 import pytest
@@ -86,3 +87,30 @@ def test_two_learners_in_one_process_leave_in_any_order(heard):
     second.forget()
     signal.raise_signal(signal.SIGTERM)
     assert len(heard) == 2, "one that has left passes on what it hears"
+
+
+def test_a_notice_is_heard_with_and_without_a_handler_of_the_program(heard):
+    for program in (signal.getsignal(signal.SIGTERM), signal.SIG_DFL, signal.SIG_IGN):
+        signal.signal(signal.SIGTERM, program)
+        heard.clear()
+        notices: list[str] = []
+        interrupts = Interrupts()
+        interrupts.listen()
+        assert interrupts.heed(partial(notices.append, "notice"))
+        signal.raise_signal(signal.SIGTERM)
+        assert notices == ["notice"]
+        assert heard == ([signal.SIGTERM] if callable(program) else [])
+        with interrupts:
+            signal.raise_signal(signal.SIGTERM)
+            assert len(notices) == 1
+        assert len(notices) == 2
+        interrupts.forget()
+        assert signal.getsignal(signal.SIGTERM) is program
+
+
+def test_another_thread_heeds_nothing():
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(Interrupts().heed(lambda: None)))
+    thread.start()
+    thread.join(10)
+    assert found == [False]

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 
 import safetensors
 import safetensors.torch
@@ -66,11 +67,16 @@ class Taken(NamedTuple):
     events: list[torch.cuda.Event]  # after which the copies are done
     parts: dict[str, Part] = {}  # of the tensors that are dealt out to ranks  # noqa: RUF012 - never changed
     beside: dict[str, Tensor] = {}  # what else the other ranks of the island gave  # noqa: RUF012
-    gather: Callable[[Taken], Taken] | None = None  # in an island of many ranks: how they come to be whole
+    gather: Callable[[Taken, Rooms], Taken] | None = None  # in an island of many ranks: how they come to be whole
+    spread: Callable[[Taken, Path], list[Any] | None] | None = None  # and how each writes its own into a folder
 
     def wait(self) -> None:
         for event in self.events:
             event.synchronize()
+
+
+Rooms: TypeAlias = Mapping[str, Tensor]
+"""By the numbers of tensors: memory into which they are put together. One that is not here gets its own."""
 
 
 class Part(NamedTuple):
@@ -99,10 +105,10 @@ def take(optimizer: Optimizer, model: nn.Module) -> Taken:
     return Taken(about, tensors, [torch.cuda.current_stream(device).record_event() for device in devices], parts)
 
 
-def whole(taken: Taken) -> Taken:
+def whole(taken: Taken, rooms: Rooms | None = None) -> Taken:
     """The same, with whole tensors. In an island of many ranks it waits for the others."""
     taken.wait()
-    return taken.gather(taken) if taken.gather is not None else taken
+    return taken.gather(taken, rooms or {}) if taken.gather is not None else taken
 
 
 def pack_taken(taken: Taken) -> bytes:
@@ -199,10 +205,16 @@ def named_numbers(about: Mapping[str, Any]) -> dict[str, Named]:
 
 def part_for(tensor: Tensor, is_complex: bool, sizes: tuple[int, ...], box: Box | None) -> Tensor:
     """Of a whole tensor of the state, what a rank needs that holds this box of a parameter of these sizes."""
+    wanted = box_for(tuple(tensor.shape), is_complex, sizes, box)
+    return tensor if wanted is None else cut_out(tensor, wanted)
+
+
+def box_for(shape: tuple[int, ...], is_complex: bool, sizes: tuple[int, ...], box: Box | None) -> Box | None:
+    """Which box that is, of a tensor of this shape; None: all of it."""
     more = (2,) if is_complex else ()
-    if box is None or not sizes or tuple(tensor.shape) != (*sizes, *more):
-        return tensor
-    return cut_out(tensor, Box((*box.offset, *(0 for _ in more)), (*box.shape, *more)))
+    if box is None or not sizes or shape != (*sizes, *more):
+        return None
+    return Box((*box.offset, *(0 for _ in more)), (*box.shape, *more))
 
 
 # ------------------------------------------------------------------------------------------------------------- naming
@@ -349,14 +361,22 @@ def _loaded(value: Any, tensors: Mapping[str, Tensor], place: _Placer) -> Any:
 
 def read(data: bytes | bytearray | memoryview) -> tuple[dict[str, Any], dict[str, Tensor]]:
     raw = data if isinstance(data, bytes) else bytes(data)
-    length = int.from_bytes(raw[:8], "little")
-    if len(raw) < 8 or length > min(len(raw) - 8, MOST_HEADER_BYTES):
+    about = read_about(raw)
+    try:
+        return about, safetensors.torch.load(raw)
+    except (ValueError, KeyError, TypeError, AssertionError, safetensors.SafetensorError) as wrong:
+        raise ValueError(f"the inner state is no safetensors file of ours: {wrong}") from None
+
+
+def read_about(data: bytes | bytearray | memoryview) -> dict[str, Any]:
+    """The metadata alone."""
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or length > min(len(data) - 8, MOST_HEADER_BYTES):
         raise ValueError("the inner state is cut short, or no safetensors file")
     try:
-        about = json.loads(json.loads(raw[8 : 8 + length])["__metadata__"]["atoll"])
-        tensors = safetensors.torch.load(raw)
-    except (ValueError, KeyError, TypeError, RecursionError, AssertionError, safetensors.SafetensorError) as wrong:
+        about = json.loads(json.loads(bytes(data[8 : 8 + length]))["__metadata__"]["atoll"])
+    except (ValueError, KeyError, TypeError, RecursionError) as wrong:
         raise ValueError(f"the inner state is no safetensors file of ours: {wrong}") from None
     if not isinstance(about, dict):
         raise ValueError("the inner state does not say what it holds")
-    return about, tensors
+    return about

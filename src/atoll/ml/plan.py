@@ -293,7 +293,8 @@ def tensors_of(model: nn.Module, embeddings: Sequence[str] = ()) -> tuple[Tensor
     - Parameters that do not require a gradient are frozen: they stay where they are, and only their digest is compared.
     - Weights of nn.Embedding and nn.EmbeddingBag are embeddings, also where a head is tied to them; further ones by
       `embeddings`, patterns of names.
-    - Persistent buffers of floating-point numbers are averaged. Other buffers (counters, masks) stay local.
+    - Persistent buffers of floating-point numbers are averaged. Other buffers (counters, masks) stay local, and so do
+      those of a module whose own parameters are all frozen: nothing of a frozen base travels.
     - Complex tensors travel as pairs of real ones. Tensors without elements do not travel.
     """
     from torch import nn
@@ -310,8 +311,11 @@ def tensors_of(model: nn.Module, embeddings: Sequence[str] = ()) -> tuple[Tensor
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if any(fnmatchcase(plain_name(name), pattern) for pattern in embeddings):
             looked_up.add(id(parameter))
+    at_home = {id(buffer) for module in model.modules() if _is_frozen(module) for buffer in module._buffers.values()}
     infos = []
     for name, tensor in tensors.items():
+        if id(tensor) in at_home:
+            continue
         kind, digest = "weight", ""
         if not isinstance(tensor, nn.Parameter):
             kind = "buffer"
@@ -323,6 +327,11 @@ def tensors_of(model: nn.Module, embeddings: Sequence[str] = ()) -> tuple[Tensor
     if not any(info.travels for info in infos):
         raise ValueError("nothing of this model travels: it has no trainable parameter and no floating-point buffer")
     return tuple(infos)
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    return bool(own) and not any(parameter.requires_grad for parameter in own)
 
 
 def digest_of(tensor: Tensor) -> str:

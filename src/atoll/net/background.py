@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -42,14 +42,14 @@ from atoll.core.protocol import (
     TimerFired,
 )
 from atoll.core.tape import Actor, Entry
-from atoll.core.types import RunConfig
+from atoll.core.types import RunConfig, Version
 from atoll.ml import inner_state
 from atoll.ml.model import ModelView
 from atoll.ml.plan import FragmentPlan
 from atoll.net.addresses import Place
 from atoll.net.door import SAY_EVERY_S, Door
 from atoll.net.fragment_traffic import FragmentTraffic
-from atoll.net.island_tensors import FragmentTensors
+from atoll.net.island_tensors import Buffer, FragmentTensors
 from atoll.net.learner_bulk import LearnerBulk
 from atoll.net.learner_errors import BackgroundFailed, IslandBroken
 from atoll.net.learner_link import LearnerLink, Refusal, why
@@ -57,10 +57,15 @@ from atoll.net.learner_stats import metrics_of
 from atoll.net.logs import about
 from atoll.net.part_keeper import PartKeeper
 from atoll.net.parts import TakenPart
+from atoll.net.rank_hands import Hands, obey
+from atoll.net.rank_lines import Line
+from atoll.net.row_fragment import RowFragment
+from atoll.net.row_traffic import RowTraffic, RowWork
 from atoll.net.run_settings import RunSettings
+from atoll.net.state_files import StateFile, packed
 from atoll.net.step_boundary import Saved, state_key
 from atoll.net.tape_keeper import TapeKeeper
-from atoll.net.wire import Kind, WireError, as_bytes, encode_message
+from atoll.net.wire import Kind, WireError, encode_message
 from atoll.tape_files import new_header
 
 if TYPE_CHECKING:
@@ -109,7 +114,8 @@ class Background:
         self._fragments: list[FragmentTensors] = []
         self._settings = RunSettings()
         self._states: dict[tuple[int, int], Future[inner_state.Taken]] = {}  # promised at a step boundary
-        self._inner_state: bytes | None = None
+        self._inner_state: StateFile | None = None
+        self._run_directory: Path | None = None
         self._parts: PartKeeper | None = None  # of this incarnation
         self._timer: asyncio.TimerHandle | None = None
         self._told_at = (0.0, 0)  # when metrics were sent last, and the tokens then
@@ -175,15 +181,60 @@ class Background:
 
     def fetch_final(self, fragments: list[FragmentTensors], join_by: float | None) -> None:
         """The published values of a run that is over, for a learner that came too late to take part."""
-        self._wait_for(self._door.final(fragments, self._settings.numerics.downs, join_by))
+        self._wait_for(self._door.final(fragments, self._settings.numerics.downs, join_by, self._traffic.fetch_final))
 
     def attach(
         self, learner: Learner, actor: Actor, config: RunConfig, fragments: list[FragmentTensors], run: Path | None
     ) -> None:
         """One incarnation begins."""
+        self._run_directory = run
         tape = TapeKeeper(run, new_header(actor, config), self.log)
         parts = PartKeeper(run, config, actor.learner, actor.start, self._tell, self.log)
         self._wait_for(self._begin(learner, fragments, tape, parts))
+
+    # In an island whose ranks send and fetch their own rows.
+
+    @property
+    def address(self) -> str:
+        """Where the syncer answers."""
+        return self._link.asked
+
+    @property
+    def has_token(self) -> bool:
+        return self._link.has_token
+
+    def lead(self, hands: Hands, ranks: int) -> None:
+        """At rank 0. What a link may carry is for all of them together."""
+        self._bulk.share_rate(ranks)
+        work = RowWork(self._link, self._bulk, self._compute, self._own_rows, self._hold_version)
+        self._wait_for(hands.open())
+        self._traffic.rows = RowTraffic(self._link, self._bulk, self._compute, hands, work)
+
+    def obey(
+        self,
+        line: Line,
+        rows: Callable[[int], Sequence[RowFragment]],
+        hold: Callable[[RowFragment, Version], Buffer | None],
+        ranks: int,
+    ) -> None:
+        """At another rank, until the leader hangs up."""
+        self._bulk.share_rate(ranks)
+        work = RowWork(self._link, self._bulk, self._compute, rows, hold)
+        self._loop.call_soon_threadsafe(lambda: self._spawn(obey(line, work.carry_out)))
+
+    def try_reach(self, address: str) -> None:
+        """Raises where this process may not speak to the syncer."""
+        self._wait_for(self._door.reach(address))
+
+    def _own_rows(self, generation: int) -> list[RowFragment]:
+        return [fragment for fragment in self._fragments if isinstance(fragment, RowFragment)]
+
+    def _hold_version(self, fragment: RowFragment, version: Version) -> Buffer | None:
+        learner = self._learner
+        if learner is None:  # it leaves
+            return None
+        with learner._lock:
+            return fragment.hold_newest(version)
 
     @property
     def is_attached(self) -> bool:
@@ -217,7 +268,7 @@ class Background:
     def take_saved(self) -> Saved | None:
         return self._parts.take_saved() if self._parts is not None else None
 
-    def take_inner_state(self) -> bytes | None:
+    def take_inner_state(self) -> StateFile | None:
         state, self._inner_state = self._inner_state, None
         return state
 
@@ -261,7 +312,7 @@ class Background:
         self._tape = tape
         self._parts = parts
         self._told_at = (time.monotonic(), 0)
-        self._bulk.tell_of(self._tell, self._settings.numerics, max(fragment.numel for fragment in fragments))
+        self._bulk.tell_of(self._tell, self._settings.numerics, max(fragment.whole_numel for fragment in fragments))
         self._traffic.begin(learner, fragments, self._settings.numerics.downs)
         self._spawn(self._tell_metrics())
 
@@ -399,8 +450,8 @@ class Background:
     async def _give_state(self, envelope: Envelope, body: InnerState) -> None:
         try:
             taken = await asyncio.wrap_future(self._states.pop(state_key(envelope)))
-            data = await self._computed(inner_state.pack_taken, taken)
-            await self._bulk.put("/v1/state", Kind.INNER_STATE, 0, encode_message(envelope), as_bytes(data))
+            file = await self._computed(packed, taken, self._run_directory)
+            await self._bulk.put("/v1/state", Kind.INNER_STATE, 0, encode_message(envelope), file.view)
         except (Refusal, aiohttp.ClientError, OSError, TimeoutError, ValueError) as wrong:
             self.log.warning("inner state for learner %d did not arrive: %s", body.to, why(wrong))
 
@@ -455,14 +506,20 @@ class Background:
             self._tell(MessageArrived(no_peer))
 
     async def _fetch_state(self, envelope: Envelope) -> None:
-        most = STATE_BYTES_PER_PARAMETER * sum(fragment.numel for fragment in self._fragments) + 2**24
+        most = STATE_BYTES_PER_PARAMETER * sum(fragment.whole_numel for fragment in self._fragments) + 2**24
+        files: list[StateFile] = []
+
+        def room(size: int) -> memoryview:
+            files.append(StateFile(size, self._run_directory))
+            return files[0].view
+
         try:
-            state = await self._link.inner_state(envelope.learner, envelope.incarnation, most)
+            await self._link.inner_state(envelope.learner, envelope.incarnation, most, room)
         except (Refusal, WireError, aiohttp.ClientError, OSError, TimeoutError) as wrong:
             self.log.warning("a peer's inner state could not be fetched: %s", why(wrong))  # another peer is asked
             return
         if self._learner is not None and self._learner._is_joining():
-            self._inner_state = state
+            self._inner_state = files[0]
         self._tell(MessageArrived(envelope))
 
 

@@ -27,9 +27,10 @@ from atoll.net.background import Background
 from atoll.net.interrupts import Interrupts
 from atoll.net.learner_errors import LearnerRefused
 from atoll.net.logs import Named
+from atoll.net.notice import LEFT, Notice
 from atoll.net.parts import set_rng
 from atoll.net.run_clock import RunClock
-from atoll.net.step_boundary import Action, Adopt, Copy, End, Give, Save, Start, StepBoundary
+from atoll.net.step_boundary import Action, Adopt, Copy, End, Give, Save, Solo, Start, StepBoundary
 
 
 class CoreDriver:
@@ -49,9 +50,11 @@ class CoreDriver:
     _finished: bool
     _interrupts: Interrupts
     _is_whole: bool
+    _island: Solo
     _last_end: float
     _lock: threading.RLock
     _news: threading.Condition
+    _notice: Notice
     _progress: float
     _restored_state: Any
     _stop: Stop | None
@@ -102,16 +105,23 @@ class CoreDriver:
         self.log.info("training starts: %s", start.effect.moments)
 
     def _ended(self, stop: Stop) -> None:
-        assert self._boundary is not None
+        assert self._boundary is not None and self._core is not None
         self._stop = stop
         self.log.info("%s", stop.reason)
         if stop.reason.code == "learner-finished":
             self._boundary.write_anchors()
             self._finished = True
-        elif stop.reason.code == "learner-drained":
+        elif stop.reason.code in LEFT:
             self._finished = self._drained = True
+            self._notice.say_left(self._core)
         elif self._began:
             raise LearnerRefused(str(stop.reason))
+
+    def _heed_notice(self) -> list[Action]:
+        """With the lock held, at a step boundary."""
+        assert self._core is not None
+        self._notice.hear_of(self._island.noticed)
+        return [action for wish in self._notice.wishes(self._core) for action in self._handle(wish)]
 
     # ---------------------------------------------------------------------------------------------------- the core
 

@@ -6,9 +6,10 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import Executor
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 import aiohttp
 from torch import Tensor
@@ -16,7 +17,8 @@ from torch import Tensor
 from atoll.ml.codecs import codec
 from atoll.ml.model import ModelView
 from atoll.ml.plan import FragmentPlan
-from atoll.net.island_tensors import FragmentTensors
+from atoll.net.flows import Flow, Flowing
+from atoll.net.island_tensors import Buffer, FragmentTensors
 from atoll.net.learner_bulk import LearnerBulk
 from atoll.net.learner_errors import KeysRefused, LearnerRefused, SyncerUnreachable
 from atoll.net.learner_link import LearnerLink, Refusal, why
@@ -26,11 +28,14 @@ from atoll.net.wire import CODEC_NUMBERS, WireError
 
 RETRY_S = 0.5
 SAY_EVERY_S = 10.0
+REACH_S = 15.0
 
 MAY_CHANGE = (408, 503, 507)
 """Answers that are another one later: too slow, not ready, no room."""
 
 T = TypeVar("T")
+FetchFinal: TypeAlias = Callable[[FragmentTensors, int, tuple[str, ...]], Awaitable[Buffer | None]]
+"""All ranks have their rows when it returns; None: they are not those that were published."""
 
 
 class Door:
@@ -46,14 +51,27 @@ class Door:
         told = await self._patiently(lambda: self._link.ask("GET", "/v1/run"), join_by)
         return RunSettings.from_json(told), bool(told["founded"])
 
+    async def reach(self, address: str) -> None:
+        """Does the syncer at this address answer to this process? It is not waited for."""
+        if address not in self._link.address.split(","):
+            raise SyncerUnreachable(f"{address} is none of {self._link.address}")
+        try:
+            async with asyncio.timeout(REACH_S):
+                await self._link.ask("GET", "/v1/run", address)
+        except (Refusal, aiohttp.ClientError, OSError, TimeoutError, WireError) as wrong:
+            raise SyncerUnreachable(f"{address}: {why(wrong)}") from None
+
     async def number(self, wanted: int | None, join_by: float | None) -> tuple[int, int]:
         """The number of this learner, and of its incarnation."""
         told = await self._patiently(lambda: self._link.ask("POST", "/v1/join", json={"learner": wanted}), join_by)
         return int(told["learner"]), int(told["incarnation"])
 
     async def found(self, plan: FragmentPlan, view: ModelView, compute: Executor, join_by: float | None) -> None:
-        async def values() -> AsyncIterator[Tensor]:
+        async def values() -> AsyncIterator[Tensor | Flow]:
             for p in range(len(plan.fragments)):
+                if view.packed and isinstance(view, Flowing):
+                    yield Flow(4 * plan.numel(p), partial(view.flow, p), compute)
+                    continue
                 buffer = view.buffer(p)
                 await asyncio.get_running_loop().run_in_executor(compute, view.read, p, buffer)
                 yield buffer
@@ -61,7 +79,7 @@ class Door:
         text = json.dumps(plan.to_json(), separators=(",", ":")).encode()
         await self._patiently(lambda: self._bring(text, values), join_by)
 
-    async def _bring(self, plan: bytes, values: Callable[[], AsyncIterator[Tensor]]) -> None:
+    async def _bring(self, plan: bytes, values: Callable[[], AsyncIterator[Tensor | Flow]]) -> None:
         try:
             await self._link.found(plan, values)
         except (aiohttp.ClientError, OSError):
@@ -70,22 +88,22 @@ class Door:
             if not (await self._link.ask("GET", "/v1/run")).get("founded"):
                 raise
 
-    async def final(self, fragments: list[FragmentTensors], downs: tuple[str, ...], join_by: float | None) -> None:
+    async def final(
+        self, fragments: list[FragmentTensors], downs: tuple[str, ...], join_by: float | None, fetch: FetchFinal
+    ) -> None:
         """The values that a run has ended with become the anchors."""
-        await self._patiently(lambda: self._fetch_final(fragments, downs), join_by)
+        await self._patiently(lambda: self._fetch_final(fragments, downs, fetch), join_by)
 
-    async def _fetch_final(self, fragments: list[FragmentTensors], downs: tuple[str, ...]) -> None:
+    async def _fetch_final(self, fragments: list[FragmentTensors], downs: tuple[str, ...], fetch: FetchFinal) -> None:
         told = await self._link.ask("GET", "/v1/status")
         if told["stage"] != "finished":
             raise TimeoutError("the last merges are under way")
         for fragment, shown in zip(fragments, told["fragments"], strict=True):
             version = int(shown["version"])
-            fetched = await self._bulk.fetch(fragment.p, version, None, fragment_sizes(fragment.numel, downs))
-            work = fragment.decode_whole(fetched.data)
-            if work.digest() != fetched.header.value_digest:
+            value = await fetch(fragment, version, downs)
+            if value is None:
                 raise WireError(f"fragment {fragment.p} is not the one that was published", "digest")
-            fragment.share(version, work.buffer)
-            fragment.arrived(version, work.buffer)
+            fragment.arrived(version, value)
             fragment.release(*fragment.will_adopt(False))
 
     async def _patiently(self, ask: Callable[[], Coroutine[Any, Any, T]], join_by: float | None) -> T:

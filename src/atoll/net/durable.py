@@ -25,20 +25,20 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 UNFINISHED = ".unfinished"
 """Ends the name of a file that is being written. One that is found was left by a killed process."""
 
-_OURS = os.urandom(4).hex()
+OURS = os.urandom(4).hex()
 """Part of the name of what this process has not finished: another one must never give our half a name, nor we its."""
 
 _PIECE_BYTES = 2**20
 _MOST_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _DIGEST_DIGITS = 32
 _NO_DIGEST = b"0" * _DIGEST_DIGITS
-_ALIGNMENT = 64
+ALIGNMENT = 64
 
 _SMALL = (b'{"digest":"', b'","value":', b"}\n")
 _TENSORS_START = b'{"__metadata__":{"digest":"'
 _DIGEST_AT = 8 + len(_TENSORS_START)
 
-_DTYPES: dict[torch.dtype, str] = {
+DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -50,7 +50,7 @@ _DTYPES: dict[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_DTYPES_BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
+_DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class StoreDamaged(ValueError):  # noqa: N818 - the name of a fact, as the user reads it
@@ -79,7 +79,7 @@ def put_file(
     `last_word` is called when only the name is missing, and may still raise. Without `replace` a file that has the name
     already is not touched, and the error is `FileExistsError`.
     """
-    unfinished = path.with_name(f".{path.name}.{os.getpid():x}-{_OURS}{UNFINISHED}")
+    unfinished = path.with_name(f".{path.name}.{os.getpid():x}-{OURS}{UNFINISHED}")
     try:
         # An old one is removed and not written over: it may be a second name of a file that was finished.
         unfinished.unlink(missing_ok=True)
@@ -192,11 +192,11 @@ def tensor_file(note: str, tensors: Mapping[str, Tensor]) -> list[memoryview | b
     named = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     views, fields, end = [], {}, 0
     for name, tensor in named:
-        if tensor.dtype not in _DTYPES:
-            raise ValueError(f"tensor {name!r} is {tensor.dtype}: a store keeps {', '.join(map(str, _DTYPES))}")
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"tensor {name!r} is {tensor.dtype}: a store keeps {', '.join(map(str, DTYPES))}")
         flat = _flat_bytes(tensor)
         fields[name] = {
-            "dtype": _DTYPES[tensor.dtype],
+            "dtype": DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [end, end + flat.numel()],
         }
@@ -206,7 +206,7 @@ def tensor_file(note: str, tensors: Mapping[str, Tensor]) -> list[memoryview | b
     metadata = {"digest": _NO_DIGEST.decode(), "record": note}
     header = json.dumps({"__metadata__": metadata} | fields, separators=(",", ":")).encode("ascii")
     assert header.startswith(_TENSORS_START)
-    header += b" " * (-(8 + len(header)) % _ALIGNMENT)
+    header += b" " * (-(8 + len(header)) % ALIGNMENT)
     head = bytearray(len(header).to_bytes(8, "little") + header)
     state = xxh3_128(head)
     for view in views:

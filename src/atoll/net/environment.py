@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 SYNCER = "ATOLL_SYNCER"
@@ -9,6 +10,8 @@ TOKEN = "ATOLL_TOKEN"
 KEYS = "ATOLL_KEYS"
 LEARNER = "ATOLL_LEARNER"
 RUN_DIRECTORY = "ATOLL_RUN_DIRECTORY"
+NOTICE_S = "ATOLL_NOTICE_S"
+JOIN_TIMEOUT_S = "ATOLL_JOIN_TIMEOUT_S"
 
 
 def told(variable: str) -> str | None:
@@ -30,4 +33,38 @@ def learner_told() -> int | None:
     return int(number)
 
 
-__all__ = ["KEYS", "LEARNER", "RUN_DIRECTORY", "SYNCER", "TOKEN", "learner_told", "syncer_told", "told"]
+def notice_told() -> float | None:
+    """From SIGTERM to SIGKILL, as the engine gives it."""
+    return _seconds_told(NOTICE_S, "the time from SIGTERM to the end")
+
+
+def join_timeout_told() -> float | None:
+    return _seconds_told(JOIN_TIMEOUT_S, "how long to wait for the run")
+
+
+def _seconds_told(variable: str, what: str) -> float | None:
+    if (seconds := told(variable)) is None:
+        return None
+    try:
+        found = float(seconds)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise ValueError(f"{variable} is {what}, a number of seconds; it says {seconds!r}")
+    return found
+
+
+__all__ = [
+    "JOIN_TIMEOUT_S",
+    "KEYS",
+    "LEARNER",
+    "NOTICE_S",
+    "RUN_DIRECTORY",
+    "SYNCER",
+    "TOKEN",
+    "join_timeout_told",
+    "learner_told",
+    "notice_told",
+    "syncer_told",
+    "told",
+]

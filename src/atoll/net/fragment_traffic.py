@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 
@@ -17,15 +17,18 @@ from atoll.core.protocol import Contribution, Envelope, FragmentDamaged, Learner
 from atoll.core.types import FragmentId, RoundId
 from atoll.net.door import RETRY_S, fragment_sizes
 from atoll.net.growing import Growing
-from atoll.net.island_tensors import Buffer, CopyGone, FragmentTensors, ValueInWork
+from atoll.net.island_tensors import Buffer, Copied, CopyGone, FragmentTensors, ValueInWork
 from atoll.net.learner_bulk import Fetched, LearnerBulk
 from atoll.net.learner_link import LearnerLink, LinkGone, Refusal, why
 from atoll.net.logs import about
+from atoll.net.row_fragment import RowFragment
+from atoll.net.row_traffic import RowTraffic
 from atoll.net.wire import CODEC_NUMBERS, WireError
 
 if TYPE_CHECKING:
     from atoll.net.learner import Learner
 
+T = TypeVar("T")
 FETCH_TRIES = 3
 FETCHES = 4
 """At once: more would only share the link, and all of them would come late."""
@@ -57,6 +60,7 @@ class FragmentTraffic:
         self._fetching: set[FragmentId] = set()
         self._fetches = asyncio.Semaphore(FETCHES)
         self._uploads: dict[FragmentId, tuple[RoundId, asyncio.Task[None]]] = {}
+        self.rows: RowTraffic | None = None  # in an island whose ranks send and fetch their own
 
     def begin(self, learner: Learner, fragments: list[FragmentTensors], downs: tuple[str, ...]) -> None:
         """One incarnation of it."""
@@ -89,6 +93,22 @@ class FragmentTraffic:
         if copied.round != body.round:
             fragment.release(copied.buffer, copied.anchor)
             return
+        named = about("fragment", fragment.p, version=body.round.base)
+        try:
+            await self._link.while_open(self._bring(fragment, copied, envelope, body))
+        except CopyGone:
+            return
+        except Refusal as refusal:
+            self._log.info("the contribution to fragment %d was not taken: %s", fragment.p, refusal, extra=named)
+        except (aiohttp.ClientError, OSError, TimeoutError) as wrong:
+            # It is asked for again.
+            self._log.info("the contribution to fragment %d did not arrive: %s", fragment.p, why(wrong), extra=named)
+
+    async def _bring(self, fragment: FragmentTensors, copied: Copied, envelope: Envelope, body: Contribution) -> None:
+        if isinstance(fragment, RowFragment):
+            assert self.rows is not None
+            await self.rows.contribute(fragment, copied, envelope, body)
+            return
         growing = Growing(copied.codec.size(fragment.numel))
 
         def encoded(done: Future[None]) -> None:
@@ -98,17 +118,7 @@ class FragmentTraffic:
             growing.ended(CopyGone() if is_gone else wrong)
 
         self._compute.submit(fragment.encode, copied, growing).add_done_callback(encoded)
-        number = CODEC_NUMBERS[copied.codec.name]
-        named = about("fragment", fragment.p, version=body.round.base)
-        try:
-            await self._link.while_open(self._bulk.contribute(number, envelope, growing))
-        except CopyGone:
-            return
-        except Refusal as refusal:
-            self._log.info("the contribution to fragment %d was not taken: %s", fragment.p, refusal, extra=named)
-        except (aiohttp.ClientError, OSError, TimeoutError) as wrong:
-            # It is asked for again.
-            self._log.info("the contribution to fragment %d did not arrive: %s", fragment.p, why(wrong), extra=named)
+        await self._bulk.contribute(CODEC_NUMBERS[copied.codec.name], envelope, growing)
 
     # ---------------------------------------------------------------------------------------------------- down
 
@@ -143,6 +153,9 @@ class FragmentTraffic:
             if known or (body.base is not None and base is None):
                 self._tell(MessageArrived(envelope))  # it acknowledges what it has, or asks for the whole value
                 return
+            if isinstance(fragment, RowFragment):
+                await self._fetch_rows(fragment, envelope, body)
+                return
             fetched = await self._fetch_bytes(p, body, arriving)
             if fetched is not None:
                 await self._take(fragment, envelope, body, arriving, fetched)
@@ -151,16 +164,18 @@ class FragmentTraffic:
             arriving.end()
 
     async def _fetch_bytes(self, p: FragmentId, body: Published, arriving: _Arriving) -> Fetched | None:
-        """Every notice is answered: a version that cannot be had is told to the core, which asks for another one."""
         sizes = fragment_sizes(self._fragments[p].numel, self._downs)
-        problem = ""
+        return await self._tried(body, lambda: self._bulk.fetch(p, body.version, body.base, sizes, arriving.on_bytes))
+
+    async def _tried(self, body: Published, fetch: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
+        """Every notice is answered: a version that cannot be had is told to the core, which asks for another one."""
+        p, problem = body.fragment, ""
         for attempt in range(FETCH_TRIES):
             try:
                 async with self._fetches:
                     if p in self._noticed:
                         return None  # a newer one
-                    fetching = self._bulk.fetch(p, body.version, body.base, sizes, arriving.on_bytes)
-                    return await self._link.while_open(fetching)
+                    return await self._link.while_open(fetch())
             except LinkGone:
                 return None  # everything that is missing is told of on the next one
             except (Refusal, WireError) as wrong:
@@ -182,15 +197,48 @@ class FragmentTraffic:
             self._tell(FragmentDamaged(fragment.p, body.version, "the value is not the one that was published"))
             return
         await asyncio.get_running_loop().run_in_executor(self._compute, fragment.share, body.version, value)
+        self._arrived(fragment, envelope, body, arriving.taken)
+
+    def _arrived(
+        self, fragment: FragmentTensors, envelope: Envelope, body: Published, taken: Callable[[], Buffer]
+    ) -> None:
+        """All ranks have it."""
         learner = self._learner
         if learner is None:
             return
         with learner._news:
             if learner._core is not None and learner._core.hears(envelope):
-                fragment.arrived(body.version, arriving.taken())
+                fragment.arrived(body.version, taken())
             learner._actions.extend(learner._handle(MessageArrived(envelope)))
             learner._news.notify_all()
         self._drain()
+
+    async def _fetch_rows(self, fragment: RowFragment, envelope: Envelope, body: Published) -> None:
+        rows, downs = self.rows, self._downs
+        assert rows is not None
+        found = await self._tried(body, lambda: rows.fetch(fragment, body.version, body.base, downs))
+        if found is None:
+            return
+        (value,) = found
+        if value is None:
+            self._tell(FragmentDamaged(fragment.p, body.version, "the value is not the one that was published"))
+            return
+        spare = [value]
+        self._arrived(fragment, envelope, body, spare.pop)
+        fragment.release(*spare)
+
+    async def fetch_final(self, fragment: FragmentTensors, version: int, downs: tuple[str, ...]) -> Buffer | None:
+        """The whole value, when the run is over."""
+        if isinstance(fragment, RowFragment):
+            assert self.rows is not None
+            (value,) = await self.rows.fetch(fragment, version, None, downs)
+            return value
+        fetched = await self._bulk.fetch(fragment.p, version, None, fragment_sizes(fragment.numel, downs))
+        work = fragment.decode_whole(fetched.data)
+        if work.digest() != fetched.header.value_digest:
+            return None
+        fragment.share(version, work.buffer)
+        return work.buffer
 
 
 class _Arriving:

@@ -26,6 +26,8 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._before: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._found: Any = None  # at SIGTERM, where that is a notice
+        self._notice: Callable[[], None] | None = None
         self._came: list[tuple[int, FrameType | None]] = []
         self._is_held = False
 
@@ -36,11 +38,29 @@ class Interrupts:
             for number in self._before:
                 signal.signal(number, self._note)
 
+    def heed(self, notice: Callable[[], None]) -> bool:
+        """From now on SIGTERM calls `notice`, and then the program's handler, if it has one; it ends nothing by itself.
+        False: nobody here can hear it."""
+        number = signal.SIGTERM
+        found = signal.getsignal(number)
+        if threading.get_ident() != _MAIN or found is None:
+            return False
+        self._notice, self._found = notice, self._before.get(number, found) if found == self._note else found
+        self._before[number] = self._heeded
+        signal.signal(number, self._note)
+        return True
+
+    def _heeded(self, number: int, frame: FrameType | None) -> None:
+        assert self._notice is not None
+        self._notice()
+        if callable(self._found):
+            self._found(number, frame)
+
     def forget(self) -> None:
         if threading.get_ident() == _MAIN:
             for number, handler in self._before.items():
                 if signal.getsignal(number) == self._note:
-                    signal.signal(number, handler)
+                    signal.signal(number, self._found if handler == self._heeded else handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._is_held:

@@ -1,7 +1,8 @@
 """A rank of an island that does not lead it: it asks its leader at every step boundary, and does what it is told.
 
 Its training thread copies and adopts its own rows, at the same steps as all ranks. One background thread gives rows to
-the leader and takes those of new versions. It knows neither the syncer nor the protocol.
+the leader and takes those of new versions; where every rank sends and fetches its own, another one does that when the
+leader says so. It does not know the protocol.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,60 +22,35 @@ from atoll.ml import inner_state
 from atoll.ml.codecs import codec
 from atoll.ml.model import ModelView
 from atoll.ml.plan import FragmentPlan
+from atoll.ml.row_shares import RowShare, share_out
 from atoll.ml.shares import Window, owned, windows
-from atoll.net.island_tensors import Buffer, FragmentTensors, plan_of
+from atoll.net.follower_rows import OwnRows, Rows
+from atoll.net.island_tensors import Buffer, CopyGone, FragmentTensors, plan_of
 from atoll.net.learner_errors import AtollError, IslandBroken, LearnerRefused
 from atoll.net.learner_stats import LearnerStats
+from atoll.net.notice import LEFT
 from atoll.net.parts import set_rng, take_rng
-from atoll.net.rank_lines import Ask, Order, Status, Told, failure_text
+from atoll.net.rank_lines import ONLY_BESIDE, Ask, Order, Status, Told, failure_text
+from atoll.net.rank_parts import ORDERS as PART_ORDERS
+from atoll.net.rank_parts import FollowerParts, receive_tensors
 from atoll.net.ranks import Ranks, fsdp_modules, reshard
+from atoll.net.row_fragment import RowFragment
 from atoll.net.run_settings import RunSettings
 
 if TYPE_CHECKING:
     from atoll.net.learner import Learner
 
-MOST_ARRIVALS = 16
 MOST_PARCELS = 4
 """Of inner state that was taken and that nobody has asked for yet."""
 
 JOIN_S = 5.0
 
 
-class Rows(FragmentTensors):
-    """One fragment at a follower: its own rows of it."""
-
-    def __init__(self, view: ModelView, p: FragmentId) -> None:
-        super().__init__(view, p, codec("f32"))
-        self._arrivals: dict[Version, Buffer] = {}  # and not adopted
-        self.copies = 0  # made so far
-
-    def buffer(self) -> Buffer:
-        return self._buffers.take()
-
-    def came(self, version: Version, value: Buffer) -> None:
-        """The leader may have decided to adopt an earlier one that is still to be adopted here."""
-        self.release(self._arrivals.pop(version, None))
-        self._arrivals[version] = value
-        while len(self._arrivals) > MOST_ARRIVALS:
-            self.release(self._arrivals.pop(min(self._arrivals)))
-
-    def adopt_version(self, version: Version, how: AdoptHow, merged_copy: bool, alpha: float) -> None:
-        value = self._arrivals.pop(version, None)
-        if value is None:
-            raise IslandBroken(f"version {version} of fragment {self.p} is adopted, and has not arrived at this rank")
-        for older in [each for each in self._arrivals if each < version]:
-            self.release(self._arrivals.pop(older))
-        self.arrived(version, value)
-        new, reference = self.will_adopt(merged_copy)
-        self.adopt(how, new, reference, alpha)
-        self.release(new, reference)
-
-
 class Parcel(NamedTuple):
     """What was taken at one boundary for a peer or for a snapshot's part, until the leader asks for it."""
 
     inner: inner_state.Taken | None
-    rows: list[tuple[Rows, Buffer, Callable[[], None]]]
+    rows: list[tuple[Rows | OwnRows, Buffer, Callable[[], None]]]
     rng: dict[str, Tensor]
     wrong: str
 
@@ -96,10 +72,13 @@ class Follower:
         self._view: ModelView | None = None
         self._plan: FragmentPlan | None = None
         self._owned: list[list[Window]] = []
-        self._rows: list[Rows] = []
+        self._rows: list[Rows | OwnRows] = []
+        self._shares: list[RowShare] = []  # by fragment, where ranks send and fetch their own
+        self._reaches = 0  # the syncer
         self._generation = 0
         self._parcels: dict[int, Parcel] = {}
         self._parcel = 0
+        self._parts = FollowerParts(self, ranks, model, optimizer)
         self._error: BaseException | None = None
         self._closing = False
         self._alpha = 0.0
@@ -118,7 +97,7 @@ class Follower:
     def join(self) -> None:
         self._thread.start()
         while not self._is_joined:
-            self._meet(Ask.JOIN)
+            self._meet(Ask.JOIN, self._reaches)
         self._began = time.monotonic()
         self._rest()
 
@@ -126,10 +105,15 @@ class Follower:
         begin = time.monotonic()
         if self._error is not None:
             raise IslandBroken(f"the background of this rank has failed: {self._error}") from self._error
+        self._learner._background.check()
         self.steps += 1
         self._meet(Ask.STEP, tokens)
         self._boundary_s += time.monotonic() - begin
         self._rest()
+
+    @property
+    def fragments(self) -> Sequence[FragmentTensors]:
+        return self._rows
 
     def take(self, count: int) -> tuple[int, ...]:
         self._leader.ask(Ask.TAKE, count)
@@ -144,7 +128,7 @@ class Follower:
 
     def _meet(self, kind: Ask, value: int = 0) -> None:
         """Ask, and do what is answered."""
-        self._leader.ask(kind, value)
+        self._leader.ask(kind, value, noticed=self._learner._notice.came)
         told, words = self._leader.answered()
         self._paused = told.paused
         if kind is not Ask.JOIN:
@@ -174,6 +158,7 @@ class Follower:
             paused_s=self._learner._paused_s,
             host_bytes=sum(rows.host_bytes for rows in self._rows),
             parameters=self._view.local_numel if self._view is not None else 0,
+            way="rows" if self._shares else "leader",
         )
 
     def close(self, wrong: BaseException | type[BaseException] | None) -> None:
@@ -195,7 +180,9 @@ class Follower:
                 self._closing = True
                 self._news.notify_all()
             self._ranks.shut()
+            self._learner._background.stop(None)
             self._thread.join(JOIN_S)
+            self._parts.close()
 
     # ------------------------------------------------------------------------------------------------------------ words
 
@@ -210,13 +197,55 @@ class Follower:
             self._plan, self._view = plan, view
             self._news.notify_all()
 
+    def _on_reach(self, address: str, with_token: bool) -> None:
+        """May this rank speak to the syncer? It has its own token and keys, if any."""
+        background = self._learner._background
+        try:
+            if with_token and not background.has_token:
+                raise ValueError("it was given no token")  # to ask without one would look like a stranger
+            self._learner._place.check()
+            background.start()
+            background.try_reach(address)
+            self._reaches = 1
+        except (ValueError, AtollError) as wrong:
+            self._log.info("rank %d cannot speak to the syncer: %s", self._ranks.rank, wrong)
+
+    def _on_way(self, way: str) -> None:
+        background = self._learner._background
+        if not way:
+            background.stop(None)
+            return
+        assert self._plan is not None
+        self._shares = [share_out(self._plan, p, self._ranks.boxes) for p in range(len(self._plan.fragments))]
+        background.obey(self._ranks.rows[0], self._own_rows, self._hold_version, self._ranks.size)
+
+    def _own_rows(self, generation: int) -> list[RowFragment]:
+        """The leader may ask before the training thread has heard of its new incarnation."""
+        with self._news:
+            self._wait_until(lambda: self._generation >= generation)
+            if self._generation != generation:
+                raise CopyGone("this is of an earlier incarnation")
+            return [rows for rows in self._rows if isinstance(rows, OwnRows)]
+
+    def _hold_version(self, rows: RowFragment, version: Version) -> Buffer | None:
+        assert isinstance(rows, OwnRows)
+        with self._news:
+            return rows.hold_version(version)
+
+    def _fragment(self, p: FragmentId) -> Rows | OwnRows:
+        assert self._view is not None
+        if not self._shares:
+            return Rows(self._view, p)
+        up = codec(self._learner._settings.numerics.ups[0])
+        return OwnRows(self._view, p, up, self._shares[p], self._ranks.rank)
+
     def _on_attach(self, learner: int, incarnation: int, generation: int, alpha: float) -> None:
         """One incarnation begins."""
         assert self._view is not None and self._plan is not None
         self._learner._number = (learner, incarnation)
         self._alpha = alpha
         with self._news:
-            self._rows = [Rows(self._view, p) for p in range(len(self._plan.fragments))]
+            self._rows = [self._fragment(p) for p in range(len(self._plan.fragments))]
             self._generation = generation
             self._parcels.clear()
             self._parcel = 0
@@ -260,14 +289,14 @@ class Follower:
                 self._drop(min(self._parcels))
             self._news.notify_all()
 
-    def _on_start(self, warmup_steps: int, about: Any, restored: Any) -> None:
-        tensors: dict[str, Tensor] = {}
-        for name, dtype, shape in self._leader.receive_json():
-            tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-            self._leader.receive_tensor(tensors[name])
-        if about is not None:
+    def _on_start(self, warmup_steps: int, about: Any, restored: Any, is_loaded: bool) -> None:
+        tensors = receive_tensors(self._leader)
+        if is_loaded:
+            self._parts.take_loaded().install()
+        elif about is not None:
             inner_state.prepare(about, tensors, self._optimizer, self._model, cut=True).install()
         set_rng({name: tensor for name, tensor in tensors.items() if name.startswith("rng.")})
+        self._parts.forget()
         self._learner._warmup_steps = warmup_steps
         self._learner._restored_state = restored
         self._is_joined = True
@@ -276,7 +305,7 @@ class Follower:
         if code == "learner-finished":
             self._write_anchors()
             self._learner._finished = self._is_joined = True
-        elif code == "learner-drained":
+        elif code in LEFT:
             self._learner._finished = self._learner._drained = self._is_joined = True
         elif self._is_joined:
             raise LearnerRefused(text)
@@ -304,7 +333,13 @@ class Follower:
                 elif order is Order.SHARE:
                     self._take_share(p, key, generation)
                 elif order is Order.INNER:
-                    self._give_inner(key, generation)
+                    self._give_inner(key, generation, only_beside=p == ONLY_BESIDE)
+                elif order in PART_ORDERS:
+                    self._parts.obey(order, key, generation)
+                elif order is Order.EDGES:
+                    self._encode(p, key, generation)
+                elif order is Order.PASS:
+                    self._pass(p, key, generation)
                 else:
                     self._give_rows(order, p, key, generation)
         except BaseException as wrong:
@@ -331,7 +366,7 @@ class Follower:
         self._send_rows(p, flat)
 
     def _give_rows(self, order: Order, p: FragmentId, key: int, generation: int) -> None:
-        held: list[tuple[Rows, Buffer]] = []
+        held: list[tuple[Rows | OwnRows, Buffer]] = []
         wait: Callable[[], None] | None = None
         with self._news:
             if order is Order.COPY:
@@ -364,6 +399,60 @@ class Follower:
         for window in self._owned[p]:
             self._orders.send_tensor(window.of_packed(packed))
 
+    def _encode(self, p: FragmentId, key: int, generation: int) -> None:
+        """This rank's strips of the copy with this serial."""
+        copied = None
+        with self._news:
+            self._wait_until(lambda: generation < self._generation or self._copies(p, generation) >= key)
+            rows = self._rows[p]
+            newest = rows.copied if generation == self._generation else None
+            if newest is not None and newest.serial == key:
+                copied = rows.hold_copy()
+        assert isinstance(rows, OwnRows)
+        if copied is None:
+            self._orders.say(Status.GONE)
+            return
+        try:
+            prepared = rows.prepare(copied)
+        finally:
+            rows.release(copied.buffer, copied.anchor)
+        self._orders.say(Status.HERE)
+        self._orders.send_tensor(prepared.given)
+        status, by = self._orders.said()
+        if status is not Status.HERE:
+            rows.give_up(key, CopyGone("another rank does not have this copy any more"))
+            return
+        taken = torch.empty(sum(move.size for move in rows.dealt.taken(rows.rank)))
+        self._orders.receive_tensor(taken)
+        rows.encode_strips(prepared, taken, codec(by))
+
+    def _pass(self, p: FragmentId, version: Version, generation: int) -> None:
+        """What was fetched here goes by the leader, and what others have fetched of the same rows comes."""
+        with self._news:
+            self._wait_until(lambda: self._generation >= generation)
+            rows, is_mine = self._rows[p], self._generation == generation
+        assert isinstance(rows, OwnRows)
+        value = rows.take_fetched(version) if is_mine else None
+        self._orders.say(Status.HERE if value is not None else Status.GONE)
+        if self._orders.said()[0] is not Status.HERE or value is None:
+            rows.release(value)
+            return
+        for stretch in rows.dealt.stretches:
+            mine = stretch.first if stretch.rank == rows.rank else dict(stretch.others).get(rows.rank)
+            if mine is None:
+                continue
+            part = value.tensor[mine : mine + stretch.end - stretch.begin]
+            if stretch.rank == rows.rank:
+                self._orders.send_tensor(part)
+            else:
+                self._orders.receive_tensor(part)
+        if self._orders.said()[0] is Status.HERE:
+            with self._news:
+                rows.came(version, value)
+        else:
+            rows.release(value)
+        self._orders.say(Status.HERE)
+
     def _take_share(self, p: FragmentId, version: Version, generation: int) -> None:
         with self._news:
             self._wait_until(lambda: self._generation >= generation)
@@ -385,7 +474,19 @@ class Follower:
         for rows, buffer, _ in self._parcels.pop(key).rows:
             rows.release(buffer)
 
-    def _give_inner(self, key: int, generation: int) -> None:
+    def parcel_inner(self, key: int, generation: int) -> tuple[inner_state.Taken | None, str]:
+        """Inner state that was taken, which stays here, or what went wrong when it was."""
+        with self._news:
+            parcel = self._parcel_of(key, generation)
+            return (parcel.inner, parcel.wrong) if parcel is not None else (None, "")
+
+    def is_of(self, generation: int) -> bool:
+        """Once the training thread has come to it."""
+        with self._news:
+            self._wait_until(lambda: self._generation >= generation)
+            return self._generation == generation
+
+    def _give_inner(self, key: int, generation: int, only_beside: bool) -> None:
         """What this rank owns of it, and nothing that the leader has itself. Nobody asks a second time."""
         with self._news:
             parcel = self._parcel_of(key, generation)
@@ -400,7 +501,7 @@ class Follower:
         mine = owned(self._ranks.boxes, self._plan.tensors)[self._ranks.rank] if self._plan is not None else frozenset()
         listed: list[Any] = []
         for number, part in inner.parts.items():
-            if names[number].parameter in mine:
+            if names[number].parameter in mine and not only_beside:
                 listed.append([number, part.box.offset, part.box.shape, _dtype_name(inner.tensors[number])])
                 sent.append(inner.tensors[number])
         for name, tensor in parcel.rng.items():

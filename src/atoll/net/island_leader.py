@@ -1,39 +1,59 @@
 """Rank 0 of an island of many: it alone speaks to the syncer, and the other ranks do as it says.
 
-At a step boundary all ranks ask and it answers with its list. In the background it orders rows of one fragment from the
-others and puts them together, and hands out those of a version that has arrived; its core hears of a version when every
-rank has its rows in host memory, so that nobody waits for any at the boundary at which it is adopted.
+At a step boundary all ranks ask and it answers with its list. Where every rank holds whole rows, each sends and fetches
+its own, and it is this one that says when (`row_traffic`). Elsewhere it orders rows of one fragment from the others in
+the background, puts them together, and hands out those of a version that has arrived. Either way its core hears of a
+version when every rank has its rows in host memory, so that nobody waits for any at the boundary where it is adopted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from functools import partial
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from xxhash import xxh3_128
 
+from atoll.core.protocol import StartTraining
 from atoll.core.types import FragmentId, Version
 from atoll.ml import inner_state
 from atoll.ml.codecs import Codec
 from atoll.ml.model import ModelView
 from atoll.ml.plan import FragmentPlan
-from atoll.ml.shares import Window, owned, windows
+from atoll.ml.row_shares import RowShare, lie_in_rows, share_out
+from atoll.ml.shares import Box, Window, owned, windows
+from atoll.net.background import Background
 from atoll.net.island_tensors import Buffer, Copied, CopyGone, FragmentTensors
 from atoll.net.learner_errors import AtollError, IslandBroken
-from atoll.net.rank_lines import CALLS, Ask, Line, Order, Status, Told, failure_text
+from atoll.net.parts import Part
+from atoll.net.rank_hands import Hands
+from atoll.net.rank_lines import CALLS, ONLY_BESIDE, Ask, Line, Order, Status, Told, bytes_of, failure_text
+from atoll.net.rank_parts import cut_for, get_ready, load_by_all, send_tensors, write_by_all
 from atoll.net.ranks import Ranks, fsdp_modules, reshard
-from atoll.net.step_boundary import Action, Adopt, Copy, End, Give, Save, Solo, Start, Starting, StepBoundary
+from atoll.net.row_fragment import RowFragment
+from atoll.net.step_boundary import Action, Adopt, Copy, End, Give, Save, Saved, Solo, Start, Starting, StepBoundary
+
+PIECE = 2**18
+"""Values of other ranks that pass through here at a time: 1 MiB."""
 
 
 class Leader(Solo):
-    def __init__(self, ranks: Ranks, model: nn.Module, log: logging.Logger) -> None:
+    way = "leader"
+
+    def __init__(self, ranks: Ranks, model: nn.Module, background: Background, log: logging.Logger) -> None:
         self.ranks = ranks
+        self.shares: list[RowShare] = []  # by fragment, where ranks send and fetch their own rows
+        self._background = background
         self.fsdp = fsdp_modules(model)
         self.parcel = 0  # of inner state or of a snapshot's part, counted by all ranks alike
         self.generation = 0  # of incarnations, so that nothing of one is taken for the next
@@ -58,6 +78,7 @@ class Leader(Solo):
                     "island do the same at the same step"
                 )
             self._given.append(given)
+            self.noticed = self.noticed or line.noticed
         return sum(given for given, counts in zip(self._given, self.ranks.counts, strict=True) if counts)
 
     def agree(self, actions: list[Action], told: Told) -> list[Action]:
@@ -94,18 +115,9 @@ class Leader(Solo):
 
     def _send_state(self, line: Line, starting: Starting) -> None:
         """The part of this rank of everything that its optimizer starts with, tensor by tensor."""
-        tensors: dict[str, Tensor] = {}
-        if starting.state is not None:
-            about, state = starting.state
-            boxes = self.ranks.boxes[line.rank]
-            for number, (name, is_complex) in inner_state.named_numbers(about).items():
-                sizes = tuple(about["parameters"][name]["shape"])
-                tensors[number] = inner_state.part_for(state[number], is_complex, sizes, boxes.get(name))
-        if starting.part is not None:
-            tensors |= starting.part.rng_of(line.rank)
-        line.send_json([[name, _dtype_name(tensor), list(tensor.shape)] for name, tensor in tensors.items()])
-        for tensor in tensors.values():
-            line.send_tensor(tensor)
+        dealt = cut_for(self.ranks, line.rank, *starting.state) if starting.state is not None else ()
+        own = starting.part.rng_of(line.rank) if starting.part is not None else {}
+        send_tensors(line, chain(dealt, own.items()))
 
     # ----------------------------------------------------------------------------------------------- what it is made of
 
@@ -115,10 +127,34 @@ class Leader(Solo):
         others = range(1, self.ranks.size)
         self._theirs = [[windows(plan, p, self.ranks.boxes[rank]) for p in fragments] for rank in others]
         self._owned = [[windows(plan, p, self.ranks.boxes[rank], mine[rank]) for p in fragments] for rank in others]
-        return IslandView(self, model, plan)
+        view = IslandView(self, model, plan)  # all ranks make one at this moment: it may be theirs together to look at
+        if self._agree_on_rows(plan):
+            self.way = "rows"
+            self.shares = [share_out(plan, p, self.ranks.boxes) for p in fragments]
+            self._background.lead(Hands(self.ranks.rows), self.ranks.size)
+            view.packed = True
+        return view
+
+    def _agree_on_rows(self, plan: FragmentPlan) -> bool:
+        """Do all ranks send and fetch their own rows? For that they hold whole ones, and reach the syncer."""
+        if not lie_in_rows(self.ranks.boxes, plan.tensors):
+            self._log.info("rank 0 sends and fetches for all ranks of this island: they do not hold whole rows")
+            self.say([["way", ""]])
+            return False
+        self.say([["reach", self._background.address, self._background.has_token]])
+        self.hear(Ask.JOIN)
+        away = [rank for rank, reaches in enumerate(self._given) if rank and not reaches]
+        for line in self.ranks.control:
+            line.answer(Told(), _encoded([["way", "" if away else "rows"]]))
+        if away:
+            said = "rank 0 sends and fetches for all ranks of this island: rank %s cannot speak to the syncer"
+            self._log.warning(said, ", ".join(map(str, away)))
+        else:
+            self._log.info("every rank of this island sends and fetches its own rows")
+        return not away
 
     def fragment(self, view: ModelView, p: FragmentId, up: Codec) -> FragmentTensors:
-        return LeaderFragment(self, view, p, up)
+        return LeaderRows(self, view, p, up) if self.shares else LeaderFragment(self, view, p, up)
 
     def boundary(self, *args: Any) -> StepBoundary:
         self.generation += 1
@@ -157,37 +193,126 @@ class Leader(Solo):
             for line in self.ranks.bulk:
                 line.said()
 
-    def gather_inner(self, key: int, taken: inner_state.Taken) -> inner_state.Taken:
+    def exchange(self, p: FragmentId, serial: int, given: Tensor, by: Codec) -> Tensor:
+        """The values of blocks that reach over the rows of one rank, to the rank that encodes them; ours are returned.
+        All ranks have copied, or none encodes."""
+        share, gone = self.shares[p], ""
+        theirs: dict[int, Tensor] = {0: given}
+        with self._lock:
+            for line in self.ranks.bulk:
+                line.order(Order.EDGES, p, serial, self.generation)
+            for line in self.ranks.bulk:
+                status, why = line.said()
+                if status is Status.HERE:
+                    theirs[line.rank] = torch.empty(sum(move.size for move in share.given(line.rank)))
+                    line.receive_tensor(theirs[line.rank])
+                else:
+                    gone = why or f"rank {line.rank} does not have it any more"
+            taken = _dealt_again(share, theirs) if not gone else {}
+            for line in self.ranks.bulk:
+                if line.rank not in theirs:
+                    continue
+                line.say(Status.GONE if gone else Status.HERE, by.name)
+                if not gone:
+                    line.send_tensor(taken[line.rank])
+        if gone:
+            raise CopyGone(gone)
+        return taken[0]
+
+    def pass_on(self, p: FragmentId, version: Version, own: Tensor, digest: str) -> bool:
+        """What every rank has fetched of a version goes by here in the order of the fragment, a little at a time: into
+        the digest of the whole, and on to those who hold the same rows. Is it what was published?"""
+        hashed = xxh3_128()
+        lines = {line.rank: line for line in self.ranks.bulk}
+
+        def take(piece: Tensor, others: list[int]) -> None:
+            hashed.update(bytes_of(piece))
+            for rank in others:
+                lines[rank].send_tensor(piece)
+
+        with self._lock:
+            for line in lines.values():
+                line.order(Order.PASS, p, version, self.generation)
+            away = [rank for rank, line in lines.items() if line.said()[0] is not Status.HERE]
+            for line in lines.values():
+                line.say(Status.GONE if away else Status.HERE)
+            if away:
+                return False
+            self._in_order(p, own, take)
+            is_right = hashed.hexdigest() == digest
+            for line in lines.values():
+                line.say(Status.HERE if is_right else Status.WRONG)
+            for line in lines.values():
+                line.said()
+        return is_right
+
+    def read_in_order(self, p: FragmentId, own: Tensor, take: Callable[[Tensor], None]) -> None:
+        """The fragment as it stands, from all ranks. Only before training begins."""
+        with self._lock:
+            for line in self.ranks.bulk:
+                line.order(Order.READ, p, 0, self.generation)
+            for line in self.ranks.bulk:
+                line.said()
+            self._in_order(p, own, lambda piece, _: take(piece))
+
+    def _in_order(self, p: FragmentId, own: Tensor, take: Callable[[Tensor, list[int]], None]) -> None:
+        lines = {line.rank: line for line in self.ranks.bulk}
+        theirs = [stretch.end - stretch.begin for stretch in self.shares[p].stretches if stretch.rank]
+        room = torch.empty(min(PIECE, max(theirs, default=0)))
+        for stretch in self.shares[p].stretches:
+            others = [rank for rank, _ in stretch.others]
+            count = stretch.end - stretch.begin
+            for begin in range(0, count, PIECE):
+                size = min(PIECE, count - begin)
+                if stretch.rank:
+                    piece = room[:size]
+                    lines[stretch.rank].receive_tensor(piece)
+                else:
+                    piece = own[stretch.first + begin : stretch.first + begin + size]
+                take(piece, others)
+
+    def gather_inner(self, key: int, taken: inner_state.Taken, rooms: inner_state.Rooms) -> inner_state.Taken:
         """Inner state with whole tensors: those that are sharded come row by row from all ranks, the others are ours.
-        One tensor after the other, so that no rank but this one ever holds a whole one."""
-        whole = {
-            number: torch.empty(taken.parts[number].sizes, dtype=tensor.dtype) if number in taken.parts else tensor
-            for number, tensor in taken.tensors.items()
-        }
+        They come into their places in `rooms`, which may be those of a file."""
+        whole = dict(taken.tensors)
         for number, part in taken.parts.items():
-            whole[number][part.box.where] = taken.tensors[number].cpu()
+            own = whole[number]
+            whole[number] = rooms[number] if number in rooms else torch.empty(part.sizes, dtype=own.dtype)
+            whole[number][part.box.where] = own.cpu()
         beside: dict[str, Tensor] = {}
         wrong = ""
         with self._lock:
             for line in self.ranks.bulk:
-                line.order(Order.INNER, 0, key, self.generation)
+                line.order(Order.INNER, 0 if taken.parts else ONLY_BESIDE, key, self.generation)
                 status, why = line.said()
                 if status is not Status.HERE:
                     wrong = why or f"rank {line.rank} does not have it any more"
                     continue
                 for number, offset, shape, dtype in line.receive_json():
+                    is_known = offset is not None and number in taken.parts
+                    if is_known and str(whole[number].dtype) == f"torch.{dtype}":
+                        line.receive_tensor(whole[number][Box(tuple(offset), tuple(shape)).where])
+                        continue
                     came = torch.empty(shape, dtype=getattr(torch, dtype))
                     line.receive_tensor(came)
                     if offset is None:
                         beside[number] = came
-                    elif number in taken.parts:
-                        where = tuple(slice(b, b + s) for b, s in zip(offset, shape, strict=True))
-                        whole[number][where] = came
                     else:
                         wrong = f"rank {line.rank} has inner state that rank 0 does not have"
         if wrong:
             raise ValueError(wrong)
         return taken._replace(tensors=whole, events=[], parts={}, beside=beside, gather=None)
+
+    def write_by_all(self, key: int, taken: inner_state.Taken, folder: Path) -> list[Any] | None:
+        try:
+            return write_by_all(self.ranks, self._lock, self.generation, key, taken, folder)
+        except (OSError, ValueError, RuntimeError, MemoryError):
+            with contextlib.suppress(ValueError):  # nobody comes for their copies any more
+                self.gather_inner(key, taken._replace(tensors={}, parts={}), {})
+            raise
+
+    def load_by_all(self, part: Part) -> bool:
+        return load_by_all(self.ranks, self._lock, self.generation, part)
 
     # -------------------------------------------------------------------------------------------------- ending
 
@@ -215,9 +340,68 @@ class IslandView(ModelView):
         self._leader = leader
 
     def read(self, fragment: int, out: Tensor) -> None:
-        """The fragment as it stands, from all ranks. Only before training begins."""
+        """The fragment as it stands, from all ranks, or packed. Only before training begins."""
         super().read(fragment, out)
-        self._leader.gather(Order.READ, fragment, 0, out)
+        if not self.packed:
+            self._leader.gather(Order.READ, fragment, 0, out)
+
+    def flow(self, fragment: int, take: Callable[[Tensor], None]) -> None:
+        """The same piece by piece, where the leader has its own rows only: the whole flows by, and is nowhere."""
+        own = self.buffer(fragment)
+        self.read(fragment, own)
+        self._leader.read_in_order(fragment, own, take)
+
+
+class LeaderRows(RowFragment):
+    def __init__(self, leader: Leader, view: ModelView, p: FragmentId, up: Codec) -> None:
+        super().__init__(view, p, up, leader.shares[p], 0)
+        self._leader = leader
+
+    @property
+    def generation(self) -> int:
+        return self._leader.generation
+
+    def encode_rows(self, copied: Copied) -> None:
+        if self.is_encoded(copied.serial):
+            return
+        try:
+            prepared = self.prepare(copied)
+            taken = self._leader.exchange(self.p, copied.serial, prepared.given, copied.codec)
+            self.encode_strips(prepared, taken, copied.codec)
+        except BaseException as wrong:
+            self.give_up(copied.serial, wrong)
+            if isinstance(wrong, CancelledError):  # the training thread never made the copy
+                raise CopyGone from None
+            raise
+
+    def pass_on(self, version: Version, digest: str) -> Buffer | None:
+        value = self.take_fetched(version)
+        if value is None:
+            return None
+        is_right = False
+        try:
+            is_right = self._leader.pass_on(self.p, version, value.tensor, digest)
+        finally:
+            if not is_right:
+                self.release(value)
+        return value if is_right else None
+
+    def copy_for_part(self) -> tuple[Buffer, Callable[[], None]]:
+        """A part holds whole fragments: this one is put together when it is written, and is nobody's afterwards."""
+        rows, own = super().copy_for_part()
+        whole = Buffer(torch.empty(0))
+        whole.holders = 2  # one more than there are: it is not of the size of the others, and is not used again
+        key, plan = self._leader.parcel, self._view.plan
+
+        def wait() -> None:
+            own()
+            whole.tensor = torch.empty(self.dealt.numel)
+            for window in windows(plan, self.p, self._view.boxes):
+                window.of(whole.tensor).copy_(window.of_packed(rows.tensor))
+            self.release(rows)
+            self._leader.gather(Order.PART, self.p, key, whole.tensor)
+
+        return whole, wait
 
 
 class LeaderFragment(FragmentTensors):
@@ -247,6 +431,8 @@ class LeaderBoundary(StepBoundary):
     def __init__(self, leader: Leader, *args: Any) -> None:
         super().__init__(*args)
         self._leader = leader
+        self._loaded: Part | None = None  # of which every rank holds its own
+        get_ready(leader.ranks)
 
     def before(self) -> None:
         reshard(self._leader.fsdp)
@@ -260,8 +446,30 @@ class LeaderBoundary(StepBoundary):
         super().save(action)
 
     def take_inner(self) -> inner_state.Taken:
-        taken = super().take_inner()
-        return taken._replace(gather=partial(self._leader.gather_inner, self._leader.parcel))
+        taken, key = super().take_inner(), self._leader.parcel
+        return taken._replace(
+            gather=partial(self._leader.gather_inner, key), spread=partial(self._leader.write_by_all, key)
+        )
+
+    def others_load(self, part: Part) -> None:
+        self._loaded = part if part.shards is not None and self._leader.load_by_all(part) else None
+
+    def starting(self, effect: StartTraining, given: Any, saved: Saved | None, *args: Any) -> Starting:
+        starting = super().starting(effect, given, saved, *args)
+        if saved is not None and saved.part is self._loaded and starting.prepared is saved.inner:
+            return starting._replace(state=None, is_loaded=True)
+        return starting
+
+
+def _dealt_again(share: RowShare, given: dict[int, Tensor]) -> dict[int, Tensor]:
+    """What each rank gave to others, as those take it."""
+    taken: dict[int, list[Tensor]] = {rank: [] for rank in given}
+    first = dict.fromkeys(given, 0)
+    for move in share.moves:
+        if move.giver != move.taker:
+            taken[move.taker].append(given[move.giver][first[move.giver] : first[move.giver] + move.size])
+            first[move.giver] += move.size
+    return {rank: torch.cat(parts) if parts else torch.empty(0) for rank, parts in taken.items()}
 
 
 def _words_of(action: Action) -> list[Any]:
@@ -279,14 +487,10 @@ def _words_of(action: Action) -> list[Any]:
         case Start():
             assert action.inner is not None, "an island starts before it is known with what"
             about = action.inner.state[0] if action.inner.state is not None else None
-            return ["start", action.inner.warmup_steps, about, action.inner.restored]
+            return ["start", action.inner.warmup_steps, about, action.inner.restored, action.inner.is_loaded]
         case End():
             return ["end", action.effect.reason.code, str(action.effect.reason)]
 
 
 def _encoded(words: list[Any]) -> bytes:
     return json.dumps(words, separators=(",", ":")).encode()
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -106,11 +106,15 @@ class CopyGone(RuntimeError):  # noqa: N818 - as a rule nobody wants that copy a
 
 
 class FragmentTensors:
-    """One fragment at one learner. `anchor`: the published value that was last adopted; `newest`: that arrived."""
+    """One fragment at one learner. `anchor`: the published value that was last adopted; `newest`: that arrived.
+
+    `adopted` is the anchor as the training thread knows it: the core may have decided on the next one already.
+    """
 
     def __init__(self, view: ModelView, p: FragmentId, up: Codec) -> None:
         self.p = p
-        self.numel = view.numel(p)
+        self.numel = view.numel(p)  # of its flat tensors here
+        self.whole_numel = view.plan.numel(p)
         self.device_bytes = view.device_bytes(p)  # while it is copied and adopted
         self.parameters = view.local_numel  # of the whole model, what this rank holds
         self._view = view
@@ -125,6 +129,7 @@ class FragmentTensors:
         self.newest: Buffer | None = None
         self.newest_version: Version = NOTHING
         self.copied: Copied | None = None
+        self.adopted: Buffer | None = None
 
     # ---------------------------------------------------------------------------------------- in the training thread
 
@@ -153,6 +158,8 @@ class FragmentTensors:
         return buffer, self._view.begin_read(self.p, buffer.tensor)
 
     def adopt(self, how: AdoptHow, value: Buffer, reference: Buffer | None, alpha: float) -> None:
+        before, self.adopted = self.adopted, self._buffers.hold(value)
+        self._buffers.release(before)
         if how == "carry" and reference is not None and not self._exact:
             held = self._buffers.take()
             self._view.as_held(self.p, reference.tensor, held.tensor)

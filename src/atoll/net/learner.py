@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -37,10 +38,19 @@ from atoll.ml import inner_state
 from atoll.ml.codecs import codec
 from atoll.ml.model import ModelView
 from atoll.ml.plan import FragmentPlan
+from atoll.ml.wrapped import check_whole_step, plain_optimizer
 from atoll.net.addresses import place
 from atoll.net.background import Background
-from atoll.net.core_driver import CoreDriver
-from atoll.net.environment import KEYS, RUN_DIRECTORY, TOKEN, learner_told, syncer_told, told
+from atoll.net.environment import (
+    KEYS,
+    RUN_DIRECTORY,
+    TOKEN,
+    join_timeout_told,
+    learner_told,
+    notice_told,
+    syncer_told,
+    told,
+)
 from atoll.net.interrupts import Interrupts
 from atoll.net.island_follower import Follower
 from atoll.net.island_leader import Leader
@@ -48,24 +58,26 @@ from atoll.net.island_tensors import plan_of
 from atoll.net.learner_errors import IslandBroken, JoinTimeout, KeysRefused, LearnerRefused, SyncerUnreachable
 from atoll.net.learner_stats import NOTHING_UNTOLD, LearnerStats, Untold
 from atoll.net.logs import Named
+from atoll.net.notice import Notice
 from atoll.net.pacing import check_streams
+from atoll.net.published_values import PublishedValues
 from atoll.net.rank_lines import Ask, Told
 from atoll.net.ranks import meet
 from atoll.net.rates import rate_of
+from atoll.net.resting import Resting
 from atoll.net.run_clock import RunClock
 from atoll.net.run_settings import RunSettings
 from atoll.net.step_boundary import Action, Solo, StepBoundary
 from atoll.tape_files import tape_path
 
 MOST_REJOINS = 5
-LAST_WORDS_S = 3.0
 STRANGERS = frozenset({"refused-run", "refused-fingerprint"})
 MOST_UNTOLD = 256
 """Boundaries in a row at which the core may be busy with a message: on a crowded machine the background may stand still
 in the middle of one. Steps are told together at the next boundary, and only then copied and adopted."""
 
 
-class Learner(CoreDriver):
+class Learner(Resting):
     """One island of a run, around a training loop that already works.
 
         with atoll.Learner(model, optimizer, syncer="head:7400", keys="keys/far") as learner:
@@ -99,10 +111,14 @@ class Learner(CoreDriver):
     from, a learner starts from its own part, and `restored_state` is what `extra_state` had returned then.
 
     In a torchrun job all ranks together are one island: DDP, FSDP2 and tensor parallelism are seen from the parameters,
-    and every rank enters, steps and leaves. Rank 0 speaks to the syncer; the others need neither token nor keys.
+    and every rank enters, steps and leaves. Rank 0 speaks to the syncer. Ranks that hold whole rows send and fetch
+    their own, with the same token or keys; where one has none, rank 0 does it for all.
 
-    What is not given is taken from ATOLL_SYNCER, ATOLL_TOKEN, ATOLL_KEYS, ATOLL_LEARNER and ATOLL_RUN_DIRECTORY, which
-    whoever starts the island may set: `atoll.Learner(model, optimizer)` is enough then.
+    With `notice_s` SIGTERM is the notice of a machine that is taken away in so many seconds: at the next step boundary
+    what was trained and not merged is merged, then `finished` and `drained` are True. A second one leaves at once.
+
+    What is not given is taken from ATOLL_SYNCER, ATOLL_TOKEN, ATOLL_KEYS, ATOLL_LEARNER, ATOLL_RUN_DIRECTORY,
+    ATOLL_NOTICE_S and ATOLL_JOIN_TIMEOUT_S, which an engine sets: `atoll.Learner(model, optimizer)` is enough then.
 
     `max_rate`, as "500mbit" or "2gbit", bounds what values take of the link, each way; messages are not counted. Large
     values go over as many connections as are found to carry more; `streams` sets their number instead.
@@ -123,6 +139,7 @@ class Learner(CoreDriver):
         extra_state: Callable[[], Any] | None = None,
         max_rate: str | None = None,
         streams: int | None = None,
+        notice_s: float | None = None,
         log: logging.Logger | None = None,
     ) -> None:
         syncer = syncer if syncer is not None else syncer_told()
@@ -134,10 +151,11 @@ class Learner(CoreDriver):
             raise ValueError(f"learners are numbered from 1, got {learner}")
         self.log = Named(log if log is not None else logging.getLogger("atoll.learner"), learner=learner)
         self._model = model
-        self._optimizer = optimizer
+        self._optimizer = plain_optimizer(optimizer)
+        self._given = optimizer  # as a framework has wrapped it
         self._wanted = learner
         self._run_directory = Path(run_directory) if run_directory is not None else None
-        self._join_timeout_s = join_timeout_s
+        self._join_timeout_s = join_timeout_s if join_timeout_s is not None else join_timeout_told()
         self._extra_state = extra_state
         self._restored_state: Any = None
         self._join_by: float | None = None  # on the monotonic clock
@@ -152,6 +170,8 @@ class Learner(CoreDriver):
         self._island = Solo()
         self._entered = False
         self._interrupts = Interrupts()
+        self._notice = Notice(notice_s if notice_s is not None else notice_told(), self.log)
+        self._published = PublishedValues(model, self._interrupts)
         self._follower: Follower | None = None  # in an island of many ranks, on all but one
         self._number: tuple[int, int] | None = None  # of the learner and its incarnation
         self._settings = RunSettings()
@@ -184,7 +204,7 @@ class Learner(CoreDriver):
         self._entered = True
         ranks = meet(self._model)
         if ranks is not None and ranks.leads:
-            self._island = Leader(ranks, self._model, self.log)
+            self._island = Leader(ranks, self._model, self._background, self.log)
         elif ranks is not None:
             self._follower = Follower(self, ranks, self._model, self._optimizer, self.log)
         if self._join_timeout_s is not None:
@@ -202,6 +222,7 @@ class Learner(CoreDriver):
         except BaseException as wrong:
             self._close(wrong)
             raise
+        self._notice.listen(self._interrupts)
         return self
 
     def _join(self) -> None:
@@ -253,7 +274,7 @@ class Learner(CoreDriver):
                     self._news.wait(0.2)
                 actions = [self._with_state(action) for action in self._actions]
                 self._actions.clear()
-                is_paused = core.paused
+                is_paused = core.rests
             self._island.hear(Ask.JOIN)
             actions = self._island.agree(actions, Told(paused=is_paused))
             if actions and self._carry_out(actions):
@@ -339,6 +360,8 @@ class Learner(CoreDriver):
             loss = loss.detach()
         elif loss is not None:
             loss = float(loss)
+        self._published.check_step()
+        check_whole_step(self._given)
         if self._finished:
             return
         if self._follower is not None:
@@ -361,18 +384,19 @@ class Learner(CoreDriver):
             self._rest()
 
     def _told_of_step(self, tokens: int, begin: float) -> tuple[float | None, list[Action], bool]:
-        """How long it waited for the lock, what is due at this boundary, and whether the run is paused. Where the
+        """How long it waited for the lock, what is due at this boundary, and whether it stands still here. Where the
         background is busy, nothing is due, and the core is told at the next boundary: None."""
         assert self._core is not None
         before = self._untold
         self._untold = untold = Untold(before.steps + 1, before.tokens + tokens, before.samples + self._fresh)
         self._fresh = 0
-        if self._background.is_behind and untold.steps <= MOST_UNTOLD:
+        leaves = self._notice.came or self._island.noticed
+        if self._background.is_behind and untold.steps <= MOST_UNTOLD and not leaves:
             return None, [], False  # steps of microseconds: several are told at once, or it would never catch up
         waited_s = 0.0
         if not self._lock.acquire(blocking=False):
             # The background has it, and waits for its turn on this machine, perhaps. This thread does not wait.
-            if untold.steps <= MOST_UNTOLD:
+            if untold.steps <= MOST_UNTOLD and not leaves:
                 return None, [], False
             self._lock.acquire()
             self._lock_wait_s += (waited_s := time.monotonic() - begin)
@@ -384,44 +408,24 @@ class Learner(CoreDriver):
                 event = StepTaken(untold.steps, untold.tokens, step_time_s, untold.samples)
                 actions += self._handle(event, at=begin)
             self._untold = NOTHING_UNTOLD
-            return waited_s, actions, self._core.paused
+            actions += self._heed_notice()
+            return waited_s, actions, self._core.rests
         finally:
             self._lock.release()
 
-    def _told(self, is_paused: bool) -> Told:
-        """What the other ranks of this island are told at every boundary."""
-        core, link = self._core, self._background
-        assert core is not None
-        sent = (link.bytes_up, link.bytes_down, self._adopted, self._contributed, core.taken)
-        return Told(is_paused, self._progress, core.step, core.trained, *sent)
+    def published(self) -> AbstractContextManager[None]:
+        """Inside of this block the model has the newest published values, as adopted by the last step boundary;
+        afterwards it has its own again, to the last bit. For evaluation and for checkpoints in the middle of a run.
 
-    def _rest(self) -> None:
-        """Stand still at this boundary until the run is resumed or ends: the one wait that somebody has asked for.
+            with learner.published():
+                print(evaluate(model))
 
-        What comes meanwhile is answered, adopted and saved here, as at any boundary.
+        No step is taken in it. Nothing is sent: of several ranks those use it that evaluate, which are all of them
+        where the model is sharded. It takes memory for one more copy of the model on the host.
         """
-        assert self._core is not None
-        core, began, is_paused = self._core, time.monotonic(), True
-        try:
-            while is_paused and not self._finished:
-                with self._news:
-                    if core.paused and not self._came:
-                        self._background.check()
-                        self._news.wait(0.2)
-                    came, self._came = self._came, False
-                    is_paused = core.paused
-                    actions = list(self._actions)
-                    self._actions.clear()
-                    if core.training and ((came and core.has_boundary_work) or not is_paused):
-                        self._last_end = time.monotonic()  # the next step begins here
-                        actions += self._handle(StepTaken(0, 0, 0.0), at=self._last_end)
-                self._island.hear(Ask.REST)
-                try:
-                    self._carry_out(self._island.agree(actions, self._told(is_paused)))
-                finally:
-                    self._background.kick()
-        finally:
-            self._paused_s += time.monotonic() - began
+        if self._follower is not None:
+            return self._published.shown(self._follower.fragments)
+        return self._published.shown(self._boundary.fragments if self._boundary is not None else [])
 
     # ---------------------------------------------------------------------------------------------------- showing
 
@@ -450,7 +454,8 @@ class Learner(CoreDriver):
 
     @property
     def drained(self) -> bool:
-        """An operator has asked this learner to leave: the others go on, and the model is as its last step left it."""
+        """An operator, or the notice of its machine, has asked this learner to leave: the others go on, and the model
+        is as its last step left it, with what was adopted since."""
         return self._drained
 
     @property
@@ -502,6 +507,8 @@ class Learner(CoreDriver):
             host_bytes=sum(fragment.host_bytes for fragment in fragments),
             device_bytes=max((fragment.device_bytes for fragment in fragments), default=0),
             parameters=fragments[0].parameters if fragments else 0,
+            way=self._island.way,
+            unmerged=core.unmerged_tokens() if core is not None else 0,
         )
 
     # ---------------------------------------------------------------------------------------------------- leaving
@@ -529,6 +536,8 @@ class Learner(CoreDriver):
 
     def _leave(self, wrong: BaseException | type[BaseException] | None) -> None:
         self._say_memory()
+        if wrong is None and type(self._island) is Solo and self._notice.came:
+            self._push_after_the_loop()
         broken = None
         if wrong is None:
             try:
@@ -552,7 +561,7 @@ class Learner(CoreDriver):
                 self._boundary.write_anchors()  # a loop that looks at `finished` after its step has taken one too many
         finally:
             self._background.while_waiting = None
-            self._background.stop(LAST_WORDS_S)
+            self._background.stop(self._notice.last_words_s())
             if wrong is None:
                 self._island.close()
         if broken is not None and not self._finished:

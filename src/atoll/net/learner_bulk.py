@@ -52,7 +52,7 @@ class Fetched(NamedTuple):
     data: Tensor
 
 
-class _Fetching:
+class Fetching:
     """What is here of one version of one fragment."""
 
     def __init__(self, version: Version, base: Version | None) -> None:
@@ -63,9 +63,24 @@ class _Fetching:
         self.missing = Spans()
         self.arrived = Spans()
         self.place: str | None = None
+        self.is_stale = False  # other bytes are served by now
 
     def size(self) -> int:
         return self.header.of if self.header is not None else 0
+
+    def memory(self, head: FrameHead, said: FragmentHeader, buffers: ByteBuffers) -> Any:
+        """For the bytes of one slice, which is what was asked for."""
+        if self.data is None:
+            self.data = buffers.take(said.of)
+            self.codec = head.codec
+        return as_bytes(self.data)[said.begin : said.begin + head.payload_bytes]
+
+    def came(self, head: FrameHead, said: FragmentHeader) -> None:
+        """One slice is here, and sound."""
+        if self.header is None:
+            self.header = said
+            self.missing.add(head.payload_bytes, said.of)
+        self.arrived.add(said.begin, said.begin + head.payload_bytes)
 
     def fetched(self) -> Fetched:
         assert self.header is not None and self.data is not None
@@ -76,27 +91,33 @@ class LearnerBulk:
     def __init__(self, link: LearnerLink, bytes_per_s: float | None, streams: int | None = None) -> None:
         self._link = link
         self._buffers = ByteBuffers()
-        self._fetching: dict[FragmentId, _Fetching] = {}
+        self._fetching: dict[FragmentId, Fetching] = {}
         self._begun: dict[FragmentId, RoundId] = {}  # contributions of which the syncer may have a part
         self.shards = 0  # of the run; 0: the syncer has all fragments
         self._places: list[str | None] = []  # of the shards, as the syncer told last
-        self._up = Direction(bytes_per_s, "up", streams)
-        self._down = Direction(bytes_per_s, "down", streams)
+        self.up = Direction(bytes_per_s, "up", streams)
+        self.down = Direction(bytes_per_s, "down", streams)
         self._meters: dict[str, LinkMeter] = {}  # of the ways whose codec is not named
 
     def tell_of(self, tell: Callable[[LearnerEvent], None], numerics: Numerics, largest: int) -> None:
         """What is measured here is told from now on. `largest`: values of the largest fragment."""
         self._meters = {}
-        for direction, wish in ((self._up, numerics.up), (self._down, numerics.down)):
+        for direction, wish in ((self.up, numerics.up), (self.down, numerics.down)):
             direction.streams.on_change = tell
             if wish == "auto":
                 self._meters[direction.way] = LinkMeter(direction, largest, tell)
 
-    def _measured(self, way: str, size: Callable[[], int]) -> AbstractContextManager[None]:
+    def share_rate(self, ranks: int) -> None:
+        """So many processes send and fetch over what was given to one."""
+        for pace in (self.up.pace, self.down.pace):
+            if pace.bytes_per_s is not None:
+                pace.bytes_per_s /= ranks
+
+    def measured(self, way: str, size: Callable[[], int]) -> AbstractContextManager[None]:
         meter = self._meters.get(way)
         return meter.transfer(size) if meter is not None else nullcontext()
 
-    async def _place(self, fragment: FragmentId) -> str | None:
+    async def place(self, fragment: FragmentId) -> str | None:
         """Where the fragment is; None: at the syncer."""
         if not self.shards:
             return None
@@ -126,19 +147,19 @@ class LearnerBulk:
         hears how many bytes are here, counted from the first to the first that is missing."""
         under_way = self._fetching.get(fragment)
         if under_way is None or under_way.asked != (version, base):
-            under_way = self._fetching[fragment] = _Fetching(version, base)
+            under_way = self._fetching[fragment] = Fetching(version, base)
         try:
-            under_way.place = await self._place(fragment)
+            under_way.place = await self.place(fragment)
 
             async def move(begin: int, end: int) -> None:
-                await self._fetch_slice(fragment, under_way, sizes, begin, end)
+                await self.fetch_slice(fragment, under_way, sizes, begin, end)
                 on_bytes(under_way.fetched(), under_way.arrived.first())
 
-            with self._measured("down", under_way.size):
+            with self.measured("down", under_way.size):
                 if under_way.header is None:
                     await move(0, WHOLE_BYTES)
                 if under_way.missing:
-                    await self._down.carry(under_way.missing, move)
+                    await self.down.carry(under_way.missing, move)
         except (Refusal, WireError):
             self._fetching.pop(fragment, None)
             raise
@@ -148,8 +169,8 @@ class LearnerBulk:
         self._fetching.pop(fragment, None)
         return under_way.fetched()
 
-    async def _fetch_slice(
-        self, fragment: FragmentId, under_way: _Fetching, sizes: dict[int, int], begin: int, end: int
+    async def fetch_slice(
+        self, fragment: FragmentId, under_way: Fetching, sizes: dict[int, int], begin: int, end: int
     ) -> None:
         """Bytes that are damaged on their way are asked for once more."""
         try:
@@ -161,7 +182,7 @@ class LearnerBulk:
             await self._fetch_slice_once(fragment, under_way, sizes, begin, end)
 
     async def _fetch_slice_once(
-        self, fragment: FragmentId, under_way: _Fetching, sizes: dict[int, int], begin: int, end: int
+        self, fragment: FragmentId, under_way: Fetching, sizes: dict[int, int], begin: int, end: int
     ) -> None:
         version, base = under_way.asked
 
@@ -175,10 +196,7 @@ class LearnerBulk:
                 raise WireError(f"fragment {fragment} in {said.of} bytes of codec {head.codec}", "size")
             if head.payload_bytes != min(end, said.of) - begin:
                 raise WireError(f"{head.payload_bytes} bytes where {begin} to {end} were asked for", "size")
-            if under_way.data is None:
-                under_way.data = self._buffers.take(said.of)
-                under_way.codec = head.codec
-            return as_bytes(under_way.data)[begin : begin + head.payload_bytes]
+            return under_way.memory(head, said, self._buffers)
 
         parser = FrameParser(Kind.FRAGMENT, accept)
         asked = {"base": "whole" if base is None else str(base), "begin": str(begin), "end": str(end)}
@@ -186,24 +204,29 @@ class LearnerBulk:
             async for chunk in answer.content.iter_any():
                 parser.feed(chunk)
                 self._link.bytes_down += len(chunk)
-                self._down.moved += len(chunk)
-                await self._down.pace.take(len(chunk))
+                self.down.moved += len(chunk)
+                await self.down.pace.take(len(chunk))
         frame = parser.finish()
-        if under_way.header is None:
-            under_way.header = FragmentHeader.decode(frame.header)
-            under_way.missing.add(frame.head.payload_bytes, under_way.header.of)
-        under_way.arrived.add(begin, begin + frame.head.payload_bytes)
+        under_way.came(frame.head, FragmentHeader.decode(frame.header))
 
-    def _check_same(self, fragment: FragmentId, under_way: _Fetching, head: FrameHead, said: FragmentHeader) -> None:
+    def _check_same(self, fragment: FragmentId, under_way: Fetching, head: FrameHead, said: FragmentHeader) -> None:
         """A syncer that has started again serves the value where it served an update."""
         first = under_way.header
         if first is not None and (head.codec, said) != (under_way.codec, first._replace(begin=said.begin)):
             self._fetching.pop(fragment, None)
+            under_way.is_stale = True
             raise ConnectionError("the syncer serves other bytes of this version now")
 
     def give_back(self, fetched: Fetched) -> None:
         """Its bytes were decoded; their memory is used again."""
         self._buffers.give(fetched.data)
+
+    def give_back_bytes(self, data: Tensor) -> None:
+        self._buffers.give(data)
+
+    def forget_places(self) -> None:
+        """A shard may be somewhere else by now."""
+        self._places = []
 
     # ---------------------------------------------------------------------------------------------------- up
 
@@ -212,14 +235,14 @@ class LearnerBulk:
         body = envelope.body
         assert isinstance(body, Contribution)
         header = encode_message(envelope)
-        place = await self._place(body.round.fragment)
+        place = await self.place(body.round.fragment)
         try:
             if growing.size <= WHOLE_BYTES:
                 view = as_bytes(await growing.whole())
-                with self._measured("up", lambda: view.nbytes):
+                with self.measured("up", lambda: view.nbytes):
                     await self.put("/v1/contribution", Kind.CONTRIBUTION, codec, header, view, place)
             else:
-                with self._measured("up", lambda: growing.size):
+                with self.measured("up", lambda: growing.size):
                     await self._contribute_slices(codec, envelope, body, header, growing, place)
         except (aiohttp.ClientError, OSError):
             self._places = []
@@ -238,23 +261,23 @@ class LearnerBulk:
         for attempt in range(TRIES):
             try:
                 if is_new and attempt == 0:
-                    await self._up.carry(growing.missing, move, growing)
+                    await self.up.carry(growing.missing, move, growing)
                 else:
                     await growing.whole()
-                    missing = await self._say_contributed(codec, header, place)
+                    missing = await self.say_contributed(codec, header, place)
                     if not missing:
                         return
-                    await self._up.carry(missing, move)
+                    await self.up.carry(missing, move)
             except (Refusal, aiohttp.ClientError, OSError, TimeoutError) as wrong:
                 is_damaged = isinstance(wrong, Refusal) and wrong.code == "digest"
                 if (isinstance(wrong, Refusal) and not is_damaged) or attempt == TRIES - 1:
                     raise
                 await asyncio.sleep(RETRY_S * 2**attempt)
-        missing = await self._say_contributed(codec, header, place)
+        missing = await self.say_contributed(codec, header, place)
         if missing:
             raise ConnectionError(f"{missing.bytes} bytes of it are missing")
 
-    async def _say_contributed(self, codec: int, header: bytes, place: str | None) -> Spans:
+    async def say_contributed(self, codec: int, header: bytes, place: str | None) -> Spans:
         """That all of it is there. What the syncer misses; nothing: it has the contribution."""
         whole = frame_head(Kind.CONTRIBUTION, codec, header, b"") + header
         told = await self._link.ask("PUT", "/v1/contribution", place, data=whole)
@@ -276,19 +299,19 @@ class LearnerBulk:
         """One frame."""
         if view.nbytes <= SMALL_BYTES:
             whole = frame_head(kind, codec, header, view) + header + bytes(view)
-            await self._up.pace.take(len(whole))
+            await self.up.pace.take(len(whole))
             await self._link.ask("PUT", path, place, data=whole)
             self._link.bytes_up += len(whole)
             return
         head = await asyncio.get_running_loop().run_in_executor(None, frame_head, kind, codec, header, view)
-        pace = self._up.pace
+        pace = self.up.pace
 
         async def body() -> AsyncIterator[bytes | memoryview]:
             yield head + header
             for begin in range(0, view.nbytes, pace.piece_bytes):
                 piece = view[begin : begin + pace.piece_bytes]
                 await pace.take(piece.nbytes)
-                self._up.moved += piece.nbytes
+                self.up.moved += piece.nbytes
                 yield piece
 
         size = len(head) + len(header) + view.nbytes

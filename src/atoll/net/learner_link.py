@@ -19,6 +19,7 @@ from torch import Tensor
 
 from atoll.core.protocol import Envelope
 from atoll.net.byte_buffers import CHUNK_BYTES, READ_BYTES
+from atoll.net.flows import Flow
 from atoll.net.identity import HEADER
 from atoll.net.tls import ClientTls, Stamp, tls_problem
 from atoll.net.wire import (
@@ -116,6 +117,22 @@ class LearnerLink:
         """At the syncer, or at this address of one of its shards."""
         return f"http{'s' if self._tls is not None else ''}://{at or self._addresses[self._place]}{path}"
 
+    @property
+    def has_token(self) -> bool:
+        return bool(self._headers)
+
+    @property
+    def asked(self) -> str:
+        """The address that is asked now."""
+        return self._addresses[self._place]
+
+    def count(self, way: str, size: int) -> None:
+        """Bytes that other ranks of this island have moved."""
+        if way == "up":
+            self.bytes_up += size
+        else:
+            self.bytes_down += size
+
     def turn(self) -> None:
         """Nobody answers here: the next address is asked, where there is one. Another syncer may have taken over."""
         self._place = (self._place + 1) % len(self._addresses)
@@ -126,7 +143,7 @@ class LearnerLink:
             if self._tls is not None:
                 await asyncio.sleep(GOODBYE_S)
 
-    async def _renew_keys(self) -> None:
+    async def renew_keys(self) -> None:
         """Before a dial: files that have changed are used from now on, those that cannot be used are not."""
         if self._tls is None or self._tls.stamp() == self._keys:
             return
@@ -189,7 +206,7 @@ class LearnerLink:
 
     async def _connect(self) -> aiohttp.ClientWebSocketResponse | None:
         """At the first of the addresses that answers, beginning with the one that answered last."""
-        await self._renew_keys()
+        await self.renew_keys()
         assert self._session is not None
         problem = ""
         for _ in self._addresses:
@@ -274,7 +291,7 @@ class LearnerLink:
             await _check(answer)
             return parse_json(await _whole(answer), MOST_ANSWER_BYTES) if answer.status != 204 else None
 
-    async def found(self, plan: bytes, values: Callable[[], AsyncIterator[Tensor]]) -> None:
+    async def found(self, plan: bytes, values: Callable[[], AsyncIterator[Tensor | Flow]]) -> None:
         """Bring the model: the plan, then the values of one fragment after the other."""
 
         async def body() -> AsyncIterator[bytes | memoryview]:
@@ -283,9 +300,14 @@ class LearnerLink:
             p = 0
             async for value in values():
                 header = b'{"fragment":%d}' % p
-                yield frame_head(Kind.MODEL, 0, header, value) + header
-                async for chunk in _chunks(as_bytes(value)):
-                    yield chunk
+                if isinstance(value, Flow):
+                    yield await value.head(Kind.MODEL, header) + header
+                    async for piece in value.pieces():
+                        yield piece
+                else:
+                    yield frame_head(Kind.MODEL, 0, header, value) + header
+                    async for chunk in _chunks(as_bytes(value)):
+                        yield chunk
                 p += 1
 
         await self.ask("PUT", "/v1/model", data=body())
@@ -300,14 +322,15 @@ class LearnerLink:
             await _check(answer)
             yield answer
 
-    async def inner_state(self, learner: int, incarnation: int, most_bytes: int) -> bytes:
-        found: list[bytearray] = []
+    async def inner_state(
+        self, learner: int, incarnation: int, most_bytes: int, room: Callable[[int], memoryview]
+    ) -> None:
+        """Into memory that `room` gives for so many bytes."""
 
         def accept(head: FrameHead, header: bytes) -> Any:
             if head.payload_bytes > most_bytes:
                 raise WireError(f"inner state of {head.payload_bytes} bytes, the limit is {most_bytes}", "size")
-            found.append(bytearray(head.payload_bytes))
-            return memoryview(found[0])
+            return room(head.payload_bytes)
 
         parser = FrameParser(Kind.INNER_STATE, accept)
         async with self.get(f"/v1/state/{learner}/{incarnation}") as answer:
@@ -315,7 +338,6 @@ class LearnerLink:
                 parser.feed(chunk)
                 self.bytes_down += len(chunk)
         parser.finish()
-        return bytes(found[0])
 
 
 async def _chunks(view: memoryview) -> AsyncIterator[memoryview]:

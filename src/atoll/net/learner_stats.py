@@ -29,6 +29,8 @@ class LearnerStats(NamedTuple):
     host_bytes: int = 0  # in this rank's host memory: anchors, copies, arrivals and what rounding left out
     device_bytes: int = 0  # beside the model on its device, at most: a snapshot and a staged value of one fragment
     parameters: int = 0  # numbers that travel, of those what this rank holds
+    way: str = "alone"  # in an island of several ranks "rows": each sends and fetches its own; "leader": rank 0 for all
+    unmerged: int = 0  # tokens that some fragment has not merged yet, as far as the leader knows; of rank 0 only
 
 
 def metrics_of(stats: LearnerStats, loss: float | Tensor | None, tokens_per_s: float) -> dict[str, Any]:

@@ -71,12 +71,12 @@ class LinkMeter:
     def _begin(self) -> None:
         self._began, self._moved_before, self._idle_before = (
             self._clock(),
-            self._direction.moved,
+            self._direction.moved + self._direction.moved_elsewhere,
             self._direction.idle_s,
         )
 
     def _end(self, least: int) -> None:
-        moved = self._direction.moved - self._moved_before
+        moved = self._direction.moved + self._direction.moved_elsewhere - self._moved_before
         seconds = self._clock() - self._began - (self._direction.idle_s - self._idle_before)
         if moved >= least and seconds > 0:
             self._begin()

@@ -136,6 +136,7 @@ class Direction:
         self.pace = Pace(bytes_per_s)
         self.streams = Streams(way, streams)
         self.moved = 0
+        self.moved_elsewhere = 0  # by the other ranks of this island, which send and fetch their own rows
         self.idle_s = 0.0  # while somebody waited for bytes that were not written yet, and nobody moved any
         self._moving = 0
         self._waiting = 0

@@ -1,9 +1,11 @@
 """A learner's parts of snapshots, on its own disk: what it would need after everybody has died.
 
     parts/learner-3/001000004.safetensors    learner 3's part of snapshot 1000004; the newest few
+    parts/learner-3/001000004.dcp            beside it, where an island of many ranks has dealt out its model
 
 A part is one file of tensors (`durable`), whole or not there, with a digest over every byte and nothing pickled. Its
-note is a JSON object; `_FIELDS` has the names and types. The tensors:
+note is a JSON object; `_FIELDS` has the names and types. What is dealt out of the inner state is in a folder beside
+the file, written by the ranks (`sharded_parts`) before the file is, which says what belongs to it. The tensors:
 
 | name | what |
 |---|---|
@@ -17,11 +19,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +34,21 @@ from xxhash import xxh3_128_hexdigest
 from atoll.core.protocol import SnapshotPart
 from atoll.core.types import LearnerId, RunConfig
 from atoll.ml import inner_state
-from atoll.net.durable import UNFINISHED, make_folder, put_file, read_file, read_tensor_file, tensor_file
+from atoll.ml.shares import boxes_of
+from atoll.net.durable import (
+    OURS,
+    UNFINISHED,
+    make_folder,
+    put_file,
+    read_file,
+    read_tensor_file,
+    sync_folder,
+    tensor_file,
+)
 from atoll.net.island_tensors import Buffer, FragmentTensors
+
+if TYPE_CHECKING:  # it loads torch.distributed.checkpoint, which most learners never need
+    from atoll.net.sharded_parts import Shards, ShardsNote
 
 PARTS = "parts"
 KEEP = 4
@@ -42,6 +58,8 @@ MOST_TRIED = 16
 """Files that a search for inner state opens before it gives up."""
 
 FORMAT = 1
+SHARDED_FORMAT = 2
+"""With files of ranks beside it. A part that has none is of the first format, which older readers know."""
 
 _FOLDER = re.compile(r"learner-(\d{1,9})")
 _PART = re.compile(r"(\d{9,18})\.safetensors")
@@ -59,6 +77,7 @@ _FIELDS: dict[str, type] = {
     "inner": dict,
     "extra": object,  # what the user's hook returned
 }
+_SHARDED_FIELDS = _FIELDS | {"shards": dict}
 
 
 def fingerprint_digest(fingerprint: Sequence[str]) -> str:
@@ -71,6 +90,19 @@ def fingerprint_digest(fingerprint: Sequence[str]) -> str:
 
 def part_path(run: Path, learner: LearnerId, snapshot: int) -> Path:
     return run / PARTS / f"learner-{learner}" / f"{snapshot:09d}.safetensors"
+
+
+def shards_path(part: Path) -> Path:
+    """Where the files of ranks are that belong to a part."""
+    return part.with_suffix(".dcp")
+
+
+def part_bytes(part: Path) -> int | None:
+    """With the files of ranks. None: it is not here."""
+    try:
+        return sum(path.stat().st_size for path in [part, *shards_path(part).glob("*")])
+    except OSError:
+        return None
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -120,10 +152,14 @@ def write_part(
         for fragment, buffer, wait in taken.model:
             wait()
             tensors[f"model.{fragment.p:03d}"] = buffer.tensor
-        inner = inner_state.whole(taken.inner)
+        path = part_path(run, learner, part.snapshot)
+        make_folder(path.parent)
+        _remove(path.parent, keep=KEEP - 1)  # before: on a disk that is nearly full the old one makes the room
+        inner, shards = _written_by_ranks(path, taken.inner)
+        inner = inner_state.whole(inner)
         tensors |= {f"inner.{name}": tensor for name, tensor in inner.tensors.items()} | inner.beside
         note = {
-            "format": FORMAT,
+            "format": FORMAT if shards is None else SHARDED_FORMAT,
             "run": config.run_id,
             "model": fingerprint_digest(config.fingerprint),
             "learner": learner,
@@ -136,9 +172,8 @@ def write_part(
             "inner": inner.about,
             "extra": json.loads(taken.extra),
         }
-        path = part_path(run, learner, part.snapshot)
-        make_folder(path.parent)
-        _remove(path.parent, keep=KEEP - 1)  # before: on a disk that is nearly full the old one makes the room
+        if shards is not None:
+            note["shards"] = shards
         put_file(path, tensor_file(json.dumps(note, separators=(",", ":")), tensors), lambda: None, replace=True)
         return path
     finally:
@@ -146,11 +181,44 @@ def write_part(
             fragment.release(buffer)
 
 
+def _written_by_ranks(path: Path, taken: inner_state.Taken) -> tuple[inner_state.Taken, ShardsNote | None]:
+    """What is dealt out, written by all ranks and named; the rest of it, and the note. None: nothing is dealt out, or
+    not all ranks see this folder, and everything has to be put together here."""
+    if taken.spread is None or not taken.parts:
+        return taken, None
+    from atoll.net import sharded_parts
+
+    unfinished = path.with_name(f".{path.stem}.{os.getpid():x}-{OURS}{UNFINISHED}")
+    sharded_parts.remove_folder(unfinished)
+    unfinished.mkdir()
+    try:
+        notes = taken.spread(taken, unfinished)
+        if notes is None:
+            sharded_parts.remove_folder(unfinished)
+            return taken, None
+        shards = sharded_parts.joined(notes)
+        sharded_parts.finish(unfinished, shards)
+        sharded_parts.remove_folder(shards_path(path))
+        os.rename(unfinished, shards_path(path))
+        sync_folder(path.parent)
+    except BaseException:
+        sharded_parts.remove_folder(unfinished)
+        raise
+    left = {number: tensor for number, tensor in taken.tensors.items() if number not in taken.parts}
+    return taken._replace(tensors=left, parts={}, spread=None), shards
+
+
 def _remove(folder: Path, keep: int) -> None:
     """All but the newest, and what a killed process left half-written. What cannot be removed now is so later."""
-    for path in [*folder.glob(f".*{UNFINISHED}"), *(path for _, path in _listed(folder)[:-keep])]:
+    listed = _listed(folder)
+    kept = {shards_path(path) for _, path in listed[-keep:]}
+    old = [path for _, path in listed[:-keep]]  # before the files of their ranks, which alone are of no use
+    for path in [*folder.glob(f".*{UNFINISHED}"), *old, *(set(folder.glob("*.dcp")) - kept)]:
         try:
-            path.unlink(missing_ok=True)
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
         except OSError:
             return
 
@@ -166,6 +234,7 @@ class Part:
     path: Path
     note: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
+    shards: Shards | None = None  # what is in files of ranks beside it
 
     @property
     def learner(self) -> int:
@@ -179,12 +248,28 @@ class Part:
     def extra(self) -> Any:
         return self.note["extra"]
 
-    def inner_tensors(self) -> dict[str, Tensor]:
+    def inner_tensors(self) -> Mapping[str, Tensor]:
+        """Whole. Those that are in files of ranks are read when they are asked for."""
+        here = self.inner_here()
+        if self.shards is None:
+            return here
+        from atoll.net.sharded_parts import WholeTensors
+
+        return WholeTensors(here, self.shards)
+
+    def inner_here(self) -> dict[str, Tensor]:
         return {name.removeprefix("inner."): t for name, t in self.tensors.items() if name.startswith("inner.")}
 
     def prepare(self, optimizer: Optimizer, model: nn.Module) -> inner_state.Prepared:
-        """Its inner state for this optimizer. Raises ValueError where it does not fit."""
-        return inner_state.prepare(self.note["inner"], self.inner_tensors(), optimizer, model)
+        """Its inner state for this optimizer, of which only what this process holds is read. Raises ValueError where it
+        does not fit."""
+        about = self.note["inner"]
+        if self.shards is None:
+            return inner_state.prepare(about, self.inner_here(), optimizer, model)
+        from atoll.net.sharded_parts import for_rank
+
+        tensors = for_rank(about, self.inner_here(), self.shards, boxes_of(model))
+        return inner_state.prepare(about, tensors, optimizer, model, cut=True)
 
     def rng_of(self, rank: int) -> dict[str, Tensor]:
         """Generators of one rank of the island; empty where the island had fewer ranks then."""
@@ -208,12 +293,23 @@ def read_part(path: Path) -> Part:
     """Raises OSError, or ValueError with what is wrong with the file."""
     text, tensors = read_tensor_file(read_file(path))
     note = json.loads(text)
-    if not isinstance(note, dict) or note.get("format") != FORMAT or note.keys() != _FIELDS.keys():
+    fields = {FORMAT: _FIELDS, SHARDED_FORMAT: _SHARDED_FIELDS}.get(note.get("format")) if _is_note(note) else None
+    if fields is None or note.keys() != fields.keys():
         raise ValueError("not the part of a learner, or of another version of Atoll")
-    for name, kind in _FIELDS.items():
+    for name, kind in fields.items():
         if not isinstance(note[name], kind) or (isinstance(note[name], bool) and kind is int):
             raise ValueError(f"holds {note[name]!r:.60} as {name}")
-    return Part(path, note, tensors)
+    if fields is _FIELDS:
+        return Part(path, note, tensors)
+    from atoll.net.sharded_parts import Shards, check_note
+
+    shards = Shards(shards_path(path), check_note(note["shards"]))
+    shards.check_sizes()
+    return Part(path, note, tensors, shards)
+
+
+def _is_note(value: Any) -> bool:
+    return isinstance(value, dict) and type(value.get("format")) is int
 
 
 def list_parts(run: Path) -> dict[LearnerId, list[int]]:
@@ -233,10 +329,12 @@ def find_inner_state(
     optimizer: Optimizer,
     model: nn.Module,
     say: Callable[[str], None],
+    others: Callable[[Part], None] = lambda part: None,
 ) -> tuple[Part, inner_state.Prepared] | None:
     """The newest part of this run that is whole and fits: the learner's own, or else another's. None: there is none.
 
-    What is damaged or does not fit is said, and the next older one is tried.
+    What is damaged or does not fit is said, and the next older one is tried. `others`: the other ranks of the island,
+    who may have something to say against it as well.
     """
     wanted = fingerprint_digest(config.fingerprint)
     for tried, path in enumerate(_candidates(run, learner)):
@@ -249,7 +347,9 @@ def find_inner_state(
                 raise ValueError(f"belongs to the run {part.note['run']!r:.100}, this is {config.run_id!r}")
             if part.note["model"] != wanted:
                 raise ValueError("is of another model")
-            return part, part.prepare(optimizer, model)
+            prepared = part.prepare(optimizer, model)
+            others(part)
+            return part, prepared
         except (OSError, ValueError) as wrong:
             say(f"{path}: {_what(wrong)}; trying an older one")
     return None

@@ -1,8 +1,8 @@
 """Connections between the ranks of one island: what is said over them, byte by byte.
 
-Each follower has two of them to its leader, rank 0. Over one its training thread asks at every step boundary and is
-answered; over the other its background obeys orders to give or take rows. They are plain sockets, and not a group of
-`torch.distributed`: see docs/design.md.
+Each follower has three of them to its leader, rank 0. Over one its training thread asks at every step boundary and is
+answered; over the next its background obeys orders to give or take rows; over the last it is told to send or to fetch
+its own (`rank_hands`). They are plain sockets, and not a group of `torch.distributed`: see docs/design.md.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ WAIT_S = 1800.0
 MEET_S = 120.0
 BACKLOG = 1024
 DIAL_S = 10.0
+LINES = 3
 KEEPALIVE = ((15, "TCP_KEEPIDLE"), (5, "TCP_KEEPINTVL"), (6, "TCP_KEEPCNT"))
 """A host that is gone without a word is noticed after 45 seconds of silence."""
 
 _GREETING = struct.Struct("<4s32sIB")
 _MAGIC = b"ATLR"
-_ASK = struct.Struct("<BxxxIq")
+_ASK = struct.Struct("<BBxxIq")
 _ANSWER = struct.Struct("<BBxxIdqqqqqqq")
 _ORDER = struct.Struct("<BxxxIqq")
 MOST_TEXT = 1 << 20
@@ -63,12 +64,22 @@ class Order(IntEnum):
     PART = 3  # of the copy for a snapshot's part
     INNER = 4  # give inner state that was taken
     SHARE = 5  # take the rows of a published version
+    EDGES = 6  # of the copy with this serial: give what others encode of it, take what is encoded here
+    PASS = 7  # in the order of the fragment, give what was fetched of a version, and take what others have fetched
+    WRITE = 16  # write your own of inner state that was taken, in a thread of your own
+    WRITTEN = 17  # say whether you have
+    LOAD = 18  # read your own of a part that was found
+
+
+ONLY_BESIDE = 1
+"""With INNER: what is dealt out was written to disk already, or is not wanted any more."""
 
 
 class Status(IntEnum):
     HERE = 1
     GONE = 2
     WRONG = 3
+    BUSY = 4
 
 
 class Told(NamedTuple):
@@ -90,6 +101,7 @@ class Line:
 
     def __init__(self, connection: socket.socket, rank: int) -> None:
         self.rank = rank
+        self.noticed = False  # the rank at the other end has got a notice
         self._socket = connection
         connection.settimeout(WAIT_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -97,6 +109,12 @@ class Line:
         for value, name in KEEPALIVE:
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    @property
+    def connection(self) -> socket.socket:
+        """For an event loop, whose it is from now on. Others may still shut it."""
+        self._socket.setblocking(False)
+        return self._socket
 
     def wait_for_ever(self) -> None:
         """For who waits for orders: there may be none for hours."""
@@ -145,12 +163,12 @@ class Line:
 
     # -------------------------------------------------------------------------------------------------- step boundaries
 
-    def ask(self, kind: Ask, value: int = 0, text: bytes = b"") -> None:
-        self.send(_ASK.pack(kind, len(text), value) + text)
+    def ask(self, kind: Ask, value: int = 0, text: bytes = b"", noticed: bool = False) -> None:
+        self.send(_ASK.pack(kind, noticed, len(text), value) + text)
 
     def hear(self) -> tuple[Ask, int]:
         """Raises what the other rank has failed with."""
-        kind, size, value = _ASK.unpack(self.receive(_ASK.size))
+        kind, self.noticed, size, value = _ASK.unpack(self.receive(_ASK.size))
         text = self.receive(min(size, MOST_TEXT))
         if kind == Ask.FAILED:
             raise failure_of(text, self.rank)
@@ -272,26 +290,26 @@ def listen(is_one_host: bool) -> tuple[socket.socket, list[tuple[str, int]]]:
     return listener, [(name, port) for name in dict.fromkeys(names) if name and name != "localhost"]
 
 
-def accept(listener: socket.socket, secret: bytes, size: int) -> tuple[list[Line], list[Line]]:
-    """Two lines to every other rank, in the order of ranks. Who does not know the secret is not let in."""
+def accept(listener: socket.socket, secret: bytes, size: int) -> list[list[Line]]:
+    """The lines to every other rank, each kind in the order of ranks. Who does not know the secret is not let in."""
     until = time.monotonic() + MEET_S
     found: dict[tuple[int, int], Line] = {}
-    while len(found) < 2 * (size - 1):
+    while len(found) < LINES * (size - 1):
         left = until - time.monotonic()
         if left <= 0:
-            missing = sorted(set(range(1, size)) - {rank for rank, _ in found})
+            missing = sorted({rank for rank in range(1, size) for which in range(LINES) if (rank, which) not in found})
             raise IslandBroken(f"ranks {missing} of this island have not come within {MEET_S:.0f} s")
         listener.settimeout(left)
         with contextlib.suppress(OSError, IslandBroken):
             connection, _ = listener.accept()
             connection.settimeout(DIAL_S)
             magic, theirs, rank, which = _GREETING.unpack(_exactly(connection, _GREETING.size))
-            if magic != _MAGIC or not hmac.compare_digest(theirs, secret) or not 0 < rank < size:
+            if magic != _MAGIC or not hmac.compare_digest(theirs, secret) or not 0 < rank < size or which >= LINES:
                 connection.close()
                 continue
             connection.sendall(b"\1")
             found[rank, which] = Line(connection, rank)
-    return tuple([found[rank, which] for rank in range(1, size)] for which in (0, 1))  # type: ignore[return-value]
+    return [[found[rank, which] for rank in range(1, size)] for which in range(LINES)]
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
@@ -304,19 +322,19 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     return data
 
 
-def dial(addresses: list[tuple[str, int]], secret: bytes, rank: int) -> tuple[Line, Line]:
+def dial(addresses: list[tuple[str, int]], secret: bytes, rank: int) -> list[list[Line]]:
     """To the leader, by whichever of its names is reached."""
     until, problem = time.monotonic() + MEET_S, ""
     while time.monotonic() < until:
         for address in addresses:
             made = []
             try:
-                for which in (0, 1):
+                for which in range(LINES):
                     connection = socket.create_connection(address, timeout=DIAL_S)
                     connection.sendall(_GREETING.pack(_MAGIC, secret, rank, which))
                     _exactly(connection, 1)
                     made.append(Line(connection, 0))
-                return made[0], made[1]
+                return [[line] for line in made]
             except OSError as wrong:
                 problem = f"{address[0]}:{address[1]}: {wrong}"
                 for line in made:

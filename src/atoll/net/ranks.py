@@ -29,6 +29,7 @@ class Ranks(NamedTuple):
     slots: tuple[int, ...]  # by rank, whose data it trains on; the same for ranks that share theirs
     control: list[Line]  # at the leader one to every follower, in their order; at a follower the one to the leader
     bulk: list[Line]
+    rows: list[Line]
 
     @property
     def leads(self) -> bool:
@@ -36,11 +37,11 @@ class Ranks(NamedTuple):
 
     def shut(self) -> None:
         """Threads that wait for another rank wait no longer."""
-        for line in self.bulk:
+        for line in [*self.bulk, *self.rows]:
             line.shut()
 
     def close(self) -> None:
-        for line in [*self.control, *self.bulk]:
+        for line in [*self.control, *self.bulk, *self.rows]:
             line.close()
 
 
@@ -62,11 +63,10 @@ def meet(model: nn.Module) -> Ranks | None:
         told = json.loads(place[0])
         secret = told["secret"].encode()
         if listener is not None:
-            control, bulk = accept(listener, secret, size)
+            lines = accept(listener, secret, size)
         else:
             addresses = [(str(name), int(port)) for name, port in told["addresses"]]
-            own, orders = dial(addresses, secret, rank)
-            control, bulk = [own], [orders]
+            lines = dial(addresses, secret, rank)
     finally:
         if listener is not None:
             listener.close()
@@ -75,7 +75,7 @@ def meet(model: nn.Module) -> Ranks | None:
         for each in everybody
     )
     counts, slots = whose_data([each["data"] for each in everybody])
-    return Ranks(rank, size, boxes, counts, slots, control, bulk)
+    return Ranks(rank, size, boxes, counts, slots, *lines)
 
 
 def _exchanged(text: str, size: int) -> list[Any]:

@@ -15,7 +15,7 @@ from atoll.core import tape
 from atoll.core.protocol import SnapshotRecord
 from atoll.core.types import FragmentId
 from atoll.net.durable import small_file_text
-from atoll.net.parts import part_path
+from atoll.net.parts import part_bytes, part_path
 
 SNAPSHOTS = "snapshots"
 RECORD = "record.json"
@@ -43,7 +43,7 @@ class SnapshotInfo(NamedTuple):
                 "step": part.step,
                 "trained": part.trained,
                 "versions": list(part.versions),
-                "bytes": _size(part_path(run, learner, self.number)),
+                "bytes": part_bytes(part_path(run, learner, self.number)),
             }
             for learner, part in self.record.parts
         ]

@@ -24,6 +24,7 @@ from atoll.ml.plan import FragmentPlan
 from atoll.net.island_tensors import Buffer, Copied, FragmentTensors
 from atoll.net.parts import Part, TakenPart, find_inner_state, take_part
 from atoll.net.rank_lines import Ask, Told
+from atoll.net.state_files import StateFile
 
 
 class Copy(NamedTuple):
@@ -75,6 +76,7 @@ class Starting(NamedTuple):
     prepared: inner_state.Prepared | None
     state: tuple[Mapping[str, Any], Mapping[str, Tensor]] | None
     part: Part | None  # this learner's own, which it goes on from
+    is_loaded: bool = False  # the other ranks have read their own already
 
     @property
     def restored(self) -> Any:
@@ -108,6 +110,8 @@ class Solo:
 
     generation = 0
     waited_s = 0.0
+    way = "alone"
+    noticed = False  # another rank has got a notice
 
     def hear(self, kind: Ask, value: int = 0) -> int:
         return value
@@ -183,11 +187,20 @@ class StepBoundary:
 
     def find_saved(self, run: Path, config: RunConfig, learner: LearnerId, say: Callable[[str], None]) -> Saved | None:
         """While the training thread waits for the first step: inner state from a part in this run's directory."""
-        found = find_inner_state(run, config, learner, self._optimizer, self._model, say)
+        found = find_inner_state(run, config, learner, self._optimizer, self._model, say, self.others_load)
         return Saved(*found) if found is not None else None
 
+    def others_load(self, part: Part) -> None:
+        """The other ranks, if there are any, read their own of a part that fits here. Raises ValueError where they
+        cannot."""
+
     def starting(
-        self, effect: StartTraining, given: bytes | None, saved: Saved | None, learner: LearnerId, log: logging.Logger
+        self,
+        effect: StartTraining,
+        given: StateFile | None,
+        saved: Saved | None,
+        learner: LearnerId,
+        log: logging.Logger,
     ) -> Starting:
         """What training starts with. A peer's state that does not fit is none: moments are fresh."""
         if effect.moments.code == "moments-saved":
@@ -198,7 +211,7 @@ class StepBoundary:
             return Starting(effect.warmup_steps, saved.inner, state, own)
         if given is not None:
             try:
-                state = inner_state.read(given)
+                state = given.read()
                 prepared = inner_state.prepare(*state, self._optimizer, self._model)
                 return Starting(effect.warmup_steps, prepared, state, None)
             except ValueError as wrong:

@@ -28,9 +28,9 @@ DCP_METADATA = ".metadata"
 MOST_TRIES = 5
 
 NO_TRANSFORMERS = (
-    "transformers has no architecture for the model of atoll train: it has learned positions, RMSNorm before each part,"
-    " no biases, and a squared ReLU without a gate, and no text decoder of transformers 5.22 has all of these. A model"
-    " of your own script: --to safetensors, then load_state_dict and save_pretrained in that script"
+    "--to transformers wants --config, the configuration of the model of transformers that your islands train;"
+    " transformers has no architecture for the model of atoll train: it has learned positions, RMSNorm before each"
+    " part, no biases, and a squared ReLU without a gate, and no text decoder of transformers 5.22 has all of these"
 )
 
 

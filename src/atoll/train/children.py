@@ -149,14 +149,16 @@ def signal_name(code: int) -> str:
 
 
 @contextlib.contextmanager
-def terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM ends a command as Ctrl-C does: in order. Only the main thread may say so."""
+def terminated_like_interrupted(is_heeded: Callable[[], bool] | None = None) -> Iterator[None]:
+    """SIGTERM ends a command as Ctrl-C does: in order. Only the main thread may say so. `is_heeded`: somebody else does
+    what has to be done about this one."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+        if is_heeded is None or not is_heeded():
+            raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, stop)
     try:

@@ -29,6 +29,7 @@ def train_island(
     on_step: Callable[[Learner, Step], None] | None = None,
     keys: Path | None = None,
     ca: Path | None = None,
+    notice_s: float | None = None,
 ) -> bool:
     """Train as this learner, or as whichever the syncer says, until the run is over. False: it was asked to leave."""
     loop = InnerLoop(settings)
@@ -43,6 +44,7 @@ def train_island(
         run_directory=run,
         max_rate=settings.max_rate,
         streams=settings.streams,
+        notice_s=notice_s,
     ) as link:
         loop.keep_pace_of(link.id)
         share = JobSettings.from_json(link.extra).share_of_a_step(loop.config.context)  # of the run as it was founded

@@ -272,7 +272,10 @@ class JobSettings:
         return cls(**values)
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+        """Named when it is whole: a run is known by this file."""
+        part = path.with_name(f".{path.name}.part")
+        part.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+        part.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> JobSettings:

@@ -119,7 +119,7 @@ class Beginning(NamedTuple):
             if kept.record is not None:
                 execution.found(p, kept.record.round, kept.state)
         for part in self.parts:
-            inner = inner_state.Taken(dict(part.note["inner"]), part.inner_tensors(), [])
+            inner = inner_state.Taken(dict(part.note["inner"]), dict(part.inner_tensors()), [])
             execution.found_part(part.learner, part.snapshot, inner_state.pack_taken(inner))
 
 

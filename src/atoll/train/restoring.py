@@ -31,7 +31,7 @@ from atoll.core import tape
 from atoll.core.protocol import LeaseRecord, MembersRecord, VersionRecord
 from atoll.core.types import FragmentId, RoundId
 from atoll.net.durable import make_folder, put_file, read_file, read_tensor_file, tensor_file
-from atoll.net.parts import list_parts, part_path, read_part
+from atoll.net.parts import Part, list_parts, part_path, read_part, shards_path
 from atoll.net.run_settings import RunSettings
 from atoll.net.snapshot_files import SHARDS, STORE, SnapshotInfo, list_snapshots, version_of_snapshot
 from atoll.net.store import Store
@@ -171,19 +171,32 @@ def _write_parts(source: Source, run: Path, run_id: str, say: Callable[[str], No
             path = part_path(source.run, learner, number)
             try:
                 part = read_part(path)
+                _keep_shards(part, run, learner)
             except (OSError, ValueError) as wrong:
                 say(f"{path}: {wrong}; trying an older one")
                 continue
-            target = part_path(run, learner, number)
+            target, kept = part_path(run, learner, number), part_path(run / BEGINNING, learner, number)
             make_folder(target.parent)
             note = json.dumps({**part.note, "run": run_id}, separators=(",", ":"))
             put_file(target, tensor_file(note, part.tensors), lambda: None, replace=True)
-            _keep(target, part_path(run / BEGINNING, learner, number))
+            _keep(target, kept)
             taken.append(learner)
             break
         else:
             say(f"learner {learner} has no part of snapshot {source.info.number} in {source.run}")
     return taken
+
+
+def _keep_shards(part: Part, run: Path, learner: int) -> None:
+    """What ranks have written of a part, if they have, in the new run and in what is kept of its beginning."""
+    if part.shards is None:
+        return
+    from atoll.net.sharded_parts import copy_shards
+
+    for place in (run, run / BEGINNING):
+        target = shards_path(part_path(place, learner, part.snapshot))
+        make_folder(target.parent)
+        copy_shards(part.shards, target, _keep)
 
 
 def kept_fragment(run: Path, p: FragmentId) -> Path:

@@ -1,0 +1,75 @@
+"""The published model for a while, in the middle of training: to evaluate it, or to write it to a file.
+
+What a learner trains is ahead of what is published by the steps that nobody has merged yet. Inside of the block the
+model has the values that were last adopted; afterwards it goes on with its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from atoll.ml.plan import named_tensors
+from atoll.ml.shares import local_of
+from atoll.net.interrupts import Interrupts
+from atoll.net.island_tensors import FragmentTensors
+from atoll.net.ranks import fsdp_modules, reshard
+
+
+class PublishedValues:
+    """Of one model. Only the training thread uses it."""
+
+    def __init__(self, model: nn.Module, interrupts: Interrupts) -> None:
+        self._model = model
+        self._interrupts = interrupts
+        self._are_shown = False
+
+    def check_step(self) -> None:
+        if self._are_shown:
+            raise ValueError("step inside of published(): train outside of it, there the model has its own values")
+
+    @contextmanager
+    def shown(self, fragments: Sequence[FragmentTensors]) -> Iterator[None]:
+        if not fragments or any(fragment.adopted is None for fragment in fragments):
+            raise ValueError("published() before this learner has joined: enter `with atoll.Learner(...)` first")
+        if self._are_shown:
+            raise ValueError("published() inside of published(): the model has the published values already")
+        reshard(fsdp_modules(self._model))
+        own = _copied(self._model)
+        self._are_shown = True
+        try:
+            with self._interrupts:
+                for fragment in fragments:
+                    assert fragment.adopted is not None
+                    fragment.adopt("overwrite", fragment.adopted, None, 0.0)
+            yield
+        finally:
+            with self._interrupts:
+                reshard(fsdp_modules(self._model))
+                _put_back(self._model, own)
+                self._are_shown = False
+
+
+@torch.no_grad()
+def _copied(model: nn.Module) -> dict[str, Tensor]:
+    """What of a model may travel, in host memory, to the last bit of its own dtype. Fragments would not do: they are
+    f32, and parameters may be f64."""
+    return {
+        name: local_of(tensor.detach()).to("cpu", copy=True)
+        for name, tensor in named_tensors(model).items()
+        if tensor.requires_grad or not isinstance(tensor, nn.Parameter)
+    }
+
+
+@torch.no_grad()
+def _put_back(model: nn.Module, own: dict[str, Tensor]) -> None:
+    """Tensors are looked up anew: a module may have put another one in the place of a buffer."""
+    now = named_tensors(model)
+    for name, value in own.items():
+        local_of(now[name].detach()).copy_(value)
+
+
+__all__ = ["PublishedValues"]
