@@ -76,6 +76,16 @@ def run(  # long: its options
             help="Connections over which a large value of this island goes, from 1 to 16. [default: what the run says]",
         ),
     ] = None,
+    notice: Annotated[
+        float | None,
+        typer.Option(
+            "--notice",
+            envvar="ATOLL_NOTICE_S",
+            metavar="SECONDS",
+            help="From SIGTERM until this machine is gone: in this time what is not merged yet is merged. "
+            "[default: SIGTERM leaves at once]",
+        ),
+    ] = None,
     log_format: LogFormat = "text",
     as_json: JsonOption = False,
 ) -> None:
@@ -83,9 +93,10 @@ def run(  # long: its options
 
     The island dials out, so it may be behind a router. It never waits for others: while the syncer cannot be reached it
     trains on, and what it trained is merged later. Ctrl-C leaves the run, the others go on; come back with the same
-    --learner and --out. Which samples it trains on is leased to it: any number of islands may come, at any time, and
-    what one of them leaves untrained is given to others. To another machine it speaks TLS: with --keys, or with --ca
-    and the token.
+    --learner and --out. With --notice the first SIGTERM says that this machine is taken away: the island ends its step,
+    has all that it trained merged, and leaves with exit code 0. Which samples it trains on is leased to it: any number
+    of islands may come, at any time, and what one of them leaves untrained is given to others. To another machine it
+    speaks TLS: with --keys, or with --ca and the token.
     """
     import logging
     from dataclasses import replace
@@ -93,9 +104,11 @@ def run(  # long: its options
     from atoll.net.addresses import place
     from atoll.net.learner_errors import AtollError
     from atoll.net.logs import check_format, set_up
+    from atoll.net.notice import check_notice
     from atoll.train.children import terminated_like_interrupted
     from atoll.train.island import ask_for_job, train_island
 
+    check_notice(notice)
     token = token or None  # an empty variable is no token
     if check_format(log_format) == "json":
         set_up(log_format, logging.INFO)
@@ -111,10 +124,10 @@ def run(  # long: its options
         settings = replace(settings, streams=streams)
     directory = out if out is not None else Path("runs") / job.run_id
     directory.mkdir(parents=True, exist_ok=True)
-    watch = _Watch(log_format, shown=not as_json)
+    watch = LearnerWatch(log_format, shown=not as_json, takes_notice=notice is not None)
     try:
-        with terminated_like_interrupted():
-            is_over = train_island(settings, number, syncer, token, directory, watch, keys, ca)
+        with terminated_like_interrupted(watch.takes_notice):
+            is_over = train_island(settings, number, syncer, token, directory, watch, keys, ca, notice)
     except AtollError as wrong:
         complain(str(wrong))
         raise typer.Exit(ExitCode.FAILED) from None
@@ -124,22 +137,38 @@ def run(  # long: its options
         raise
     if as_json:
         told = {"learner": watch.learner, "steps": watch.steps, "tokens": watch.tokens, "drained": not is_over}
-        print_json({**told, "directory": str(directory)})
+        print_json({**told, "unmerged": watch.unmerged, "directory": str(directory)})
     else:
         what = "The run is over." if is_over else "This island was asked to leave; the run goes on."
-        print(f"{what} Learner {watch.learner} took {watch.steps:,} steps here, {watch.tokens:,} tokens.")
+        lost = "" if is_over else f" Of those, {watch.unmerged:,} are not merged everywhere."
+        print(f"{what} Learner {watch.learner} took {watch.steps:,} steps here, {watch.tokens:,} tokens.{lost}")
 
 
-class _Watch:
+class LearnerWatch:
     """Says on stderr how the island is getting on, now and then."""
 
-    def __init__(self, log_format: str, shown: bool) -> None:
+    def __init__(self, log_format: str, shown: bool, takes_notice: bool) -> None:
         self._log_format = log_format
+        self._takes_notice = takes_notice
+        self.noticed_at: float | None = None
+        self.unmerged = 0
         self.learner = 0
         self.steps = 0
         self.tokens = 0
         self._shown = shown
         self._said_at = float("-inf")
+
+    def takes_notice(self) -> bool:
+        """Is a SIGTERM that comes now the learner's business? Not while it joins, and not a second one."""
+        import time
+
+        from atoll.net.notice import SAME_NOTICE_S
+
+        if not self._takes_notice or not self.steps:
+            return False
+        now = time.monotonic()
+        self.noticed_at = self.noticed_at if self.noticed_at is not None else now
+        return now - self.noticed_at <= SAME_NOTICE_S
 
     def __call__(self, link: Learner, step: Step) -> None:
         import time
@@ -147,6 +176,7 @@ class _Watch:
         self.learner = link.id
         self.steps += 1
         self.tokens += step.tokens
+        self.unmerged = link.stats().unmerged
         now = time.monotonic()
         if not self._shown or now - self._said_at < SAY_EVERY_S:
             return

@@ -50,6 +50,14 @@ def run(
         Path, typer.Option("--out", metavar="DIR", help="Directory of the run: every durable version, tape, model.")
     ],
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that --out holds.")] = False,
+    or_resume: Annotated[
+        bool,
+        typer.Option(
+            "--or-resume",
+            help="Found the run if --out holds none, otherwise go on with it, by its own settings: one command for "
+            "whoever starts the syncer again.",
+        ),
+    ] = False,
     standby: Annotated[
         bool,
         typer.Option(
@@ -160,6 +168,8 @@ def run(
     page.check()
     if options.is_given(context, "take_over_after") and not standby:
         raise ValueError("--take-over-after means nothing without --standby")
+    if or_resume and (resume or standby):
+        raise ValueError("--or-resume means nothing with --resume or --standby: leave one of them out")
     if resume or standby:
         options.refuse_with_resume(context, RESUMED)
         if not (out / CONFIG).is_file():
@@ -170,8 +180,12 @@ def run(
         given = {"learners": learners, "seed": seed, **{name: context.params[name] for name in options.SHARED}}
         settings = options.make_settings(given)
         _check_shards(settings, files)
-        check_new(out)
-        _begin(out, settings, init)
+        if or_resume and (out / CONFIG).is_file():
+            settings = _kept_settings(out, settings)
+        else:
+            # Whoever keeps the syncer going has made the directory, and keeps files of its own in it.
+            (_check_empty if or_resume else check_new)(out)
+            _begin(out, settings, init)
     with page_beside(page, out, token):
         wait_s = take_over_after if standby else None
         _serve(out, settings, host, port, token, files, plain_text, wait_s, log_format, as_json)
@@ -180,6 +194,22 @@ def run(
 def _check_shards(settings: JobSettings, files: KeyFiles | None) -> None:
     if settings.shards and files is not None and files.authority is None:
         raise ValueError("a syncer and its shards know each other by keys: give --keys in place of --certificate")
+
+
+def _kept_settings(out: Path, asked: JobSettings) -> JobSettings:
+    from atoll.train.job_settings import CONFIG, JobSettings
+
+    settings = JobSettings.load(out / CONFIG)
+    if settings != asked:
+        complain(f"the run in {out} goes on by its own settings, and was founded with others than are given now")
+    return settings
+
+
+def _check_empty(out: Path) -> None:
+    from atoll.net.snapshot_files import STORE
+
+    if (out / STORE).exists():
+        raise ValueError(f"{out} holds a store and no settings of a run: choose another --out")
 
 
 def _begin(out: Path, settings: JobSettings, init: Path | None) -> None:

@@ -1,0 +1,61 @@
+"""`atoll logs`: what the syncer and the islands of a run have printed."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from atoll.commands.fleet_table import File
+from atoll.commands.output import ExitCode, complain
+
+EXAMPLE = "atoll logs examples/islands.toml -f --tail 20"
+
+LOOK_S = 0.5
+
+
+def run(
+    file: File,
+    units: Annotated[list[str] | None, typer.Argument(metavar="UNIT", help="Only these. [default: all]")] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with what is printed from now on, until all have ended.")
+    ] = False,
+    tail: Annotated[
+        int | None, typer.Option("--tail", metavar="N", min=0, help="Begin with the last N lines of each.")
+    ] = None,
+) -> None:
+    """Show what the units of a run have printed, each line with the name of its unit before it.
+
+    Starts of one unit come one after the other; a line of [atoll] between them says why there was another. Ctrl-C ends
+    the reading only.
+    """
+    from atoll.engines.fleet import Fleet
+    from atoll.engines.fleet_logs import FleetLogs, Line
+    from atoll.engines.islands_file import IslandsFile
+
+    fleet = Fleet(IslandsFile.load(file))
+    names = fleet.names(units or ())
+    if not fleet.known():
+        raise ValueError(f"nothing of {file} was started yet: atoll up {file}")
+    logs = FleetLogs(fleet, names, tail)
+    width = max(map(len, names))
+
+    def show(line: Line) -> None:
+        sys.stdout.write(f"{line.unit:{width}} | {line.text}\n")
+
+    while True:
+        ended = not follow or all(look.is_over or look.status is None for look in fleet.looks() if look.name in names)
+        for line in logs.new():
+            show(line)
+        if ended:
+            break
+        sys.stdout.flush()
+        time.sleep(LOOK_S)
+    for line in logs.rest():
+        show(line)
+    for unit, problem in logs.problems.items():
+        complain(f"what {unit} has printed cannot be read: {problem}")
+    if logs.problems:
+        raise typer.Exit(ExitCode.FAILED)

@@ -1,0 +1,48 @@
+"""Engines by name. One is imported when it is asked for: whoever runs islands under Slurm needs no Ray."""
+
+from __future__ import annotations
+
+import difflib
+from importlib import import_module
+from typing import cast
+
+from atoll.engines.engine import Engine
+
+ENGINES = {
+    "local": ("atoll.engines.local", "LocalEngine"),
+    "ray": ("atoll.engines.ray_cluster", "RayEngine"),
+    "slurm": ("atoll.engines.slurm", "SlurmEngine"),
+    "kubernetes": ("atoll.engines.manifests", "KubernetesEngine"),
+    "skypilot": ("atoll.engines.manifests", "SkyPilotEngine"),
+}
+
+IN_IMAGES = frozenset({"kubernetes", "skypilot"})
+"""They bring a file system and an interpreter of their own: paths of this machine mean nothing there."""
+
+_EXTRAS = {"ray": "ray"}
+
+
+def check_name(name: str) -> None:
+    """ValueError with the nearest name."""
+    if name not in ENGINES:
+        near = difflib.get_close_matches(name, ENGINES, 1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"there is no engine {name!r}: there are {', '.join(ENGINES)}{meant}")
+
+
+def engine(name: str) -> Engine:
+    """ValueError where there is no such engine, or what it needs is not installed."""
+    check_name(name)
+    module, of_class = ENGINES[name]
+    try:
+        made = getattr(import_module(module), of_class)()
+    except ModuleNotFoundError as missing:
+        needed = (missing.name or "").partition(".")[0]
+        if needed not in _EXTRAS:
+            raise
+        extra = f"pip install 'atoll[{_EXTRAS[needed]}]'"
+        raise ValueError(f"engine {name} needs {needed}, which is not installed: {extra}") from None
+    return cast(Engine, made)
+
+
+__all__ = ["ENGINES", "IN_IMAGES", "check_name", "engine"]

@@ -1,0 +1,283 @@
+"""Units in a real Slurm: submitted, requeued, told to leave, stopped. The daemons are started for this module."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from atoll.engines.engine import Standing
+from atoll.engines.slurm import SlurmEngine
+from atoll.engines.slurm_own import why_not
+from tests.engines.slurm_cluster import GOODBYE, Cluster, cluster, unit
+
+ENDED, FAILED, RUNNING, STOPPED, WAITING = (
+    Standing.ENDED,
+    Standing.FAILED,
+    Standing.RUNNING,
+    Standing.STOPPED,
+    Standing.WAITING,
+)
+ENDS_THE_SECOND_TIME = f"if [ $SLURM_RESTART_COUNT ]; then echo back; exit 0; fi; {GOODBYE}"
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[Cluster]:
+    with cluster(nodes=2) as made:
+        yield made
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What is refused, on every machine
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"partion": "long"}, "does not know partion; it knows account"),
+        ({"time": ["1:00"]}, "time = ['1:00'] is not a word"),
+        ({"account": "me\n#SBATCH --uid=0"}, "is not a word"),
+        ({"exclusive": "no"}, "exclusive is true or false"),
+        ({"sbatch": "--licenses=a"}, "sbatch is a list of options"),
+        ({"sbatch": ["licenses"]}, "sbatch is a list of options"),
+        ({"sbatch": ["--licenses=a\nrm -r /"]}, "sbatch is a list of options"),
+    ],
+)
+def test_options_that_it_does_not_know_are_refused(tmp_path, options, words):
+    with pytest.raises(ValueError, match="left") as refused:
+        SlurmEngine().render(unit(tmp_path, "left", "exit 0", options=options))
+    assert words in str(refused.value)
+
+
+def test_a_machine_without_slurm_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    one = unit(tmp_path, "left", "exit 0")
+    with pytest.raises(ValueError, match="sbatch was not found: start this where jobs are submitted"):
+        SlurmEngine().start(one)
+    with pytest.raises(ConnectionError, match="scontrol was not found"):
+        SlurmEngine().status({"job": "1", "name": "run.left", "home": str(tmp_path), "starts": 0})
+    assert not one.directory.exists()
+
+
+def test_what_would_be_submitted_is_shown_without_secrets(tmp_path):
+    one = unit(
+        tmp_path,
+        "left",
+        "exit 0",
+        environment={"ATOLL_LEARNER": "2", "ATOLL_TOKEN": "hush-hush"},
+        secret=frozenset({"ATOLL_TOKEN"}),
+        nodes=2,
+        cpus=8,
+        devices=4,
+        notice_s=60.0,
+        options={"partition": "long", "time": "4:00:00", "exclusive": True, "sbatch": ["--mail-type=FAIL"]},
+    )
+    shown = SlurmEngine().render(one)
+    for line in (
+        "--job-name=run.left",
+        "--requeue",
+        "--open-mode=append",
+        "--nodes=2",
+        "--cpus-per-task=8",
+        "--gres=gpu:4",
+        "--signal=B:TERM@75",
+        "--partition=long",
+        "--time=4:00:00",
+        "--exclusive",
+        "--mail-type=FAIL",
+    ):
+        assert f"\n#SBATCH {line}\n" in shown
+    assert "export ATOLL_LEARNER=2" in shown
+    assert "for its owner only: ATOLL_TOKEN" in shown
+    assert "hush" not in shown
+
+
+def test_units_that_ask_for_different_things_are_no_array(tmp_path):
+    with pytest.raises(ValueError, match="right asks for something else than left"):
+        SlurmEngine().start_array([unit(tmp_path, "left", "exit 0"), unit(tmp_path, "right", "exit 0", cpus=2)])
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# In a real Slurm
+
+
+def test_one_that_ends_well_and_whose_secrets_nobody_sees(here, tmp_path, monkeypatch):
+    monkeypatch.setenv("ATOLL_TOKEN", "hush-of-the-submitter")
+    secret = frozenset({"ATOLL_TOKEN"})
+    code = "echo $ATOLL_LEARNER $ATOLL_TOKEN; pwd; echo $MASTER_ADDR $PET_NNODES $PET_NODE_RANK"
+    one = unit(tmp_path, "left", code, environment={"ATOLL_LEARNER": "2", "ATOLL_TOKEN": "hush-hush"}, secret=secret)
+    handle = here.engine.start(one)
+    told = here.until(handle, ENDED)
+    assert (told.restarts, told.why) == (0, "left with exit code 0")
+    assert f"2 hush-hush\n{one.directory}\n127.0.0.1 1 0\n" in here.printed(handle)
+    kept = one.directory / "slurm"
+    assert stat.S_IMODE((kept / "secrets").stat().st_mode) == 0o600
+    shown = here.slurm.run("scontrol", "show", "job", "--details", handle["job"])
+    script = here.slurm.run("scontrol", "write", "batch_script", handle["job"], "-")
+    assert "run.left" in shown
+    assert "homes=" in script
+    assert "hush" not in shown + script + repr(handle)
+    saved = [path for path in here.slurm.directory.glob("state/**/environment") if b"PATH=" in path.read_bytes()]
+    assert not [path for path in saved if b"hush" in path.read_bytes()]
+    others = [path for path in kept.iterdir() if path.name != "secrets" and not path.name.startswith("start-")]
+    assert not [path for path in others if b"hush" in path.read_bytes()]
+
+
+def test_one_that_fails_is_requeued_and_then_has_failed(here, tmp_path):
+    handle = here.engine.start(unit(tmp_path, "left", "echo begun; exit 3", restarts=1))
+    here.seen.clear()
+    told = here.until(handle, FAILED)
+    assert (told.restarts, told.why) == (1, "left with exit code 3, and of 1 restarts none is left")
+    assert any("before: left with exit code 3 (failure 1, restarts 1)" in status.why for status in here.seen)
+    assert [path.name for path in here.engine.log(handle)] == ["start-1.log", "start-2.log"]
+    again = here.engine.start(unit(tmp_path, "left", "exit 0"))
+    here.until(again, ENDED)
+    assert [path.name for path in here.engine.log(again)] == ["start-3.log"], "those of before are another job's"
+
+
+def test_one_that_slurm_requeues_says_goodbye_and_comes_back(here, tmp_path):
+    handle = here.engine.start(unit(tmp_path, "left", ENDS_THE_SECOND_TIME))
+    here.begun(handle)
+    with pytest.raises(ValueError, match=f"left is job {handle['job']} already"):
+        here.engine.start(unit(tmp_path, "left", "exit 0"))
+    assert here.engine.start(unit(tmp_path, "left", ENDS_THE_SECOND_TIME)) == handle, "it is not submitted twice"
+    here.slurm.run("scontrol", "requeue", handle["job"])
+    told = here.until(handle, ENDED)
+    assert told.restarts == 1
+    first, second = [path.read_text() for path in here.engine.log(handle)]
+    assert "goodbye\n" in first
+    assert "waiting: queued again by Slurm; left with exit code 0" in first
+    assert "back\n" in second
+
+
+def test_one_whose_time_is_over_requeues_itself(here, tmp_path):
+    """Slurm gives this signal before the time limit, and before pre-emption where it is told to."""
+    handle = here.engine.start(unit(tmp_path, "left", ENDS_THE_SECOND_TIME))
+    here.begun(handle)
+    here.slurm.run("scancel", "--signal", "TERM", "--batch", handle["job"])
+    told = here.until(handle, ENDED)
+    assert told.restarts == 1
+    assert "goodbye\n" in here.printed(handle)
+    assert "waiting: its time here was over; left with exit code 0" in here.printed(handle)
+
+
+def test_one_that_is_stopped_leaves_and_stays_away(here, tmp_path):
+    slow = "trap 'sleep 1; echo goodbye; exit 0' TERM; echo begun $$; while :; do sleep 0.1; done"
+    handle = here.engine.start(unit(tmp_path, "left", slow))
+    here.begun(handle)
+    here.engine.stop(handle)
+    told = here.engine.status(handle)
+    assert (told.standing, told.restarts, told.why) == (STOPPED, 0, "left with exit code 0")
+    assert "goodbye\n" in here.printed(handle)
+    here.engine.stop(handle)
+    assert here.engine.status(handle) == told
+
+
+def test_one_that_waits_is_stopped_too(here, tmp_path):
+    handle = here.engine.start(unit(tmp_path, "left", "echo begun", options={"sbatch": ["--hold"]}))
+    assert here.until(handle, WAITING).why == f"job {handle['job']} waits until somebody releases it (scontrol release)"
+    here.engine.stop(handle)
+    assert here.engine.status(handle).standing is STOPPED
+    assert here.printed(handle) == ""
+
+
+def test_one_that_does_not_leave_is_killed_after_its_notice(here, tmp_path):
+    deaf = "trap '' TERM; echo begun; echo $$ >pid; while :; do sleep 0.1; done"
+    handle = here.engine.start(unit(tmp_path, "left", deaf, notice_s=1.0))
+    here.begun(handle)
+    here.engine.stop(handle)
+    assert here.engine.status(handle).why == "left with exit code 137"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "left" / "pid").read_text()), 0)
+
+
+def test_one_that_somebody_cancels_stays_away(here, tmp_path):
+    handle = here.engine.start(unit(tmp_path, "left", GOODBYE))
+    here.begun(handle)
+    here.slurm.run("scancel", handle["job"])
+    told = here.until(handle, STOPPED)
+    assert told.restarts == 0
+    assert told.why.startswith("cancelled")
+    assert "goodbye\n" in here.printed(handle)
+
+
+def test_islands_of_one_array_are_units_of_their_own(here, tmp_path):
+    left, right = here.engine.start_array(
+        [
+            unit(tmp_path, "left", ENDS_THE_SECOND_TIME, environment={"ATOLL_LEARNER": "1"}),
+            unit(tmp_path, "right", f"echo $ATOLL_LEARNER; {GOODBYE}", environment={"ATOLL_LEARNER": "2"}),
+        ]
+    )
+    assert left["job"].partition("_")[0] == right["job"].partition("_")[0]
+    here.begun(left)
+    here.begun(right)
+    here.slurm.run("scontrol", "requeue", left["job"])
+    assert here.until(left, ENDED).restarts == 1
+    assert here.engine.status(right).standing is RUNNING
+    assert "2\nbegun" in here.printed(right)
+    here.engine.stop(right)
+    assert here.engine.status(right).standing is STOPPED
+    assert here.engine.status(left).standing is ENDED
+
+
+def test_all_nodes_of_an_island_meet_and_are_told_to_leave(here, tmp_path):
+    meet = "echo rank $NODE_RANK of $NNODES at $MASTER_ADDR $([ $MASTER_PORT = $PET_MASTER_PORT ] && echo same)"
+    again = "if [ $SLURM_RESTART_COUNT ]; then exit 0; fi"
+    goodbye = GOODBYE.replace("goodbye", "goodbye $NODE_RANK")
+    handle = here.engine.start(unit(tmp_path, "left", f"{meet}; {again}; {goodbye}", nodes=2))
+    here.begun(handle, times=2)
+    here.slurm.run("scancel", "--signal", "TERM", "--batch", handle["job"])
+    here.until(handle, ENDED)
+    said = here.printed(handle)
+    for node in (0, 1):
+        assert f"{node}: rank {node} of 2 at 127.0.0.1 same" in said
+        assert f"{node}: goodbye {node}" in said
+
+
+def test_a_node_that_fails_takes_its_island_along(here, tmp_path):
+    code = f"if [ $NODE_RANK = 1 ]; then exit 5; fi; {GOODBYE}"
+    handle = here.engine.start(unit(tmp_path, "left", code, nodes=2, restarts=0))
+    assert here.until(handle, FAILED).why == "left with exit code 5, and of 0 restarts none is left"
+
+
+def test_what_sbatch_refuses_is_told_in_its_words(here, tmp_path):
+    with pytest.raises(ValueError, match=r"sbatch refused it: .*partition"):
+        here.engine.start(unit(tmp_path, "left", "exit 0", options={"partition": "nowhere"}))
+
+
+def test_a_controller_that_cannot_be_asked_is_no_unit_that_is_gone(here, tmp_path):
+    handle = here.engine.start(unit(tmp_path, "left", GOODBYE))
+    here.begun(handle)
+    impatient = tmp_path / "slurm.conf"  # commands of Slurm try for ten seconds otherwise
+    impatient.write_text(here.slurm.conf.read_text() + "MessageTimeout=2\n")
+    here.slurm.stop_controller()
+    with pytest.raises(ConnectionError, match="Slurm cannot be asked: "):
+        here.engine.status({**handle, "conf": str(impatient)})
+    here.slurm.start_controller()
+    assert here.until(handle, RUNNING).restarts == 0
+    here.engine.stop(handle)
+    assert here.engine.status(handle).standing is STOPPED
+    assert here.printed(handle).count("begun") == 1, "it went on"
+
+
+@pytest.mark.slow
+def test_the_example_shows_an_island_that_is_requeued_and_comes_back(tmp_path):
+    missing = why_not()
+    if missing is not None:
+        pytest.skip(missing)
+    example = Path(__file__).resolve().parents[2] / "examples" / "slurm_islands.py"
+    command = [sys.executable, str(example), "--own", "--run", "run", "--within", "240"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=290, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line[:3] for line in done.stdout.split("\n\n")[-1].splitlines()] == ["yes"] * 4, done.stdout
+
+
+def test_nothing_is_known_of_a_job_that_was_never_there(here, tmp_path):
+    handle = {"job": "99999", "name": "run.left", "home": str(Path(tmp_path)), "notice_s": 1.0, "starts": 0}
+    assert here.engine.status(handle).standing is Standing.GONE
+    here.engine.stop(handle)
