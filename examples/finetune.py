@@ -24,7 +24,7 @@ KINDS = ("SPACE", "NAME", "KEYWORD", "NUMBER", "OP", "STRING", "COMMENT")
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--backbone", default="model.pt", help="a model that plain.py or with_atoll.py has saved")
-parser.add_argument("--syncer", default="127.0.0.1:7400", help="where the syncer listens")
+parser.add_argument("--syncer", default=os.environ.get("ATOLL_SYNCER", "127.0.0.1:7400"), help="where it listens")
 parser.add_argument("--learner", type=int, help="number of this island, from 1")
 parser.add_argument("--out", default="finetuned.pt", help="where to save the model")
 options = parser.parse_args()

@@ -7,6 +7,7 @@ Without torchrun it is an island of one rank. Islands of both kinds train one mo
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ import atoll
 BATCH, CONTEXT, WIDTH, LR = 64, 8, 64, 3e-3
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--syncer", default="127.0.0.1:7400", help="where the syncer listens")
+parser.add_argument("--syncer", default=os.environ.get("ATOLL_SYNCER", "127.0.0.1:7400"), help="where it listens")
 parser.add_argument("--learner", type=int, help="number of this island, from 1")
 parser.add_argument("--ddp", action="store_true", help="whole copies on all ranks; without it the model is sharded")
 parser.add_argument("--out", default="model.pt", help="where to save the model")
@@ -89,3 +90,7 @@ if rank == 0:
     torch.save(whole, options.out)
 if dist.is_initialized():
     dist.destroy_process_group()
+    # Threads of gloo may still hold tensors of the last collective. They abort a process whose interpreter ends before
+    # they let go (docs/islands.md): this one ends without.
+    sys.stdout.flush()
+    os._exit(0)

@@ -13,7 +13,7 @@ import atoll
 BATCH, CONTEXT, WIDTH, LR = 16, 32, 64, 1e-2
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--syncer", default="127.0.0.1:7400", help="where the syncer listens")
+parser.add_argument("--syncer", default=os.environ.get("ATOLL_SYNCER", "127.0.0.1:7400"), help="where it listens")
 parser.add_argument("--learner", type=int, help="number of this island, from 1")
 parser.add_argument("--out", default="model.pt", help="where to save the model")
 options = parser.parse_args()

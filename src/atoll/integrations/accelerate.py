@@ -1,0 +1,54 @@
+"""accelerate: `atoll.Learner` takes what `accelerator.prepare` returns; here is what is left to do.
+
+Where gradients are accumulated a loop comes by once for every micro-batch, and a step is taken once for all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from atoll.ml.wrapped import was_skipped
+from atoll.net.learner import Learner
+
+
+class AcceleratedLearner(Learner):
+    """A `Learner` that is told of micro-batches: their tokens are added up until accelerate lets the optimizer step.
+
+        with AcceleratedLearner(accelerator, model, optimizer) as learner:
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    loss = model(**batch).loss
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                learner.step(tokens=tokens_of(batch), loss=loss)
+                if learner.finished:
+                    break
+
+    `model` and `optimizer` are the prepared ones. A step that was left out because gradients overflowed (fp16) is none.
+    """
+
+    def __init__(self, accelerator: Any, model: nn.Module, optimizer: Optimizer, *where: Any, **settings: Any) -> None:
+        super().__init__(model, optimizer, *where, **settings)
+        self._accelerator = accelerator
+        self._prepared = optimizer
+        self._tokens = 0
+        self._losses: list[float | Tensor] = []
+
+    def step(self, tokens: int, loss: float | Tensor | None = None) -> None:
+        """One micro-batch has been trained on. The loss that is shown is the mean of those of a step."""
+        self._tokens += tokens
+        if loss is not None:
+            self._losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
+        if not self._accelerator.sync_gradients:
+            return
+        total, losses = self._tokens, self._losses
+        self._tokens, self._losses = 0, []
+        if not was_skipped(self._prepared):
+            super().step(total, sum(losses) / len(losses) if losses else None)
+
+
+__all__ = ["AcceleratedLearner"]

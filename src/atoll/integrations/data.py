@@ -1,0 +1,236 @@
+"""Data that goes on where it was: the place of a loader in Atoll's snapshots, and batches of leased samples.
+
+Without leases every island has its own data, and its place is its own to keep:
+
+    loader = StatefulDataLoader(dataset, batch_size=8, shuffle=True)
+    with atoll.Learner(model, optimizer, extra_state=lambda: place_of(loader), run_directory="runs/a") as learner:
+        if learner.restored_state is not None:
+            go_to(loader, learner.restored_state)
+        for batch in epochs(loader): ...
+
+With leases the run deals out the data, and there is no place to keep: what an island has not trained when it dies is
+trained by somebody else.
+
+    for batch in leased(dataset, learner, batch_size=8): ...
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+# ------------------------------------------------------------------------------------------------------------- places
+
+
+def place_of(loader: Any) -> Any:
+    """Where a loader is, as JSON knows it, for `extra_state`: of a StatefulDataLoader of torchdata, an iterable dataset
+    of `datasets`, or of anything else that has `state_dict` and `load_state_dict`."""
+    if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
+        raise ValueError(
+            f"a {type(loader).__name__} does not know its place, and would begin anew after a restart: use"
+            " torchdata's StatefulDataLoader, or let the run deal out the samples (`leased`)"
+        )
+    return written({"epoch": getattr(_numbered(loader), "epoch", None), "state": loader.state_dict()}, "the place")
+
+
+def go_to(loader: Any, place: Any) -> None:
+    """A loader's next iterator goes on at this place. Call it before the first batch is taken."""
+    found = read(place)
+    if found["epoch"] is not None:
+        _numbered(loader).set_epoch(found["epoch"])
+    loader.load_state_dict(found["state"])
+
+
+def epochs(loader: Any) -> Iterator[Any]:
+    """Batches, epoch after epoch, without an end."""
+    while True:
+        yield from loader
+        next_epoch(loader)
+
+
+def next_epoch(loader: Any) -> None:
+    """Where the dataset numbers its epochs, as those of `datasets` do, the next one begins.
+
+    They must be told. A place belongs to the epoch in which it was kept, and whoever iterates again without another
+    number comes back to it: all later epochs would lack what was before that place.
+    """
+    dataset = _numbered(loader)
+    if dataset is not None:
+        dataset.set_epoch(dataset.epoch + 1)
+
+
+def _numbered(loader: Any) -> Any:
+    dataset = getattr(loader, "dataset", loader)
+    return dataset if hasattr(dataset, "set_epoch") and isinstance(getattr(dataset, "epoch", None), int) else None
+
+
+def written(value: Any, where: str = "the value") -> Any:
+    """As JSON: plain values as they are, all else as a list with its kind. Nothing is pickled."""
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else ["float", repr(value)]
+    if isinstance(value, Tensor):
+        plain = value.detach().cpu().contiguous()
+        data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+        return ["tensor", str(plain.dtype).removeprefix("torch."), list(plain.shape), _text(data)]
+    if isinstance(value, numpy.ndarray | numpy.generic) and value.dtype.kind in "biuf":
+        kind = "array" if isinstance(value, numpy.ndarray) else "number"
+        return [kind, value.dtype.str, list(value.shape), _text(value.tobytes())]
+    if isinstance(value, bytes | bytearray):
+        return ["bytes", _text(bytes(value))]
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return [kind, [written(each, f"{where}[{n}]") for n, each in enumerate(value)]]
+    if isinstance(value, Mapping):
+        return ["dict", [[written(k, where), written(v, f"{where}[{k!r}]")] for k, v in value.items()]]
+    raise ValueError(f"{where} is a {type(value).__name__}, which a snapshot cannot keep: give extra_state of your own")
+
+
+def read(value: Any) -> Any:
+    """What was `written`."""
+    if not isinstance(value, list):
+        return value
+    match value:
+        case ["float", str(text)]:
+            return float(text)
+        case ["tensor", str(dtype), list(shape), str(text)]:
+            data = bytearray(base64.b85decode(text))
+            flat = torch.frombuffer(data, dtype=getattr(torch, dtype)) if data else torch.empty(0)
+            return flat.to(getattr(torch, dtype)).reshape(shape)
+        case ["array" | "number" as kind, str(dtype), list(shape), str(text)]:
+            array = numpy.frombuffer(base64.b85decode(text), dtype=dtype).reshape(shape).copy()
+            return array if kind == "array" else array[()]
+        case ["bytes", str(text)]:
+            return base64.b85decode(text)
+        case ["list", list(parts)]:
+            return [read(each) for each in parts]
+        case ["tuple", list(parts)]:
+            return tuple(read(each) for each in parts)
+        case ["dict", list(pairs)]:
+            return {read(key): read(each) for key, each in pairs}
+    raise ValueError(f"{str(value)[:80]} is no place of a loader: it was not written by place_of")
+
+
+def _text(data: bytes) -> str:
+    return base64.b85encode(data).decode("ascii")
+
+
+# ------------------------------------------------------------------------------------------------------------- leases
+
+ROUNDS = 8
+_MASK = (1 << 64) - 1
+
+
+class Takes(Protocol):
+    """An `atoll.Learner`, or a callback that has one."""
+
+    def take(self, count: int) -> tuple[int, ...]: ...
+
+
+class MapStyle(Protocol):
+    """A dataset of known length whose samples have numbers, such as those of torch and of `datasets`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+def shuffled(place: int, size: int, seed: int, epoch: int) -> int:
+    """Where the sample lies that is at this place of an epoch: a permutation of `range(size)`, without a table.
+
+    Places are points of a grid of about sqrt(size) by sqrt(size). Each round moves a point along its row or its column
+    by a number that follows from the row or column alone, which can be undone: the whole is a bijection of the grid. It
+    has a few points too many; whoever lands on one goes on from there, and comes back into the range in the end.
+    """
+    if not 0 <= place < size:
+        raise ValueError(f"place {place} is not one of {size}")
+    wide = math.isqrt(size - 1) + 1
+    high = -(-size // wide)
+    key = _mixed(_mixed(seed & _MASK) ^ (epoch & _MASK))
+    while True:
+        x, y = place % wide, place // wide
+        for turn in range(0, ROUNDS, 2):
+            x = (x + _mixed(key ^ _mixed((y << 8) + turn))) % wide
+            y = (y + _mixed(key ^ _mixed((x << 8) + turn + 1))) % high
+        place = y * wide + x
+        if place < size:
+            return place
+
+
+def _mixed(bits: int) -> int:
+    """Every bit of 64 depends on every other."""
+    bits = (bits + 0x9E3779B97F4A7C15) & _MASK
+    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _MASK
+    return bits ^ (bits >> 31)
+
+
+class LeasedBatches:
+    """Batches of the samples that the run gives to this island, until the run is over."""
+
+    def __init__(
+        self, dataset: MapStyle, learner: Takes, batch_size: int, seed: int, collate: Callable[[list[Any]], Any]
+    ) -> None:
+        if len(dataset) < 1 or batch_size < 1:
+            raise ValueError(f"{len(dataset)} samples in batches of {batch_size}: both must be at least 1")
+        self.dataset = dataset
+        self.learner = learner
+        self.batch_size = batch_size
+        self.seed = seed
+        self.collate = collate
+
+    def __len__(self) -> int:
+        """Batches in as many samples as there are. It also keeps trainers from reading ahead (docs/data.md)."""
+        return max(1, len(self.dataset) // self.batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        while numbers := self.learner.take(self.batch_size):
+            yield self.collate(self.samples(numbers))
+
+    def index(self, number: int) -> int:
+        """Which sample of the dataset a number of the run means."""
+        epoch, place = divmod(number, len(self.dataset))
+        return shuffled(place, len(self.dataset), self.seed, epoch)
+
+    def samples(self, numbers: tuple[int, ...]) -> list[Any]:
+        indices = [self.index(number) for number in numbers]
+        together = getattr(self.dataset, "__getitems__", None)  # one read for all, where the dataset can
+        return list(together(indices)) if together is not None else [self.dataset[index] for index in indices]
+
+
+def leased(
+    dataset: MapStyle,
+    learner: Takes,
+    batch_size: int,
+    seed: int = 0,
+    collate: Callable[[list[Any]], Any] = default_collate,
+) -> LeasedBatches:
+    """Batches by `learner.take`: number n is sample `n % N` of the order that `seed` gives to epoch `n // N`.
+
+    All islands give the same seed and the same dataset; then every epoch has every sample once, over all of them. A
+    batch is read when it is asked for and counts for the next `learner.step`, so nothing may read ahead.
+    """
+    return LeasedBatches(dataset, learner, batch_size, seed, collate)
+
+
+__all__ = [
+    "LeasedBatches",
+    "MapStyle",
+    "Takes",
+    "epochs",
+    "go_to",
+    "leased",
+    "next_epoch",
+    "place_of",
+    "read",
+    "shuffled",
+    "written",
+]

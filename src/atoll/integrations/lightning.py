@@ -1,0 +1,250 @@
+"""Lightning's Trainer on an island: one callback.
+
+    trainer = Trainer(max_epochs=-1, callbacks=[AtollCallback("head:7400")])
+    trainer.fit(module, loader)
+
+It joins when training starts, with everything in place: the strategy has set up model and optimizer, and a checkpoint
+of Lightning's has been loaded. From then on the run says what the model is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from atoll.integrations.batches import tokens_of
+from atoll.integrations.data import go_to, next_epoch, place_of
+from atoll.integrations.schedules import ProgressSchedule
+from atoll.net.learner import Learner
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.utilities import CombinedLoader
+else:
+    try:
+        from lightning.pytorch import Callback, LightningModule, Trainer
+        from lightning.pytorch.utilities import CombinedLoader
+    except ImportError:  # the same under its older name
+        from pytorch_lightning import Callback, LightningModule, Trainer
+        from pytorch_lightning.utilities import CombinedLoader
+
+GIVEN_BY_THE_TRAINER = {"model", "optimizer"}
+FLAT = {"FSDPStrategy", "DeepSpeedStrategy"}
+"""Strategies that keep parameters in flat buffers of their own, from which nobody can tell what is whose."""
+
+OWN, PLACES = "own", "places"
+"""What the callback keeps in a part of a snapshot: what the user asked for, and the place of each loader."""
+
+
+class AtollCallback(Callback):
+    """Makes an island of this trainer.
+
+    `syncer` and `settings` are those of `atoll.Learner` (token, keys, learner, run_directory and so on); what is not
+    given is taken from the environment, as there. `tokens` counts those of a batch. Everything else is the trainer's:
+    with `max_epochs=-1` there the budget of the run ends the training.
+
+    - Each optimizer step is a step of the island, with the tokens and the mean loss of all batches that it had.
+    - Schedules made by `by_progress` follow the run. The end of the run, or an operator's wish, stops the trainer.
+    - Validation sees the published model, and checkpoints hold it (docs/lightning.md: what wins when one is loaded).
+    - Loaders that know their place keep it through snapshots of the run.
+    """
+
+    def __init__(self, syncer: str | None = None, *, tokens: Callable[[Any], int] = tokens_of, **settings: Any) -> None:
+        known = set(inspect.signature(Learner).parameters) - GIVEN_BY_THE_TRAINER
+        for name in settings:
+            if name not in known:
+                raise ValueError(f"atoll.Learner has no setting {name!r}; there are {', '.join(sorted(known))}")
+        self._settings: dict[str, Any] = {"syncer": syncer} | settings
+        self._tokens_of = tokens
+        self._learner: Learner | None = None
+        self._is_in = False
+        self._schedules: list[ProgressSchedule] = []
+        self._tokens = 0  # of the batches since the last optimizer step
+        self._losses: list[Tensor] = []  # of the same
+        self._steps = 0  # of the optimizer, by the trainer's count
+        self._was_restored = False  # the places of loaders
+        self._ahead: list[Any] = []  # places after the batches that the trainer has read and not yet trained
+        self._shown: contextlib.ExitStack | None = None  # while the model has the published values
+
+    @property
+    def learner(self) -> Learner:
+        """From the start of training on; it stays after the end, for its figures."""
+        if self._learner is None:
+            raise ValueError("the island has not joined yet: it does when Trainer.fit starts to train")
+        return self._learner
+
+    def take(self, count: int) -> tuple[int, ...]:
+        """As `learner.take`, so that `leased(dataset, callback, batch_size)` is a loader for `Trainer.fit`."""
+        return self.learner.take(count)
+
+    # ----------------------------------------------------------------------------------------------------- joining
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        optimizer = _optimizer_of(trainer)
+        asked = self._settings.get("extra_state")
+        settings = self._settings | {"extra_state": lambda: self._kept(trainer, asked)}
+        self._learner = learner = Learner(pl_module, optimizer, **settings)
+        learner.__enter__()
+        self._is_in = True
+        self._steps = trainer.global_step
+        self._tokens, self._losses = 0, []
+        self._was_restored = False
+        self._go_on(trainer, learner.restored_state)
+        schedulers = [each.scheduler for each in trainer.lr_scheduler_configs]
+        self._schedules = [each for each in schedulers if isinstance(each, ProgressSchedule)]
+        for schedule in self._schedules:
+            schedule.follow(learner)
+        self._save_what_is_published(trainer, learner)
+        if learner.finished:
+            trainer.should_stop = True
+
+    # ---------------------------------------------------------------------------------------------------- training
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._is_in:
+            self._count(pl_module, trainer, outputs, batch)
+            if trainer.global_step != self._steps:  # otherwise gradients are accumulated
+                self._step(trainer)
+            if self._ahead:
+                self._ahead = [*self._ahead[1:], _places(trainer)]
+
+    def _count(self, module: LightningModule, trainer: Trainer, outputs: Any, batch: Any) -> None:
+        self._tokens += self._tokens_of(batch)
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            # Lightning has divided it by the number of batches that it accumulates.
+            parts = trainer.accumulate_grad_batches if module.automatic_optimization else 1
+            self._losses.append(loss.detach().reshape(()) * parts)
+
+    def _step(self, trainer: Trainer) -> None:
+        learner = self.learner
+        tokens, losses = self._tokens, self._losses
+        self._steps = trainer.global_step
+        self._tokens, self._losses = 0, []
+        learner.step(tokens=tokens, loss=torch.stack(losses).mean() if losses else None)
+        for schedule in self._schedules:
+            schedule.set_now()
+        if learner.finished:
+            trainer.should_stop = True
+
+    # -------------------------------------------------------------------------------------- the published model
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._is_in and self._shown is None:
+            self._shown = contextlib.ExitStack()
+            self._shown.enter_context(self.learner.published())
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._show_its_own()
+
+    def _show_its_own(self) -> None:
+        shown, self._shown = self._shown, None
+        if shown is not None:
+            shown.close()
+
+    def _save_what_is_published(self, trainer: Trainer, learner: Learner) -> None:
+        """Checkpoints are to hold the model that was validated. The hook for callbacks is not called for those of
+        weights only, so it is the strategy that gives another state."""
+        plain = trainer.strategy.lightning_module_state_dict
+
+        def published() -> dict[str, Any]:
+            if not self._is_in or self._shown is not None:
+                return plain()
+            with learner.published():
+                return {name: value.clone() if hasattr(value, "clone") else value for name, value in plain().items()}
+
+        trainer.strategy.lightning_module_state_dict = published  # type: ignore[method-assign]
+
+    # ---------------------------------------------------------------------------------------------- places of data
+
+    def _kept(self, trainer: Trainer, asked: Callable[[], Any] | None) -> dict[str, Any]:
+        places = self._ahead[0] if self._ahead else _places(trainer)
+        return {OWN: asked() if asked is not None else None, PLACES: places}
+
+    def _go_on(self, trainer: Trainer, restored: Any) -> None:
+        """The trainer has begun to read already, at the place where the loaders were before."""
+        fetcher = trainer.fit_loop._data_fetcher
+        loaders = _loaders(trainer)
+        places = restored[PLACES] if isinstance(restored, dict) and PLACES in restored else []
+        if len(places) == len(loaders) and any(place is not None for place in places):
+            for loader, place in zip(loaders, places, strict=True):
+                if place is not None:
+                    go_to(loader, place)
+            self._was_restored = True
+            if fetcher is not None:
+                iter(fetcher)
+        # A trainer that does not know the number of batches reads one ahead: the loader's place is that of the future.
+        ahead = len(getattr(fetcher, "batches", ()))
+        self._ahead = [_places(trainer)] * ahead if any(_knows_its_place(loader) for loader in loaders) else []
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Lightning does not number the epochs of datasets. One that went to a place needs it."""
+        if self._was_restored:
+            for loader in _loaders(trainer):
+                next_epoch(loader)
+
+    @property
+    def restored_state(self) -> Any:
+        """What `extra_state` had returned for the part from which this island has started, if it has."""
+        kept = self.learner.restored_state
+        return kept.get(OWN) if isinstance(kept, dict) else None
+
+    # ----------------------------------------------------------------------------------------------------- leaving
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._leave(trainer, None)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._leave(trainer, exception)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._leave(trainer, None)
+
+    def _leave(self, trainer: Trainer, wrong: BaseException | None) -> None:
+        if not self._is_in:
+            return
+        self._is_in = False
+        vars(trainer.strategy).pop("lightning_module_state_dict", None)
+        self._show_its_own()
+        self.learner.__exit__(
+            type(wrong) if wrong is not None else None, wrong, wrong.__traceback__ if wrong is not None else None
+        )
+
+
+def _optimizer_of(trainer: Trainer) -> Optimizer:
+    """The plain one: what `LightningModule.optimizers()` gives counts steps for the trainer."""
+    strategy = type(trainer.strategy)
+    if any(parent.__name__ in FLAT for parent in strategy.__mro__):
+        raise ValueError(
+            f"{strategy.__name__} puts parameters into flat buffers of its own, which cannot be shared with other"
+            ' islands: use strategy="ddp", or ModelParallelStrategy with fully_shard in configure_model'
+        )
+    if len(trainer.optimizers) != 1:
+        raise ValueError(
+            f"this module has {len(trainer.optimizers)} optimizers, and an island has one: return one optimizer, with"
+            " a parameter group for each of them, from configure_optimizers"
+        )
+    return trainer.optimizers[0]
+
+
+def _loaders(trainer: Trainer) -> list[Any]:
+    return list(CombinedLoader(trainer.train_dataloader, "sequential").flattened)
+
+
+def _knows_its_place(loader: Any) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+def _places(trainer: Trainer) -> list[Any]:
+    return [place_of(loader) if _knows_its_place(loader) else None for loader in _loaders(trainer)]
+
+
+__all__ = ["AtollCallback"]

@@ -1,0 +1,127 @@
+"""Models of a run as directories of transformers, and back: what `from_pretrained` loads. Nothing is downloaded.
+
+A run knows a tied tensor by the first of its names, and nothing of what is frozen. The class of the model knows which
+tensors are tied and what it wants in its file, so that it writes and reads.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from atoll.ml.plan import digest_of, named_tensors
+
+CONFIG, ADAPTER_CONFIG, ADAPTER = "config.json", "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+
+_ADAPTED = re.compile(r"(lora_(?:A|B|embedding_A|embedding_B|magnitude_vector))\.[^.]+")
+"""Where PEFT puts the name of an adapter into that of a tensor. Its files are without."""
+
+
+def export_pretrained(tensors: Mapping[str, Tensor], frozen: Mapping[str, str], config: Path, out: Path) -> None:
+    """Write the model of a run into the new directory `out`, or its adapter where the run trained one.
+
+    `config`: a config.json or the directory of one. If that has weights too, they are those of what never travelled,
+    and must have the digests of the run (`frozen`).
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is there already, and nothing is written over: give another --out")
+    adapted = [name for name in tensors if _ADAPTED.search(name)]
+    if adapted:
+        _export_adapter(tensors, adapted, config, out)
+        return
+    model, has_weights = _base_model(config)
+    if frozen and not has_weights:
+        raise ValueError(
+            f"the run has no {min(frozen)!r}: it was frozen, and never travelled. Give as --config the directory of "
+            "the model that the islands have loaded, with its weights"
+        )
+    fill(model, tensors, frozen)
+    model.save_pretrained(out)
+
+
+@torch.no_grad()
+def fill(model: nn.Module, tensors: Mapping[str, Tensor], frozen: Mapping[str, str]) -> None:
+    """The tensors of a run into a model, each in the dtype that it had there. What is tied stays tied."""
+    mine = named_tensors(model)
+    if lacking := sorted(set(mine) - {*tensors, *frozen}):
+        raise ValueError(f"this model has {lacking[0]!r}, which the run has not: give the --config of the run's model")
+    for name, digest in frozen.items():
+        if name not in mine or digest_of(mine[name]) != digest:
+            raise ValueError(f"{name} was frozen, and is not as it was in the run: give the directory that was loaded")
+    for name, value in tensors.items():
+        if name not in mine:
+            raise ValueError(f"the run has {name!r}, which this model has not: give the --config of the run's model")
+        if mine[name].shape != value.shape:
+            shapes = f"{tuple(value.shape)} in the run and {tuple(mine[name].shape)} in this model"
+            raise ValueError(f"{name} is {shapes}: give the --config of the run's model")
+        mine[name].data = value.clone()
+
+
+def _base_model(config: Path) -> tuple[Any, bool]:
+    """The model of a configuration; with the weights beside it, if there are any."""
+    made = _class_of(config)
+    folder = config if config.is_dir() else config.parent
+    if any((folder / name).is_file() for name in WEIGHTS):
+        return made.from_pretrained(folder, local_files_only=True, dtype="auto"), True
+    return made(_config_of(config)), False
+
+
+def _config_of(config: Path) -> Any:
+    from transformers import AutoConfig
+
+    path = config / CONFIG if config.is_dir() else config
+    if not path.is_file():
+        raise ValueError(f"{path}: there is no such file; give the config.json of the model, or its directory")
+    return AutoConfig.from_pretrained(path, local_files_only=True)
+
+
+def _class_of(config: Path) -> Any:
+    """The class that the configuration names: nothing is guessed, and no code of elsewhere is loaded."""
+    import transformers
+
+    named = _config_of(config).architectures or []
+    made = getattr(transformers, named[0], None) if named else None
+    if made is None:
+        found = f"names {named[0]!r}, which transformers does not have" if named else "names no class"
+        raise ValueError(f'{config} {found}: write it there, as in "architectures": ["GPT2LMHeadModel"]')
+    return made
+
+
+def _export_adapter(tensors: Mapping[str, Tensor], adapted: list[str], config: Path, out: Path) -> None:
+    if others := sorted(set(tensors) - set(adapted)):
+        raise ValueError(
+            f"{others[0]!r} was trained beside the adapter, and only adapters of LoRA are written here: export with "
+            "--to safetensors, load that in your script and call save_pretrained"
+        )
+    path = config / ADAPTER_CONFIG if config.is_dir() else config
+    if not path.is_file() or path.name != ADAPTER_CONFIG:
+        raise ValueError(f"the run has trained an adapter: give as --config its {ADAPTER_CONFIG}, or the directory")
+    kind = json.loads(path.read_text(encoding="utf-8")).get("peft_type")
+    if kind != "LORA":
+        raise ValueError(f"{path} is of {kind}, and only adapters of LoRA are written here")
+    out.mkdir(parents=True, exist_ok=True)
+    named = {_ADAPTED.sub(r"\1", name): value.contiguous() for name, value in tensors.items()}
+    if len(named) < len(tensors):
+        raise ValueError("the run has trained several adapters: export with --to safetensors")
+    save_file(named, out / ADAPTER, metadata={"format": "pt"})
+    shutil.copyfile(path, out / ADAPTER_CONFIG)
+
+
+def read_pretrained(folder: Path) -> dict[str, Tensor]:
+    """The model in a directory of transformers, under the names that a run knows its tensors by."""
+    if not any((folder / name).is_file() for name in WEIGHTS):
+        raise ValueError(f"{folder} holds none of {', '.join(WEIGHTS)}: give a directory that save_pretrained wrote")
+    model, _ = _base_model(folder)
+    return {name: tensor.detach().clone().contiguous() for name, tensor in named_tensors(model).items()}
+
+
+__all__ = ["export_pretrained", "fill", "read_pretrained"]

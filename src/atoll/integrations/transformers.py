@@ -1,0 +1,208 @@
+"""`transformers.Trainer` as one island of a run: a callback, and nothing else in the script."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from os import PathLike
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.hooks import RemovableHandle
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from atoll.integrations.batches import tokens_of
+from atoll.integrations.schedules import FollowedSchedule, ProgressSchedule
+from atoll.ml.wrapped import was_skipped
+from atoll.net.learner import Learner
+
+log = logging.getLogger("atoll.transformers")
+
+
+class AtollCallback(TrainerCallback):
+    """Makes a `transformers.Trainer` an island of a run.
+
+        trainer = Trainer(model, args, train_dataset=data, callbacks=[AtollCallback(syncer="head:7400")])
+        trainer.train()
+
+    It joins when training begins, and the model takes the published values. One step of the optimizer is one step of
+    the run, with the tokens of all its micro-batches. Training stops when the run is over; a Trainer that has taken its
+    `max_steps` leaves earlier, and the others go on. What the Trainer evaluates and saves is the published model
+    (`Learner.published`), what it trains is its own. Its schedule is read at the progress of the run, unless
+    `follow_progress` is False: `max_steps` then is only its length.
+
+    `tokens` says how much a batch counts, from the arguments of the model's `forward`. All else is as `atoll.Learner`
+    takes it, from the environment (ATOLL_SYNCER and others) where it is not given; `settings` are its further
+    arguments. Give this callback last: what a later one asks to evaluate is evaluated as it is trained.
+
+    An exception or Ctrl-C that ends the process leaves the run. Where the process lives on, as in a notebook, write
+    `with AtollCallback(...) as atoll:` around `train()`, which leaves at once.
+    """
+
+    def __init__(
+        self,
+        syncer: str | None = None,
+        token: str | None = None,
+        *,
+        keys: str | PathLike[str] | None = None,
+        learner: int | None = None,
+        run_directory: str | PathLike[str] | None = None,
+        tokens: Callable[[Any], int] = tokens_of,
+        follow_progress: bool = True,
+        **settings: Any,
+    ) -> None:
+        self._settings = settings | {"keys": keys, "learner": learner, "run_directory": run_directory}
+        self._place = (syncer, token)
+        self._tokens_of = tokens
+        self._follows = follow_progress
+        self._learner: Learner | None = None
+        self._is_in = False
+        self._hook: RemovableHandle | None = None
+        self._schedule: FollowedSchedule | ProgressSchedule | None = None
+        self._shown = ExitStack()  # of the published values, while the Trainer evaluates and saves
+        self._tokens = 0
+        self._losses: list[Tensor] = []
+        self._is_share = False  # the losses of micro-batches are parts of one mean, and not each a mean
+
+    @property
+    def learner(self) -> Learner:
+        """Of the training that goes on, or of the last one."""
+        if self._learner is None:
+            raise ValueError("there is no learner yet: it joins when the Trainer begins to train")
+        return self._learner
+
+    # ---------------------------------------------------------------------------------------------- joining and leaving
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._leave(RuntimeError("another training began"))  # one that was ended by an exception
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        self._learner = Learner(model, optimizer, *self._place, **self._settings)
+        self._learner.__enter__()
+        self._is_in = True
+        atexit.register(self._leave_at_exit)
+        count = torch.compiler.disable(self._count)  # type: ignore[no-untyped-call]
+        self._hook = model.register_forward_hook(count, with_kwargs=True)
+        self._forget()
+        self._follow(args, state, kwargs["lr_scheduler"])
+        control.should_training_stop = self._learner.finished
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._leave(None)
+
+    def __enter__(self) -> AtollCallback:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave(wrong)
+
+    def _leave_at_exit(self) -> None:
+        """The training was ended by an exception that nobody has caught, or in the middle by who ends the process."""
+        self._leave(getattr(sys, "last_value", None) or SystemExit("the process ends"))
+
+    def _leave(self, wrong: BaseException | None) -> None:
+        if not self._is_in:
+            return
+        self._is_in = False
+        atexit.unregister(self._leave_at_exit)
+        self._shown.close()
+        if self._hook is not None:
+            self._hook.remove()
+        if isinstance(self._schedule, FollowedSchedule):
+            self._schedule.undo()
+        self._schedule = None
+        self.learner.__exit__(type(wrong) if wrong is not None else None, wrong, None)
+
+    # --------------------------------------------------------------------------------------------------------- training
+
+    def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """After each forward pass of the training: a step has as many of them as it accumulates gradients of."""
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        batch = kwargs if any(isinstance(value, Tensor) for value in kwargs.values()) else args
+        self._tokens += self._tokens_of(batch)
+        loss = output.get("loss") if isinstance(output, dict) else None
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            self._losses.append(loss.detach())
+            self._is_share = kwargs.get("num_items_in_batch") is not None
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._shown.close()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Before the Trainer logs, evaluates and saves."""
+        if not self._is_in:
+            return
+        tokens, loss = self._tokens, self._loss(args)
+        self._forget()
+        optimizer: Optimizer = kwargs["optimizer"]
+        if not was_skipped(optimizer):
+            if not tokens:
+                raise ValueError(
+                    "a step was taken in which the model's forward was not called, so that nobody has counted its "
+                    "tokens: call the model itself in compute_loss, and not one of its parts"
+                )
+            self.learner.step(tokens, loss)
+            if self._schedule is not None:
+                self._schedule.set_now()
+        if self.learner.finished:
+            self._leave(None)  # the model has the final values; what the Trainer then loads (the best one) stays
+            control.should_training_stop = True
+        self._show(control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._shown.close()
+        self._show(control)
+
+    def _show(self, control: TrainerControl) -> None:
+        if self._is_in and (control.should_evaluate or control.should_save):
+            self._shown.enter_context(self.learner.published())
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._shown.close()
+
+    def _loss(self, args: TrainingArguments) -> Tensor | None:
+        if not self._losses:
+            return None
+        total = torch.stack(self._losses).sum()
+        if not self._is_share:
+            return total / len(self._losses)
+        everywhere = args.average_tokens_across_devices and args.world_size > 1
+        return total * args.world_size if everywhere else total
+
+    def _forget(self) -> None:
+        self._tokens, self._losses = 0, []
+
+    def _follow(self, args: TrainingArguments, state: TrainerState, scheduler: Any) -> None:
+        scheduler = getattr(scheduler, "scheduler", scheduler)  # accelerate's, around it
+        if isinstance(scheduler, ProgressSchedule):
+            scheduler.follow(self.learner)
+            self._schedule = scheduler
+        elif not self._follows:
+            return
+        elif isinstance(scheduler, LambdaLR):
+            warmup_steps = args.get_warmup_steps(state.max_steps)
+            self._schedule = FollowedSchedule(scheduler, self.learner, state.max_steps, warmup_steps)
+        else:
+            log.warning("%s goes by the steps of this island, and not by the run's progress", type(scheduler).__name__)
+
+
+__all__ = ["AtollCallback"]

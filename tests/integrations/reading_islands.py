@@ -1,0 +1,183 @@
+"""Islands that write down what they read, as processes of a run: for tests of data that goes on where it was."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from atoll.integrations.data import epochs, go_to, leased, place_of
+from atoll.net.learner import Learner
+from atoll.net.parts import list_parts
+from tests.net.runs import LIMIT_S, Child, Run, _begin
+
+ROWS, BATCH, SEED = 60, 4, 5
+
+
+class Rows(Dataset[Tensor]):
+    """Row n is n."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(float(index))
+
+
+class Upwards(IterableDataset[Tensor]):
+    """0, 1, 2 and so on, without an end: two places are never the same."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.tensor(float(n)) for n in itertools.count())
+
+
+class Noting:
+    """A learner whose numbers are written down. `planted` reads what it likes instead."""
+
+    def __init__(self, learner: Learner, planted: bool) -> None:
+        self.learner = learner
+        self.planted = planted
+        self.numbers: tuple[int, ...] = ()
+        self.read = 0
+        self.is_again = False  # no lease was left, and some of these it has had already
+
+    def take(self, count: int) -> tuple[int, ...]:
+        before = self.learner.stats().repeated
+        numbers = self.learner.take(count)
+        self.is_again = self.learner.stats().repeated > before
+        if self.planted and numbers:
+            numbers = tuple(range(self.read, self.read + count))
+        self.read += len(numbers)
+        self.numbers = numbers
+        return numbers
+
+
+def loader_of(kind: str) -> Any:
+    """stateful: torchdata over a map-style dataset; datasets: over an iterable of `datasets`; bare: that alone;
+    plain: torch's own, which does not know its place."""
+    torch.manual_seed(SEED)
+    if kind == "plain":
+        return DataLoader(Upwards(), batch_size=BATCH)
+    if kind == "stateful":
+        from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
+
+        return StatefulDataLoader(Rows(), batch_size=BATCH, shuffle=True)
+    import datasets  # type: ignore[import-untyped]
+
+    rows = datasets.Dataset.from_dict({"n": [float(n) for n in range(ROWS)]}).to_iterable_dataset(num_shards=3)
+    rows = rows.with_format("torch")
+    if kind == "bare":
+        return rows.batch(BATCH)
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader(rows, batch_size=BATCH)
+
+
+def reading_child(directory: Path, address: str, number: int, kind: str, log: Path, pipe: Connection) -> None:
+    """Trains until the run is over or it is killed. Tells at its start how many steps its part had had."""
+    warnings.simplefilter("ignore")
+    _begin(log)
+    torch.manual_seed(number)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    deals = kind in ("leases", "planted")
+    loader = None if deals else loader_of(kind)
+    steps = 0
+
+    def kept() -> dict[str, Any]:
+        return {"steps": steps, "place": place_of(loader) if kind not in ("plain", "leases", "planted") else None}
+
+    try:
+        settings: dict[str, Any] = {"learner": number, "run_directory": directory, "join_timeout_s": LIMIT_S}
+        with Learner(model, optimizer, address, extra_state=kept, **settings) as learner:
+            restored = learner.restored_state
+            if restored is not None and restored["place"] is not None:
+                go_to(loader, restored["place"])
+            pipe.send(("joined", restored["steps"] if restored is not None else None))
+            noting = Noting(learner, kind == "planted")
+            batches = iter(leased(Rows(), noting, BATCH, SEED)) if deals else epochs(loader)
+            with open(read_file(directory, number, learner.incarnation), "w", buffering=1) as file:
+                for batch in batches:
+                    rows = (batch["n"] if isinstance(batch, dict) else batch).float()
+                    file.write(json.dumps([noting.numbers, [int(row) for row in rows], noting.is_again]) + "\n")
+                    loss = model(rows[:, None] / ROWS).square().mean()
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+                    steps += 1
+                    learner.step(tokens=len(rows), loss=loss)
+                    pipe.poll(0.002)  # a step takes as long as this
+                    if learner.finished:
+                        break
+        pipe.send(("ended", learner.stats().repeated))
+    except BaseException as wrong:
+        traceback.print_exc()
+        pipe.send(("failed", type(wrong).__name__, str(wrong)))
+
+
+def start(run: Run, number: int, kind: str) -> Child:
+    log = run.directory / "logs" / f"reads-{number}-{len(run.children)}.log"
+    child = Child(f"island {number}", log, reading_child, (run.directory, run.address, number, kind))
+    run.children.append(child)
+    return child
+
+
+class PartWanted:
+    """Called until learner 1 has a part of a snapshot: asks for one, and again if it was given up, as may be on a
+    crowded machine."""
+
+    AGAIN, MOST = 1000, 100_000
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.calls = 0
+
+    def __call__(self, *_: object) -> bool:
+        if list_parts(self.run.directory).get(1):
+            return True
+        if self.calls % self.AGAIN == 0:
+            assert self.run.ask("POST", "/v1/snapshot")[0] == 202
+        self.calls += 1
+        assert self.calls < self.MOST, self.run.logs()
+        return False
+
+
+def read_file(directory: Path, number: int, incarnation: int) -> Path:
+    return directory / f"read-{number}-{incarnation}.jsonl"
+
+
+class Step(NamedTuple):
+    numbers: list[int]
+    rows: list[int]
+    is_again: bool
+
+
+def lines_of(path: Path) -> list[Step]:
+    """The last line of one that was killed may be cut."""
+    whole = path.read_text().rpartition("\n")[0].splitlines()
+    return [Step(*json.loads(line)) for line in whole]
+
+
+def numbers_read(directory: Path) -> dict[tuple[int, int], Counter[int]]:
+    """By learner and incarnation, how often each number. What it says to be there again counts once."""
+    found = {}
+    for path in sorted(directory.glob("read-*-*.jsonl")):
+        _, number, incarnation = path.stem.split("-")
+        steps = lines_of(path)
+        once = Counter(n for step in steps if not step.is_again for n in step.numbers)
+        again = {n for step in steps if step.is_again for n in step.numbers}
+        found[int(number), int(incarnation)] = once + Counter(again - once.keys())
+    return found
+
+
+__all__ = ["BATCH", "PartWanted", "ROWS", "Rows", "SEED", "lines_of", "loader_of", "numbers_read", "start"]

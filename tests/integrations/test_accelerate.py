@@ -1,0 +1,146 @@
+"""accelerate: a Learner takes what `prepare` returns, and micro-batches are no steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from safetensors.torch import load_file
+from torch.optim import AdamW
+from torch.utils.data import DataLoader
+
+from atoll.integrations.accelerate import AcceleratedLearner
+from atoll.integrations.batches import tokens_of
+from atoll.ml import inner_state
+from atoll.ml.plan import named_tensors
+from atoll.ml.wrapped import plain_optimizer
+from atoll.net.learner import Learner
+from tests.integrations.small_texts import gpt2, texts
+from tests.net.runs import LIMIT_S, Run, config, endless
+from tests.net.test_published_values import same
+
+pytestmark = pytest.mark.usefixtures("no_thread_is_left", "one_thread", "accelerate_anew")
+
+SHOWN = (12, 7, 5)
+"""Of the texts of one batch after the other: no two sums of micro-batches of a step are the same."""
+
+
+@pytest.fixture
+def accelerate_anew() -> Iterator[None]:
+    """accelerate keeps its settings for the whole process: those of a Trainer before, and ours for whoever comes."""
+    _forget_settings()
+    yield
+    _forget_settings()
+
+
+def _forget_settings() -> None:
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._shared_state.clear()
+
+
+class Prepared:
+    """What a script with accelerate has."""
+
+    def __init__(self, accumulated: int = 1, seed: int = 1) -> None:
+        self.accelerator = Accelerator(gradient_accumulation_steps=accumulated, cpu=True, mixed_precision="bf16")
+        data: Any = [each for place in range(12) for each in texts(4, seed * 100 + place, SHOWN[place % 3])]
+        model, loader = gpt2(seed), DataLoader(data, batch_size=4)
+        prepared: Any = self.accelerator.prepare(model, AdamW(model.parameters(), lr=1e-2), loader)
+        self.model, self.optimizer, self.loader = prepared
+
+    def batches(self, epochs: int = 100) -> Iterator[tuple[Any, torch.Tensor]]:
+        for _ in range(epochs):
+            for batch in self.loader:
+                with self.accelerator.accumulate(self.model):
+                    loss = self.model(**batch).loss
+                    self.accelerator.backward(loss)
+                    if self.accelerator.sync_gradients:
+                        self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+                yield batch, loss
+
+
+def place(run: Run) -> dict[str, Any]:
+    return {"syncer": run.address, "run_directory": run.directory, "join_timeout_s": LIMIT_S}
+
+
+def test_a_learner_takes_prepared_objects_and_trains_to_the_end(tmp_path):
+    job = Prepared()
+    with Run(tmp_path, config(budget_merges=9)) as run:
+        with Learner(job.model, job.optimizer, **place(run)) as learner:
+            for batch, loss in job.batches():
+                learner.step(tokens=tokens_of(batch), loss=loss)
+                if learner.finished:
+                    break
+        assert learner.finished
+        assert run.syncer.hear("ended") is True
+        published = load_file(tmp_path / "published.safetensors")
+        assert same(published, {name: each.detach() for name, each in named_tensors(job.model).items()})
+
+
+def test_inner_state_is_that_of_the_optimizer_and_not_of_what_is_around_it():
+    """An island without accelerate gives its state to one with it, and the other way round."""
+    job = Prepared()
+    next(job.batches())
+    assert type(job.optimizer).__name__ == "AcceleratedOptimizer"
+    own = plain_optimizer(job.optimizer)
+    assert type(own) is AdamW
+    assert plain_optimizer(own) is own
+    plain = gpt2(2)
+    other = AdamW(plain.parameters(), lr=1e-2)
+    inner_state.unpack(inner_state.pack(own, job.model), other, plain)
+    assert {float(state["step"]) for state in other.state.values()} == {1.0}
+    with pytest.raises(ValueError, match="AcceleratedOptimizer"):  # without taking it off
+        inner_state.unpack(inner_state.pack(job.optimizer, job.model), other, plain)
+
+
+def test_a_loop_that_tells_of_a_micro_batch_as_of_a_step_is_refused(tmp_path):
+    """At the first one: before anything of it is told."""
+    job = Prepared(accumulated=3)
+    with Run(tmp_path, endless()) as run, Learner(job.model, job.optimizer, **place(run)) as learner:
+        batch, loss = next(job.batches())
+        with pytest.raises(ValueError, match=r"this was a micro-batch.*AcceleratedLearner"):
+            learner.step(tokens=tokens_of(batch), loss=loss)
+        assert learner.stats().steps == learner.stats().tokens == 0
+
+
+def test_tokens_of_all_micro_batches_of_a_step_are_told_as_one_step(tmp_path):
+    """12 batches of an epoch in steps of 5, 5 and 2: accelerate lets the optimizer step at the end of the data."""
+    job = Prepared(accumulated=5)
+    told: list[tuple[int, int]] = []
+    with (
+        Run(tmp_path, endless()) as run,
+        AcceleratedLearner(job.accelerator, job.model, job.optimizer, **place(run)) as learner,
+    ):
+        for batch, loss in job.batches(epochs=2):
+            learner.step(tokens=tokens_of(batch), loss=loss)
+            told.append((learner.stats().steps, learner.stats().tokens))
+    counted = [4 * SHOWN[at % 3] for at in range(12)]
+    wanted, steps, tokens, waiting = [], 0, 0, 0
+    for at in range(24):
+        waiting += counted[at % 12]
+        if at % 12 in (4, 9, 11):
+            steps, tokens, waiting = steps + 1, tokens + waiting, 0
+        wanted.append((steps, tokens))
+    assert told == wanted
+    assert steps == 6
+
+
+def test_a_step_that_was_left_out_is_none(tmp_path):
+    """With fp16 gradients overflow, and accelerate leaves the step out: nothing was learned from its tokens."""
+    job = Prepared()
+    told = []
+    with (
+        Run(tmp_path, endless()) as run,
+        AcceleratedLearner(job.accelerator, job.model, job.optimizer, **place(run)) as learner,
+    ):
+        for number, (batch, loss) in enumerate(job.batches(epochs=1)):
+            job.optimizer._is_overflow = number == 1
+            learner.step(tokens=tokens_of(batch), loss=loss)
+            told.append(learner.stats().tokens)
+    assert told[:3] == [48, 48, 48 + 20], "the second batch has 28"

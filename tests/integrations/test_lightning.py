@@ -1,0 +1,484 @@
+"""Lightning's Trainer on an island of a real run: the syncer is a process, the trainer is in this one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+with warnings.catch_warnings():  # of what it imports
+    warnings.simplefilter("ignore")
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+    from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
+
+from atoll.integrations.data import leased
+from atoll.integrations.lightning import AtollCallback
+from atoll.integrations.schedules import by_progress, linear
+from tests.integrations.reading_islands import PartWanted
+from tests.net.runs import LIMIT_S, Run, config, endless
+
+# Lightning warns of whatever it would do otherwise (workers, Slurm, directories), torchdata of what torch deprecates.
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("nothing_is_left")]
+
+ROWS, BATCH = 40, 4
+STEPS = 20_000  # nobody needs so many
+
+
+@pytest.fixture
+def nothing_is_left() -> Iterator[None]:
+    torch.set_num_threads(1)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith(("atoll", "asyncio"))]
+    assert left == []
+
+
+class Rows(Dataset[Tensor]):
+    """Row n is n, and then some numbers."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.cat([torch.tensor([float(index)]), torch.sin(torch.arange(8.0) * (index + 1))])
+
+
+class EndlessRows(IterableDataset[Tensor]):
+    """Without a length, and it knows its place."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while True:
+            self.next += 1
+            yield Rows()[(self.next - 1) % ROWS]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+class Small(LightningModule):
+    """Remembers which rows it has seen, and what it was when it was validated. `wrong` is done at batch 5."""
+
+    def __init__(self, wrong: Callable[[], Any] | None = None) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 4))
+        self.wrong = wrong
+        self.seen: list[list[int]] = []
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.validated: list[dict[str, Tensor]] = []
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.seen.append([int(row) for row in batch[:, 0]])
+        if self.wrong is not None and len(self.seen) == 5:
+            self.wrong()
+        loss: Tensor = (self.layers(batch[:, 1:]) - batch[:, 1:5]).float().square().mean()
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        if grads:
+            self.norms.append(float(torch.stack([grad.norm() for grad in grads]).norm()))
+
+    def validation_step(self, batch: Tensor, number: int) -> None:
+        if number == 0:
+            self.validated.append(values(self))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        return {"optimizer": optimizer, "lr_scheduler": by_progress(optimizer, linear(end=0.5))}
+
+
+class Watch(Callback):
+    """What the test wants to see; `at` is called after every batch, behind the island."""
+
+    def __init__(self, island: AtollCallback, at: Callable[[Trainer, Small], None] | None = None) -> None:
+        self.island = island
+        self.at = at
+        self.moments = 0.0
+        self.began: dict[str, Tensor] = {}
+        self.published: dict[str, Tensor] = {}
+        self.rates: list[tuple[float, float]] = []
+        self.shown: list[tuple[int, float]] = []  # batches by then, and the loss
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        states = trainer.optimizers[0].state.values()
+        self.moments = max((float(state["step"]) for state in states), default=0.0)
+        self.began = values(pl_module)
+        with self.island.learner.published():
+            self.published = values(pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, Small)
+        learner = self.island.learner
+        loss = learner._background.last_loss
+        assert loss is None or isinstance(loss, Tensor)
+        if loss is not None:
+            self.shown.append((len(pl_module.losses), float(loss)))
+        rate = trainer.optimizers[0].param_groups[0]["lr"]
+        self.rates.append((rate, 0.02 * linear(end=0.5)(learner.progress) * learner.lr_scale))
+        if self.at is not None:
+            self.at(trainer, pl_module)
+
+
+def values(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    assert one.keys() == other.keys()
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def island_of(run: Run, kind: type[AtollCallback] = AtollCallback, **settings: Any) -> AtollCallback:
+    return kind(run.address, **({"learner": 1, "join_timeout_s": LIMIT_S} | settings))
+
+
+def trainer_of(*callbacks: Callback, **settings: Any) -> Trainer:
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    return Trainer(accelerator="cpu", callbacks=list(callbacks), **({"max_epochs": -1} | quiet | settings))
+
+
+def loader(kind: type[DataLoader[Tensor]] = StatefulDataLoader) -> DataLoader[Tensor]:
+    return kind(Rows(), batch_size=BATCH, shuffle=True)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+class EveryBatch(AtollCallback):
+    """A planted bug: each batch is a step, also where gradients are accumulated."""
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self._steps = -1
+        super().on_train_batch_end(trainer, *args)
+
+
+def test_a_trainer_trains_until_the_run_is_over_and_has_the_published_model(tmp_path):
+    """Gradients of three batches, the last step of an epoch of one; mixed precision, clipping, a schedule."""
+    with Run(tmp_path, config()) as run:
+        module, island = Small(), island_of(run)
+        watch = Watch(island)
+        trainer = trainer_of(island, watch, accumulate_grad_batches=3, precision="bf16-mixed", gradient_clip_val=0.1)
+        trainer.fit(module, loader())
+        assert island.learner.finished
+        assert run.syncer.hear("ended") is True
+        assert same(values(module), load_file(tmp_path / "published.safetensors"))
+    assert_counted(module, trainer, watch)
+    for rate, wanted in watch.rates:
+        assert rate == pytest.approx(wanted)
+    assert watch.rates[-1][0] < 0.015
+    assert max(module.norms) <= 0.1 + 1e-4, "clipped"
+
+
+def test_a_callback_that_counts_batches_as_steps_would_be_seen(tmp_path):
+    with Run(tmp_path, config()) as run:
+        module, island = Small(), island_of(run, EveryBatch)
+        watch = Watch(island)
+        trainer = trainer_of(island, watch, accumulate_grad_batches=3)
+        trainer.fit(module, loader())
+    with pytest.raises(AssertionError, match="optimizer steps"):
+        assert_counted(module, trainer, watch)
+
+
+def assert_counted(module: Small, trainer: Trainer, watch: Watch) -> None:
+    """Ten batches in an epoch, in steps of three, three, three and one."""
+    stats = watch.island.learner.stats()
+    epochs, rest = divmod(len(module.seen), 10)
+    assert len(module.seen) > 20
+    assert trainer.global_step == 4 * epochs + rest // 3
+    # The step at which the run is found to be over is not counted.
+    assert trainer.global_step - stats.steps in (0, 1), "optimizer steps and those of the island"
+    assert 0 <= BATCH * len(module.seen) - stats.tokens <= 3 * BATCH, "of all batches"
+    compared = 0
+    for batches, loss in watch.shown:
+        of_epoch = (batches - 1) % 10 + 1
+        if of_epoch % 3 == 0 or of_epoch == 10:  # a step was taken here
+            window = module.losses[batches - (1 if of_epoch == 10 else 3) : batches]
+            assert loss == pytest.approx(sum(window) / len(window), abs=1e-4)
+            compared += 1
+    assert compared > 5
+
+
+class ByHand(Small):
+    """Steps its optimizer itself, twice for each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        for _ in range(2):
+            loss = super().training_step(batch)
+            optimizer = self.optimizers()
+            assert not isinstance(optimizer, list)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+
+def test_a_module_that_steps_by_hand_takes_one_step_of_the_island_for_each_batch(tmp_path):
+    with Run(tmp_path, endless()) as run:
+        module, island = ByHand(), island_of(run)
+        watch = Watch(island)
+        trainer_of(island, watch, max_steps=14).fit(module, loader())
+        stats = island.learner.stats()
+    assert (stats.steps, stats.tokens, watch.moments) == (7, 7 * BATCH, 0)
+    assert [loss for _, loss in watch.shown] == pytest.approx(module.losses[1::2])
+
+
+def test_a_trainer_under_its_older_name_will_do(tmp_path):
+    import pytorch_lightning
+
+    class Older(pytorch_lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.small = Small()
+
+        def training_step(self, batch: Tensor) -> Tensor:
+            return self.small.training_step(batch)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.02)
+
+    with Run(tmp_path, config(budget_merges=4)) as run:
+        island = island_of(run)
+        quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+        trainer = pytorch_lightning.Trainer(max_epochs=-1, accelerator="cpu", callbacks=[island], **quiet)  # type: ignore[arg-type, list-item]
+        trainer.fit(Older(), loader())
+        assert island.learner.finished
+
+
+def test_the_run_deals_out_the_samples(tmp_path):
+    """As a loader of the trainer's: it does not read ahead, or steps would count samples that are trained later."""
+    with Run(tmp_path, config(lease_samples=3 * BATCH + 1, leases_ahead=3)) as run:
+        module, island = Small(), island_of(run)
+        taken: list[tuple[int, int]] = []
+        watch = Watch(island, lambda trainer, small: taken.append((len(small.seen), island.learner.stats().samples)))
+        trainer_of(island, watch).fit(module, leased(Rows(), island, BATCH, seed=5))
+        assert island.learner.finished
+        repeated = island.learner.stats().repeated
+    if not repeated:
+        assert all(samples in (BATCH * batches, BATCH * (batches - 1)) for batches, samples in taken), taken
+        first = sorted(row for rows in module.seen[: ROWS // BATCH] for row in rows)
+        assert first == list(range(ROWS)), "each row once in the first epoch"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The published model
+
+
+class Blind(AtollCallback):
+    """A planted bug: validation sees what this island has just trained."""
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None: ...
+
+
+@pytest.mark.parametrize("kind", [AtollCallback, Blind])
+def test_what_is_validated_is_the_published_model(tmp_path, kind):
+    published: list[dict[str, Tensor]] = []
+    own: list[dict[str, Tensor]] = []
+
+    island: AtollCallback
+
+    def look(trainer: Trainer, module: Small) -> None:
+        if len(own) > len(published):  # the batch after a validation: its gradients were of these values
+            raise AssertionError("a step was taken without a look")
+        with island.learner.published():
+            published.append(values(module))
+        own.append(values(module))
+
+    class Before(Callback):
+        """Behind the island: what the model is when the next batch begins."""
+
+        def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+            if own:
+                assert same(values(module), own[-1]), "training goes on with its own values"
+
+    with Run(tmp_path, config()) as run:
+        module, island = Small(), island_of(run, kind)
+        trainer = trainer_of(island, Watch(island, look), Before(), val_check_interval=1, num_sanity_val_steps=0)
+        trainer.fit(module, loader(), DataLoader(Rows(), batch_size=ROWS))
+        assert island.learner.finished
+    assert len(module.validated) == len(published) > 10
+    ahead = sum(not same(one, other) for one, other in zip(own, published, strict=True))
+    assert ahead > 5, "what is trained is ahead of what is published"
+    shown = all(same(one, other) for one, other in zip(module.validated, published, strict=True))
+    assert shown is (kind is AtollCallback)
+
+
+def test_checkpoints_hold_the_published_model_and_the_run_wins_when_one_is_loaded(tmp_path):
+    """The model is always the run's. The optimizer's state is a peer's, or that of the island's own newest part; where
+    there is neither it is the checkpoint's. Counters of the trainer are the checkpoint's."""
+    published: dict[int, dict[str, Tensor]] = {}
+    island: AtollCallback
+    trainer: Trainer
+
+    def look(trainer: Trainer, module: Small) -> None:
+        with island.learner.published():
+            published[trainer.global_step] = values(module)
+        trainer.should_stop = trainer.global_step >= 7 and wanted() and trainer.global_step >= 12
+
+    whole = ModelCheckpoint(tmp_path / "whole", "{step}", every_n_train_steps=6, save_top_k=-1)
+    light = ModelCheckpoint(tmp_path / "light", "{step}", every_n_train_steps=3, save_top_k=-1, save_weights_only=True)
+    with Run(tmp_path, endless()) as run:
+        wanted = PartWanted(run)
+        module, island = (
+            Small(),
+            island_of(run, run_directory=tmp_path, extra_state=lambda: {"step": trainer.global_step}),
+        )
+        trainer = trainer_of(island, Watch(island, look), whole, light, enable_checkpointing=True)
+        trainer.fit(module, loader())
+        kept = tmp_path / "whole/step=6.ckpt"
+        for path in (kept, tmp_path / "light/step=6.ckpt"):
+            held = torch.load(path)["state_dict"]
+            assert same(held, published[6])
+        ended = max(published)
+
+        def resumed(**settings: Any) -> tuple[Watch, Trainer]:
+            again = island_of(run, **settings)
+            watch = Watch(again)
+            trainer = trainer_of(again, watch, max_steps=9)
+            trainer.fit(Small(), loader(), ckpt_path=kept)
+            return watch, trainer
+
+        watch, trainer = resumed()
+        assert watch.moments == 6, "nobody else has any"
+        assert same(watch.began, watch.published)
+        assert not same(watch.began, published[6]), "the run is ahead of the checkpoint"
+        assert trainer.global_step == 9
+        assert len(watch.rates) == 3, "steps after those of the checkpoint"
+        watch, _ = resumed(run_directory=tmp_path)
+        assert 6 < watch.moments <= ended, "its own part is newer than the checkpoint"
+        assert watch.island.restored_state == {"step": watch.moments}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Places of data
+
+
+class Beginning:
+    """Where a second life of an island begins, seen from what both lives have trained."""
+
+    def __init__(self, run: Run, made: Callable[[], DataLoader[Tensor]]) -> None:
+        first, wanted, self.last = Small(), PartWanted(run), 0
+        island = island_of(run, run_directory=run.directory, extra_state=lambda: len(first.seen))
+
+        def look(trainer: Trainer, module: Small) -> None:
+            if len(module.seen) > 5 and not self.last and wanted():
+                self.last = len(module.seen) + 3
+            trainer.should_stop = len(module.seen) == self.last
+
+        trainer_of(island, Watch(island, look)).fit(first, made())
+        again = Small()
+        island = island_of(run, run_directory=run.directory)
+        trainer_of(island, max_steps=14).fit(again, made())
+        assert isinstance(island.restored_state, int)
+        self.followed = first.seen[island.restored_state :]  # what the first life trained after its part was saved
+        self.again = again.seen
+        assert self.followed, "it went on after the snapshot"
+
+    @property
+    def is_right(self) -> bool:
+        return self.again[: len(self.followed)] == self.followed[: len(self.again)]
+
+
+def endless_loader() -> DataLoader[Tensor]:
+    made: DataLoader[Tensor] = StatefulDataLoader(EndlessRows(), batch_size=BATCH)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("made", "is_right"),
+    [(loader, True), (endless_loader, True), (lambda: loader(DataLoader), False)],
+    ids=["of known length", "read ahead", "planted: without a place"],
+)
+def test_a_loader_goes_on_at_its_place(tmp_path, made, is_right):
+    with Run(tmp_path, endless()) as run:
+        found = Beginning(run, made)
+    assert found.is_right is is_right, (found.followed, found.again)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Leaving
+
+
+def broken() -> None:
+    raise ArithmeticError("a mistake in the user's module")
+
+
+def interrupted() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "raised", "why"),
+    [(broken, ArithmeticError, "ArithmeticError"), (interrupted, SystemExit, "KeyboardInterrupt")],
+)
+def test_an_island_that_fails_or_is_interrupted_leaves_the_run(tmp_path, wrong, raised, why):
+    with Run(tmp_path, endless()) as run:
+        island = island_of(run)
+        with pytest.raises(raised):
+            trainer_of(island).fit(Small(wrong), loader())
+        assert len(run.log_lines(run.syncer, f"its loop ended with {why}")) == 1, run.syncer.logged()
+        assert not island.learner.finished
+
+
+def test_steps_of_the_trainer_end_it_too_and_the_run_goes_on(tmp_path):
+    with Run(tmp_path, endless()) as run:
+        island = island_of(run)
+        trainer_of(island, max_steps=7).fit(Small(), loader())
+        assert island.learner.stats().steps == 7
+        assert len(run.log_lines(run.syncer, "its loop ended")) == 1, run.syncer.logged()
+        assert run.status()["stage"] == "running"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What it cannot do
+
+
+class Two(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.layers[0], self.layers[2])]
+
+
+class FSDPStrategy(SingleDeviceStrategy):
+    """By its name; the real one wants accelerators."""
+
+
+def test_what_cannot_be_shared_is_refused_with_what_to_do(tmp_path):
+    with pytest.raises(ValueError, match=r"no setting 'learners'; there are .*learner, "):
+        AtollCallback(learners=3)
+    with pytest.raises(ValueError, match="has not joined yet"):
+        AtollCallback().take(3)
+    with pytest.raises(ValueError, match="has 2 optimizers, and an island has one: return one optimizer, with"):
+        trainer_of(AtollCallback("127.0.0.1:9")).fit(Two(), loader())
+    with pytest.raises(ValueError, match=r'flat buffers of its own.*use strategy="ddp"'):
+        trainer_of(AtollCallback("127.0.0.1:9"), strategy=FSDPStrategy()).fit(Small(), loader())

@@ -1,0 +1,93 @@
+"""LoRA: adapters travel, the base stays at home, and islands with another base are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+from atoll.integrations.transformers import AtollCallback
+from atoll.ml.plan import named_tensors, tensors_of
+from atoll.net.learner_errors import LearnerRefused
+from atoll.train.published import plan_of, published_tensors
+from tests.integrations.small_texts import gpt2, trainer
+from tests.net.runs import LIMIT_S, Run, config, endless
+from tests.net.test_published_values import same
+
+pytestmark = pytest.mark.usefixtures("no_thread_is_left", "one_thread")
+
+
+def with_lora(base: Any, rank: int = 2, seed: int = 1) -> Any:
+    torch.manual_seed(seed)
+    settings: dict[str, Any] = {"target_modules": ["c_attn"], "task_type": "CAUSAL_LM", "fan_in_fan_out": True}
+    return get_peft_model(base, LoraConfig(r=rank, lora_alpha=4, **settings))
+
+
+def values(model: Any, trained: bool) -> dict[str, Tensor]:
+    found = {name: each for name, each in named_tensors(model).items() if each.requires_grad is trained}
+    return {name: each.detach().clone() for name, each in found.items()}
+
+
+def callback(run: Run, number: int) -> AtollCallback:
+    return AtollCallback(run.address, learner=number, join_timeout_s=LIMIT_S)
+
+
+def test_only_adapters_travel_and_the_base_is_untouched_to_the_last_bit(tmp_path):
+    model = with_lora(gpt2())
+    base, adapters = values(model, False), values(model, True)
+    assert len(adapters) == 4
+    assert all("lora_" in name for name in adapters)
+    with Run(tmp_path / "run", config(budget_merges=9)) as run:
+        atoll_ = callback(run, 1)
+        trainer(tmp_path, atoll_, model=model).train()
+        assert atoll_.learner.finished
+        plan = plan_of(run.directory)
+        numbers = sum(each.numel() for each in adapters.values())
+        assert plan.total_numel == numbers
+        travelling = {piece.tensor for pieces in plan.fragments for piece in pieces}
+        assert travelling == set(adapters)
+        stats = atoll_.learner.stats()
+        fragment_bytes = 2 * max(plan.numel(p) for p in range(len(plan.fragments)))  # deltas are bf16
+        messages = 500 * (stats.steps + stats.contributed)
+        assert 0 < stats.bytes_up < 4 * numbers + fragment_bytes * stats.contributed + messages
+        assert same(base, values(model, False))
+        assert not same(adapters, values(model, True))
+        assert same(published_tensors(run.directory), values(model, True))
+
+
+def another_base() -> Any:
+    base = gpt2()
+    with torch.no_grad():
+        base.transformer.h[1].mlp.c_fc.weight[0, 0] += 1e-3
+    return with_lora(base)
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (another_base, r"another model.*h\.1\.mlp\.c_fc\.weight"),
+        (lambda: with_lora(gpt2(), rank=4), r"another model.*lora_A"),
+    ],
+    ids=["another base", "another rank"],
+)
+def test_an_island_with_another_base_or_rank_is_refused_with_the_first_tensor_that_differs(tmp_path, other, why):
+    with Run(tmp_path / "run", endless()) as run:
+        first = callback(run, 1)
+        trainer(tmp_path, first, model=with_lora(gpt2()), max_steps=2).train()
+        with pytest.raises(LearnerRefused, match=why):
+            trainer(tmp_path, callback(run, 2), model=other(), max_steps=2).train()
+        again = callback(run, 3)  # adapters may begin as they like: the run's are taken
+        trainer(tmp_path, again, model=with_lora(gpt2(), seed=7), max_steps=2).train()
+        assert again.learner.stats().steps == 2
+
+
+def test_buffers_beside_frozen_parameters_stay_at_home_too():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3))
+    model[1].requires_grad_(False)
+    kinds = {info.name: info.kind for info in tensors_of(model)}
+    assert "1.running_mean" not in kinds
+    assert kinds["1.weight"] == "frozen"
+    assert kinds["2.running_mean"] == "buffer"

@@ -1,0 +1,98 @@
+"""Rates that follow the run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from atoll.integrations.schedules import FollowedSchedule, by_progress, cosine, linear
+
+
+class At:
+    """A learner, as far as rates look at it."""
+
+    def __init__(self, progress: float, lr_scale: float = 1.0) -> None:
+        self.progress = progress
+        self.lr_scale = lr_scale
+
+
+def adam(lr: float | torch.Tensor = 0.5) -> torch.optim.Optimizer:
+    layers = nn.Linear(2, 2), nn.Linear(2, 2)
+    groups: list[dict[str, Any]] = [{"params": layers[0].parameters()}, {"params": layers[1].parameters(), "lr": 0.25}]
+    return torch.optim.AdamW(groups, lr=lr)
+
+
+def rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def test_the_rate_is_that_of_the_run_and_not_of_the_steps_taken_here() -> None:
+    optimizer = adam()
+    learner = At(0.5, lr_scale=0.5)
+    scheduler = by_progress(optimizer, linear(end=0.0))
+    assert rates(optimizer) == [0.5, 0.25]
+    scheduler.follow(learner)
+    assert rates(optimizer) == [0.125, 0.0625]
+    for _ in range(5):
+        optimizer.step()
+        scheduler.step()
+    assert rates(optimizer) == [0.125, 0.0625]
+    learner.progress, learner.lr_scale = 0.75, 1.0
+    scheduler.step()
+    assert rates(optimizer) == scheduler.get_last_lr() == [0.125, 0.0625]
+    learner.progress = 1.0
+    scheduler.set_now()
+    assert rates(optimizer) == scheduler.get_last_lr() == [0.0, 0.0]
+
+
+def test_a_checkpoint_neither_keeps_a_rate_nor_brings_one_back() -> None:
+    optimizer = adam()
+    early = optimizer.state_dict()
+    scheduler = by_progress(optimizer, linear(end=0.0), At(0.5))
+    assert scheduler.state_dict() == {}
+    optimizer.load_state_dict(early)
+    assert rates(optimizer) == [0.5, 0.25], "as it was saved, and wrong"
+    scheduler.load_state_dict({})
+    assert rates(optimizer) == [0.25, 0.125]
+
+
+def test_a_rate_that_is_a_tensor_stays_the_same_one() -> None:
+    held = torch.tensor(0.5)
+    optimizer = adam(held)
+    by_progress(optimizer, linear(end=0.0)).follow(At(0.5))
+    assert optimizer.param_groups[0]["lr"] is held
+    assert float(held) == 0.25
+
+
+@pytest.mark.parametrize("made", [cosine, linear])
+def test_shapes_rise_from_a_tenth_and_fall_to_their_end(made) -> None:
+    shape = made(warmup=0.2, end=0.05)
+    assert shape(0.0) == pytest.approx(0.1)
+    assert shape(0.1) == pytest.approx(0.55)
+    assert shape(0.2) == pytest.approx(1.0)
+    assert shape(0.6) == pytest.approx(0.525)
+    assert shape(1.0) == pytest.approx(0.05)
+    with pytest.raises(ValueError, match="from 0 to below 1"):
+        made(warmup=1.0)
+
+
+def test_a_schedule_that_counts_steps_stands_where_the_run_is() -> None:
+    optimizer = adam()
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: n / 10 if n < 10 else 1.0 - (n - 10) / 90)
+    learner = At(0.0)
+    followed = FollowedSchedule(schedule, learner, steps=100, warmup_steps=10)
+    assert rates(optimizer) == [0.0, 0.0]
+    for _ in range(30):
+        optimizer.step()
+        schedule.step()
+    assert rates(optimizer) == [0.5, 0.25], "warm by its own steps, and no further"
+    learner.progress, learner.lr_scale = 0.55, 0.5
+    followed.set_now()
+    assert rates(optimizer) == schedule.get_last_lr() == [0.125, 0.0625]
+    followed.undo()
+    optimizer.step()
+    schedule.step()
+    assert rates(optimizer)[0] == pytest.approx(0.5 * (1.0 - 21 / 90)), "by its own count again"

@@ -1,0 +1,328 @@
+"""`AtollCallback`: a transformers.Trainer as an island, with everything that a Trainer does beside training."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import atoll
+from atoll.integrations.transformers import AtollCallback
+from atoll.ml.plan import named_tensors
+from tests.integrations.small_texts import LENGTH, arguments, gpt2, texts, trainer
+from tests.net.runs import LIMIT_S, Run, config, endless
+from tests.net.test_published_values import are_published, same
+
+pytestmark = pytest.mark.usefixtures("no_thread_is_left", "one_thread")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def callback(run: Run, number: int | None = 1, **settings: Any) -> AtollCallback:
+    return AtollCallback(run.address, learner=number, run_directory=run.directory, join_timeout_s=LIMIT_S, **settings)
+
+
+def values(model: Any) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in named_tensors(model).items()}
+
+
+class Watch(TrainerCallback):
+    """Sees what the Trainer has at each of its events."""
+
+    def __init__(self, **seen: Any) -> None:
+        self._seen = seen
+
+    def __getattribute__(self, name: str) -> Any:
+        seen = object.__getattribute__(self, "_seen") if not name.startswith("_") else {}
+        if name in seen:
+            return lambda args, state, control, **kwargs: seen[name](kwargs["model"], state)
+        return object.__getattribute__(self, name)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_a_trainer_trains_to_the_end_of_the_run_and_every_token_in_a_loss_is_counted(tmp_path, accumulated):
+    """10 batches of an epoch do not divide by 3: the last step of an epoch has one."""
+    with Run(tmp_path / "run", config(budget_merges=9)) as run:
+        atoll_ = callback(run)
+        steps: list[int] = []
+        watch = Watch(on_step_end=lambda model, state: steps.append(atoll_.learner.stats().tokens))
+        island = trainer(
+            tmp_path,
+            atoll_,
+            watch,
+            data=texts(40, shown=7),
+            gradient_accumulation_steps=accumulated,
+            lr_scheduler_type="linear",
+        )
+        done = island.train()
+        assert atoll_.learner.finished
+        assert done.global_step < 1000, "the budget of the run ends it"
+        batches = [min(accumulated, 10 - at) for at in range(0, 10, accumulated)]
+        told = [batches[at % len(batches)] * 4 * 7 for at in range(len(steps))]
+        total = 0
+        for at, tokens in enumerate(steps[:-1]):  # the last one came after the end of the run
+            total += told[at]
+            assert tokens == total, f"step {at + 1}"
+        assert run.syncer.hear("ended") is True
+        published = load_file(tmp_path / "run/published.safetensors")
+        assert same(published, values(island.model))
+        assert island.model.lm_head.weight is island.model.transformer.wte.weight, "still tied"
+
+
+def weights_after(folder: Path, callbacks: list[Any], **changes: Any) -> dict[str, Tensor]:
+    settings = {
+        "bf16": True,
+        "max_grad_norm": 0.3,
+        "gradient_accumulation_steps": 2,
+        "weight_decay": 0.1,
+        "max_steps": 7,
+    }
+    island = trainer(folder, *callbacks, **(settings | changes))
+    island.train()
+    return values(island.model)
+
+
+def test_where_nothing_is_merged_the_training_is_the_same_to_the_last_bit(tmp_path):
+    """Mixed precision, clipping, accumulation, decay and a schedule of its own: the callback is in none of them."""
+    with Run(tmp_path / "run", endless(quorum=2)) as run:
+        alone = weights_after(tmp_path, [], lr_scheduler_type="cosine", warmup_steps=2)
+        within = weights_after(
+            tmp_path, [callback(run, follow_progress=False)], lr_scheduler_type="cosine", warmup_steps=2
+        )
+        assert same(alone, within)
+        other = weights_after(tmp_path, [], lr_scheduler_type="cosine", warmup_steps=2, max_grad_norm=0.2)
+        assert not same(alone, other), "the comparison would not see another clipping"
+
+
+def test_the_schedule_goes_by_the_progress_of_the_run(tmp_path):
+    """A Trainer that could take 100,000 steps: by its own count its cosine would not move."""
+    rates: list[tuple[float, float]] = []
+    with Run(tmp_path / "run", config(budget_merges=12)) as run:
+        atoll_ = callback(run)
+
+        def look(model: Any, state: Any) -> None:
+            if not atoll_.learner.finished:
+                rates.append((atoll_.learner.progress, island.optimizer.param_groups[0]["lr"]))
+
+        watch = Watch(on_step_begin=look)
+        island = trainer(tmp_path, atoll_, watch, lr_scheduler_type="cosine", warmup_steps=2)
+        island.train()
+    assert rates[:2] == [(0.0, 0.0), (0.0, 0.5e-2)], "the warm-up is in own steps"
+    assert any(0.2 < progress < 0.8 for progress, _ in rates)
+    for progress, rate in rates[2:]:
+        share = max(0.0, round(progress * 100_000) - 2) / (100_000 - 2)
+        assert rate == pytest.approx(1e-2 * 0.5 * (1 + math.cos(math.pi * share)))
+
+
+def test_a_step_that_nobody_could_count_is_refused(tmp_path):
+    class Odd(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return model.transformer(inputs["input_ids"])[0].square().mean()
+
+    with Run(tmp_path / "run", endless()) as run, callback(run) as atoll_:
+        island = Odd(gpt2(), arguments(tmp_path), train_dataset=texts(64), callbacks=[atoll_])
+        with pytest.raises(ValueError, match="the model's forward was not called"):
+            island.train()
+
+
+def test_it_has_no_argument_that_the_trainer_has():
+    taken = set(inspect.signature(AtollCallback.__init__).parameters) | set(inspect.signature(atoll.Learner).parameters)
+    theirs = {field.name for field in dataclasses.fields(TrainingArguments)} | set(
+        inspect.signature(Trainer).parameters
+    )
+    assert theirs & (taken - {"self", "model", "optimizer"}) == set()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Evaluating, saving, going on
+
+
+class ShowsNothing(AtollCallback):
+    """A planted bug."""
+
+    def _show(self, control: Any) -> None: ...
+
+
+@pytest.mark.parametrize("kind", [AtollCallback, ShowsNothing])
+def test_what_is_evaluated_and_saved_is_the_published_model_and_training_goes_on_with_its_own(tmp_path, kind):
+    seen: list[bool] = []
+    data = texts(8, seed=5)
+    with Run(tmp_path / "run", endless()) as run:
+        atoll_ = kind(run.address, learner=1, run_directory=run.directory, join_timeout_s=LIMIT_S)
+
+        def evaluated(model: Any, state: Any) -> None:
+            seen.append(are_published(run.directory, values(model)))
+
+        def saved(model: Any, state: Any) -> None:
+            model_file = tmp_path / f"checkpoint-{state.global_step}" / "model.safetensors"
+            found = load_file(model_file)
+            found["lm_head.weight"] = found.pop("transformer.wte.weight")
+            seen.append(are_published(run.directory, found))
+
+        watch = Watch(on_prediction_step=evaluated, on_save=saved)
+        steps = {"eval_strategy": "steps", "eval_steps": 10, "save_strategy": "steps", "save_steps": 15}
+        island = trainer(tmp_path, atoll_, watch, evaluated=data, per_device_eval_batch_size=8, max_steps=60, **steps)
+        island.train()
+        assert len(seen) == 10
+        assert all(seen) is (kind is AtollCallback), seen
+        assert not are_published(run.directory, values(island.model)), "afterwards it has its own"
+        assert not atoll_.learner.finished, "it ran out of steps, and left"
+        run.until(run.learner(1, standing="left"), "it has left")
+
+
+def test_the_best_model_that_the_trainer_loads_at_the_end_stays(tmp_path):
+    with Run(tmp_path / "run", config(budget_merges=12)) as run:
+        island = trainer(
+            tmp_path,
+            callback(run),
+            evaluated=texts(8, seed=5),
+            eval_strategy="steps",
+            eval_steps=2,
+            save_strategy="steps",
+            save_steps=2,
+            load_best_model_at_end=True,
+            metric_for_best_model="loss",
+            greater_is_better=True,  # the worst one, so that it is not the last
+        )
+        island.train()
+        best = load_file(Path(str(island.state.best_model_checkpoint)) / "model.safetensors")
+        assert torch.equal(best["transformer.wte.weight"], island.model.lm_head.weight.detach())
+        assert run.syncer.hear("ended") is True
+        final = load_file(tmp_path / "run/published.safetensors")
+        assert not torch.equal(best["transformer.wte.weight"], final["lm_head.weight"]), "the test shows nothing"
+
+
+class UntilMerged(TrainerCallback):
+    """Ends a training when the run has so many merges, however fast steps are here, and has a checkpoint saved."""
+
+    def __init__(self, run: Run, merges: int) -> None:
+        self._run, self._merges = run, merges
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = control.should_save = self._run.status()["merges"] >= self._merges
+
+
+def test_a_trainer_that_resumes_takes_the_model_of_the_run_and_all_else_of_its_checkpoint(tmp_path):
+    """Nobody is left in the run to give inner state, and this island keeps no parts."""
+    with Run(tmp_path / "run", endless()) as run:
+
+        def island(number: int, merges: int, *watch: Any) -> Any:
+            atoll_ = AtollCallback(run.address, learner=number, join_timeout_s=LIMIT_S)
+            return trainer(tmp_path / str(number), UntilMerged(run, merges), atoll_, *watch, model=gpt2(number))
+
+        steps = island(1, 6).train().global_step
+        run.until(run.learner(1, standing="left"), "it has left")
+        island(2, 12).train()  # the run goes on meanwhile
+        run.until(run.learner(2, standing="left"), "it has left")
+        seen: list[Any] = []
+
+        def begun(model: Any, state: Any) -> None:
+            moments = {float(each["step"]) for each in again.optimizer.state.values()}
+            seen.append((state.global_step, moments, are_published(run.directory, values(model))))
+
+        again = island(1, 18, Watch(on_train_begin=begun))
+        done = again.train(resume_from_checkpoint=True)
+        assert seen == [(steps, {float(steps)}, True)]
+        assert done.global_step > steps
+        checkpoint = load_file(tmp_path / f"1/checkpoint-{steps}/model.safetensors")
+        assert not are_published(run.directory, checkpoint | {"lm_head.weight": checkpoint["transformer.wte.weight"]})
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Ends that nobody planned
+
+
+def test_an_exception_leaves_the_run_at_once_in_a_with_block(tmp_path):
+    def fail(model: Any, state: Any) -> None:
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+    with Run(tmp_path / "run", endless()) as run:
+        with pytest.raises(KeyboardInterrupt), callback(run) as atoll_:
+            trainer(tmp_path, atoll_, Watch(on_step_begin=fail)).train()
+        run.until(run.learner(1, standing="left"), "it has left")
+        assert run.log_lines(run.syncer, "its loop ended with KeyboardInterrupt")
+
+
+ENDS = """
+import sys
+from pathlib import Path
+from tests.integrations.small_texts import trainer
+from tests.integrations.test_transformers import AtollCallback, Watch
+
+def fail(model, state):
+    if state.global_step == 3:
+        raise ArithmeticError("a mistake in a callback of theirs")
+
+trainer(Path(sys.argv[1]), AtollCallback(), Watch(on_step_begin=fail)).train()
+"""
+
+
+def test_an_exception_that_ends_the_process_leaves_the_run(tmp_path):
+    """Without a `with` block, and with everything from the environment."""
+    with Run(tmp_path / "run", endless()) as run:
+        environment = os.environ | {"ATOLL_SYNCER": run.address, "ATOLL_LEARNER": "1", "OMP_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+        done = subprocess.run(
+            [sys.executable, "-c", ENDS, str(tmp_path)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 1, done.stderr
+        assert "a mistake in a callback of theirs" in done.stderr
+        run.until(run.learner(1, standing="left"), "it has left")
+        assert run.log_lines(run.syncer, "its loop ended with ArithmeticError")
+
+
+def test_a_run_that_is_over_already_stops_the_trainer_with_its_model(tmp_path):
+    with Run(tmp_path / "run", endless()) as run:
+        with callback(run) as first:
+            trainer(tmp_path, first, max_steps=12).train()
+        run.until(run.learner(1, standing="left"), "it has left")
+        late = callback(run, 2)
+        ask_for_end = Watch(on_step_end=lambda model, state: run.end() if state.global_step == 5 else None)
+        island = trainer(tmp_path, late, ask_for_end, model=gpt2(2))
+        done = island.train()
+        assert late.learner.finished
+        assert done.global_step < 10_000
+        assert run.syncer.hear("ended") is True
+        assert same(load_file(tmp_path / "run/published.safetensors"), values(island.model))
+
+
+def test_a_step_that_was_left_out_is_none(tmp_path):
+    """As where fp16 gradients overflow."""
+    with Run(tmp_path / "run", endless()) as run:
+        atoll_ = callback(run)
+
+        def overflow(model: Any, state: Any) -> None:
+            island.optimizer._is_overflow = state.global_step == 1  # of the second one
+
+        island = trainer(tmp_path, atoll_, Watch(on_optimizer_step=overflow), max_steps=4)
+        island.train()
+        assert atoll_.learner.stats().steps == 3
+        assert atoll_.learner.stats().tokens == 3 * 4 * LENGTH
+
+
+def test_tokens_may_be_counted_otherwise(tmp_path):
+    with Run(tmp_path / "run", endless()) as run:
+        atoll_ = callback(run, tokens=lambda batch: 2 * batch["input_ids"].numel())
+        trainer(tmp_path, atoll_, max_steps=3).train()
+        assert atoll_.learner.stats().tokens == 3 * 2 * 4 * LENGTH
