@@ -8,7 +8,7 @@ FIRST_RUN := runs/first
 TYPED := $(wildcard src tests benchmarks examples site_parts)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check format docs test train swarm bench-core clean
+.PHONY: help setup check format docs test train swarm bench-core wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,13 @@ swarm: $(READY) ## hostile worlds by seed; SEEDS=5000 of them
 
 bench-core: $(READY) ## events per second of the core, speed of the simulator
 	$(BIN)/python benchmarks/bench_core.py
+
+wheel: $(READY) ## build the wheel, install it into an empty environment, run the simulator there
+	@rm -rf dist build/empty
+	$(BIN)/python -m build --no-isolation >/dev/null
+	$(PYTHON) -m venv build/empty
+	build/empty/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt dist/*.whl
+	build/empty/bin/atoll simulate --days 1 --protocol-hours 0.1 --seeds 1
 
 clean: ## remove .venv, caches, builds and the first run
 	rm -rf .venv build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache $(FIRST_RUN)

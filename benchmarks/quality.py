@@ -185,11 +185,11 @@ def growing(setting: Setting) -> type[SyncerCore]:
     """A syncer whose H grows from `h_start` to `h` with the square root of progress."""
 
     class Growing(SyncerCore):
-        def _open(self, now: float, f: Any, final: bool = False) -> bool:
+        def _open(self, now: float, f: Any, final: bool = False, in_turn: bool = True) -> bool:
             share = math.sqrt(self._progress())
             every = round(setting.h_start + (setting.h - setting.h_start) * share)
             self.config = dataclasses.replace(self.config, every_steps=max(1, every))
-            return super()._open(now, f, final)
+            return super()._open(now, f, final, in_turn)
 
     return Growing
 

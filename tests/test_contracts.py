@@ -30,7 +30,20 @@ def lint_imports(house: Path) -> subprocess.CompletedProcess[str]:
 def house(tmp_path):
     """The rooms that must exist, all empty, and our contracts."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    for room in ("", "core", "accounting", "sim", "ml", "net", "train", "chaos", "dash", "engines", "commands"):
+    for room in (
+        "",
+        "core",
+        "accounting",
+        "sim",
+        "ml",
+        "net",
+        "train",
+        "chaos",
+        "dash",
+        "engines",
+        "integrations",
+        "commands",
+    ):
         (tmp_path / "src/atoll" / room).mkdir(parents=True, exist_ok=True)
         (tmp_path / "src/atoll" / room / "__init__.py").write_text("")
     for module in ("cli", "__main__", "tape_files"):
