@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from atoll.net import island_leader
 from atoll.net.learner import Learner
 from tests.net import planted
 from tests.net.runs import LIMIT_S, Child, Run, _begin, model_file
@@ -55,6 +56,7 @@ class IslandSpec:
     mute_ranks: tuple[int, ...] = ()  # those have no token
     keys: Path | None = None
     keeps: bool = True
+    least_own_values: int = 1  # of a mean fragment, for rows of their own: these models are small
 
 
 class IslandWork:
@@ -127,6 +129,7 @@ class IslandWork:
 
 def rank_child(directory: Path, address: str, spec: IslandSpec, rank: int, log: Path, pipe: Connection) -> None:
     _begin(log)
+    island_leader.LEAST_OWN_VALUES = spec.least_own_values
     if rank in spec.planted_ranks:
         planted.plant(spec.planted, directory)
     try:

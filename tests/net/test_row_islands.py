@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from atoll.ml.settings import Numerics
+from atoll.net import island_leader
 from tests.net.key_rings import Ring
 from tests.net.planted import struck
 from tests.net.rank_runs import IslandSpec, RankedIsland
@@ -161,3 +162,18 @@ def test_where_a_rank_may_not_speak_to_the_syncer_rank_0_does_it_for_all(tmp_pat
         assert run.log_lines(island.ranks[1], "rank 1 cannot speak to the syncer")
         island.order("break")
         island.left()
+
+
+def test_where_fragments_are_small_rank_0_does_it_for_all(tmp_path):
+    with Run(tmp_path, endless(quorum=1)) as run:
+        island = RankedIsland(run, IslandSpec(1, least_own_values=island_leader.LEAST_OWN_VALUES))
+        island.joined()
+        island.order("go")
+        run.until(run.merges(3), "it trains")
+        island.order("hold")
+        assert {told["stats"]["way"] for told in island.hear("held")} == {"leader"}
+        assert run.log_lines(island.ranks[0], "are not worth requests of each"), run.logs()
+        run.end()
+        island.order("go")
+        island.finished(tmp_path)
+        run.verdict()

@@ -83,7 +83,7 @@ class ModelView:
         return places
 
     def _held(self, name: str) -> Tensor:
-        tensor = local_of(self._sources[name]().detach())
+        tensor = local_of(self._sources[name]()).detach()  # in this order: to detach a DTensor is dispatched, at 20 us
         return tensor if tensor.dim() else tensor.unsqueeze(0)
 
     def _sharded_places(self, fragment: int) -> list[_Place]:

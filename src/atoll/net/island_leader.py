@@ -46,6 +46,10 @@ from atoll.net.step_boundary import Action, Adopt, Copy, End, Give, Save, Saved,
 PIECE = 2**18
 """Values of other ranks that pass through here at a time: 1 MiB."""
 
+LEAST_OWN_VALUES = 2**18
+"""Of the mean fragment, where every rank sends and fetches its own rows of it. A request costs a millisecond of a
+processor whatever it carries, and of a smaller fragment a rank may well hold the whole for a moment."""
+
 
 class Leader(Solo):
     way = "leader"
@@ -136,9 +140,15 @@ class Leader(Solo):
         return view
 
     def _agree_on_rows(self, plan: FragmentPlan) -> bool:
-        """Do all ranks send and fetch their own rows? For that they hold whole ones, and reach the syncer."""
+        """Do all ranks send and fetch their own rows? For that they hold whole ones, of fragments that are worth a
+        request of each rank, and reach the syncer."""
+        unfit = ""
         if not lie_in_rows(self.ranks.boxes, plan.tensors):
-            self._log.info("rank 0 sends and fetches for all ranks of this island: they do not hold whole rows")
+            unfit = "they do not hold whole rows"
+        elif plan.total_numel < LEAST_OWN_VALUES * len(plan.fragments):
+            unfit = f"fragments of less than {LEAST_OWN_VALUES:,} values are not worth requests of each"
+        if unfit:
+            self._log.info("rank 0 sends and fetches for all ranks of this island: %s", unfit)
             self.say([["way", ""]])
             return False
         self.say([["reach", self._background.address, self._background.has_token]])
