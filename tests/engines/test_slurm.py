@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -97,6 +98,20 @@ def test_what_would_be_submitted_is_shown_without_secrets(tmp_path):
     assert "hush" not in shown
 
 
+def test_what_is_submitted_is_not_interrupted_by_what_the_terminal_sends(tmp_path, monkeypatch):
+    """Ctrl-C goes to all processes of its session."""
+    program(tmp_path, "squeue", "")
+    program(tmp_path, "sbatch", f"cut -d ' ' -f 6 /proc/$$/stat >{tmp_path}/session; echo 7")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert SlurmEngine().start(unit(tmp_path, "left", "exit 0"))["job"] == "7"
+    assert int((tmp_path / "session").read_text()) != os.getsid(0)
+
+
+def test_a_directory_that_sbatch_cannot_be_told_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="sbatch takes no quote or backslash"):
+        SlurmEngine().render(unit(tmp_path / 'so-called "run"', "left", "exit 0"))
+
+
 def test_units_that_ask_for_different_things_are_no_array(tmp_path):
     with pytest.raises(ValueError, match="right asks for something else than left"):
         SlurmEngine().start_array([unit(tmp_path, "left", "exit 0"), unit(tmp_path, "right", "exit 0", cpus=2)])
@@ -104,6 +119,59 @@ def test_units_that_ask_for_different_things_are_no_array(tmp_path):
 
 # --------------------------------------------------------------------------------------------------------------------
 # In a real Slurm
+
+
+def program(directory: Path, name: str, code: str) -> None:
+    (directory / name).write_text(f"#!/bin/bash\n{code}\n")
+    (directory / name).chmod(0o755)
+
+
+KILLED = "kill -KILL $$"
+LATE = "echo 'Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1"
+
+
+@pytest.mark.parametrize("end", [KILLED, LATE])
+def test_a_job_whose_number_was_never_told_is_found_in_the_queue(here, tmp_path, monkeypatch, end):
+    program(tmp_path, "sbatch", f'{shutil.which("sbatch")} "$@" >/dev/null; {end}')
+    path = os.environ["PATH"]
+    monkeypatch.setenv("PATH", f"{tmp_path}:{path}")
+    handle = here.engine.start(unit(tmp_path, "left", GOODBYE))
+    left, right = (unit(tmp_path, name, GOODBYE) for name in ("one", "two"))
+    array = here.engine.start_array([left, right])
+    monkeypatch.setenv("PATH", path)
+    assert here.engine.start(unit(tmp_path, "left", GOODBYE)) == handle
+    assert here.engine.start_array([left, right]) == array
+    assert [here.engine.start(right), here.engine.start(left)] == array[::-1], "each is a unit of its own"
+    jobs = here.slurm.run("squeue", "--noheader", "--array", "--format=%i").split()
+    assert sorted(jobs) == sorted(each["job"] for each in (handle, *array))
+    for each in (handle, *array):
+        here.engine.stop(each)
+
+
+def test_a_job_that_comes_late_into_the_queue_is_not_submitted_twice(here, tmp_path, monkeypatch):
+    program(tmp_path, "sbatch", KILLED)
+    one = unit(tmp_path, "left", GOODBYE)
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        words = "sbatch was ended by SIGKILL; run.left is not in the queue now; start it again"
+        with pytest.raises(ConnectionError, match=words):
+            here.engine.start(one)
+    late = here.slurm.run("sbatch", "--parsable", str(one.directory / "slurm" / "job.sh")).strip()
+    with pytest.raises(ValueError, match=f"left is job {late} already .* not as it is wanted now"):
+        here.engine.start(unit(tmp_path, "left", "exit 0"))
+    handle = here.engine.start(one)
+    assert handle["job"] == late
+    here.begun(handle)
+    here.engine.stop(handle)
+    assert here.engine.status(handle).standing is STOPPED
+
+
+def test_a_directory_may_have_any_name(here, tmp_path):
+    directory = tmp_path / "it's 100%j of #1"
+    handle = here.engine.start(unit(directory, "left", "pwd"))
+    here.until(handle, ENDED)
+    assert f"{directory}/left\n" in here.printed(handle)
+    assert (directory / "left" / "slurm" / "slurm.log").exists()
 
 
 def test_one_that_ends_well_and_whose_secrets_nobody_sees(here, tmp_path, monkeypatch):
@@ -186,6 +254,17 @@ def test_one_that_waits_is_stopped_too(here, tmp_path):
     assert here.printed(handle) == ""
 
 
+def test_a_task_that_waits_is_stopped_alone(here, tmp_path):
+    held = {"options": {"sbatch": ["--hold"]}}
+    left, right = here.engine.start_array([unit(tmp_path, name, "echo begun", **held) for name in ("left", "right")])
+    here.until(left, WAITING)
+    here.engine.stop(left)  # Slurm forgets a task that never ran at once
+    assert here.engine.status(left).standing is STOPPED
+    assert here.engine.status(right).standing is WAITING
+    here.engine.stop(right)
+    assert here.engine.status(right).standing is STOPPED
+
+
 def test_one_that_does_not_leave_is_killed_after_its_notice(here, tmp_path):
     deaf = "trap '' TERM; echo begun; echo $$ >pid; while :; do sleep 0.1; done"
     handle = here.engine.start(unit(tmp_path, "left", deaf, notice_s=1.0))
@@ -210,7 +289,7 @@ def test_islands_of_one_array_are_units_of_their_own(here, tmp_path):
     left, right = here.engine.start_array(
         [
             unit(tmp_path, "left", ENDS_THE_SECOND_TIME, environment={"ATOLL_LEARNER": "1"}),
-            unit(tmp_path, "right", f"echo $ATOLL_LEARNER; {GOODBYE}", environment={"ATOLL_LEARNER": "2"}),
+            unit(tmp_path, "right", f"pwd; echo $ATOLL_LEARNER; {GOODBYE}", environment={"ATOLL_LEARNER": "2"}),
         ]
     )
     assert left["job"].partition("_")[0] == right["job"].partition("_")[0]
@@ -219,10 +298,25 @@ def test_islands_of_one_array_are_units_of_their_own(here, tmp_path):
     here.slurm.run("scontrol", "requeue", left["job"])
     assert here.until(left, ENDED).restarts == 1
     assert here.engine.status(right).standing is RUNNING
-    assert "2\nbegun" in here.printed(right)
+    assert f"{tmp_path}/right\n2\nbegun" in here.printed(right)
+    again = here.engine.start(unit(tmp_path, "left", GOODBYE))
+    assert "_" not in again["job"], "who comes back alone is a job of its own"
+    here.begun(again)
     here.engine.stop(right)
     assert here.engine.status(right).standing is STOPPED
-    assert here.engine.status(left).standing is ENDED
+    assert here.engine.status(again).standing is RUNNING
+    here.engine.stop(again)
+
+
+def test_a_task_that_fails_requeues_itself_and_not_its_array(here, tmp_path):
+    """Also the one that Slurm gives the number of the array."""
+    fails = f"if [ $SLURM_JOB_ID = $SLURM_ARRAY_JOB_ID ] && [ ! $SLURM_RESTART_COUNT ]; then exit 3; fi; {GOODBYE}"
+    handles = here.engine.start_array([unit(tmp_path, name, fails) for name in ("one", "two", "three")])
+    for handle in handles:
+        here.begun(handle)
+    assert sorted(here.until(handle, RUNNING).restarts for handle in handles) == [0, 0, 1]
+    for handle in handles:
+        here.engine.stop(handle)
 
 
 def test_all_nodes_of_an_island_meet_and_are_told_to_leave(here, tmp_path):

@@ -46,12 +46,12 @@ class Node:
 
     def prepare(self, unit: Unit, plant: Callable[[str], str] | None = None) -> Path:
         """The unit's files; `plant` puts a bug into the script."""
-        _prepare(unit, _script([unit]))
+        _prepare(unit)
+        text = _script([unit])
+        planted = plant(text) if plant is not None else text
+        assert plant is None or planted != text, "the line in which the bug is planted has changed"
         script = _home(unit) / "job.sh"
-        if plant is not None:
-            text = script.read_text()
-            script.write_text(plant(text))
-            assert script.read_text() != text, "the line in which the bug is planted has changed"
+        script.write_text(planted)
         return script
 
     def environment(self, **more: str) -> dict[str, str]:
@@ -100,7 +100,7 @@ def test_a_command_that_ends_well_ends_the_unit(node, tmp_path):
     one = unit(tmp_path, "left", 'echo "$WORDS|$KEY"; pwd')
     one = replace(one, environment={"WORDS": "two  words 'and' $HOME\nmore", "KEY": "k"}, secret=frozenset({"KEY"}))
     assert node.run(one).wait(60) == 0
-    assert "two  words 'and' $HOME\nmore|k\n" in printed(one)
+    assert f"two  words 'and' $HOME\nmore|k\n{one.directory}\n" in printed(one)
     assert (noted(one)["standing"], noted(one)["why"]) == ("ended", "left with exit code 0")
     assert node.asked("requeue 7") == 0
 
@@ -171,9 +171,7 @@ def test_nothing_of_a_command_that_has_left_stays_behind(node, tmp_path, leaves)
     """As ranks do whose torchrun was killed: they have sessions of their own."""
     code = ORPHAN if leaves else ORPHAN.replace('trap "echo orphan left; exit" TERM', 'trap "" TERM')
     one = unit(tmp_path, "left", f"{code} until [ -s orphan ]; do sleep 0.1; done", notice_s=1.0)
-    one.directory.mkdir()
-    child = subprocess.Popen(["bash", str(node.prepare(one))], env=node.environment(), cwd=one.directory)
-    assert child.wait(60) == 0
+    assert node.run(one).wait(60) == 0
     pid = (one.directory / "orphan").read_text().strip()
     assert not Path("/proc", pid).exists() or "State:\tZ" in Path("/proc", pid, "status").read_text()
     assert ("orphan left" in printed(one)) == leaves
@@ -225,7 +223,46 @@ def test_a_signal_that_only_the_command_has_seen_is_no_failure(node, tmp_path):
     assert (noted(one)["standing"], noted(one)["failures"]) == ("waiting", "0")
 
 
-@pytest.mark.parametrize("kept", ["slurm/state", "keeper.json"])
+def plant_no_look(script: str) -> str:
+    """The file takes its new name also where it could not be written."""
+    return script.replace('>"$here/state.new" &&', '>"$here/state.new";')
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_a_full_disk_forgets_no_failure(node, tmp_path, planted):
+    one = unit(tmp_path, "left", "cp -P full slurm/state.new; exit 3", restarts=1)
+    node.prepare(one, plant_no_look if planted else None)
+    (one.directory / "full").symlink_to("/dev/full")
+    child = node.run(one)
+    until(lambda: child.poll() is not None or "is the disk full?" in printed(one), "it cannot be written down")
+    assert (child.poll() is not None) == planted
+    if planted:
+        assert os.readlink(_home(one) / "state") == "/dev/full", "what was known is lost"
+        return
+    assert (noted(one)["standing"], noted(one)["failures"]) == ("running", "0"), "of before, and whole"
+    assert node.asked("requeue 7") == 0, "a failure that is not counted would be for ever"
+    (_home(one) / "state.new").unlink()
+    assert child.wait(60) == 0
+    assert (noted(one)["standing"], noted(one)["failures"]) == ("waiting", "1")
+    assert node.asked("requeue 7") == 1
+
+
+@pytest.mark.parametrize("state", ["", "standing=waiting\nwhy=left", "standing=waiting\nstarts=2\nfailures="])
+def test_a_state_that_is_not_whole_is_not_believed(node, tmp_path, state):
+    one = unit(tmp_path, "left", "exit 3", restarts=2)
+    node.prepare(one)
+    (_home(one) / "start-1.log").write_text("of the first start\n")
+    (_home(one) / "start-2.log").write_text("of the second\n")
+    (_home(one) / "state").write_text(state)
+    node.says(JOB.format(state="RUNNING", reason="None", restarts=2))
+    assert node.run(one, SLURM_RESTART_COUNT="2").wait(60) == 3
+    assert noted(one)["why"] == "left with exit code 3, and of 2 restarts none is left"
+    assert printed(one, 3), "logs of before are kept"
+    (_home(one) / "state").write_text(state)
+    assert _prepare(one) == 3
+
+
+@pytest.mark.parametrize("kept", ["slurm/state", "keeper.json", "ray.json"])
 def test_an_island_whose_run_is_over_is_not_queued_again(node, tmp_path, kept):
     one = unit(tmp_path, "left", "exit 3")
     syncer = tmp_path / "syncer" / kept
@@ -248,6 +285,23 @@ def test_a_shard_ends_with_its_syncer(node, tmp_path):
     (tmp_path / "syncer" / "keeper.json").write_text('{"standing": "ended"}')
     assert child.wait(60) == 0
     assert noted(one)["why"] == "the run is over: its syncer has ended; left with exit code 0"
+
+
+def test_a_shard_that_somebody_told_to_leave_is_brought_back(node, tmp_path):
+    assert node.run(unit(tmp_path, "shard-0", "exit 0")).wait(60) == 0
+    assert node.asked("requeue 7") == 1, "the run goes on, and cannot without it"
+
+
+def test_one_task_of_an_array_speaks_of_itself_alone(node, tmp_path):
+    """Slurm gives the number of the array to one of its tasks as well; what is asked for that is done to all."""
+    one = unit(tmp_path, "left", "exit 3")
+    node.prepare(one)
+    script = (_home(one) / "job.sh").read_text()
+    (_home(one) / "job.sh").write_text(script.replace("homes=(", "homes=(nobody "))
+    assert node.run(one, SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="1").wait(60) == 0
+    assert (node.asked("requeue 7_1"), node.asked("show job -o 7_1")) == (1, 1)
+    assert node.asked("requeue 7") + node.asked("show job -o 7") == 0
+    assert noted(one)["job"] == "7_1"
 
 
 def test_what_the_script_wrote_down_is_the_status_when_slurm_has_forgotten_the_job(node, tmp_path, monkeypatch):

@@ -7,12 +7,14 @@ does this is `slurm_job.sh`; it keeps what it knows in the unit's directory, so 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -25,11 +27,13 @@ from atoll.engines.engine import Standing, Status, Unit
 
 BODY = Path(__file__).with_name("slurm_job.sh")
 SYNCER, SHARD = "syncer", "shard-"  # names of units in a run
-HANDLE = "handle.json"
+HANDLE, LOG = "handle.json", "slurm/slurm.log"
 ASK_TIMEOUT_S = 30.0
 SPARE_S = 15  # beyond the notice: to kill, to write down why, and to ask for the next place in the queue
 FORCED_WITHIN_S = 300.0
 SIGNAL_EVERY_S = 2.0
+UNANSWERED = r"ontroller|configuration source|timed out|transmitted|ommunication|onnection"
+"""Words of sbatch for a controller from which nothing came. What it was asked it may have done."""
 
 # Options that are those of sbatch, word for word.
 PLAIN = ("account", "constraint", "exclude", "gres", "mem", "nodelist", "partition", "qos", "reservation", "time")
@@ -90,17 +94,23 @@ class SlurmEngine:
         return "\n".join(parts)
 
     def start(self, unit: Unit) -> dict[str, Any]:
-        return self._submit([unit])[0]
+        return self.start_array([unit])[0]
 
     def start_array(self, units: Sequence[Unit]) -> list[dict[str, Any]]:
-        """Units that ask for the same as one job array; handles in their order. Commands may differ."""
+        """Units that ask for the same as one job array; handles in their order. Commands may differ. Those that are
+        jobs already stay what they are, and one alone is a job of its own."""
         for unit in units:
+            self.check(unit)
             if _wants(unit) != _wants(units[0]):
                 raise ValueError(
                     f"{unit.name} asks for something else than {units[0].name}: tasks of one array have the same nodes,"
                     " devices, notice and options; start them as jobs of their own"
                 )
-        return self._submit(units) if len(units) > 1 else [self.start(unit) for unit in units]
+        handles = self._running(units)
+        new = [unit for unit in units if unit.name not in handles]
+        if new:
+            handles |= self._submit(new)
+        return [handles[unit.name] for unit in units]
 
     def status(self, handle: Mapping[str, Any]) -> Status:
         """ConnectionError where the controller cannot be asked: nothing is known then, and nothing need be lost."""
@@ -116,13 +126,15 @@ class SlurmEngine:
             held = "is suspended" if job.state == "SUSPENDED" else f"waits {WORDS.get(job.reason, 'for ' + job.reason)}"
             before = f"; before: {noted['why']}" if noted.get("standing") == "waiting" else ""
             return Status(Standing.WAITING, restarts, f"job {number} {held}{before}")
+        if noted.get("standing") in ("ended", "failed", "stopped"):  # the script knows whether it was told to leave
+            return Status(Standing(noted["standing"]), restarts, noted["why"])
         if stopped:
             return Status(Standing.STOPPED, restarts, noted.get("why", ""))
-        if noted.get("standing") in ("ended", "failed", "stopped"):
-            return Status(Standing(noted["standing"]), restarts, noted["why"])
         if job is None:
             last = f"; it was {noted['standing']} last" if noted else ""
             return Status(Standing.GONE, restarts, f"Slurm has forgotten job {number}{last}")
+        if job.state == "COMPLETED":  # the script could not write it down
+            return Status(Standing.ENDED, restarts, f"job {number}: completed")
         if job.state == "CANCELLED":
             return Status(Standing.STOPPED, restarts, "cancelled")
         return Status(Standing.FAILED, restarts, f"job {number}: {job.state.lower().replace('_', ' ')}")
@@ -155,58 +167,75 @@ class SlurmEngine:
     def log(self, handle: Mapping[str, Any]) -> list[Path]:
         home = Path(handle["home"])
         first = int(handle["starts"])
-        numbered = {int(path.stem.removeprefix("start-")): path for path in home.glob("start-*.log")}
-        files = [numbered[number] for number in sorted(numbered) if number > first]
+        files = [path for number, path in sorted(_logs(home).items()) if number > first]
         # What Slurm itself says, for a job that never came to its script.
-        return files or [path for path in (home / "slurm.log",) if path.exists()]
+        return files or [path for path in (Path(handle.get("directory", home.parent)) / LOG,) if path.exists()]
 
-    def _submit(self, units: Sequence[Unit]) -> list[dict[str, Any]]:
-        for unit in units:
-            self.check(unit)
-            running = self._running(unit)
-            if running is not None and len(units) == 1:
-                return [running]
-            if running is not None:
-                raise ValueError(f"{unit.name} is job {running['job']} already: start the others without it")
+    def _submit(self, units: Sequence[Unit]) -> dict[str, dict[str, Any]]:
         script = _script(units)
-        starts = [_prepare(unit, script) for unit in units]
+        handles = {unit.name: self._prepared(unit, units, task) for task, unit in enumerate(units)}
+        for unit in units:
+            _write(_home(unit) / "job.sh", script)
+            # Before sbatch: whoever does not live to see its answer has said what to look for.
+            _write(_home(unit) / HANDLE, json.dumps({**handles[unit.name], "job": None}) + "\n")
         # What a unit is told it is told by its own files; what this shell has for other runs, or in secret, stays here.
         own = ("ATOLL_", *sorted(frozenset().union(*(unit.secret for unit in units))))
-        words = self._ask("sbatch", "--parsable", str(_home(units[0]) / "job.sh"), without=own)
+        try:
+            words = self._ask("sbatch", "--parsable", str(_home(units[0]) / "job.sh"), without=own)
+        except ConnectionError as error:
+            found = self._running(units)  # the controller may have it all the same
+            if len(found) == len(units):
+                return found
+            again = f"{_name(units)} is not in the queue now; start it again, which looks for it first"
+            raise ConnectionError(f"{error}; {again}") from error
         number = words.strip().splitlines()[-1].split(";")[0]
-        numbers = [number] if len(units) == 1 else [f"{number}_{task}" for task in range(len(units))]
-        handles = [
-            {
-                "job": job,
-                "name": _name(units),
-                "home": str(_home(unit)),
-                "notice_s": unit.notice_s,
-                "starts": before,
-                "conf": None if self.conf is None else str(self.conf),
-            }
-            for unit, job, before in zip(units, numbers, starts, strict=True)
-        ]
-        for handle in handles:
-            (Path(str(handle["home"])) / HANDLE).write_text(json.dumps(handle) + "\n")
+        for unit in units:
+            handle = handles[unit.name]
+            handle["job"] = number if handle["task"] is None else f"{number}_{handle['task']}"
+            _write(_home(unit) / HANDLE, json.dumps(handle) + "\n")
         return handles
 
-    def _running(self, unit: Unit) -> dict[str, Any] | None:
-        """The handle of a job that is this unit already: whoever submitted it did not live to write it down. One that
-        is not as it is wanted now is refused: two jobs would be one learner, and each would end the other's link."""
-        home = _home(unit)
-        try:
-            handle: dict[str, Any] = json.loads((home / HANDLE).read_text())
-        except FileNotFoundError:
-            return None
-        job = self._job(handle)
-        if job is None or not job.active:
-            return None
-        texts = {"settings": _settings(unit), "environment": _environment(unit), "job.sh": _script([unit])}
-        if not (home / "stopped").exists() and all((home / name).read_text() == text for name, text in texts.items()):
-            return handle
-        raise ValueError(
-            f"{unit.name} is job {handle['job']} already ({job.state.lower()}): stop it, or scancel {handle['job']}"
+    def _prepared(self, unit: Unit, units: Sequence[Unit], task: int) -> dict[str, Any]:
+        return {
+            "name": _name(units),
+            "task": None if len(units) == 1 else task,
+            "directory": str(units[0].directory),
+            "home": str(_home(unit)),
+            "notice_s": unit.notice_s,
+            "starts": _prepare(unit),
+            "wanted": _digest(unit),
+            "conf": None if self.conf is None else str(self.conf),
+        }
+
+    def _running(self, units: Sequence[Unit]) -> dict[str, dict[str, Any]]:
+        """Handles of jobs that are these units already: whoever submitted them did not live to write them down. One
+        that is not as it is wanted now is refused: two jobs would be one learner, and each would end the other's
+        link."""
+        last = {unit.name: _last_handle(unit) for unit in units}
+        queued = self._queued({str(handle["name"]) for handle in last.values()})
+        found: dict[str, dict[str, Any]] = {}
+        for unit in units:
+            handle = last[unit.name]
+            for job, state, name, directory in queued:
+                task = "" if handle["task"] is None else str(handle["task"])
+                if (name, directory, job.partition("_")[2]) != (handle["name"], handle["directory"], task):
+                    continue
+                if (_home(unit) / "stopped").exists() or handle["wanted"] != _digest(unit):
+                    raise ValueError(
+                        f"{unit.name} is job {job} already ({state.lower()}), and not as it is wanted now: stop it, or"
+                        f" scancel {job}"
+                    )
+                found[unit.name] = {**handle, "job": job}
+        return found
+
+    def _queued(self, names: set[str]) -> list[tuple[str, str, str, str]]:
+        """Jobs of these names that have not ended: number, state, name, and the directory in which they start."""
+        told = self._ask(
+            *("squeue", "--me", "--noheader", "--array", "--states=all", f"--name={','.join(sorted(names))}"),
+            "--format=%i %T %j %Z",
         )
+        lines = [line.split(" ", 3) for line in told.splitlines()]
+        return [(job, state, name, place) for job, state, name, place in lines if state in WAITS or state in RUNS]
 
     def _job(self, handle: Mapping[str, Any]) -> _Job | None:
         """None where Slurm does not know it, or where the number is another's by now."""
@@ -234,18 +263,27 @@ class SlurmEngine:
             environment["SLURM_CONF"] = conf or str(self.conf)
         try:
             done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=False
+                command,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=ASK_TIMEOUT_S,
+                check=False,
+                start_new_session=True,  # Ctrl-C is for this process: sbatch would die with its job half submitted
             )
         except FileNotFoundError as error:
             raise ConnectionError(f"Slurm cannot be asked: {command[0]} was not found on this machine") from error
         except subprocess.TimeoutExpired as error:
-            raise ConnectionError(f"Slurm cannot be asked: no answer in {ASK_TIMEOUT_S:.0f} s") from error
+            raise ConnectionError(f"Slurm cannot be asked: no answer of {command[0]} in {ASK_TIMEOUT_S:g} s") from error
         if done.returncode == 0:
             return done.stdout
-        told = " ".join(done.stderr.split())
-        if re.search(r"Invalid job id|already completing or completed|Job/step already", told):
+        if done.returncode < 0:
+            killed = signal.Signals(-done.returncode).name
+            raise ConnectionError(f"Slurm cannot be asked: {command[0]} was ended by {killed}")
+        told = " ".join((done.stderr or done.stdout).split())
+        if re.search(r"Invalid job id|Job \S+ not found|already completing or completed|Job/step already", told):
             raise ValueError(told)
-        if command[0] == "sbatch" and "ontroller" not in told and "configuration source" not in told:
+        if command[0] == "sbatch" and not re.search(UNANSWERED, told):
             raise ValueError(f"sbatch refused it: {told}")
         raise ConnectionError(f"Slurm cannot be asked: {told}")
 
@@ -258,6 +296,8 @@ def _check(unit: Unit) -> None:
         raise ValueError(f"{unit.name} has no command")
     if not unit.directory.is_absolute():
         raise ValueError(f"directory of {unit.name}: {unit.directory} is not absolute; all nodes have to find it")
+    if re.search(r'[\x00-\x1f"\\]', str(unit.directory)):
+        raise ValueError(f"directory of {unit.name}: sbatch takes no quote or backslash in {unit.directory}")
     unknown = sorted(set(unit.options) - set(OPTIONS))
     if unknown:
         raise ValueError(
@@ -283,22 +323,31 @@ def _home(unit: Unit) -> Path:
 
 
 def _name(units: Sequence[Unit]) -> str:
-    names = units[0].name if len(units) == 1 else f"{units[0].name}..{units[-1].name}"
-    return f"{units[0].run}.{names}"
+    """Of the job. That of an array is of exactly these units: tasks of another one have other numbers."""
+    if len(units) == 1:
+        return f"{units[0].run}.{units[0].name}"
+    all_of_them = hashlib.sha256("\n".join(unit.name for unit in units).encode()).hexdigest()[:6]
+    return f"{units[0].run}.{units[0].name}..{units[-1].name}.{all_of_them}"
 
 
 def _wants(unit: Unit) -> tuple[Any, ...]:
     return unit.run, unit.nodes, unit.cpus, unit.devices, unit.notice_s, dict(unit.options)
 
 
+def _digest(unit: Unit) -> str:
+    """Of all that a unit is told but secrets: a job with another one is another unit."""
+    return hashlib.sha256((_header([unit]) + _settings(unit) + _environment(unit)).encode()).hexdigest()
+
+
 def _header(units: Sequence[Unit]) -> str:
-    unit, home = units[0], _home(units[0])
+    unit = units[0]
+    log = str(unit.directory / LOG).replace("%", "%%")
     lines = [
         f"--job-name={_name(units)}",
-        f"--chdir={unit.directory}",
+        f'--chdir="{unit.directory}"',
         "--requeue",
         "--open-mode=append",
-        f"--output={home / 'slurm.log'}",
+        f'--output="{log}"',
         f"--nodes={unit.nodes}",
         "--ntasks-per-node=1",
         f"--cpus-per-task={unit.cpus}",
@@ -338,29 +387,52 @@ def _script(units: Sequence[Unit]) -> str:
     return _header(units) + BODY.read_text()
 
 
-def _prepare(unit: Unit, script: str) -> int:
+def _prepare(unit: Unit) -> int:
     """Files that the script reads. Returns how often the unit was started by jobs of before, whose logs are kept."""
     home = _home(unit)
     home.mkdir(parents=True, exist_ok=True)
-    starts = int(_kept(home).get("starts", 0))
+    starts = max((int(_kept(home).get("starts", 0)), *_logs(home)))
     (home / "stopped").unlink(missing_ok=True)
-    (home / "state").write_text(f"starts={starts}\nfailures=0\n")
-    (home / "settings").write_text(_settings(unit))
-    (home / "environment").write_text(_environment(unit))
+    _write(home / "state", f"starts={starts}\nfailures=0\n")
+    _write(home / "settings", _settings(unit))
+    _write(home / "environment", _environment(unit))
     secrets = home / "secrets"
     secrets.unlink(missing_ok=True)
     with os.fdopen(os.open(secrets, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(_environment(unit, secret=True))
-    (home / "job.sh").write_text(script)
     return starts
 
 
-def _kept(home: Path) -> dict[str, str]:
+def _write(path: Path, text: str) -> None:
+    """The whole of it, or what was there before."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text)
+    new.replace(path)
+
+
+def _last_handle(unit: Unit) -> dict[str, Any]:
+    """Of the job that this unit was last, or may be; `job` None: its number was not written down."""
     try:
-        lines = (home / "state").read_text().splitlines()
+        handle: dict[str, Any] = json.loads((_home(unit) / HANDLE).read_text())
+    except (FileNotFoundError, ValueError):
+        return {"job": None, "name": _name([unit]), "task": None, "directory": str(unit.directory), "wanted": None}
+    return handle
+
+
+def _logs(home: Path) -> dict[int, Path]:
+    """By the number of the start."""
+    return {int(path.stem.removeprefix("start-")): path for path in home.glob("start-*.log")}
+
+
+def _kept(home: Path) -> dict[str, str]:
+    """Nothing where it is not whole, as after a node that lost its power."""
+    try:
+        text = (home / "state").read_text()
     except FileNotFoundError:
         return {}
-    return dict(line.split("=", 1) for line in lines if "=" in line)
+    kept = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+    is_whole = text.endswith("\n") and all(kept.get(name, "").isdigit() for name in ("starts", "failures"))
+    return kept if is_whole else {}
 
 
 def _noted(home: Path, number: str) -> dict[str, str]:

@@ -1,17 +1,37 @@
 # Keeps one unit going as a job of Slurm. The lines above name its directory, on a disk that all nodes share. Slurm runs
 # this on the first node; with the argument `node` it is the part of one node of several.
 here="${homes[${SLURM_ARRAY_TASK_ID:-0}]}"
+# Not SLURM_JOB_ID: of one task of an array that is the number of the whole array, and all would be requeued.
+job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}"
+job="${job:-$SLURM_JOB_ID}"
 exec {clock}<> <(:) # a pipe in which nothing ever comes: to read from it is to wait, without a process for each time
 told="" # SIGTERM has come: by Slurm, or passed on by the first node
 trap 'told=yes' TERM
 
 say() { printf '%(%FT%TZ)T atoll: %s\n' -1 "$*"; }
 
-# What is known of the unit when Slurm has forgotten the job. A reader finds the old one or the new one.
+# What is known of the unit when Slurm has forgotten the job. A reader finds the old one or the new one. A disk that is
+# full is waited for, for a quarter of an hour, but not when Slurm waits for the job to leave.
 note() {
-    printf '%s\n' "standing=$1" "why=$2" "job=$job" "starts=$starts" "failures=$failures" >"$here/state.new"
-    mv "$here/state.new" "$here/state"
+    local try
     say "$1: $2"
+    for ((try = 0; try < 900; try++)); do
+        if printf '%s\n' "standing=$1" "why=$2" "job=$job" "starts=$starts" "failures=$failures" >"$here/state.new" &&
+            mv "$here/state.new" "$here/state"; then return 0; fi
+        if [ -n "$told" ] || [ -e "$here/stopped" ]; then break; fi
+        if [ "$try" -eq 0 ]; then say "this cannot be written down: is the disk full?"; fi
+        read -r -t 1 -u "$clock"
+    done
+    return 1
+}
+
+# Of the starts before. Where that is not whole, each start of this job counts as a failure: a count that begins anew
+# would have no end.
+recall() {
+    starts=$(sed -n 's/^starts=//p' "$here/state") failures=$(sed -n 's/^failures=//p' "$here/state")
+    if ! [[ "$starts $failures" =~ ^[0-9]+\ [0-9]+$ ]]; then
+        starts=$(ls "$here" | grep -c '^start-') failures=${SLURM_RESTART_COUNT:-0}
+    fi
 }
 
 # Of several nodes: all parts.
@@ -20,10 +40,10 @@ have_left() { [ "$(cat "$here"/left.* 2>/dev/null | wc -l)" -eq "$nodes" ]; }
 # What the unit has started and is still there, also in sessions of its own, as ranks of torchrun are.
 left_behind() { grep -lzsxF "ATOLL_KEPT_IN=$mark" /proc/[0-9]*/environ | cut -d / -f 3; }
 
-# Its syncer has ended well, here or by the local engine: whoever joins now would wait for ever.
+# Its syncer has ended well, here or by another engine: whoever joins now would wait for ever.
 is_over() {
     [ -n "$syncer" ] || return 1
-    grep -qs '^standing=ended$' "$syncer/slurm/state" || grep -qs '"standing": "ended"' "$syncer/keeper.json"
+    grep -qs '^standing=ended$' "$syncer/slurm/state" || grep -qs '"standing": "ended"' "$syncer/keeper.json" "$syncer/ray.json"
 }
 
 # Starts "$@" in a process group of its own and sets `code` to its exit code when nothing of it is left. Nothing here is
@@ -68,7 +88,7 @@ keep() {
 pass_on() {
     if [ "$part" = nodes ]; then
         # The parts of all nodes; srun itself would kill them at once. Where Slurm ends the job this hangs: it has told them.
-        timeout 60 scancel --signal=TERM "$SLURM_JOB_ID" </dev/null &
+        timeout 60 scancel --signal=TERM "$job" </dev/null &
     else
         kill -TERM -- "-$1" 2>/dev/null # ranks and the torchrun above them: each may be the one that has to know
     fi
@@ -107,7 +127,7 @@ parts_of_nodes() {
 requeue() {
     local try
     for ((try = 0; try < 180; try++)); do
-        if scontrol requeue "$SLURM_JOB_ID"; then exit 0; fi
+        if scontrol requeue "$job"; then exit 0; fi
         read -r -t 5 -u "$clock"
     done
     note failed "$why; scontrol requeue was refused"
@@ -117,7 +137,7 @@ requeue() {
 # Who ends the job: Slurm has queued it again already, or somebody wants it gone, or nobody yet.
 ended_by() {
     local shown state restarts_now
-    shown=$(scontrol show job -o "$SLURM_JOB_ID")
+    shown=$(scontrol show job -o "$job")
     state=$(grep -o ' JobState=[A-Z_]*' <<<"$shown")
     restarts_now=$(grep -o ' Restarts=[0-9]*' <<<"$shown")
     if [ "${restarts_now#*=}" ] && [ "${restarts_now#*=}" -gt "${SLURM_RESTART_COUNT:-0}" ]; then
@@ -129,6 +149,7 @@ ended_by() {
     fi
 }
 
+cd "${here%/slurm}" || exit 1 # sbatch knows one directory for all tasks of an array
 . "$here/settings" # command, nodes, notice, restarts, setup, syncer, with_syncer
 mark="$here job $SLURM_JOB_ID start ${SLURM_RESTART_COUNT:-0} node ${SLURM_NODEID:-0}"
 part=whole
@@ -138,11 +159,7 @@ if [ "${1:-}" = node ]; then
     exit "$code"
 fi
 
-starts=0 failures=0 job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}"
-job="${job:-$SLURM_JOB_ID}"
-if [ -e "$here/state" ]; then
-    starts=$(sed -n 's/^starts=//p' "$here/state") failures=$(sed -n 's/^failures=//p' "$here/state")
-fi
+recall
 if [ -e "$here/stopped" ]; then
     note stopped "before it was started"
     exit 0
@@ -180,7 +197,7 @@ elif [ "$ending" = queue ]; then
 elif [ -n "$told" ]; then # a notice: of pre-emption, or of the time limit
     note waiting "its time here was over; $why"
     requeue
-elif [ "$code" -eq 0 ]; then
+elif [ "$code" -eq 0 ] && { [ "$with_syncer" = no ] || is_over; }; then # a shard that leaves a run is brought back
     note ended "$why"
     exit 0
 fi
@@ -189,5 +206,5 @@ if [ "$failures" -gt "$restarts" ]; then
     note failed "$why, and of $restarts restarts none is left"
     exit "$code"
 fi
-note waiting "$why (failure $failures, restarts $restarts)"
-requeue
+if note waiting "$why (failure $failures, restarts $restarts)"; then requeue; fi # uncounted, it would be for ever
+exit 1

@@ -21,7 +21,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from types import TracebackType
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "scancel")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel")
 STARTED_WITHIN_S = 120.0
 
 
