@@ -266,6 +266,44 @@ def test_a_shard_ends_with_its_syncer(tmp_path):
             assert left_of(shard) == []
 
 
+def test_a_shard_that_left_before_its_syncer_comes_back(tmp_path):
+    with kept(tmp_path, POLITE, name="shard-0", directory=tmp_path / "units/shard-0") as shard:
+        shard.says("here")
+        tell(child_of(shard), signal.SIGTERM)
+        shard.stands(Standing.RUNNING, restarts=1)
+        assert shard.said()[1:3] == ["goodbye", "[atoll] it left, and its run goes on; starting it again in 1 s"]
+
+
+def test_a_unit_that_ends_well_as_it_is_stopped_is_stopped(tmp_path):
+    """Everybody hears SIGTERM at once when a machine goes down."""
+    with kept(tmp_path, POLITE) as unit:
+        unit.says("here")
+        keeper, child = keeper_of(unit), child_of(unit)
+        tell(keeper, signal.SIGSTOP)
+        tell(keeper, signal.SIGTERM)
+        tell(child, signal.SIGTERM)
+        until(lambda: not is_alive(child))
+        tell(keeper, signal.SIGCONT)
+        assert unit.stands(Standing.STOPPED).why == ""
+        assert unit.said() == ["here", "goodbye"]
+
+
+@pytest.mark.parametrize("damaged", ["", '{"keeper": ', "[]"])
+def test_a_damaged_state_is_that_of_a_killed_keeper(tmp_path, damaged):
+    with kept(tmp_path, STUBBORN, notice_s=0.5) as unit:
+        unit.says("here")
+        keeper, child = keeper_of(unit), child_of(unit)
+        path = unit.unit.directory / "keeper.json"
+        path.write_text(damaged)
+        with pytest.raises(OSError, match=r"keeper\.json is damaged, and its keeper lives: end that"):
+            unit.status()
+        tell(keeper, signal.SIGKILL)
+        until(lambda: not is_alive(keeper))
+        assert unit.status().why == "its keeper was killed; 1 of its processes are left"
+        Kept(unit.unit).stands(Standing.RUNNING)
+        assert not is_alive(child)
+
+
 def test_pauses_grow_to_a_minute():
     assert [pause_s(failures) for failures in (1, 2, 3, 7, 10_000)] == [1.0, 2.0, 4.0, 60.0, 60.0]
 

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 HEALTHY_S = 120.0
 """One that ran for so long fails for another reason than before, and is started again at once."""
 
+USUAL_NOTICE_S = 30.0
 TICK_S = 1.0
 MOST_WORDS = 200
 OVER = "the run is over"
@@ -56,21 +57,73 @@ def pause_s(failures: int) -> float:
 
 
 def read_state(directory: Path) -> dict[str, Any] | None:
-    """None: nobody has kept anything here."""
+    """None: nobody has kept anything here. A damaged one, as a power cut leaves it, is that of a killed keeper."""
     try:
-        told = json.loads((directory / STATE).read_text(encoding="utf-8"))
+        told: dict[str, Any] = json.loads((directory / STATE).read_text(encoding="utf-8"))
+        Standing(told["standing"])
     except FileNotFoundError:
         return None
-    except ValueError:
-        raise OSError(f"{directory / STATE} cannot be read: it is damaged") from None
-    assert isinstance(told, dict)
+    except (ValueError, TypeError, KeyError):
+        if _is_kept(directory):
+            raise OSError(
+                f"{directory / STATE} is damaged, and its keeper lives: end that, it is the process that"
+                f" pgrep -f 'engines.keeper {directory}' names"
+            ) from None
+        return _state(Standing.RUNNING, notice_s=_notice_s(directory))
     return told
+
+
+def _is_kept(directory: Path) -> bool:
+    with suppress(FileNotFoundError), open(directory / LOCK, "rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _notice_s(directory: Path) -> float:
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        return float(json.loads((directory / SPEC).read_text(encoding="utf-8"))["notice_s"])
+    return USUAL_NOTICE_S
+
+
+def _state(
+    standing: Standing,
+    why: str = "",
+    keeper: Process | None = None,
+    child: Process | None = None,
+    restarts: int = 0,
+    again_at: float | None = None,
+    notice_s: float = 0.0,
+    devices: Sequence[str] = (),
+) -> dict[str, Any]:
+    return {
+        "keeper": keeper.to_json() if keeper is not None else None,
+        "host": socket.gethostname(),
+        "child": child.to_json() if child is not None else None,
+        "standing": standing.value,
+        "restarts": restarts,
+        "why": why,
+        "again_at": again_at,
+        "notice_s": notice_s,
+        "devices": list(devices),
+    }
+
+
+def _how(code: int) -> str:
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"exit code {code}"
 
 
 def write_whole(path: Path, told: dict[str, Any], mode: int = 0o644) -> None:
     part = path.with_name(f".{path.name}-{os.getpid()}")
     with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as out:
         out.write(json.dumps(told) + "\n")
+        out.flush()
+        os.fsync(out.fileno())  # a name that outlives a power cut without its bytes is an empty file
     part.replace(path)
 
 
@@ -137,13 +190,11 @@ class Keeper:
             self._wait(TICK_S)
         kill(str(self.directory))  # ranks whose torchrun was killed would train on beside the next ones
         code = self.child.returncode
-        if code == 0:
-            return Standing.ENDED, ""
-        try:
-            why = f"killed by {signal.Signals(-code).name}"
-        except ValueError:
-            why = f"exit code {code}"
-        return Standing.STOPPED if self.is_stopping else Standing.FAILED, why
+        if self.is_stopping:
+            return Standing.STOPPED, _how(code) if code else ""
+        if code == 0 and self.ends_with_syncer and not self._is_over():
+            return Standing.FAILED, "it left, and its run goes on"  # whoever told it to was not its keeper
+        return (Standing.FAILED, _how(code)) if code else (Standing.ENDED, "")
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._log_number += 1
@@ -235,17 +286,9 @@ class Keeper:
 
     def say(self, standing: Standing, why: str, again_at: float | None = None, must: bool = False) -> None:
         child = process(self.child.pid) if self.child is not None and self.child.returncode is None else None
-        told = {
-            "keeper": self.own.to_json() if self.own is not None else None,
-            "host": socket.gethostname(),
-            "child": child.to_json() if child is not None else None,
-            "standing": standing.value,
-            "restarts": self.restarted,
-            "why": why,
-            "again_at": again_at,
-            "notice_s": self.notice_s,
-            "devices": self.devices,
-        }
+        told = _state(
+            standing, why, self.own, child, self.restarted, again_at, notice_s=self.notice_s, devices=self.devices
+        )
         try:
             write_whole(self.directory / STATE, told)
         except OSError:
