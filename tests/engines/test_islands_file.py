@@ -11,7 +11,7 @@ import pytest
 from atoll.engines.engine import Unit
 from atoll.engines.islands_file import IslandsFile
 from atoll.engines.registry import ENGINES, engine
-from atoll.engines.units import notice_told, token_of, units_of
+from atoll.engines.units import notice_told, stays_here, token_of, units_of
 
 FULL = """
 run = "first"
@@ -112,8 +112,46 @@ def test_the_command_of_the_syncer_is_the_same_when_it_comes_back(tmp_path):
     assert syncer.secret == {"ATOLL_TOKEN"}
     assert syncer.notice_s == 10.0
     _, shard = made["shard-1"]
-    assert shard.command[-4:] == ("--host", "127.0.0.1", "--port", "7557")
+    assert shard.command[-6:] == ("--host", "127.0.0.1", "--port", "7557", "--advertise", "127.0.0.1:7557")
     assert shard.command[3:10] == ("shard", "--syncer", "127.0.0.1:7555", "--shard", "1", "--shards", "2")
+
+
+def test_shards_are_told_where_others_reach_them(tmp_path):
+    (tmp_path / "keys/syncer").mkdir(parents=True)
+    (tmp_path / "keys/a").mkdir()
+    of_syncer = 'address = "head:7400"\nkeys = "keys"\nshards = 2\n'
+    own = 'arguments = ["--host", "10.0.0.5", "--port=9000"]\n'
+    _, shard = units(loaded(tmp_path, f"[syncer]\n{of_syncer}{own}{ISLAND}"), None)["shard-1"]
+    listens = ("--host", "0.0.0.0", "--port", "7402", "--advertise", "head:7402")
+    assert shard.command[-8:] == (*listens, "--keys", str(tmp_path / "keys/syncer"))
+
+    _, shard = units(loaded(tmp_path, f'[syncer]\nengine = "kubernetes"\n{of_syncer}{ISLAND}'), None)["shard-1"]
+    assert shard.command[-4:-2] == ("--advertise", "islands-shard-1:7400")
+    assert shard.command[-6:-4] == ("--port", "7400")
+    assert "no island would find a shard" in problem(tmp_path, f'[syncer]\nengine = "skypilot"\n{of_syncer}{ISLAND}')
+
+
+def test_an_address_of_this_machine_is_not_for_islands_elsewhere(tmp_path):
+    for elsewhere in ("kubernetes", "skypilot"):
+        said = problem(tmp_path, f'{ISLAND}engine = "{elsewhere}"\n')
+        assert f"takes for itself, and units of engine {elsewhere} are on others: give the name by which" in said
+    for by_place in ("slurm", "ray"):
+        warning = stays_here(loaded(tmp_path, f'{ISLAND}engine = "{by_place}"\n')) or ""
+        assert f"what {by_place} puts on another machine than the syncer will not find it" in warning
+    assert stays_here(loaded(tmp_path, ISLAND)) is None
+    assert stays_here(loaded(tmp_path, f'[syncer]\naddress = "http://head:1"\n{ISLAND}engine = "slurm"\n')) is None
+
+
+def test_secrets_are_named_in_the_file_and_taken_from_whoever_calls(tmp_path, monkeypatch):
+    text = '[syncer]\nsecrets = ["A_KEY"]\n[defaults]\nsecrets = ["A_KEY"]\n' + ISLAND + 'secrets = ["B_KEY"]\n'
+    monkeypatch.setenv("A_KEY", "hush")
+    with pytest.raises(ValueError, match="a: secrets has B_KEY, which is not set here: export it, and call again"):
+        units(loaded(tmp_path, text))
+    monkeypatch.setenv("B_KEY", "hush too")
+    made = units(loaded(tmp_path, text))
+    assert made["syncer"][1].secret == {"A_KEY", "ATOLL_TOKEN"}
+    assert made["a"][1].secret == {"A_KEY", "B_KEY", "ATOLL_TOKEN"}
+    assert (made["a"][1].environment["A_KEY"], made["a"][1].environment["B_KEY"]) == ("hush", "hush too")
 
 
 def test_little_is_needed(tmp_path):
@@ -173,6 +211,11 @@ environment = { ATOLL_TOKEN = "mine" }
         (ISLAND + 'number = 2\n[islands.b]\ncommand = "x"\nnumber = 2', "b and a have number 2 both"),
         (ISLAND + 'count = 2\n[islands.a-1]\ncommand = "x"', "islands.a-1 and islands.a both make an island a-1"),
         (ISLAND + "count = 100000", "at most 10000 islands"),
+        ('[islands.shard]\ncommand = "x"\ncount = 2', "the name shard-2 belongs to the syncer and its shards"),
+        (f'[islands.{"a" * 39}]\ncommand = "x"\ncount = 2', "digits and dashes in it, at most 40"),
+        (ISLAND + 'secrets = "WANDB_API_KEY"', 'write a list of names of variables, as ["WANDB_API_KEY"]'),
+        (ISLAND + 'secrets = ["ATOLL_TOKEN"]', "islands.a.secrets has ATOLL_TOKEN: atoll up sets that by itself"),
+        (ISLAND + 'secrets = ["A"]\nenvironment = { A = "b" }', "has A, and so has environment: leave it out of"),
         ('[islands.a]\ncommand = "python \\"train.py"', "No closing quotation; write it as a list of words"),
         ('[islands.a_b]\ncommand = "x"', "a name has letters, digits and dashes"),
         (ISLAND + "cpus = true", "islands.a.cpus is True: write a whole number"),
@@ -243,7 +286,7 @@ def test_plain_text_to_others_is_said_on_both_sides(tmp_path):
 
 
 def test_in_an_image_the_command_is_that_of_the_image(tmp_path):
-    made = units(loaded(tmp_path, '[syncer]\nengine = "kubernetes"\n' + ISLAND))
+    made = units(loaded(tmp_path, '[syncer]\nengine = "kubernetes"\naddress = "http://islands-syncer:7400"\n' + ISLAND))
     assert made["syncer"][1].command[:2] == ("atoll", "syncer")
 
 

@@ -18,7 +18,9 @@ import pytest
 import yaml
 
 from atoll.engines.engine import Unit
+from atoll.engines.islands_file import IslandsFile
 from atoll.engines.manifests import PLAINLY, THEN_IDLE, KubernetesEngine, SkyPilotEngine
+from atoll.engines.units import units_of
 
 SCHEMAS = Path(__file__).parent / "schemas"
 TOKEN = {"ATOLL_SYNCER": "run-syncer:7400", "ATOLL_TOKEN": "hush-hush", "ODD": "yes\n'$(HOME)' é: #"}
@@ -104,7 +106,10 @@ def test_the_syncer_of_kubernetes_is_one_pod_with_a_volume():
     assert service["spec"]["selector"].items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
     assert (deployment["spec"]["replicas"], deployment["spec"]["strategy"]) == (1, {"type": "Recreate"})
     assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": claim["metadata"]["name"]}
-    assert {mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]} == {"/runs/run", "/keys/syncer"}
+    (container,) = pod["containers"]
+    places = {"/atoll/runs/run", "/atoll/keys/syncer"}
+    assert {mount["mountPath"] for mount in container["volumeMounts"]} == places
+    assert places < set(container["args"])
 
 
 @pytest.mark.parametrize(
@@ -128,8 +133,51 @@ def test_an_island_of_skypilot_is_a_task_that_comes_back():
 
 def test_keys_of_the_syncer_are_taken_along_by_skypilot():
     (task,) = written(SkyPilotEngine(), replace(SYNCER, options={}))
-    assert task["file_mounts"] == {"/keys/syncer": "/keys/syncer"}
+    assert task["file_mounts"] == {"/atoll/keys/syncer": "/keys/syncer"}
+    assert "--keys /atoll/keys/syncer\n" in task["run"]
     assert task["resources"]["ports"] == [7411]
+
+
+FILE = """
+[syncer]
+engine = "kubernetes"
+address = "http://test-syncer:7400"
+shards = 1
+options = { image = "i" }
+[defaults]
+command = "python train.py ./data"
+[islands.near]
+options = { image = "i" }
+secrets = ["WANDB_API_KEY"]
+[islands.far]
+engine = "skypilot"
+options = { workdir = "." }
+"""
+
+
+def test_no_manifest_of_a_file_has_a_path_of_this_machine(tmp_path, monkeypatch):
+    (tmp_path / "test.toml").write_text(FILE)
+    (tmp_path / "train.py").touch()
+    monkeypatch.setenv("WANDB_API_KEY", "hush")
+    file = IslandsFile.load(tmp_path / "test.toml")
+    documents = {}
+    for engine, unit in units_of(file, "hush-hush"):
+        writes = KubernetesEngine() if engine == "kubernetes" else SkyPilotEngine()
+        documents[unit.name] = written(writes, unit)
+        assert str(tmp_path) not in writes.render(unit)
+    pod = _spec(documents["near"][0])
+    assert pod["containers"][0]["args"] == ["python", "train.py", "./data"]
+    assert {"name": "ATOLL_RUN_DIRECTORY", "value": "/atoll/runs/test"} in pod["containers"][0]["env"]
+    reference = {"secretKeyRef": {"name": "test", "key": "WANDB_API_KEY"}}
+    assert {"name": "WANDB_API_KEY", "valueFrom": reference} in pod["containers"][0]["env"]
+    (far,) = documents["far"]
+    assert "set -- python train.py ./data\n" in far["run"]
+    assert far["envs"]["ATOLL_RUN_DIRECTORY"] == "runs/test"
+    _, service, deployment = documents["shard-0"]
+    words = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert "/atoll/runs/test/shards/0" in words
+    advertised = f"{service['metadata']['name']}:{service['spec']['ports'][0]['port']}"
+    assert words[words.index("--advertise") + 1] == advertised
 
 
 def _planted(change: Callable[[Any], object]) -> Any:

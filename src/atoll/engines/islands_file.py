@@ -4,7 +4,8 @@
     directory = "runs/first"               # relative to the file; without it: runs/RUN
 
     [syncer]
-    address = "127.0.0.1:7400"             # what islands dial
+    address = "head:7400"                  # what islands dial: this machine, as others call it
+    keys = "keys"                          # of atoll keys; not needed where all islands are on this machine
     arguments = ["--quorum", "2"]          # of atoll syncer
 
     [defaults]                             # of all islands
@@ -29,12 +30,13 @@ import re
 import shlex
 import tomllib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atoll.engines.registry import check_name
-from atoll.net.addresses import place
+from atoll.engines.registry import IN_IMAGES, check_name
+from atoll.net.addresses import is_loopback, place
 
 SYNCER = "syncer"
 SHARD = "shard-"
@@ -44,11 +46,11 @@ MOST_NOTICE_S = 24 * 3600.0
 TOP = ("run", "directory", "syncer", "defaults", "islands")
 OF_SYNCER = (
     *("engine", "address", "shards", "keys", "token_file", "arguments"),
-    *("cpus", "site", "restarts", "notice", "environment", "options"),
+    *("cpus", "site", "restarts", "notice", "environment", "secrets", "options"),
 )
 OF_DEFAULTS = (
-    *("engine", "command", "nodes", "cpus", "devices", "site", "restarts", "notice", "environment", "options"),
-    "arguments",
+    *("engine", "command", "arguments", "nodes", "cpus", "devices", "site", "restarts", "notice"),
+    *("environment", "secrets", "options"),
 )
 OF_ISLAND = (*OF_DEFAULTS, "number", "count")
 GIVEN = ("--out", "--resume", "--or-resume", "--standby", "--token", "--keys", "--shards")
@@ -74,7 +76,19 @@ class SyncerTable:
     restarts: int = 100
     notice_s: float = 30.0
     environment: Mapping[str, str] = field(default_factory=dict)
+    secrets: tuple[str, ...] = ()
+    """Variables that are taken from whoever calls `atoll up`, and shown to nobody."""
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def dialled(self) -> list[str]:
+        """HOST:PORT of each address."""
+        return place(self.address, self.keys).addresses.split(",")
+
+    @property
+    def is_of_one_machine(self) -> bool:
+        """What islands dial never leaves the machine that they are on."""
+        return all(is_loopback(each.rpartition(":")[0]) for each in self.dialled)
 
 
 @dataclass(frozen=True)
@@ -92,6 +106,7 @@ class Island:
     restarts: int = 100
     notice_s: float = 30.0
     environment: Mapping[str, str] = field(default_factory=dict)
+    secrets: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -126,6 +141,7 @@ class _Reader:
         directory = self.beside / self.take(raw, "directory", "", _text, f"runs/{run}")
         syncer = self.syncer(self.table(raw, "syncer"))
         islands = self.islands(self.table(raw, "islands"), self.table(raw, "defaults"), syncer)
+        self.check_places(syncer, islands)
         if self.problems:
             count = len(self.problems)
             several = f"{count} things are wrong: " if count > 1 else ""
@@ -156,6 +172,7 @@ class _Reader:
         for word in arguments:
             if word.partition("=")[0] in GIVEN:
                 self.problems.append(f"{where}arguments has {word}: atoll up gives that by itself, leave it out")
+        self.check_secrets(raw, where)
         return SyncerTable(
             engine=self.take(raw, "engine", where, _engine, plain.engine),
             address=address,
@@ -168,6 +185,7 @@ class _Reader:
             restarts=self.take(raw, "restarts", where, _at_least(0), plain.restarts),
             notice_s=self.take(raw, "notice", where, _notice, plain.notice_s),
             environment=self.take(raw, "environment", where, _environment, {}),
+            secrets=self.take(raw, "secrets", where, _variables, ()),
             options=self.take(raw, "options", where, _table, {}),
         )
 
@@ -206,12 +224,6 @@ class _Reader:
     ) -> list[tuple[Island, int | None]]:
         """The islands of one table, and the number that it wants for each."""
         self.known(own, OF_ISLAND, where)
-        try:
-            _name(name)
-            if name == SYNCER or name.startswith(SHARD):
-                raise ValueError(f"the name {name} belongs to the syncer and its shards: choose another")
-        except ValueError as wrong:
-            self.problems.append(f"islands.{name}: {wrong}")
         usual = defaults.get("engine", syncer.engine)
         if own.get("engine", usual) != usual:
             defaults = {key: value for key, value in defaults.items() if key != "options"}  # another engine's
@@ -219,6 +231,9 @@ class _Reader:
         for key in ("environment", "options"):
             if isinstance(defaults.get(key), dict) and isinstance(own.get(key), dict):
                 raw[key] = {**defaults[key], **own[key]}
+        if isinstance(defaults.get("secrets"), list) and isinstance(own.get("secrets"), list):
+            raw["secrets"] = [*defaults["secrets"], *own["secrets"]]
+        self.check_secrets(raw, where)
 
         def take(key: str, read: Callable[[Any], Any], default: Any) -> Any:
             return self.take(raw, key, where if key in own else "defaults.", read, default)
@@ -228,15 +243,17 @@ class _Reader:
         if count is not None and count > MOST_UNITS:
             self.problems.append(f"{where}count is {count}: at most {MOST_UNITS} islands are in one file")
             count = 1
+        self.check_name(name, name if count is None else f"{name}-{count}")
+        engine = take("engine", _engine, syncer.engine)
         command = take("command", _words, ())
         if not command and "command" not in raw:
             self.problems.append(f'islands.{name} has no command: say what it runs, as command = "python train.py"')
-        command = self.beside_words(command + take("arguments", _words, ()))
+        command += take("arguments", _words, ())
         made = Island(
             name=name,
             table=name,
-            engine=take("engine", _engine, syncer.engine),
-            command=command,
+            engine=engine,
+            command=command if engine in IN_IMAGES else self.beside_words(command),
             number=0,
             nodes=take("nodes", _at_least(1), 1),
             cpus=take("cpus", _at_least(1), 1),
@@ -245,6 +262,7 @@ class _Reader:
             restarts=take("restarts", _at_least(0), 100),
             notice_s=take("notice", _notice, 30.0),
             environment=take("environment", _environment, {}),
+            secrets=take("secrets", _variables, ()),
             options=take("options", _table, {}),
         )
         if count is None:
@@ -253,6 +271,40 @@ class _Reader:
             (_named(made, f"{name}-{place}"), number + place - 1 if number is not None else None)
             for place in range(1, count + 1)
         ]
+
+    # ------------------------------------------------------------------------------------------------------- checks
+
+    def check_name(self, table: str, name: str) -> None:
+        """`name`: of the last island that the table makes."""
+        try:
+            _name(name)
+            if name == SYNCER or name.startswith(SHARD):
+                raise ValueError(f"the name {name} belongs to the syncer and its shards: choose another")
+        except ValueError as wrong:
+            self.problems.append(f"islands.{table}: {wrong}")
+
+    def check_secrets(self, raw: Mapping[str, Any], where: str) -> None:
+        environment, secrets = raw.get("environment"), raw.get("secrets")
+        if not isinstance(environment, dict) or not isinstance(secrets, list):
+            return
+        for name in environment:
+            if name in secrets:
+                self.problems.append(f"{where}secrets has {name}, and so has environment: leave it out of environment")
+
+    def check_places(self, syncer: SyncerTable, islands: tuple[Island, ...]) -> None:
+        """Of engines on which nothing is on this machine."""
+        in_images = sorted({syncer.engine, *(island.engine for island in islands)} & IN_IMAGES)
+        with suppress(ValueError):  # an address that cannot be read is told of already
+            if in_images and syncer.is_of_one_machine:
+                self.problems.append(
+                    f"syncer.address is {syncer.address}, which every machine takes for itself, and units of engine"
+                    f" {' and '.join(in_images)} are on others: give the name by which islands reach the syncer"
+                )
+        if syncer.engine == "skypilot" and syncer.shards:
+            self.problems.append(
+                "syncer.shards: the machines of skypilot have no names before they are there, so no island would find"
+                " a shard: leave it out, or choose another engine for the syncer"
+            )
 
     # --------------------------------------------------------------------------------------------------------- keys
 
@@ -375,6 +427,15 @@ def _environment(value: Any) -> dict[str, str]:
         if name in TOLD:
             raise ValueError(f"has {name}: atoll up sets that by itself, leave it out")
     return {name: str(text).lower() if isinstance(text, bool) else str(text) for name, text in value.items()}
+
+
+def _variables(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(name, str) and _VARIABLE.fullmatch(name) for name in value):
+        raise ValueError(f'is {value!r}: write a list of names of variables, as ["WANDB_API_KEY"]')
+    for name in value:
+        if name in TOLD:
+            raise ValueError(f"has {name}: atoll up sets that by itself, leave it out")
+    return tuple(dict.fromkeys(value))
 
 
 def _table(value: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import math
 import re
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +20,7 @@ from atoll.engines.engine import Status, Unit
 SYNCER, SHARD = "syncer", "shard-"  # names of units in a run; all others are islands
 MOST_LETTERS = 40  # of RUN-UNIT: names of pods are longer by what JobSet adds, and have 63
 PORT = "7400"
+KEYS_AT = "/atoll/keys"
 MEETING_PORT = "29500"  # every pod has an address of its own, so islands do not share it
 
 # An island that was told to leave and did so with 0 has not finished its run: 143 says so to whoever decides about the
@@ -99,6 +101,7 @@ class KubernetesEngine(_Manifests):
             raise ValueError(f'{unit.name}: kubernetes needs options = {{ image = "..." }} with Atoll and the command')
 
     def documents(self, unit: Unit) -> list[dict[str, Any]]:
+        unit = _inside(unit, f"/atoll/runs/{unit.run}")
         kept = unit.name == SYNCER or unit.name.startswith(SHARD)
         return [_claim(unit), _service(unit), _deployment(unit)] if kept else [_jobset(unit)]
 
@@ -117,7 +120,35 @@ class SkyPilotEngine(_Manifests):
             raise ValueError(f'{unit.name}: devices of which kind? Give options = {{ accelerator = "H100" }}')
 
     def documents(self, unit: Unit) -> list[dict[str, Any]]:
-        return [_task(unit)]
+        task = _task(_inside(unit, f"runs/{unit.run}"))  # beside the files of `workdir`, where tasks begin
+        if keys := _keys(unit):
+            task["file_mounts"] = {_keys_inside(keys): keys}
+        return [task]
+
+
+def _inside(unit: Unit, run: str) -> Unit:
+    """With the paths that it has there: those of this machine mean nothing in an image."""
+    places = {str(unit.directory.parent.parent): run}
+    if keys := _keys(unit):
+        places = {keys: _keys_inside(keys)} | places  # which may be in the run's directory
+
+    def there(text: str) -> str:
+        for here, place in places.items():
+            if text == here or text.startswith(f"{here}/"):
+                return place + text.removeprefix(here)
+        return text
+
+    environment = {name: there(value) for name, value in unit.environment.items()}
+    command = tuple(map(there, unit.command))
+    return replace(unit, command=command, environment=environment, directory=Path(there(str(unit.directory))))
+
+
+def _keys(unit: Unit) -> str | None:
+    return unit.environment.get("ATOLL_KEYS") or _word_after(unit, "--keys")
+
+
+def _keys_inside(keys: str) -> str:
+    return f"{KEYS_AT}/{Path(keys).name}"
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -220,7 +251,7 @@ def _literal(text: str) -> str:
 
 
 def _volumes(unit: Unit) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The run's directory under the path that the commands name, durable for the syncer; keys where they name keys."""
+    """Under the paths that the command names: the run's directory, durable for the syncer, and keys."""
     run = str(unit.directory.parent.parent)
     kept = unit.name == SYNCER or unit.name.startswith(SHARD)
     source: dict[str, Any] = {"persistentVolumeClaim": {"claimName": _name(unit)}} if kept else {"emptyDir": {}}
@@ -230,10 +261,6 @@ def _volumes(unit: Unit) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         volumes.append({"name": "keys", "secret": {"secretName": f"{_name(unit)}-keys", "defaultMode": 0o400}})
         mounts.append({"name": "keys", "mountPath": keys})
     return volumes, mounts
-
-
-def _keys(unit: Unit) -> str | None:
-    return unit.environment.get("ATOLL_KEYS") or _word_after(unit, "--keys")
 
 
 def _claim(unit: Unit) -> dict[str, Any]:
@@ -310,9 +337,6 @@ def _task(unit: Unit) -> dict[str, Any]:
         "envs": open_to_all,
         "run": command if kept else MEET + command,
     }
-    keys = _keys(unit)
-    if keys:
-        task["file_mounts"] = {keys: keys}  # under the same path as here
     hidden = sorted(unit.secret & set(unit.environment))
     if hidden:
         task["secrets"] = dict.fromkeys(hidden)  # null: given when it is launched, with --secret NAME

@@ -19,6 +19,9 @@ ENGINES = {
 IN_IMAGES = frozenset({"kubernetes", "skypilot"})
 """They bring a file system and an interpreter of their own: paths of this machine mean nothing there."""
 
+BY_PLACE = frozenset({"ray", "slurm"})
+"""They choose the machine: it may be another one than this."""
+
 _EXTRAS = {"ray": "ray"}
 
 
@@ -45,4 +48,4 @@ def engine(name: str) -> Engine:
     return cast(Engine, made)
 
 
-__all__ = ["ENGINES", "IN_IMAGES", "check_name", "engine"]
+__all__ = ["BY_PLACE", "ENGINES", "IN_IMAGES", "check_name", "engine"]

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from atoll.engines.engine import Unit
-from atoll.engines.islands_file import SHARD, SYNCER, Island, IslandsFile
-from atoll.engines.registry import IN_IMAGES
-from atoll.net.addresses import PLAIN, address, is_loopback, place
+from atoll.engines.islands_file import SHARD, SYNCER, Island, IslandsFile, SyncerTable
+from atoll.engines.registry import BY_PLACE, IN_IMAGES
+from atoll.net.addresses import PLAIN
 from atoll.net.environment import JOIN_TIMEOUT_S, KEYS, LEARNER, NOTICE_S, RUN_DIRECTORY, TOKEN
 from atoll.net.environment import SYNCER as SYNCER_TOLD
 
@@ -42,7 +42,8 @@ def units_of(file: IslandsFile, token: str | None) -> list[Placed]:
 
 
 def token_of(file: IslandsFile, make: bool) -> str | None:
-    """What the file says; without a word about access one is made, once. `make` False: for those who only look."""
+    """What the file says; without a word about access one is made, once. `make` False: for those who only look. Whoever
+    makes one is alone with the run."""
     given = file.syncer.token_file
     if given is not None:
         token = given.read_text(encoding="utf-8").strip()
@@ -65,6 +66,17 @@ def token_of(file: IslandsFile, make: bool) -> str | None:
     return kept.read_text(encoding="utf-8").strip()
 
 
+def stays_here(file: IslandsFile) -> str | None:
+    """A sentence, where units may come to machines from which the address of the syncer leads nowhere."""
+    engines = sorted({file.syncer.engine, *(island.engine for island in file.islands)} & BY_PLACE)
+    if not engines or not file.syncer.is_of_one_machine:
+        return None
+    return (
+        f"syncer.address is {file.syncer.address}, which every machine takes for itself: what {' and '.join(engines)}"
+        f" puts on another machine than the syncer will not find it"
+    )
+
+
 def notice_told(notice_s: float) -> float:
     """A learner leaves a little before its engine loses patience."""
     return round(max(0.8 * notice_s, notice_s - 2.0), 3)
@@ -74,34 +86,39 @@ def _atoll(engine: str) -> tuple[str, ...]:
     return ("atoll",) if engine in IN_IMAGES else (sys.executable, "-m", "atoll")
 
 
-def _listening(file: IslandsFile, port: int) -> list[str]:
-    """For the syncer and its shards: this machine only, where that is all that islands dial."""
-    syncer = file.syncer
-    dialled = [each.strip() for each in syncer.address.split(",")]
-    hosts = {address(each.split("://")[-1].rstrip("/")).rpartition(":")[0] for each in dialled}
-    words: list[str] = []
-    if not _has(syncer.arguments, "--host"):
-        words += ["--host", hosts.pop() if len(hosts) == 1 and is_loopback(next(iter(hosts))) else ANY]
-    if not _has(syncer.arguments, "--port"):
-        words += ["--port", str(port)]
-    if syncer.address.startswith(PLAIN) and not _has(syncer.arguments, "--plain-text"):
-        words.append("--plain-text")
-    return [word.strip("[]") for word in words]
+def _dialled(file: IslandsFile) -> tuple[str, int]:
+    """Host and port of the first address."""
+    host, _, port = file.syncer.dialled[0].rpartition(":")
+    return host, int(port)
+
+
+def _listens_on(file: IslandsFile) -> str:
+    """This machine only, where that is all that islands dial."""
+    hosts = {each.rpartition(":")[0] for each in file.syncer.dialled}
+    return hosts.pop().strip("[]") if len(hosts) == 1 and file.syncer.is_of_one_machine else ANY
 
 
 def _has(arguments: tuple[str, ...], option: str) -> bool:
     return any(word.partition("=")[0] == option for word in arguments)
 
 
-def _port(file: IslandsFile) -> int:
-    first = place(file.syncer.address, file.syncer.keys).addresses.split(",")[0]
-    return int(first.rpartition(":")[2])
+def _secrets(of: SyncerTable | Island, name: str) -> dict[str, str]:
+    """From the environment of whoever calls. A manifest has their names only."""
+    missing = [variable for variable in of.secrets if variable not in os.environ]
+    if missing and of.engine not in IN_IMAGES:
+        raise ValueError(f"{name}: secrets has {', '.join(missing)}, which is not set here: export it, and call again")
+    return {variable: os.environ.get(variable, "") for variable in of.secrets}
 
 
 def _syncer(file: IslandsFile, token: str | None) -> Placed:
     table = file.syncer
     command = [*_atoll(table.engine), "syncer", "--out", str(file.directory), "--or-resume"]
-    command += _listening(file, _port(file))
+    if not _has(table.arguments, "--host"):
+        command += ["--host", _listens_on(file)]
+    if not _has(table.arguments, "--port"):
+        command += ["--port", str(_dialled(file)[1])]
+    if table.address.startswith(PLAIN) and not _has(table.arguments, "--plain-text"):
+        command.append("--plain-text")
     if table.keys is not None:
         command += ["--keys", str(_key(table.keys, SYNCER))]
     if table.shards:
@@ -110,26 +127,34 @@ def _syncer(file: IslandsFile, token: str | None) -> Placed:
 
 
 def _shard(file: IslandsFile, token: str | None, k: int) -> Placed:
-    table = file.syncer
-    where = ["--syncer", table.address, "--shard", str(k), "--shards", str(table.shards)]
-    kept = ["--out", str(file.directory / "shards" / str(k))]
-    command = [*_atoll(table.engine), "shard", *where, *kept, *_listening(file, _port(file) + 1 + k)]
+    """Whatever `arguments` say of the syncer: learners are told where a shard is by the shard itself."""
+    table, name = file.syncer, f"{SHARD}{k}"
+    host, port = _dialled(file)
+    if table.engine in IN_IMAGES:
+        host = f"{file.run}-{name}"  # each has a machine of its own, and a Service with this name
+    else:
+        port += 1 + k
+    command = [*_atoll(table.engine), "shard", "--syncer", table.address, "--shard", str(k)]
+    command += ["--shards", str(table.shards), "--out", str(file.directory / "shards" / str(k))]
+    command += ["--host", _listens_on(file), "--port", str(port), "--advertise", f"{host}:{port}"]
+    if table.address.startswith(PLAIN) or _has(table.arguments, "--plain-text"):
+        command.append("--plain-text")
     if table.keys is not None:
         command += ["--keys", str(_key(table.keys, SYNCER))]
-    return _kept(file, f"{SHARD}{k}", tuple(command), token)
+    return _kept(file, name, tuple(command), token)
 
 
 def _kept(file: IslandsFile, name: str, command: tuple[str, ...], token: str | None) -> Placed:
     """A unit of ours: the syncer or a shard."""
     table = file.syncer
-    environment = {"PYTHONUNBUFFERED": "1", **table.environment} | ({TOKEN: token} if token is not None else {})
+    secret = _secrets(table, SYNCER) | ({TOKEN: token} if token is not None else {})
     unit = Unit(
         run=file.run,
         name=name,
         command=command,
         directory=file.directory / UNITS / name,
-        environment=environment,
-        secret=frozenset({TOKEN} & environment.keys()),
+        environment={"PYTHONUNBUFFERED": "1", **table.environment, **secret},
+        secret=frozenset(secret),
         cpus=table.cpus,
         site=table.site,
         restarts=table.restarts,
@@ -150,8 +175,7 @@ def _island(file: IslandsFile, token: str | None, island: Island) -> Placed:
         "PYTHONUNBUFFERED": "1",
         **island.environment,
     }
-    if token is not None:
-        environment[TOKEN] = token
+    secret = _secrets(island, island.name) | ({TOKEN: token} if token is not None else {})
     if file.syncer.keys is not None:
         environment[KEYS] = str(_key(file.syncer.keys, island.name, island.table))
     unit = Unit(
@@ -159,8 +183,8 @@ def _island(file: IslandsFile, token: str | None, island: Island) -> Placed:
         name=island.name,
         command=island.command,
         directory=file.directory / UNITS / island.name,
-        environment=environment,
-        secret=frozenset({TOKEN} & environment.keys()),
+        environment=environment | secret,
+        secret=frozenset(secret),
         nodes=island.nodes,
         cpus=island.cpus,
         devices=island.devices,
@@ -179,4 +203,4 @@ def _key(keys: Path, *names: str) -> Path:
     raise ValueError(f"{keys} has no key for {names[0]}: make one with atoll keys add {keys} {names[0]}")
 
 
-__all__ = ["FLEET", "JOIN_S", "UNITS", "Placed", "notice_told", "token_of", "units_of"]
+__all__ = ["FLEET", "JOIN_S", "UNITS", "Placed", "notice_told", "stays_here", "token_of", "units_of"]
