@@ -210,6 +210,19 @@ def test_no_file_that_others_can_read_has_the_token(yard):
     assert f"ATOLL_TOKEN={token}" in Path(f"/proc/{known.pid}/environ").read_text().split("\0")
 
 
+def test_a_secret_of_the_caller_is_told_to_a_unit_and_to_nobody_else(yard, monkeypatch):
+    shows = "import os, signal; print(len(os.environ['MY_KEY']), flush=True); signal.pause()"
+    yard.write(f'[islands.a]\ncommand = ["python", "-c", "{shows}"]\nsecrets = ["MY_KEY"]\n')
+    said = yard.atoll("up", "--dry-run", code=2)
+    assert "a: secrets has MY_KEY, which is not set here: export it, and call again" in said
+    monkeypatch.setenv("MY_KEY", "seventeen letters")
+    assert "MY_KEY='(secret)'" in yard.atoll("up", "--dry-run", "a")
+    yard.up()
+    yard.says("a", "17")
+    holders = [path for path in yard.run.rglob("*") if path.is_file() and "seventeen letters" in path.read_text()]
+    assert holders == []
+
+
 def test_nothing_starts_where_one_unit_is_wrong(yard):
     yard.write(f'[islands.a]\n{HERE}\n[islands.b]\ncommand = "no-such-program"\n[islands.c]\n{HERE}\nnodes = 2\n')
     said = yard.atoll("up", code=2)
@@ -220,6 +233,7 @@ def test_nothing_starts_where_one_unit_is_wrong(yard):
 
 def test_what_is_only_written_is_not_started_and_neither_is_the_rest(yard):
     yard.write(f'[islands.a]\n{HERE}\n[islands.b]\n{HERE}\nengine = "kubernetes"\n')
+    yard.file.write_text(yard.file.read_text().replace("127.0.0.1", "http://head"))
     said = yard.atoll("up", code=2)
     assert "b is of engine kubernetes, for which Atoll writes manifests and starts nothing" in said
     assert f"atoll up {yard.file} b --dry-run" in said
@@ -244,7 +258,7 @@ def test_an_engine_that_cannot_be_asked_is_no_loss(yard):
     assert "syncer: unknown (cannot be asked: it is kept on elsewhere" in said
     assert "a: running" in said
     said = yard.atoll("up", "-d", code=1)
-    assert re.search(r"^syncer: cannot be asked: .*left alone$", said, re.MULTILINE)
+    assert re.search(r"^syncer: cannot be asked: .*left alone; if that is gone for good: ", said, re.MULTILINE)
     assert "syncer: cannot be stopped: it is kept on elsewhere" in yard.atoll("down", code=1)
     path.write_text(path.read_text().replace("elsewhere", os.uname().nodename))
     assert yard.standings() == {"syncer": "running", "a": "stopped"}
@@ -256,6 +270,7 @@ def test_two_who_change_a_run_at_once_are_told_of_each_other(yard):
         said = yard.atoll("up", code=2)
     assert f"atoll down (process {os.getpid()} on {os.uname().nodename}) is changing this run" in said
     assert yard.standings() == {"syncer": "not started", "a": "not started"}
+    assert not (yard.run / "fleet/token").exists()  # the other may be making one
     yard.up()
     assert yard.standings()["a"] in ("running", "waiting")
 
@@ -270,6 +285,17 @@ def test_an_island_that_fails_for_good_is_told_by_the_exit_code(yard):
     assert told["well"] is False
     assert told["units"][1]["name"] == "a"
     assert told["units"][1]["standing"] == "failed"
+
+
+def test_an_island_that_a_plain_kill_has_made_leave_comes_back_with_up(yard):
+    leaves = "import signal, sys; signal.signal(15, lambda *_: sys.exit(0)); print('here', flush=True); signal.pause()"
+    yard.write(f'[islands.a]\ncommand = ["python", "-c", "{leaves}"]\n')
+    yard.up()
+    yard.says("a", "here")
+    tell(until(lambda: yard.child("a")), signal.SIGTERM)
+    until(lambda: yard.standings()["a"] == "ended")
+    assert yard.up()["started"] == ["a"]
+    yard.says("a", "here", times=2)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from atoll.commands.output import ExitCode, complain
 
 EXAMPLE = "atoll logs examples/islands.toml -f --tail 20"
 
-LOOK_S = 0.5
+READ_S = 0.5
 
 
 def run(
@@ -31,7 +31,7 @@ def run(
     Starts of one unit come one after the other; a line of [atoll] between them says why there was another. Ctrl-C ends
     the reading only.
     """
-    from atoll.engines.fleet import Fleet
+    from atoll.engines.fleet import LOOK_FAR_S, LOOK_S, NOT_STARTED, Fleet
     from atoll.engines.fleet_logs import FleetLogs, Line
     from atoll.engines.islands_file import IslandsFile
 
@@ -45,14 +45,19 @@ def run(
     def show(line: Line) -> None:
         sys.stdout.write(f"{line.unit:{width}} | {line.text}\n")
 
+    ended, next_look = not follow, 0.0
     while True:
-        ended = not follow or all(look.is_over or look.status is None for look in fleet.looks() if look.name in names)
+        if not ended and time.monotonic() >= next_look:
+            looks = fleet.looks(names)
+            ended = all(look.is_over or look.standing == NOT_STARTED for look in looks)
+            is_near = all(look.engine == "local" for look in looks)
+            next_look = time.monotonic() + (LOOK_S if is_near else LOOK_FAR_S)
         for line in logs.new():
             show(line)
         if ended:
             break
         sys.stdout.flush()
-        time.sleep(LOOK_S)
+        time.sleep(READ_S)
     for line in logs.rest():
         show(line)
     for unit, problem in logs.problems.items():

@@ -10,7 +10,7 @@ from atoll.commands.fleet_table import File, print_looks, shown
 from atoll.commands.output import ExitCode, JsonOption, complain, print_json
 
 if TYPE_CHECKING:
-    from atoll.engines.fleet import Fleet
+    from atoll.engines.fleet import Fleet, Look
     from atoll.engines.units import Placed
 
 EXAMPLE = "atoll up examples/islands.toml"
@@ -31,23 +31,28 @@ def run(
 ) -> None:
     """Bring up a run that a file describes, and follow it until its islands have ended.
 
-    Everything is checked before anything is started. What runs already is left alone, what has failed or was stopped is
-    started again: the same command once more does no harm, and goes on with a run that was taken down. Ctrl-C ends the
-    following only, the run goes on; come back with atoll up, status or logs, and stop it with atoll down.
+    Everything is checked before anything is started. What runs already is left alone; what has failed, was stopped or
+    has left a run that goes on is started again: the same command once more does no harm, and goes on with a run that
+    was taken down. Ctrl-C ends the following only, the run goes on; come back with atoll up, status or logs, and stop
+    it with atoll down.
     """
     from atoll.engines.fleet import Fleet
     from atoll.engines.islands_file import IslandsFile
-    from atoll.engines.units import token_of, units_of
+    from atoll.engines.units import stays_here, token_of, units_of
 
     read = IslandsFile.load(file)
     fleet = Fleet(read)
     names = fleet.names(units or ())
     placed = [each for each in units_of(read, token_of(read, make=False)) if each.unit.name in names]
     fleet.check(placed, to_start=not dry_run)
+    if warning := stays_here(read):
+        complain(warning)
     if dry_run:
         _show(fleet, placed, as_json)
         return
-    placed = [each for each in units_of(read, token_of(read, make=True)) if each.unit.name in names]
+    with fleet.alone("atoll up"):  # two who make a token at once would not have the same
+        token = token_of(read, make=True)
+    placed = [each for each in units_of(read, token) if each.unit.name in names]
     said: dict[str, str] = {}
 
     def say(unit: str, words: str) -> None:
@@ -66,23 +71,28 @@ def run(
     except KeyboardInterrupt:
         complain(f"detached; the run goes on: {come_back}")
         raise typer.Exit(ExitCode.INTERRUPTED) from None
-    wrong = [look.name for look in looks if look.is_wrong]
     if as_json:
         shown_units = [look.to_json() for look in looks]
         print_json({"run": read.run, "directory": str(read.directory), "started": started, "units": shown_units})
     elif detach:
         print(f"It goes on by itself: {come_back}")
     else:
-        left = [look.name for look in looks if not look.is_over and not look.is_island]
-        if left:
-            print(f"All islands have ended, and {', '.join(left)} goes on: atoll down {file}")
-        elif not wrong:
-            print(f"The run in {read.directory} has ended.")
+        _tell_end(fleet, looks)
+    wrong = [look for look in looks if look.is_wrong]
     if wrong:
         if not as_json:
-            print_looks([look for look in looks if look.is_wrong])
-        complain(f"not well: {', '.join(wrong)}; what they printed: atoll logs {file} {wrong[0]}")
+            print_looks(wrong)
+        names = [look.name for look in wrong]
+        complain(f"not well: {', '.join(names)}; what they printed: atoll logs {file} {names[0]}")
         raise typer.Exit(ExitCode.FAILED)
+
+
+def _tell_end(fleet: Fleet, looks: list[Look]) -> None:
+    left = [look.name for look in looks if not look.is_over and not look.is_island]
+    if left:
+        print(f"All islands have ended, and {', '.join(left)} goes on: atoll down {fleet.file.path}")
+    elif not any(look.is_wrong for look in looks):
+        print(f"The run in {fleet.file.directory} has ended.")
 
 
 def _show(fleet: Fleet, placed: list[Placed], as_json: bool) -> None:

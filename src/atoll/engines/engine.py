@@ -6,11 +6,11 @@ nothing else, so it needs to know neither the file in which they were named nor 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
@@ -84,4 +84,12 @@ class Engine(Protocol):
         """What it has printed, one file for each time it was started or for each node, oldest first."""
 
 
-__all__ = ["Engine", "Standing", "Status", "Unit"]
+@runtime_checkable
+class TakesArrays(Protocol):
+    """An engine that takes units which ask for the same in one submission."""
+
+    def start_array(self, units: Sequence[Unit]) -> list[dict[str, Any]]:
+        """Handles in the order of the units."""
+
+
+__all__ = ["Engine", "Standing", "Status", "TakesArrays", "Unit"]

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atoll.engines.engine import Engine, Standing, Status
+from atoll.engines.engine import Engine, Standing, Status, TakesArrays
 from atoll.engines.islands_file import SHARD, SYNCER, IslandsFile
 from atoll.engines.registry import IN_IMAGES, engine
 from atoll.engines.units import FLEET, Placed
@@ -36,6 +36,7 @@ LOOK_S, LOOK_FAR_S = 1.0, 5.0
 LAST_WORDS_S = 120.0
 """For the syncer, from the end of the last island to its own: it writes the model."""
 
+HELD_BACK = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 NOT_STARTED = "not started"
 OVER = frozenset({Standing.ENDED, Standing.FAILED, Standing.STOPPED, Standing.GONE})
 
@@ -116,8 +117,9 @@ class Fleet:
             raise ValueError(f"{self.folder / KNOWN} was written by another version of Atoll: use that one")
         return {name: Known(**fields) for name, fields in told["units"].items()}
 
-    def looks(self) -> list[Look]:
-        """Of the units of the file in its order, and then of those that were started and are not in it any more."""
+    def looks(self, wanted: Sequence[str] = ()) -> list[Look]:
+        """Of the units of the file in its order, and then of those that were started and are not in it any more; only
+        of those that are wanted, where some are."""
         known = self.known()
         engines = {island.name: island.engine for island in self.file.islands}
         return [
@@ -125,6 +127,7 @@ class Fleet:
             if name in known
             else Look(name, engines.get(name, self.file.syncer.engine), None)
             for name in self._all_names()
+            if not wanted or name in wanted
         ]
 
     def look(self, name: str, known: Known) -> Look:
@@ -159,7 +162,11 @@ class Fleet:
     def is_finished(self) -> bool:
         """As the store on a disk that this machine can see says; the model of a run with shards is gathered later."""
         model = not self.file.syncer.shards or (self.file.directory / "model.safetensors").exists()
-        return model and (self.file.directory / "store" / "manifest.json").exists()
+        return model and self._has_manifest()
+
+    def _has_manifest(self) -> bool:
+        """Nothing is left for islands to do."""
+        return (self.file.directory / "store" / "manifest.json").exists()
 
     # ------------------------------------------------------------------------------------------------------ starting
 
@@ -184,41 +191,68 @@ class Fleet:
         return self.engine(placed.engine).render(placed.unit)
 
     def up(self, units: Sequence[Placed], say: Say) -> list[str]:
-        """Start what is new or has ended badly; returns the names of those. A second call starts nothing."""
+        """Start what is new, has failed or has left a run that goes on; returns the names of those. A second call
+        starts nothing."""
         started: list[str] = []
         with self.alone("atoll up"):
             known = self.known()
             looks = {name: self.look(name, known[name]) for name in known}
             is_over = self.is_finished() or (SYNCER in looks and looks[SYNCER].standing == Standing.ENDED.value)
+            wanted: list[Placed] = []
             for placed in units:
-                unit = placed.unit
-                left = self._left_alone(placed, known.get(unit.name), looks.get(unit.name), is_over)
+                name = placed.unit.name
+                left = self._left_alone(placed, known.get(name), looks.get(name), is_over)
                 if left is not None:
-                    say(unit.name, left)
-                    continue
+                    say(name, left)
+                else:
+                    wanted.append(placed)
+            for together in self._arrays(wanted):
                 with _uninterrupted():  # a unit that runs and is not written down is lost
-                    handle = self.engine(placed.engine).start(unit)
-                    known[unit.name] = Known(placed.engine, handle, _told(placed))
+                    for placed, handle in zip(together, self._start(together), strict=True):
+                        known[placed.unit.name] = Known(placed.engine, handle, _told(placed))
                     self._write(known)
-                started.append(unit.name)
-                say(unit.name, "started again" if unit.name in looks else f"started by engine {placed.engine}")
+                for placed in together:
+                    name = placed.unit.name
+                    started.append(name)
+                    say(name, "started again" if name in looks else f"started by engine {placed.engine}")
             for name in set(looks).difference(self._listed()):
                 say(name, f"is {looks[name].standing}, and not in the file any more: down it to forget it")
         return started
+
+    def _arrays(self, wanted: Sequence[Placed]) -> list[list[Placed]]:
+        """What is submitted at once: islands of one table, where the engine takes that; otherwise each by itself."""
+        tables = {island.name: island.table for island in self.file.islands}
+        made: list[list[Placed]] = []
+        before: str | None = None
+        for placed in wanted:
+            table = tables.get(placed.unit.name)
+            if table is not None and table == before and isinstance(self.engine(placed.engine), TakesArrays):
+                made[-1].append(placed)
+            else:
+                made.append([placed])
+            before = table
+        return made
+
+    def _start(self, together: Sequence[Placed]) -> list[dict[str, Any]]:
+        of_all = self.engine(together[0].engine)
+        if len(together) > 1 and isinstance(of_all, TakesArrays):
+            return of_all.start_array([placed.unit for placed in together])
+        return [of_all.start(placed.unit) for placed in together]
 
     def _left_alone(self, placed: Placed, known: Known | None, look: Look | None, is_over: bool) -> str | None:
         """Why a unit is not started; None: it is."""
         if look is None or known is None:
             return "the run is over: not started" if is_over else None
         if look.problem:
-            return f"{look.problem}; left alone"
+            return f"{look.problem}; left alone; {self._or_forget(look.name)}"
         if look.standing in (Standing.RUNNING.value, Standing.WAITING.value):
             changed = _changes(known.told, _told(placed))
             if changed:
                 return f"is {look.standing} as it was, and {', '.join(changed)} changed: down it first, then up"
             return f"is {look.standing}: left alone"
         if look.standing == Standing.ENDED.value:
-            return "has ended: left alone"
+            has_done_all = is_over or (look.is_island and self._has_manifest())
+            return "has ended: left alone" if has_done_all else None
         return f"{look.standing}, and the run is over: left alone" if is_over else None
 
     # ------------------------------------------------------------------------------------------------------ stopping
@@ -237,6 +271,28 @@ class Fleet:
                 self._write({name: unit for name, unit in known.items() if name not in strays})
             return all(stopped)
 
+    def forget(self, wanted: Sequence[str], say: Say) -> bool:
+        """Units that no engine answers for are not known any more. False: some engine does, and they are kept."""
+        with self.alone("atoll down"):
+            known = self.known()
+            is_done = True
+            for name in wanted:
+                look = self.look(name, known[name]) if name in known else Look(name, "", None)
+                if look.status is not None and not look.is_over:
+                    say(name, f"is {look.standing}, and its engine answers: atoll down {self.file.path} {name}")
+                    is_done = False
+                elif name not in known:
+                    say(name, "was not started")
+                else:
+                    may = "; if it still runs there, end it there before it is started again" if look.problem else ""
+                    say(name, f"forgotten: {look.why or look.standing}{may}")
+                    del known[name]
+                    self._write(known)
+            return is_done
+
+    def _or_forget(self, name: str) -> str:
+        return f"if that is gone for good: atoll down {self.file.path} {name} --forget"
+
     def _stop_all(self, names: Sequence[str], known: Mapping[str, Known], say: Say) -> bool:
         looks = [self.look(name, known[name]) if name in known else Look(name, "", None) for name in names]
         wanted = []
@@ -252,7 +308,7 @@ class Fleet:
             try:
                 self.engine(known[name].engine).stop(known[name].handle)
             except Exception as wrong:
-                say(name, f"cannot be stopped: {str(wrong) or type(wrong).__name__}")
+                say(name, f"cannot be stopped: {str(wrong) or type(wrong).__name__}; {self._or_forget(name)}")
                 return False
             say(name, "stopped")
             return True
@@ -295,7 +351,8 @@ class Fleet:
                 continue
             is_late = look.status.standing is Standing.WAITING or look.status.restarts > ended_with.get(look.name, 0)
             if is_late or not look.is_island:
-                with suppress(ValueError), self.alone("atoll up"):  # somebody else is at it; there is a next look
+                # Somebody else is at it, or its engine does not answer now; there is a next look.
+                with suppress(ValueError, OSError), self.alone("atoll up"):
                     self.engine(look.engine).stop(known[look.name].handle)
 
     # ------------------------------------------------------------------------------------------------- what it keeps
@@ -333,6 +390,7 @@ def _told(placed: Placed) -> dict[str, Any]:
         "engine": placed.engine,
         "command": unit.command,
         "environment": {name: value for name, value in unit.environment.items() if name not in unit.secret},
+        "secrets": sorted(unit.secret),
         **{key: getattr(unit, key) for key in ("nodes", "cpus", "devices", "site", "restarts", "notice_s", "options")},
     }
     again: dict[str, Any] = json.loads(json.dumps(told, default=str))
@@ -345,18 +403,19 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C is raised after the block."""
+    """Ctrl-C, a terminal that is closed and a plain kill do after the block what they would have done in it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in HELD_BACK}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-    if came:
-        raise KeyboardInterrupt
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        for one in came[:1]:
+            signal.raise_signal(one)
 
 
 __all__ = ["Fleet", "Known", "Look"]
