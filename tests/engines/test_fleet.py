@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from atoll.commands import down, logs
+from atoll.commands import up as commands_up
 from atoll.engines import fleet as of_fleet
+from atoll.engines import registry
 from atoll.engines.engine import Standing
 from atoll.engines.fleet import Fleet
 from atoll.engines.islands_file import IslandsFile
@@ -100,6 +102,14 @@ def test_islands_of_one_table_are_submitted_together_where_the_engine_takes_that
     FakeEngine.submitted.clear()
     up(fleet_of(other, many))
     assert FakeEngine.submitted == [("syncer",), ("many-1",), ("many-2",), ("many-3",)]
+
+
+def test_up_warns_of_an_address_that_leads_nowhere_from_other_machines(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(registry.ENGINES, "slurm", registry.ENGINES["fake"])
+    commands_up.run(fleet_of(tmp_path, engine="slurm").file.path, dry_run=True)
+    assert capsys.readouterr().err.startswith("atoll: syncer.address is 127.0.0.1:7400, which every machine takes for")
+    commands_up.run(fleet_of(tmp_path).file.path, dry_run=True)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_unit_on_a_machine_that_is_gone_for_good_can_be_forgotten(tmp_path, capsys):
