@@ -106,15 +106,46 @@ def test_a_command_that_fails_is_started_again(nodes, engine, tmp_path):
 
 def test_a_command_that_fails_too_often_has_failed(nodes, engine, tmp_path):
     started = Started(engine, unit(nodes, tmp_path, "echo no; exit 7", restarts=1))
-    assert started.until(Standing.FAILED) == Status(
-        Standing.FAILED, 1, "exit code 7; started 2 times, no restart is left"
-    )
+    assert started.until(Standing.FAILED) == Status(Standing.FAILED, 1, "exit code 7, and of 1 restarts none is left")
     assert started.said() == ["no\n", "no\n"]
 
 
 def test_a_command_that_does_not_exist_says_so(nodes, engine, tmp_path):
     started = Started(engine, unit(nodes, tmp_path, "", command=("no-such-program",), restarts=0))
     assert "No such file or directory: 'no-such-program'" in started.until(Standing.FAILED).why
+
+
+def test_a_full_disk_takes_no_unit_along_and_one_that_has_ended_can_be_started_again(nodes, engine, tmp_path):
+    (tmp_path / "ray.json.new").symlink_to("/dev/full")
+    started = Started(engine, unit(nodes, tmp_path, "echo first"))
+    assert started.until(Standing.ENDED).why == "exit code 0"
+    assert not (tmp_path / "ray.json").exists(), "its keeper lives, and has not written it down"
+    (tmp_path / "ray.json.new").unlink()
+    again = Started(engine, unit(nodes, tmp_path, "echo again"))
+    until(lambda: again.said()[1:] == ["again\n"], "the second one runs, once the first one's keeper is gone")
+    again.until(Standing.ENDED)
+
+
+def test_what_is_started_again_after_the_end_of_the_run_is_not_started(nodes, engine, tmp_path):
+    """It would wait for a syncer for an hour. A shard ends with the syncer, and has no end of its own."""
+    nowhere = {"options": {"resources": {"nowhere": 1}}}
+    waits = Started(engine, unit(nodes, tmp_path / "waits", "echo", name="waits", **nowhere))
+    shard = Started(engine, unit(nodes, tmp_path / "shard-0", PRINT_AND_WAIT, name="shard-0"))
+    shard.pid()
+    waits.until(Standing.WAITING, "nowhere")
+    ends = """mkdir ../syncer; echo '{"standing": "ended"}' >../syncer/ray.json; exit 3"""
+    fails = Started(engine, unit(nodes, tmp_path / "fails", ends, name="fails"))
+    over = "the run is over: its syncer has ended"
+    assert fails.until(Standing.STOPPED) == Status(Standing.STOPPED, 0, f"{over} (exit code 3)")
+    assert shard.until(Standing.STOPPED).why == f"{over} (ended by signal 15)"
+    assert waits.until(Standing.STOPPED).why == f"{over} (it waited for its place)"
+
+
+def test_a_shard_that_leaves_a_run_that_goes_on_is_brought_back(nodes, engine, tmp_path):
+    script = f"test -e been-here || {{ touch been-here; exit 0; }}; {PRINT_AND_WAIT}"
+    shard = Started(engine, unit(nodes, tmp_path, script, name="shard-0"))
+    shard.pid(2)
+    assert shard.stop().standing is Standing.STOPPED
 
 
 # A grand-child in a session of its own, as ranks of torchrun are; it says goodbye.
@@ -172,12 +203,17 @@ def test_it_goes_on_when_the_caller_ends_and_others_find_it(nodes, engine, tmp_p
     assert done.stderr == ""
     handle = json.loads(done.stdout)
     until(lambda: engine.status(handle).standing is Standing.RUNNING, "runs")
-    again = Started(engine, unit(nodes, tmp_path, PRINT_AND_WAIT))
+    again = Started(engine, replace(unit(nodes, tmp_path, PRINT_AND_WAIT), notice_s=30.0))
     assert again.handle["actor"] == handle["actor"], "who starts it twice has it once"
     pid = again.pid()
     assert len(again.said()) == 1
+    with pytest.raises(ValueError, match="not as it is wanted now: stop it with echo") as refused:
+        engine.start(unit(nodes, tmp_path, "echo something else"))
     assert RayEngine().status(handle).standing is Standing.RUNNING
-    RayEngine().stop(handle)
+    told = str(refused.value).partition("stop it with ")[2].rpartition(", or start")[0]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    subprocess.run(told, shell=True, env=os.environ | {"PATH": path}, timeout=LIMIT_S, check=True)
+    again.until(Standing.STOPPED)
     assert not lives(pid)
     assert again.status().standing is Standing.STOPPED
 
@@ -197,7 +233,7 @@ def test_where_there_is_no_cluster_one_is_started_and_outlives_its_caller(engine
 @pytest.mark.parametrize("killed", ["Hand", "Keeper"])
 def test_a_process_of_ray_that_is_killed_takes_the_command_along_and_both_come_back(nodes, engine, tmp_path, killed):
     script = "echo $$; setsid sleep 1000 & echo $! ; wait"
-    started = Started(engine, unit(nodes, tmp_path, script))
+    started = Started(engine, unit(nodes, tmp_path, script, restarts=0))  # which are for what the command does
     first = started.pid()
     below = int(until(lambda: started.said()[0].split()[1:], "its child")[0])
     for victim in processes_titled(f"ray::{killed}"):
@@ -225,7 +261,7 @@ def processes_titled(title: str) -> list[int]:
 def test_a_node_that_is_killed_takes_only_its_own_unit_down_and_it_comes_back_on_another(nodes, engine, tmp_path):
     lost_node = nodes.add(spare=1)
     nodes.wait()
-    spare, left = ({"options": {"resources": {name: 1}}} for name in ("spare", "left"))
+    spare, left = ({"options": {"resources": {name: 1}}, "restarts": 0} for name in ("spare", "left"))
     lost = Started(engine, unit(nodes, tmp_path / "lost", PRINT_AND_WAIT, name="lost", **spare))
     kept = Started(engine, unit(nodes, tmp_path / "kept", PRINT_AND_WAIT, name="kept", **left))
     pids = [lost.pid(), kept.pid()]
@@ -252,6 +288,18 @@ def test_a_unit_of_two_nodes_begins_and_fails_and_ends_as_one(nodes, engine, tmp
     told = [re.fullmatch(r"(\d) of 2 at ([\d.]+:\d+) (\d)\n", said) for said in started.said()]
     assert [(found[1], found[3]) for found in told if found] == [("0", "0"), ("1", "1")] * 2
     assert len({found[2] for found in told[:2] if found}) == 1
+
+
+def test_a_command_that_fails_because_its_other_node_is_lost_has_not_failed(nodes, engine, tmp_path):
+    script = "test -e again && exit 0; "
+    script += "test $NODE_RANK = 0 && { until test -e begun; do sleep 0.1; done; exit 1; }; "
+    script += "trap 'echo told' TERM; touch begun; while :; do sleep 0.1; done"
+    started = Started(engine, unit(nodes, tmp_path, script, nodes=2, restarts=0))
+    until(lambda: "told" in "".join(started.said()), "the first node has failed, and the second one is told to leave")
+    (tmp_path / "again").touch()
+    for hand in processes_titled("ray::Hand"):
+        os.kill(hand, signal.SIGKILL)
+    assert started.until(Standing.ENDED).restarts == 1
 
 
 def test_torchrun_takes_its_arguments_from_what_nodes_are_told(monkeypatch):

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from atoll.engines.engine import Standing, Status, Unit
+from atoll.engines.islands_file import SHARD, SYNCER
 from atoll.engines.ray_files import FINAL, last_word, logs_in, write_last_word
 
 OPTIONS = ("address", "namespace", "resources", "runtime_env", "strategy")
@@ -113,6 +114,8 @@ class RayEngine:
             "restarts": unit.restarts,
             "notice_s": unit.notice_s,
             "group": f"{handle['namespace']}/{handle['actor']}",
+            "syncer": None if unit.name == SYNCER else str(unit.directory.parent / SYNCER),
+            "ends_with_syncer": unit.name.startswith(SHARD),
         }
         self._driver(address).ask("start", **_name(handle), kept=kept)
         return handle

@@ -10,10 +10,12 @@ Reads one JSON object per line, `{"do": "status", ...}`, and answers with one: `
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ HEAD = "node:__internal_head__"
 """A resource that every head node has. Whatever needs a little of it is there."""
 START_S = 120.0
 ANSWER_S = 10.0
+STOP_S = 2.0
+LOOK_S = 0.1
 
 
 def main() -> None:
@@ -60,9 +64,10 @@ def main() -> None:
 
 def _start(actor: str, namespace: str, kept: dict[str, Any]) -> None:
     """It returns when the keeper lives: before that it still needs this process."""
-    if _found(actor, namespace) is not None:
+    wanted = Kept(**kept | {"command": tuple(kept["command"])})
+    if _is_kept(actor, namespace, wanted):
         return
-    directory = Path(kept["directory"])
+    directory = Path(wanted.directory)
     if last_word(directory):
         write_last_word(directory, {})
     keeper: Any = ray.remote(Keeper)
@@ -74,7 +79,7 @@ def _start(actor: str, namespace: str, kept: dict[str, Any]) -> None:
         resources={HEAD: 0.001},
         max_restarts=-1,
         max_concurrency=4,
-    ).remote(Kept(**kept | {"command": tuple(kept["command"])}))
+    ).remote(wanted)
     try:
         ray.get(begun.standing.remote(), timeout=START_S)
     except GetTimeoutError:
@@ -88,6 +93,33 @@ def _start(actor: str, namespace: str, kept: dict[str, Any]) -> None:
         raise ValueError(
             f"the Ray cluster cannot run {actor}: {str(wrong).strip()}\nIts nodes need the Python environment of Atoll"
         ) from None
+
+
+def _is_kept(actor: str, namespace: str, wanted: Kept) -> bool:
+    """Whether a keeper has it already. One that has said its last word is waited for, one of something else refused."""
+    deadline = time.monotonic() + ANSWER_S
+    while (found := _found(actor, namespace)) is not None:
+        try:
+            told = ray.get(found.keeps.remote(), timeout=ANSWER_S)
+        except (GetTimeoutError, ActorUnavailableError):
+            raise ValueError(f"the keeper of {actor} does not answer now: start it again later") from None
+        except RayError:
+            told = {}  # it has ended, and its name goes next
+        if told and told["standing"] not in FINAL:
+            if told["is_stopping"]:
+                raise ValueError(f"{actor} is being stopped: start it again when it has left")
+            if told["digest"] == wanted.digest():
+                return True
+            order = json.dumps({"do": "stop", "actor": actor, "namespace": namespace})
+            driver = f"python -m atoll.engines.ray_driver {ray.get_runtime_context().gcs_address}"
+            raise ValueError(
+                f"{actor} is in the cluster already, and not as it is wanted now: stop it with echo '{order}' |"
+                f" {driver}, or start it as it was"
+            )
+        if time.monotonic() > deadline:
+            raise ValueError(f"{actor} has ended, and Ray keeps its name: start it again later")
+        time.sleep(LOOK_S)
+    return False
 
 
 def _status(actor: str, namespace: str) -> dict[str, Any]:
@@ -105,7 +137,7 @@ def _status(actor: str, namespace: str) -> dict[str, Any]:
     return {}
 
 
-def _stop(actor: str, namespace: str, kill: bool) -> bool:
+def _stop(actor: str, namespace: str, kill: bool = False) -> bool:
     """Whether anything is left of it. A keeper that does not stop is killed, and Ray ends what it has."""
     found = _found(actor, namespace)
     if found is None:
@@ -113,7 +145,8 @@ def _stop(actor: str, namespace: str, kill: bool) -> bool:
     if kill:
         ray.kill(found, no_restart=True)
     else:
-        found.stop.remote()
+        with contextlib.suppress(RayError):  # who asks again sees whether it is gone
+            ray.get(found.stop.remote(), timeout=STOP_S)  # it has arrived, should this process end now
     return True
 
 

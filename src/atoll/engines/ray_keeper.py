@@ -8,15 +8,17 @@ are its own: Ray ends them with it, and a hand ends its command.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import socket
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError
@@ -25,9 +27,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from atoll.engines.engine import Standing
 from atoll.engines.guarded import GuardedCommand
-from atoll.engines.ray_files import last_word, log_name, next_number, write_last_word
+from atoll.engines.ray_files import has_ended, last_word, log_name, next_number, write_last_word
 
 LOOK_S = 0.25
+LOOK_AT_RUN_S = 2.0
+"""At files that may be on a disk far away."""
+FULL_DISK_S = 900.0
+"""For the last word to be written: those who ask meanwhile are told."""
+OVER = "the run is over: its syncer has ended"
 KILL_WAIT_S = 30.0
 """Beyond the notice, for a node that answers no more."""
 BACKOFF_FIRST_S, BACKOFF_MOST_S, HEALTHY_S = 0.5, 30.0, 120.0
@@ -51,6 +58,21 @@ class Kept:
     restarts: int
     notice_s: float
     group: str
+    syncer: str | None
+    """Directory of the run's syncer; None for the syncer itself."""
+    ends_with_syncer: bool
+
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+
+class How(NamedTuple):
+    """How one start has ended."""
+
+    wrong: str = ""
+    """Empty: well."""
+    is_failure: bool = False
+    """Of the command. A node that is lost is none: it says nothing about what ran there."""
 
 
 class Hand:
@@ -97,13 +119,20 @@ class Keeper:
         self._hands: list[Any] = []
         self._group: PlacementGroup | None = None
         before = last_word(self._directory)
-        self._starts = int(before.get("starts", 0))
+        self._starts, self._failures = int(before.get("starts", 0)), int(before.get("failures", 0))
+        self._looked_at_run_s = 0.0
         self._told: dict[str, Any] = {}
+        self._is_written = False
         self._tell(Standing.WAITING, "its keeper is there")
         threading.Thread(target=self._live, name="keeper", daemon=True).start()
 
     def standing(self) -> dict[str, Any]:
         return dict(self._told)
+
+    def keeps(self) -> dict[str, Any]:
+        """For those who would start the same: whether this is it, and whether it stays."""
+        digest, is_stopping = self._kept.digest(), self._stopping.is_set()
+        return {"digest": digest, "is_stopping": is_stopping, "standing": self._told["standing"]}
 
     def stop(self) -> None:
         self._stopping.set()
@@ -116,32 +145,47 @@ class Keeper:
         except Exception as wrong:
             standing, why = Standing.FAILED, f"its keeper failed: {type(wrong).__name__}: {_first_line(wrong)}"
         self._free()
-        self._tell(standing, why)
+        deadline = time.monotonic() + FULL_DISK_S
+        while not self._tell(standing, why) and time.monotonic() < deadline:
+            time.sleep(LOOK_AT_RUN_S)
         # Only now: whoever finds no keeper reads the last word. Ray does not start an actor again that was killed so.
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
     def _keep(self) -> tuple[Standing, str]:
         _remove_groups(self._kept.group)  # of this keeper's life before, if Ray has started it again
-        backoff_s = BACKOFF_FIRST_S
+        backoff_s, restarts, how = BACKOFF_FIRST_S, self._kept.restarts, How()
         while True:
-            if self._starts > self._kept.restarts:
-                return Standing.FAILED, f"{self._told['why']}; started {self._starts} times, no restart is left"
+            if self._is_over():  # nobody would let it in
+                return Standing.STOPPED, f"{OVER} ({how.wrong})" if how.wrong else OVER
+            if self._failures > restarts:
+                return Standing.FAILED, f"{how.wrong}, and of {restarts} restarts none is left"
             began = time.monotonic()
-            went_wrong = self._once()
+            how = self._once()
             if self._stopping.is_set():
-                return Standing.STOPPED, went_wrong or "ended with exit code 0 when it was told to stop"
-            if not went_wrong:
+                return Standing.STOPPED, how.wrong or "ended with exit code 0 when it was told to stop"
+            if not how.wrong and self._kept.ends_with_syncer and not self._is_over():
+                how = How("it left, and its run goes on", is_failure=True)  # whoever told it to was not its keeper
+            if not how.wrong:
                 return Standing.ENDED, "exit code 0"
+            self._failures += how.is_failure
             backoff_s = BACKOFF_FIRST_S if time.monotonic() - began > HEALTHY_S else backoff_s
-            self._tell(Standing.WAITING, went_wrong)
+            self._tell(Standing.WAITING, how.wrong)
             self._stopping.wait(backoff_s)
             backoff_s = min(2 * backoff_s, BACKOFF_MOST_S)
 
-    def _once(self) -> str:
-        """One start on all nodes. Empty if it has ended well, otherwise what was wrong with it."""
+    def _is_over(self, seldom: bool = False) -> bool:
+        """Whether the run is, as far as this node can see. `seldom`: asked again and again, it looks now and then."""
+        now_s = time.monotonic()
+        if self._kept.syncer is None or (seldom and now_s - self._looked_at_run_s < LOOK_AT_RUN_S):
+            return False
+        self._looked_at_run_s = now_s
+        return has_ended(Path(self._kept.syncer))
+
+    def _once(self) -> How:
+        """One start on all nodes."""
         places = self._placed()
         if isinstance(places, str):
-            return places
+            return How(places)
         self._starts += 1
         number = next_number(self._directory)
         (address, port), *_ = places
@@ -168,6 +212,8 @@ class Keeper:
             self._hands = [self._hand(node) for node in range(kept.nodes)]
         asked = [hand.where.remote() for hand in self._hands]
         while not self._stopping.is_set():
+            if self._is_over(seldom=True):
+                return "it waited for its place"
             answered, _ = ray.wait(asked, num_returns=len(asked), timeout=LOOK_S)
             try:
                 for answer in answered:
@@ -194,24 +240,28 @@ class Keeper:
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, node),
         ).remote()
 
-    def _watched(self, running: list[Any]) -> str:
+    def _watched(self, running: list[Any]) -> How:
         """Until all nodes have ended, well or not. If one has failed, or somebody wants it so, all are told to stop."""
-        wrong, waiting, deadline = "", list(running), float("inf")
+        wrong: list[How] = []
+        waiting, leaves, deadline = list(running), False, float("inf")
         while waiting:
             ended, waiting = ray.wait(waiting, timeout=LOOK_S)
             for run in ended:
-                node = running.index(run)
-                wrong = wrong or _what_was_wrong(run, f" of node {node}" if len(running) > 1 else "")
-            if (wrong or self._stopping.is_set()) and deadline == float("inf"):
+                how = _how_it_ended(run, f" of node {running.index(run)}" if len(running) > 1 else "")
+                wrong += [how] if how.wrong else []
+            leaves = leaves or bool(wrong) or self._stopping.is_set()
+            leaves = leaves or (self._kept.ends_with_syncer and self._is_over(seldom=True))
+            if leaves and deadline == float("inf"):
                 deadline = time.monotonic() + self._kept.notice_s + KILL_WAIT_S
                 for hand in self._hands:
                     hand.stop.remote(self._kept.notice_s)
             if time.monotonic() > deadline:
-                wrong = wrong or "a node does not answer"
+                wrong.append(How("a node does not answer"))
                 break
-        if wrong or self._stopping.is_set():
+        if leaves:
             self._let_go()  # the next start has new ones: of those that are there some may be lost
-        return wrong
+        # A command that misses the other node may fail before Ray has seen that the node is lost.
+        return min(wrong, key=lambda how: how.is_failure, default=How())
 
     def _let_go(self) -> None:
         for hand in self._hands:
@@ -223,11 +273,17 @@ class Keeper:
         with contextlib.suppress(RayError):
             _remove_groups(self._kept.group)
 
-    def _tell(self, standing: Standing, why: str) -> None:
-        told = {"standing": standing.value, "why": why, "starts": self._starts}
-        if told != self._told:
+    def _tell(self, standing: Standing, why: str) -> bool:
+        """False: it is not written down. A full disk does not take the unit along."""
+        told = {"standing": standing.value, "why": why, "starts": self._starts, "failures": self._failures}
+        if told != self._told or not self._is_written:
             self._told = told
-            write_last_word(self._directory, told)
+            try:
+                write_last_word(self._directory, told)
+                self._is_written = True
+            except OSError:
+                self._is_written = False
+        return self._is_written
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -266,14 +322,15 @@ def _remove_groups(name: str) -> None:
             remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(found["placement_group_id"])))
 
 
-def _what_was_wrong(run: Any, of_node: str) -> str:
+def _how_it_ended(run: Any, of_node: str) -> How:
     try:
         code = ray.get(run, timeout=KILL_WAIT_S)
     except RayError:  # Ray's own words name actors and sockets, and not whether the process or the node was first
-        return f"its process{of_node} is lost"
-    if isinstance(code, str):
-        return code + of_node
-    return "" if code == 0 else (f"exit code {code}" if code > 0 else f"ended by signal {-code}") + of_node
+        return How(f"its process{of_node} is lost")
+    if code == 0:
+        return How()
+    words = code if isinstance(code, str) else f"exit code {code}" if code > 0 else f"ended by signal {-code}"
+    return How(words + of_node, is_failure=True)
 
 
 def _first_line(wrong: BaseException) -> str:
