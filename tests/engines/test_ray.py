@@ -142,10 +142,11 @@ def test_what_is_started_again_after_the_end_of_the_run_is_not_started(nodes, en
 
 
 def test_a_shard_that_leaves_a_run_that_goes_on_is_brought_back(nodes, engine, tmp_path):
-    script = f"test -e been-here || {{ touch been-here; exit 0; }}; {PRINT_AND_WAIT}"
+    script = "test -e been-here || { touch been-here; exit 0; }; "
+    script += "trap 'exit 0' TERM; echo $$; while :; do sleep 0.1; done"
     shard = Started(engine, unit(nodes, tmp_path, script, name="shard-0"))
     shard.pid(2)
-    assert shard.stop().standing is Standing.STOPPED
+    assert shard.stop() == Status(Standing.STOPPED, 1, "ended with exit code 0 when it was told to stop")
 
 
 # A grand-child in a session of its own, as ranks of torchrun are; it says goodbye.

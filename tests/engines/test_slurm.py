@@ -153,7 +153,7 @@ def test_a_job_that_comes_late_into_the_queue_is_not_submitted_twice(here, tmp_p
     one = unit(tmp_path, "left", GOODBYE)
     with monkeypatch.context() as patch:
         patch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-        words = "sbatch was ended by SIGKILL; run.left is not in the queue now; start it again"
+        words = "sbatch was ended by signal 9; run.left is not in the queue now; start it again"
         with pytest.raises(ConnectionError, match=words):
             here.engine.start(one)
     late = here.slurm.run("sbatch", "--parsable", str(one.directory / "slurm" / "job.sh")).strip()

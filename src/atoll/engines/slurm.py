@@ -14,7 +14,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -220,20 +219,19 @@ class SlurmEngine:
                 task = "" if handle["task"] is None else str(handle["task"])
                 if (name, directory, job.partition("_")[2]) != (handle["name"], handle["directory"], task):
                     continue
-                if (_home(unit) / "stopped").exists() or handle["wanted"] != _digest(unit):
+                is_leaving = (_home(unit) / "stopped").exists()
+                if is_leaving or handle["wanted"] != _digest(unit):
+                    why = "is being stopped" if is_leaving else "not as it is wanted now"
                     raise ValueError(
-                        f"{unit.name} is job {job} already ({state.lower()}), and not as it is wanted now: stop it, or"
-                        f" scancel {job}"
+                        f"{unit.name} is job {job} already ({state.lower()}), and {why}: stop it, or scancel {job}"
                     )
                 found[unit.name] = {**handle, "job": job}
         return found
 
     def _queued(self, names: set[str]) -> list[tuple[str, str, str, str]]:
         """Jobs of these names that have not ended: number, state, name, and the directory in which they start."""
-        told = self._ask(
-            *("squeue", "--me", "--noheader", "--array", "--states=all", f"--name={','.join(sorted(names))}"),
-            "--format=%i %T %j %Z",
-        )
+        those = (f"--user={os.getuid()}", f"--name={','.join(sorted(names))}", "--states=all")
+        told = self._ask("squeue", *those, "--array", "--noheader", "--format=%i %T %j %Z")
         lines = [line.split(" ", 3) for line in told.splitlines()]
         return [(job, state, name, place) for job, state, name, place in lines if state in WAITS or state in RUNS]
 
@@ -278,8 +276,7 @@ class SlurmEngine:
         if done.returncode == 0:
             return done.stdout
         if done.returncode < 0:
-            killed = signal.Signals(-done.returncode).name
-            raise ConnectionError(f"Slurm cannot be asked: {command[0]} was ended by {killed}")
+            raise ConnectionError(f"Slurm cannot be asked: {command[0]} was ended by signal {-done.returncode}")
         told = " ".join((done.stderr or done.stdout).split())
         if re.search(r"Invalid job id|Job \S+ not found|already completing or completed|Job/step already", told):
             raise ValueError(told)
