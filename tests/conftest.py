@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import tempfile
 import threading
 import time
@@ -26,6 +27,13 @@ from hypothesis import settings
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None, print_blob=True)
 settings.register_profile("explore", deadline=None, max_examples=2_000, print_blob=True)
 settings.load_profile("repeatable")
+
+
+def pytest_configure() -> None:
+    """A shell that starts us in the background has us ignore interrupts, and whatever we start would inherit that: a
+    test that sends one would wait for ever."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -434,14 +434,18 @@ def test_most_giving_joining_learners_are_served_and_the_next_one_replaces_the_o
     assert [body.to for _, body in talk.bodies(InnerState)] == list(range(3, 3 + MOST_GIVING))
 
 
-def test_a_peer_gives_up_after_h_steps_without_the_versions_that_are_wanted():
-    talk = LearnerTalk(RunConfig(fragments=1, every_steps=5)).trains()
+@pytest.mark.parametrize(("steps_s", "is_given"), [(0.4, True), (1.2, False)])
+def test_a_peer_tries_for_as_long_as_the_other_one_waits_however_many_steps_it_takes(steps_s, is_given):
+    """H steps of the run, at least `least_wait_s`; its own steps may be quicker, and its link slower than H of them."""
+    limits = Limits(least_wait_s=4.0)
+    talk = LearnerTalk(RunConfig(fragments=1, every_steps=5, limits=limits)).trains()
+    talk.steps(0.4, step_time_s=0.4)
     talk.hears(0.5, StateWanted(2, 1, (9,)))
-    for step in range(1, 7):
-        talk.steps(float(step))
-    talk.gets(6.5, 0, 9)
-    talk.steps(7.0)
-    assert talk.bodies(InnerState) == []
+    for step in range(1, 8):
+        talk.steps(0.5 + step * steps_s / 2, step_time_s=0.4)
+    talk.gets(0.5 + 8 * steps_s / 2, 0, 9)
+    talk.steps(0.5 + 9 * steps_s / 2, step_time_s=0.4)
+    assert bool(talk.bodies(InnerState)) is is_given
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -93,10 +93,18 @@ class Sender:
         return whole
 
 
+@pytest.mark.parametrize("slight_part", [row_shares.SLIGHT_PART, 3])
 @given(cases(), st.sampled_from(["f32", "bf16", "int8", "int4"]), st.lists(st.booleans(), min_size=3, max_size=3))
-def test_strips_are_the_bytes_of_the_whole_fragment_round_after_round(case, name, merged):
-    """With error feedback, whatever of it was merged."""
+def test_strips_are_the_bytes_of_the_whole_fragment_round_after_round(slight_part, case, name, merged):
+    """With error feedback, whatever of it was merged. In fragments as small as these hardly a stretch is slight, so a
+    third of one is, too."""
     by, drawn = codec(name), torch.Generator().manual_seed(5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_shares, "SLIGHT_PART", slight_part)
+        round_after_round(case, by, drawn, merged)
+
+
+def round_after_round(case: Case, by: Codec, drawn: torch.Generator, merged: list[bool]) -> None:
     for p in range(len(case.plan.fragments)):
         numel = case.plan.numel(p)
         alone, ranks = Feedback(by, numel), Sender(case, p, by)
@@ -148,12 +156,34 @@ def test_rows_are_decoded_from_the_blocks_that_hold_them(case, by, is_whole):
 
 
 def test_a_rank_encodes_about_as_much_as_it_holds():
-    made = case([(4096, 64), (512,), (4096,)], 4, 1, set(), "balanced", 1)
+    made = case([(4096, 64), (32768,), (65536,)], 4, 1, set(), "balanced", 1)
     share = share_out(made.plan, 0, made.everybody)
     for rank in range(4):
         held = sum(window.last - window.first for window in windows(made.plan, 0, made.everybody[rank]))
         assert abs(share.strip_numel(rank) - held) <= 3 * row_shares.CELL
         assert sum(move.size for move in share.given(rank)) <= 3 * row_shares.CELL
+
+
+NORMS = [(512, 64), (512,), (64, 512), (64,), (512,), (512, 64), (512,)]
+
+
+def test_slight_stretches_are_encoded_with_what_is_before_them():
+    """Norms and biases between large tensors: they would be a request each, of each rank."""
+    made, by = case(NORMS, 4, 1, set(), "balanced", 1), codec("int8")
+    ranks, numel = Sender(made, 0, by), made.plan.numel(0)
+    assert sum(len(strips) for strips in ranks.share.strips) == 3 * 4
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(9))
+    assert torch.equal(ranks.encode(x, by), by.encode(x))
+
+
+@pytest.mark.parametrize("ranks", [100, 250])
+def test_where_all_stretches_are_slight_no_rank_gets_the_whole_fragment(ranks):
+    made, by = case([(4096, 64)], ranks, 1, set(), "balanced", 1), codec("bf16")
+    sender, numel = Sender(made, 0, by), made.plan.numel(0)
+    assert 8 <= sum(1 for strips in sender.share.strips if strips) < ranks, "a few encode for all"
+    assert max(sender.share.strip_numel(rank) for rank in range(ranks)) <= numel // 8 + numel // ranks + row_shares.CELL
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(10))
+    assert torch.equal(sender.encode(x, by), by.encode(x))
 
 
 @pytest.mark.parametrize(

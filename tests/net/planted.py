@@ -23,11 +23,14 @@ from atoll.net import (
     access,
     durable,
     fragment_keeper,
+    fragment_traffic,
     island_leader,
     learner_bulk,
+    learner_link,
     listening,
     pacing,
     part_keeper,
+    row_traffic,
     sharded_parts,
 )
 from atoll.net.arrivals import Arrivals
@@ -112,6 +115,47 @@ def _before_slices(strike: Callable[[], None]) -> None:
         await put(self, path, *args)
 
     learner_bulk.LearnerBulk.put = struck_put  # type: ignore[method-assign, assignment]
+
+
+def damaged_slice(directory: Path) -> None:
+    """The first slice from here is refused as one whose bytes were damaged on their way."""
+
+    def damage() -> None:
+        if not struck(directory, "slice").exists():
+            struck(directory, "slice").touch()
+            raise learner_link.Refusal(400, "the digest is that of other bytes", "digest")
+
+    _before_slices(damage)
+
+
+def lost_way(directory: Path) -> None:
+    """Once the file `cut` is there a rank that is no leader does not reach the syncer; a second of that is too long."""
+    row_traffic.LOST_S = 1.0
+    carry_out = row_traffic.RowWork.carry_out
+
+    async def cut_off(self: Any, word: str, what: dict[str, Any]) -> Any:
+        if (directory / "cut").exists():
+            raise ConnectionError("no route to host")
+        return await carry_out(self, word, what)
+
+    row_traffic.RowWork.carry_out = cut_off  # type: ignore[method-assign]
+
+
+def counted_uploads(directory: Path) -> None:
+    """How many contributions were on their way at once, the most so far. None is small."""
+    fragment_traffic.SMALL_BYTES = 0
+    contribute, now, most = learner_bulk.LearnerBulk.contribute, [0], [0]
+
+    async def counted(self: Any, *args: Any) -> None:
+        now[0] += 1
+        most[0] = max(most[0], now[0])
+        (directory / "most-uploads").write_text(str(most[0]))
+        try:
+            await contribute(self, *args)
+        finally:
+            now[0] -= 1
+
+    learner_bulk.LearnerBulk.contribute = counted  # type: ignore[method-assign, assignment]
 
 
 def measured_memory(directory: Path) -> None:
@@ -381,6 +425,9 @@ PLANTS: dict[str, Callable[[Path], None]] = {
     "small-slices": small_slices,
     "deadly-slice": deadly_slice,
     "held-slice": held_slice,
+    "damaged-slice": damaged_slice,
+    "lost-way": lost_way,
+    "counted-uploads": counted_uploads,
     "measured-memory": measured_memory,
     "collecting": collecting,
     "believing": believing,

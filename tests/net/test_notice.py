@@ -21,8 +21,10 @@ from atoll.commands.learner import LearnerWatch
 from atoll.commands.ledger import read_history
 from atoll.core.protocol import Leaving, Stop
 from atoll.core.types import RunConfig
+from atoll.ml.settings import Numerics
+from atoll.net.fragment_traffic import UPLOADS
 from atoll.net.learner import Learner
-from atoll.net.notice import SAME_NOTICE_S, Notice
+from atoll.net.notice import LAST_WORDS_S, SAME_NOTICE_S, Notice
 from atoll.tape_files import RunTapes
 from atoll.train.children import terminated_like_interrupted
 from tests.net.in_process import learner_of, train
@@ -142,6 +144,30 @@ def test_two_that_leave_at_once_are_both_merged(tmp_path):
         run.verdict()
 
 
+def test_many_large_fragments_go_a_few_at_a_time_and_none_is_given_up(tmp_path):
+    """In slices: what of them has arrived stays until all has."""
+    with Run(tmp_path, rare(fragments=12), Numerics(plan="rows")) as run:
+        planted = "small-slices counted-uploads"
+        (one,) = run.joined(LearnerSpec(1, "wide", notice_s=LONG_S, planted=planted, max_rate="16mbit"))
+        run.go(one)
+        trained(run, 1)
+        one.send(signal.SIGTERM)
+        assert left(one)["stats"]["unmerged"] == 0
+        assert run.log_lines(one, "was not taken") == []
+        assert (tmp_path / "most-uploads").read_text() == str(UPLOADS)
+        run.verdict()
+
+
+def test_small_ones_may_go_all_at_once_and_the_syncer_keeps_them(tmp_path):
+    with Run(tmp_path, rare(fragments=12), Numerics(plan="rows")) as run:
+        (one,) = run.joined(LearnerSpec(1, "wide", notice_s=LONG_S, planted="small-slices", max_rate="16mbit"))
+        run.go(one)
+        trained(run, 1)
+        one.send(signal.SIGTERM)
+        assert left(one)["stats"]["unmerged"] == 0
+        assert run.log_lines(one, "was not taken") == []
+
+
 def test_a_syncer_that_is_killed_meanwhile_is_told_again(tmp_path):
     with Run(tmp_path, rare(quorum=2)) as run:
         one, two = run.joined(spec(1), 2)
@@ -215,6 +241,26 @@ def test_a_second_signal_means_that_there_is_no_time_after_all():
     assert not notice.is_over(), "torchrun passes on what its ranks have got already"
     now[0] += 0.1
     notice.hear()
+    assert notice.is_over()
+    assert notice.level == 2
+
+
+def test_the_notice_of_another_rank_is_counted_from_the_boundary_before():
+    """Its machine was told after that, and goes by its own clock."""
+    now = [100.0]
+    notice = Notice(LONG_S, logging.getLogger("test"), clock=lambda: now[0])
+    notice.hear_of(0)
+    now[0] += 10.0
+    notice.hear_of(1)
+    now[0] = 100.0 + LONG_S - LAST_WORDS_S - 0.1
+    assert (notice.level, notice.is_over()) == (1, False)
+    now[0] += 0.1
+    assert notice.is_over()
+
+
+def test_a_second_signal_at_another_rank_leaves_no_time_either():
+    notice = Notice(LONG_S, logging.getLogger("test"), clock=lambda: 100.0)
+    notice.hear_of(2)
     assert notice.is_over()
 
 
@@ -302,6 +348,26 @@ def test_the_notice_of_any_rank_is_that_of_its_island(tmp_path):
         island.order("go")
         trained(run, 1)
         island.ranks[1].send(signal.SIGTERM)
+        told = island.left()
+        assert [(each["finished"], each["drained"]) for each in told] == [(True, True)] * 2
+        run.until(run.learner(1, standing="left"), "the syncer knows that it has left")
+        for line in run.status()["ledger"]:
+            assert (line["pending"], line["dropped"]) == (0, {})
+        run.verdict()
+
+
+def test_a_loop_of_many_ranks_that_ends_by_the_notice_pushes_when_it_is_left(tmp_path):
+    """Its ranks have come to the end of their loops before their next boundary."""
+    with Run(tmp_path, rare()) as run:
+        island = RankedIsland(run, IslandSpec(1, "fsdp", notice_s=LONG_S))
+        island.joined()
+        island.order("go")
+        trained(run, 1)
+        island.order("hold")
+        island.hear("held")
+        assert min(line["pending"] for line in run.status()["ledger"][1:]) > 0
+        island.ranks[1].send(signal.SIGTERM)
+        island.order("break")
         told = island.left()
         assert [(each["finished"], each["drained"]) for each in told] == [(True, True)] * 2
         run.until(run.learner(1, standing="left"), "the syncer knows that it has left")

@@ -127,6 +127,35 @@ def test_a_rank_that_dies_while_it_sends_ends_its_island_and_no_other(tmp_path):
         run.verdict()
 
 
+def test_a_slice_of_any_rank_that_was_damaged_is_brought_again(tmp_path):
+    with Run(tmp_path, endless(quorum=1)) as run:
+        island = RankedIsland(run, IslandSpec(1, model="tall", planted="damaged-slice", planted_ranks=(1,)))
+        island.joined()
+        island.order("go")
+        run.until(run.merges(3), "it trains")
+        assert struck(tmp_path, "slice").exists()
+        assert run.log_lines(island.ranks[0], "was not taken") == [], "or it would wait until it is asked again"
+        run.end()
+        island.finished(tmp_path)
+        run.verdict()
+
+
+def test_a_rank_that_loses_its_own_way_to_the_syncer_ends_the_island(tmp_path):
+    """It would train on, and take part in nothing. When it comes back rank 0 can do it for all."""
+    with Run(tmp_path, endless(quorum=1)) as run:
+        island = RankedIsland(run, IslandSpec(1, model="tall", planted="lost-way", planted_ranks=(0, 1)))
+        island.joined()
+        island.order("go")
+        run.until(run.merges(3), "it trains")
+        for rank in island.ranks:
+            rank.expected_to_end = True
+        (tmp_path / "cut").touch()
+        kind, words, threads = island.ranks[0].hear("failed")
+        assert kind == "IslandBroken"
+        assert "rank 1: no route to host; it has not reached the syncer for 1 s" in words
+        assert threads == []
+
+
 def test_a_syncer_starts_again_while_ranks_send(tmp_path):
     """Two times two ranks: of those that hold the same rows one sends. What had arrived of a contribution is gone."""
     with Run(tmp_path, endless(quorum=1)) as run:

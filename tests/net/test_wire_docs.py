@@ -86,7 +86,6 @@ def limits_are_those_of_the_code(text: str) -> Iterator[str]:
         "a plan": f"{syncer_http.MOST_PLAN_BYTES // mib} MiB",
         "inner state": f"{syncer_http.STATE_BYTES_PER_PARAMETER} bytes per parameter",
         "silence in the middle of a body": f"{syncer_bulk.SILENT_S:g} s",
-        "contributions of a learner that are begun in slices": f"{arrivals.MOST_PER_LEARNER},",
         "time in which nobody goes on with one of them": f"{arrivals.IDLE_S:g} s",
         "messages that wait for a learner that does not read": f"{MOST_WAITING},",
     }

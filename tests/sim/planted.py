@@ -251,12 +251,12 @@ class StartsTooEarly(LearnerCore):
 
 
 class GivesOldState(LearnerCore):
-    def _give_state(self) -> None:
+    def _give_state(self, now: float) -> None:
         self.giving = {
             to: g._replace(wanted=g.wanted._replace(versions=tuple(-1 for _ in g.wanted.versions)))
             for to, g in self.giving.items()
         }
-        super()._give_state()
+        super()._give_state(now)
 
 
 class ContributesAfterStop(LearnerCore):

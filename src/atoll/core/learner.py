@@ -134,7 +134,7 @@ class LearnerCore(Parting):
         if adopts:
             self._adopt_arrived()
         if self.giving:
-            self._give_state()
+            self._give_state(now)
         if adopts and self.leaving:
             self._check_pushed()
             self._say_leaving(now)  # what is left of it

@@ -6,6 +6,7 @@ from abc import abstractmethod
 
 from atoll.core.learner_rounds import LearnerRounds
 from atoll.core.learner_state import Giving
+from atoll.core.policy import state_wait_s
 from atoll.core.protocol import (
     Envelope,
     InnerState,
@@ -43,10 +44,7 @@ class Joining(LearnerRounds):
         if self.mode is Mode.NEW:
             self._turn("welcomed")
             self.wanted = body.versions
-            bound = self.config.every_steps * body.step_time_s
-            self.state_wait_s = min(max(bound, self.limits.least_wait_s), self.limits.most_wait_s)
-            if body.step_time_s == 0:
-                self.state_wait_s = self.limits.first_wait_s
+            self.state_wait_s = state_wait_s(self.config, body.step_time_s)
         if self.mode is Mode.JOINING and self.moments is None:
             self._ask_state_again(now)
         if self.lease_samples:
@@ -138,9 +136,10 @@ class Joining(LearnerRounds):
         if len(self.giving) >= MOST_GIVING:
             del self.giving[next(iter(self.giving))]
             self._ignore("too many joining learners to serve")
-        self.giving[body.to] = Giving(body, self.step + self.config.every_steps)
+        # As long as the other one waits, and not for so many steps: versions come at the pace of the link.
+        self.giving[body.to] = Giving(body, now + state_wait_s(self.config, self.step_time.mean))
 
-    def _give_state(self) -> None:
+    def _give_state(self, now: float) -> None:
         """Copied at a step boundary once we have adopted all that the joining learner will start from."""
         for to, giving in list(self.giving.items()):
             versions = tuple(self.versions.values())
@@ -148,5 +147,5 @@ class Joining(LearnerRounds):
                 del self.giving[to]
                 if self.link is Link.UP:
                     self._send(InnerState(self.id, to, giving.wanted.to_incarnation, self.step, versions))
-            elif self.step > giving.until_step:
+            elif now > giving.due:
                 del self.giving[to]

@@ -27,7 +27,7 @@ class Copy(NamedTuple):
 
 class Giving(NamedTuple):
     wanted: StateWanted
-    until_step: int
+    due: float  # whoever wanted it waits no longer
 
 
 class LearnerState:

@@ -49,6 +49,14 @@ def patience(estimate: Estimate, factor: float, limits: Limits) -> float:
     return min(max(factor * estimate.high(), limits.least_wait_s), limits.most_wait_s)
 
 
+def state_wait_s(config: RunConfig, step_s: float) -> float:
+    """How long a learner waits for a peer's inner state, and the peer for the versions that belong to it: H steps."""
+    limits = config.limits
+    if step_s == 0:
+        return limits.first_wait_s
+    return min(max(config.every_steps * step_s, limits.least_wait_s), limits.most_wait_s)
+
+
 def backoff_s(tries: int, spread: int, limits: Limits) -> float:
     """Doubling delay with a spread of up to a quarter that differs by learner, so that a crowd does not return at once.
 

@@ -26,8 +26,16 @@ CELL = 256
 ALIGNED = 8
 """Bytes: every strip begins at a multiple, so that its numbers can be viewed as such."""
 
-NEAR = 2048
-"""Values between two stretches that are fetched along with both: a request costs more than they do."""
+MOST_SLIGHT = 2**14
+SLIGHT_PART = 64
+MOST_FOREIGN_PART = 8
+
+
+def slight(numel: int) -> int:
+    """Values of a fragment for which a request is not worth its cost. A shorter stretch is encoded with the one before
+    it, and what lies between two stretches is fetched with both. It is a small part of the fragment, whose whole no
+    rank shall hold."""
+    return min(MOST_SLIGHT, numel // SLIGHT_PART)
 
 
 class Stretch(NamedTuple):
@@ -128,10 +136,13 @@ def _stretches(plan: FragmentPlan, fragment: int, everybody: Sequence[Boxes]) ->
 def _strips(
     stretches: Sequence[Stretch], numel: int, ranks: int
 ) -> tuple[tuple[tuple[Strip, ...], ...], tuple[Move, ...]]:
-    """A cell is encoded by the rank that gives its first value."""
+    """A cell is encoded by the rank that gives its first value, or, where that is of a slight stretch, by the rank of
+    the strip before it. With many ranks all stretches may be slight: no strip takes in more than an eighth of the
+    fragment."""
     strips: list[list[Strip]] = [[] for _ in range(ranks)]
     moves: list[Move] = []
     newest: tuple[int, Strip] | None = None
+    foreign = 0  # values of others that the newest strip has taken in
     for stretch in stretches:
         begin, end = (min(numel, -(-each // CELL) * CELL) for each in (stretch.begin, stretch.end))
         head = min(begin, stretch.end)
@@ -142,15 +153,19 @@ def _strips(
             moves.append(Move(stretch.rank, stretch.first, taker, strip.at + stretch.begin - strip.begin, count))
         if begin >= end:
             continue
-        mine = strips[stretch.rank]
+        count = stretch.end - stretch.begin
+        is_slight = count < slight(numel) and foreign + count <= numel // MOST_FOREIGN_PART
+        rank = newest[0] if newest is not None and is_slight else stretch.rank
+        foreign = foreign + count if rank != stretch.rank else 0
+        mine = strips[rank]
         if mine and mine[-1].end == begin:
             mine[-1] = mine[-1]._replace(end=end)
         else:
             mine.append(Strip(begin, end, mine[-1].at + mine[-1].end - mine[-1].begin if mine else 0))
-        newest = stretch.rank, mine[-1]
+        newest = rank, mine[-1]
         if head < stretch.end:
             at, first = mine[-1].at + head - mine[-1].begin, stretch.first + head - stretch.begin
-            moves.append(Move(stretch.rank, first, stretch.rank, at, stretch.end - head))
+            moves.append(Move(stretch.rank, first, rank, at, stretch.end - head))
     return tuple(tuple(each) for each in strips), tuple(moves)
 
 
@@ -238,7 +253,7 @@ def cover(by: Codec, numel: int, stretches: Sequence[Stretch]) -> list[Strip]:
     for stretch in stretches:
         begin = stretch.begin // by.block * by.block
         end = min(numel, -(-stretch.end // by.block) * by.block)
-        if made and begin <= made[-1].end + NEAR:
+        if made and begin <= made[-1].end + slight(numel):
             made[-1] = made[-1]._replace(end=max(end, made[-1].end))
         else:
             made.append(Strip(begin, end, 0))

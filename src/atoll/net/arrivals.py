@@ -1,8 +1,9 @@
 """Contributions that arrive in slices: put together here, kept while a link is down, and handed over when all is there.
 
 A contribution is put together in memory while the gate has room for it, and in a file without a name otherwise: a
-learner on a thin link takes minutes for what others send in seconds, and neither waits for the other. What nobody goes
-on with is forgotten after a while; so is what a learner began before its newest few.
+learner on a thin link takes minutes for what others send in seconds, and neither waits for the other. A learner has at
+most one of each fragment here: while it leaves, and at the end of a run, it is asked for all of them at once. What
+nobody goes on with is forgotten after a while.
 """
 
 from __future__ import annotations
@@ -25,8 +26,6 @@ from atoll.net.spans import Span, Spans
 from atoll.net.wire import WireError, as_bytes
 
 IDLE_S = 120.0
-MOST_PER_LEARNER = 8
-"""That are begun and not ended. A learner sends a few at once; one that begins more has given up the oldest."""
 
 
 class ArrivalKey(NamedTuple):
@@ -127,12 +126,9 @@ class Arrivals:
 
     def _begin(self, key: ArrivalKey, size: int) -> Arrival:
         """A learner has one copy of a fragment: an older round of it, or of an older incarnation, never comes."""
-        of_learner = [k for k in self._begun if k.learner == key.learner]
-        for old in of_learner:
+        for old in [k for k in self._begun if k.learner == key.learner]:
             if old.round.fragment == key.round.fragment or old.incarnation != key.incarnation:
                 self._forget(old)
-        for old in [k for k in of_learner if k in self._begun][: -(MOST_PER_LEARNER - 1)]:
-            self._forget(old)
         if self._gate.take_now(size):
             arrival = Arrival(key, self._buffers.take(size), size)
         else:

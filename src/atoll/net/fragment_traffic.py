@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
@@ -30,8 +31,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 FETCH_TRIES = 3
-FETCHES = 4
-"""At once: more would only share the link, and all of them would come late."""
+FETCHES = UPLOADS = 4
+"""At once: more would only share the link, and all of them would come late. One who leaves is asked for everything."""
+
+SMALL_BYTES = 2**18
+"""A contribution of less does not count: on a long way it waits for its answer, and many have to be in flight."""
 
 
 class FragmentTraffic:
@@ -59,6 +63,7 @@ class FragmentTraffic:
         self._noticed: dict[FragmentId, Envelope] = {}  # newest notice of each fragment that is being fetched
         self._fetching: set[FragmentId] = set()
         self._fetches = asyncio.Semaphore(FETCHES)
+        self._places_up = asyncio.Semaphore(UPLOADS)
         self._uploads: dict[FragmentId, tuple[RoundId, asyncio.Task[None]]] = {}
         self.rows: RowTraffic | None = None  # in an island whose ranks send and fetch their own
 
@@ -94,25 +99,37 @@ class FragmentTraffic:
             fragment.release(copied.buffer, copied.anchor)
             return
         named = about("fragment", fragment.p, version=body.round.base)
-        try:
-            await self._link.while_open(self._bring(fragment, copied, envelope, body))
-        except CopyGone:
-            return
-        except Refusal as refusal:
-            self._log.info("the contribution to fragment %d was not taken: %s", fragment.p, refusal, extra=named)
-        except (aiohttp.ClientError, OSError, TimeoutError) as wrong:
-            # It is asked for again.
-            self._log.info("the contribution to fragment %d did not arrive: %s", fragment.p, why(wrong), extra=named)
+        with ExitStack() as held:
+            held.callback(fragment.release, copied.buffer, copied.anchor)
+            try:
+                await self._link.while_open(self._bring(fragment, copied, envelope, body, held))
+            except CopyGone:
+                return
+            except Refusal as refusal:
+                self._log.info("the contribution to fragment %d was not taken: %s", fragment.p, refusal, extra=named)
+            except (aiohttp.ClientError, OSError, TimeoutError) as wrong:
+                # It is asked for again.
+                said = "the contribution to fragment %d did not arrive: %s"
+                self._log.info(said, fragment.p, why(wrong), extra=named)
 
-    async def _bring(self, fragment: FragmentTensors, copied: Copied, envelope: Envelope, body: Contribution) -> None:
-        if isinstance(fragment, RowFragment):
-            assert self.rows is not None
-            await self.rows.contribute(fragment, copied, envelope, body)
-            return
-        growing = Growing(copied.codec.size(fragment.numel))
+    async def _bring(
+        self, fragment: FragmentTensors, copied: Copied, envelope: Envelope, body: Contribution, held: ExitStack
+    ) -> None:
+        """`held`: what is let go when this ends, or when the computing thread has encoded it."""
+        numel = fragment.dealt.numel if isinstance(fragment, RowFragment) else fragment.numel
+        size = copied.codec.size(numel)
+        async with self._places_up if size > SMALL_BYTES else nullcontext():
+            if isinstance(fragment, RowFragment):
+                assert self.rows is not None
+                await self.rows.contribute(fragment, copied, envelope, body, held.pop_all())
+            else:
+                await self._encode_and_send(fragment, copied, envelope, Growing(size), held.pop_all())
 
+    async def _encode_and_send(
+        self, fragment: FragmentTensors, copied: Copied, envelope: Envelope, growing: Growing, held: ExitStack
+    ) -> None:
         def encoded(done: Future[None]) -> None:
-            fragment.release(copied.buffer, copied.anchor)
+            held.close()
             wrong = None if done.cancelled() else done.exception()
             is_gone = done.cancelled() or isinstance(wrong, CancelledError)  # the training thread never made the copy
             growing.ended(CopyGone() if is_gone else wrong)

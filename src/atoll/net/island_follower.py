@@ -128,10 +128,10 @@ class Follower:
 
     def _meet(self, kind: Ask, value: int = 0) -> None:
         """Ask, and do what is answered."""
-        self._leader.ask(kind, value, noticed=self._learner._notice.came)
+        self._leader.ask(kind, value, noticed=self._learner._notice.level)
         told, words = self._leader.answered()
         self._paused = told.paused
-        if kind is not Ask.JOIN:
+        if kind not in (Ask.JOIN, Ask.CLOSE):
             self._told = told
             self._learner._progress = told.progress
         if words and self._is_joined:
@@ -166,6 +166,9 @@ class Follower:
         try:
             if wrong is None:
                 self._meet(Ask.CLOSE)
+                if self._paused:  # there is a notice, and something to push
+                    self._rest()
+                    self._meet(Ask.CLOSE)
                 if self._learner._finished and not self._learner._drained:
                     reshard(self._fsdp)
                     self._write_anchors()
@@ -207,7 +210,7 @@ class Follower:
             background.start()
             background.try_reach(address)
             self._reaches = 1
-        except (ValueError, AtollError) as wrong:
+        except (ValueError, OSError, AtollError) as wrong:  # OSError: keys that this rank may not read
             self._log.info("rank %d cannot speak to the syncer: %s", self._ranks.rank, wrong)
 
     def _on_way(self, way: str) -> None:
@@ -271,6 +274,11 @@ class Follower:
         self._put(lambda: Parcel(inner_state.take(self._optimizer, self._model), [], {}, ""))
 
     def _on_save(self) -> None:
+        with self._news:
+            # One part is written at a time: of an earlier one nobody has come for this, because saving it had failed.
+            for key in [key for key, parcel in self._parcels.items() if parcel.rows]:
+                self._drop(key)
+
         def take() -> Parcel:
             inner = inner_state.take(self._optimizer, self._model)
             return Parcel(inner, [(rows, *rows.copy_for_part()) for rows in self._rows], take_rng(), "")

@@ -82,7 +82,7 @@ class Leader(Solo):
                     "island do the same at the same step"
                 )
             self._given.append(given)
-            self.noticed = self.noticed or line.noticed
+            self.noticed = max(self.noticed, line.noticed)
         return sum(given for given, counts in zip(self._given, self.ranks.counts, strict=True) if counts)
 
     def agree(self, actions: list[Action], told: Told) -> list[Action]:
@@ -98,6 +98,10 @@ class Leader(Solo):
     def pulse(self) -> None:
         """While it joins: the others know that it is still there."""
         self.say([])
+
+    def stay(self) -> None:
+        for line in self.ranks.control:
+            line.answer(Told(paused=True), b"")
 
     def say(self, words: list[Any]) -> None:
         self.hear(Ask.JOIN)

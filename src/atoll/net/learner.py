@@ -55,7 +55,14 @@ from atoll.net.interrupts import Interrupts
 from atoll.net.island_follower import Follower
 from atoll.net.island_leader import Leader
 from atoll.net.island_tensors import plan_of
-from atoll.net.learner_errors import IslandBroken, JoinTimeout, KeysRefused, LearnerRefused, SyncerUnreachable
+from atoll.net.learner_errors import (
+    AtollError,
+    IslandBroken,
+    JoinTimeout,
+    KeysRefused,
+    LearnerRefused,
+    SyncerUnreachable,
+)
 from atoll.net.learner_stats import NOTHING_UNTOLD, LearnerStats, Untold
 from atoll.net.logs import Named
 from atoll.net.notice import Notice
@@ -536,13 +543,15 @@ class Learner(Resting):
 
     def _leave(self, wrong: BaseException | type[BaseException] | None) -> None:
         self._say_memory()
-        if wrong is None and type(self._island) is Solo and self._notice.came:
-            self._push_after_the_loop()
-        broken = None
+        broken: BaseException | None = None
         if wrong is None:
             try:
                 self._island.hear(Ask.CLOSE)
-            except IslandBroken as gone:
+                if self._has_to_push():
+                    self._island.stay()
+                    self._push_after_the_loop()
+                    self._island.hear(Ask.CLOSE)
+            except (AtollError, KeyboardInterrupt) as gone:
                 broken = wrong = gone
         if wrong is not None:
             self._island.fail(wrong)

@@ -40,6 +40,7 @@ class Notice:
         self._clock = clock
         self._came_at: float | None = None  # on the monotonic clock
         self._came_again = False
+        self._looked_at: float | None = None  # when other ranks were asked last
         self._is_told = False  # to the core
         self._unmerged = 0  # tokens, when the core was told
 
@@ -60,10 +61,19 @@ class Notice:
     def came(self) -> bool:
         return self._came_at is not None
 
-    def hear_of(self, another_rank: bool) -> None:
-        """Another rank of this island has got one."""
-        if another_rank and not self.came and self.seconds is not None:
-            self.hear()
+    @property
+    def level(self) -> int:
+        """0: none came, 1: one did, 2: there is no time after all."""
+        return int(self.came) + self._came_again
+
+    def hear_of(self, level: int) -> None:
+        """At a step boundary: the highest of the other ranks. It may have come right after the boundary before."""
+        before, self._looked_at = self._looked_at, self._clock()
+        if not level or self.seconds is None:
+            return
+        if self._came_at is None:
+            self._came_at = before if before is not None else self._looked_at
+        self._came_again = self._came_again or level > 1
 
     def wishes(self, core: LearnerCore) -> list[LeaveWanted]:
         """At a step boundary: what the core has to be told now."""

@@ -126,6 +126,8 @@ def _told(wrong: Exception) -> tuple[str, str]:
     match wrong:
         case CopyGone():
             return GONE, str(wrong)
+        case Refusal(code="digest"):
+            return LOST, str(wrong)  # its bytes were damaged on their way, and are brought again
         case Refusal():
             return REFUSED, str(wrong)
         case WireError():

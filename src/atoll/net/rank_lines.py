@@ -101,7 +101,7 @@ class Line:
 
     def __init__(self, connection: socket.socket, rank: int) -> None:
         self.rank = rank
-        self.noticed = False  # the rank at the other end has got a notice
+        self.noticed = 0  # notices that the rank at the other end has got, see `Notice.level`
         self._socket = connection
         connection.settimeout(WAIT_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -163,7 +163,7 @@ class Line:
 
     # -------------------------------------------------------------------------------------------------- step boundaries
 
-    def ask(self, kind: Ask, value: int = 0, text: bytes = b"", noticed: bool = False) -> None:
+    def ask(self, kind: Ask, value: int = 0, text: bytes = b"", noticed: int = 0) -> None:
         self.send(_ASK.pack(kind, noticed, len(text), value) + text)
 
     def hear(self) -> tuple[Ask, int]:

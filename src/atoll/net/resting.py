@@ -52,10 +52,12 @@ class Resting(CoreDriver):
         finally:
             self._paused_s += time.monotonic() - began
 
-    def _push_after_the_loop(self) -> None:
+    def _has_to_push(self) -> bool:
         """A loop that has heard of the notice by itself may have ended before its learner came to a boundary."""
-        if self._core is None or not self._core.training or not self._began or self._finished:
-            return
+        came = self._notice.came or self._island.noticed
+        return bool(came and self._core is not None and self._core.training and self._began and not self._finished)
+
+    def _push_after_the_loop(self) -> None:
         with self._news:
             now, (steps, tokens, samples) = time.monotonic(), self._untold
             self._untold = NOTHING_UNTOLD

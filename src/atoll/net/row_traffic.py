@@ -9,8 +9,10 @@ know how many processes an island has.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -23,6 +25,7 @@ from atoll.net.byte_buffers import ByteBuffers
 from atoll.net.door import fragment_sizes
 from atoll.net.island_tensors import Buffer, Copied
 from atoll.net.learner_bulk import RETRY_S, TRIES, Fetching, LearnerBulk
+from atoll.net.learner_errors import IslandBroken
 from atoll.net.learner_link import LearnerLink, Refusal
 from atoll.net.rank_hands import Hands
 from atoll.net.row_fragment import RowFragment
@@ -37,6 +40,9 @@ from atoll.net.wire import (
     as_bytes,
     encode_message,
 )
+
+LOST_S = 120.0
+"""For so long a rank has brought and got nothing, while rank 0 has: it has lost its own way to the syncer."""
 
 AT_ONCE = 8
 """Parts of one slice that travel at once: rows are cut as tensors are, and a part may be small."""
@@ -227,12 +233,15 @@ class RowTraffic:
         self._hands = hands
         self._work = work
         self._begun: dict[FragmentId, RoundId] = {}  # contributions of which the syncer may have a part
+        self._lost_since: dict[int, float] = {}  # ranks whose transfers fail, and not rank 0's
 
-    async def contribute(self, fragment: RowFragment, copied: Copied, envelope: Envelope, body: Contribution) -> None:
-        """All ranks encode and bring their strips; the word that says so is the leader's."""
-        release: Callable[[Future[None]], None] = lambda _: fragment.release(copied.buffer, copied.anchor)  # noqa: E731
+    async def contribute(
+        self, fragment: RowFragment, copied: Copied, envelope: Envelope, body: Contribution, held: ExitStack
+    ) -> None:
+        """All ranks encode and bring their strips; the word that says so is the leader's. `held`: what is let go when
+        they are encoded."""
         encoding = self._compute.submit(fragment.encode_rows, copied)
-        encoding.add_done_callback(release)
+        encoding.add_done_callback(lambda _: held.close())
         await asyncio.wrap_future(encoding)
         number, header = CODEC_NUMBERS[copied.codec.name], encode_message(envelope)
         of = copied.codec.size(fragment.dealt.numel)
@@ -301,6 +310,8 @@ class RowTraffic:
         finally:
             for each in (*mine, *asked):
                 each.cancel()
+        if mine and not isinstance(ended[0], BaseException):
+            self._watch(dict(zip((rank for rank in sorted(ranks) if rank), ended[1:], strict=True)))
         found: list[Any] = []
         for each in ended:
             if isinstance(each, BaseException):
@@ -312,6 +323,18 @@ class RowTraffic:
         direction.moved_elsewhere += moved
         self._link.count(way, moved)
         return found
+
+    def _watch(self, theirs: dict[int, Any]) -> None:
+        """Rank 0 has done its own. An island of which one rank never can would train on, and take part in nothing."""
+        now = time.monotonic()
+        for rank, ended in theirs.items():
+            if not isinstance(ended, ConnectionError):
+                self._lost_since.pop(rank, None)
+            elif now - self._lost_since.setdefault(rank, now) > LOST_S:
+                raise IslandBroken(
+                    f"{ended}; it has not reached the syncer for {LOST_S:.0f} s, and rank 0 has: start the island"
+                    " again, and rank 0 will send and fetch for it"
+                )
 
 
 __all__ = ["RowTraffic", "RowWork"]

@@ -111,7 +111,7 @@ class Solo:
     generation = 0
     waited_s = 0.0
     way = "alone"
-    noticed = False  # another rank has got a notice
+    noticed = 0  # the most that another rank has got, see `Notice.level`
 
     def hear(self, kind: Ask, value: int = 0) -> int:
         return value
@@ -122,6 +122,9 @@ class Solo:
     def say(self, words: list[Any]) -> None: ...
 
     def pulse(self) -> None: ...
+
+    def stay(self) -> None:
+        """All ranks want to leave, and rest with this one before they do."""
 
     def deal(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
         return numbers
