@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,18 @@ def test_tokens_are_what_the_syncers_books_say(saved, capsys):
         assert line["trained"] == line["merged"] + line["pending"] + sum(line["dropped"].values())
         assert line["trained"] >= books.trained  # what a process trained after its last word is on its tape alone
         assert set(line["dropped"]) == {"replaced by a new incarnation"}
+
+
+def test_an_island_whose_tape_is_elsewhere_is_no_reason_to_call_the_books_wrong(saved, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(saved, run)
+    (run / "tapes" / "learner-1-i1.tape").unlink()
+    told = told_of(run, capsys)
+    assert (told["balanced"], told["problems"]) == (True, [])
+    lacking = "no step of learner 1 incarnation 1 is on a tape here: only what was merged is known of it"
+    assert told["incomplete"][-1] == lacking
+    assert main(["ledger", str(run)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "what is on these tapes balances"
 
 
 def test_people_get_one_row_for_neighbours_with_the_same_fate(saved, capsys):

@@ -45,8 +45,8 @@ def run(
     and leased to another one, first of all. What is held is with learners that are there, trained and not merged yet or
     still ahead of them. What is waiting was returned, and nobody has asked since.
 
-    Everything is derived from the tapes alone. Ends with exit code 1 if a sample was merged twice or is nowhere, or if
-    tokens trained are not tokens merged, pending and dropped.
+    Everything is derived from the tapes alone, and what they lack is said. Ends with exit code 1 if a sample was merged
+    twice or is nowhere, or if tokens trained are not tokens merged, pending and dropped.
     """
     from atoll.tape_files import RunTapes
 
@@ -98,7 +98,7 @@ def _fields(
     return {
         "balanced": balanced,
         "problems": history.problems,
-        "incomplete": tapes.gaps(),
+        "incomplete": _gaps(tapes, history),
         "lease_samples": tapes.config.lease_samples,
         "samples": sums._asdict(),
         "repeated_steps": sum(history.repeated.values()),
@@ -138,11 +138,21 @@ def _show(
     else:
         print("samples: this run has no leases, its learners bring their own data")
     _show_tokens(tokens)
-    for sentence in tapes.gaps():
+    gaps = _gaps(tapes, history)
+    for sentence in gaps:
         print(f"incomplete: {sentence}")
     for sentence in history.problems:
         print(f"wrong: {sentence}")
-    print("everything balances" if balanced else "the books do not balance")
+    if balanced:
+        print("what is on these tapes balances" if gaps else "everything balances")
+    else:
+        print("the books do not balance")
+
+
+def _gaps(tapes: RunTapes, history: DataHistory) -> list[str]:
+    """Islands of other sites keep their tapes there, if they keep any."""
+    known = "is on a tape here: only what was merged is known of it"
+    return tapes.gaps() + [f"no step of {actor} {known}" for actor in history.untaped()]
 
 
 def compact(ranges: Sequence[Range]) -> list[list[Range]]:
