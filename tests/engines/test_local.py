@@ -256,6 +256,17 @@ def test_an_island_is_not_started_again_when_its_run_is_over(tmp_path):
             assert island.stands(Standing.STOPPED).why == "the run is over: its syncer has ended (exit code 1)"
 
 
+@pytest.mark.parametrize(
+    ("name", "words"), [("ray.json", '{"standing": "ended"}'), ("slurm/state", "standing=ended\nwhy=exit code 0\n")]
+)
+def test_nor_is_it_where_another_engine_keeps_the_syncer(tmp_path, name, words):
+    told = tmp_path / "units" / "syncer" / name
+    told.parent.mkdir(parents=True)
+    told.write_text(words)
+    with kept(tmp_path, "raise SystemExit(1)") as island:
+        assert island.stands(Standing.STOPPED).why.startswith("the run is over")
+
+
 def test_a_shard_ends_with_its_syncer(tmp_path):
     folder = tmp_path / "units"
     with kept(tmp_path, FOREVER, name="shard-0", directory=folder / "shard-0") as shard:

@@ -46,6 +46,7 @@ def here() -> Iterator[Cluster]:
         ({"exclusive": "no"}, "exclusive is true or false"),
         ({"sbatch": "--licenses=a"}, "sbatch is a list of options"),
         ({"sbatch": ["licenses"]}, "sbatch is a list of options"),
+        ({"sbatch": ["--job-name=mine"]}, "leave it out, by this the engine finds its jobs"),
         ({"sbatch": ["--licenses=a\nrm -r /"]}, "sbatch is a list of options"),
     ],
 )

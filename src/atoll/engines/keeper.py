@@ -31,6 +31,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from atoll.engines.endings import has_ended
 from atoll.engines.engine import Standing
 from atoll.engines.processes import LOOK_S, MARK, Process, kill, marked, orphans, process, tell
 
@@ -274,13 +275,7 @@ class Keeper:
 
     def _is_over(self) -> bool:
         """The syncer of a run that is over has ended well, and whoever joins now would wait for ever."""
-        if self.syncer is None:
-            return False
-        try:
-            told = read_state(self.syncer)
-        except OSError:
-            return False
-        return told is not None and told["standing"] == Standing.ENDED.value
+        return self.syncer is not None and has_ended(self.syncer)
 
     # ------------------------------------------------------------------------------------------------ what it says
 

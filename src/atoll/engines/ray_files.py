@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -50,14 +49,4 @@ def write_last_word(directory: Path, told: Mapping[str, Any]) -> None:
     written.replace(directory / LAST_WORD)
 
 
-def has_ended(directory: Path) -> bool:
-    """Whether the unit of this directory has ended well, by whichever engine."""
-    told = '"standing": "ended"'
-    for name, words in ((LAST_WORD, told), ("keeper.json", told), ("slurm/state", "standing=ended\n")):
-        with contextlib.suppress(OSError):
-            if words in (directory / name).read_text(encoding="utf-8", errors="replace"):
-                return True
-    return False
-
-
-__all__ = ["FINAL", "has_ended", "last_word", "log_name", "logs_in", "next_number", "write_last_word"]
+__all__ = ["FINAL", "last_word", "log_name", "logs_in", "next_number", "write_last_word"]

@@ -25,9 +25,10 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from atoll.engines.endings import has_ended
 from atoll.engines.engine import Standing
 from atoll.engines.guarded import GuardedCommand
-from atoll.engines.ray_files import has_ended, last_word, log_name, next_number, write_last_word
+from atoll.engines.ray_files import last_word, log_name, next_number, write_last_word
 
 LOOK_S = 0.25
 LOOK_AT_RUN_S = 2.0

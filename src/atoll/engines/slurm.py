@@ -310,6 +310,9 @@ def _check(unit: Unit) -> None:
     more = unit.options.get("sbatch", ())
     if isinstance(more, str) or not all(isinstance(line, str) and re.fullmatch(r"--\S.*", line) for line in more):
         raise ValueError(f'{unit.name}: sbatch is a list of options, each as "--name=value"; it is {more!r}')
+    for line in more:
+        if re.match(r"--(array|chdir|error|job-name|no-requeue|open-mode|output|signal)\b", line):
+            raise ValueError(f"{unit.name}: {line} in sbatch: leave it out, by this the engine finds its jobs")
     for name in unit.environment:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ValueError(f"{unit.name}: {name!r} is no name of a variable")
