@@ -114,11 +114,25 @@ def test_what_makes_no_sense_inside_is_refused(tmp_path):
             assert same(own, bits(job.model))
 
 
-def _keeps_in_f32(model: nn.Module) -> dict[str, Tensor]:
+def test_what_is_frozen_after_the_join_keeps_its_own_value_too(tmp_path):
+    """For a while, as some frameworks do: it travels all the same."""
+    job = work("plain", 1)
+    with Run(tmp_path, endless()) as run, learner_of(run, job, 1) as learner:
+        ahead(learner, job)
+        own = bits(job.model)
+        job.model.requires_grad_(False)
+        with learner.published():
+            assert are_published(tmp_path, values(job.model))
+        assert same(own, bits(job.model))
+        job.model.requires_grad_(True)
+        learner.step(tokens=BATCH, loss=job.step(0))
+
+
+def _keeps_in_f32(model: nn.Module, *_: object) -> dict[str, Tensor]:
     return {name: tensor.detach().float() for name, tensor in named_tensors(model).items()}
 
 
-def _shares_memory(model: nn.Module) -> dict[str, Tensor]:
+def _shares_memory(model: nn.Module, *_: object) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in named_tensors(model).items()}
 
 

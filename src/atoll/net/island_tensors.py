@@ -147,6 +147,11 @@ class FragmentTensors:
         return self._view.begin_read(self.p, copied.buffer.tensor)
 
     @property
+    def tensors(self) -> list[str]:
+        """Those of the model of which it has something; one that is cut by rows is in several fragments."""
+        return [piece.tensor for piece, _, _ in self._view.plan.spans(self.p)]
+
+    @property
     def host_bytes(self) -> int:
         """Of all buffers of this fragment in the memory of this rank's host."""
         encoded = self._encoded[1].nbytes if self._encoded is not None else 0

@@ -75,6 +75,7 @@ from atoll.net.resting import Resting
 from atoll.net.run_clock import RunClock
 from atoll.net.run_settings import RunSettings
 from atoll.net.step_boundary import Action, Solo, StepBoundary
+from atoll.net.trained_parameters import TrainedParameters
 from atoll.tape_files import tape_path
 
 MOST_REJOINS = 5
@@ -179,6 +180,7 @@ class Learner(Resting):
         self._interrupts = Interrupts()
         self._notice = Notice(notice_s if notice_s is not None else notice_told(), self.log)
         self._published = PublishedValues(model, self._interrupts)
+        self._trained: TrainedParameters | None = None  # from the join on
         self._follower: Follower | None = None  # in an island of many ranks, on all but one
         self._number: tuple[int, int] | None = None  # of the learner and its incarnation
         self._settings = RunSettings()
@@ -229,6 +231,7 @@ class Learner(Resting):
         except BaseException as wrong:
             self._close(wrong)
             raise
+        self._trained = TrainedParameters(self._model, self._optimizer)
         self._notice.listen(self._interrupts)
         return self
 
@@ -371,6 +374,8 @@ class Learner(Resting):
         check_whole_step(self._given)
         if self._finished:
             return
+        if self._trained is not None:
+            self._trained.check()
         if self._follower is not None:
             self._follower.step(tokens)
             return

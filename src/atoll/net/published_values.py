@@ -7,6 +7,7 @@ model has the values that were last adopted; afterwards it goes on with its own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 
 import torch
@@ -26,6 +27,7 @@ class PublishedValues:
         self._model = model
         self._interrupts = interrupts
         self._are_shown = False
+        self._is_kept = False
 
     def check_step(self) -> None:
         if self._are_shown:
@@ -38,8 +40,8 @@ class PublishedValues:
         if self._are_shown:
             raise ValueError("published() inside of published(): the model has the published values already")
         reshard(fsdp_modules(self._model))
-        own = _copied(self._model)
-        self._are_shown = True
+        own = _copied(self._model, {name for fragment in fragments for name in fragment.tensors})
+        self._are_shown, self._is_kept = True, False
         try:
             with self._interrupts:
                 for fragment in fragments:
@@ -49,18 +51,27 @@ class PublishedValues:
         finally:
             with self._interrupts:
                 reshard(fsdp_modules(self._model))
-                _put_back(self._model, own)
+                if not self._is_kept:
+                    _put_back(self._model, own)
                 self._are_shown = False
+
+    def keep(self) -> None:
+        """Inside of the block: what the model has by its end stays, as somebody has loaded another one into it."""
+        self._is_kept = True
 
 
 @torch.no_grad()
-def _copied(model: nn.Module) -> dict[str, Tensor]:
-    """What of a model may travel, in host memory, to the last bit of its own dtype. Fragments would not do: they are
-    f32, and parameters may be f64."""
+def _copied(model: nn.Module, travel: AbstractSet[str]) -> dict[str, Tensor]:
+    """What of a model is shown otherwise, in host memory, to the last bit of its own dtype. Fragments would not do:
+    they are f32, and parameters may be f64.
+
+    That is what was found to travel at the join, whatever requires a gradient now. Buffers may change while they are
+    shown, those that stay at home too.
+    """
     return {
         name: local_of(tensor.detach()).to("cpu", copy=True)
         for name, tensor in named_tensors(model).items()
-        if tensor.requires_grad or not isinstance(tensor, nn.Parameter)
+        if name in travel or not isinstance(tensor, nn.Parameter)
     }
 
 
