@@ -11,11 +11,14 @@ import torch
 from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, ResNetConfig, ResNetForImageClassification
 
 from atoll.cli import main
+from atoll.integrations.pretrained import export_pretrained
 from atoll.integrations.transformers import AtollCallback
-from atoll.ml.plan import named_tensors
+from atoll.ml.plan import named_tensors, tensors_of
+from atoll.net.learner import Learner
+from atoll.net.warm_start import INIT
 from tests.integrations.small_texts import gpt2, texts, trainer
 from tests.integrations.test_peft import with_lora
 from tests.net.runs import LIMIT_S, Run, config
@@ -80,6 +83,14 @@ def test_a_pretrained_model_founds_a_run_with_its_values(tmp_path, capsys):
     assert shown["tensors"] == len(found)
     assert "lm_head.weight" in found
     assert all(each.dtype == torch.bfloat16 for each in found.values())
+    (tmp_path / "run").mkdir()
+    start.rename(tmp_path / "run" / INIT)
+    island = gpt2(6)
+    optimizer = torch.optim.AdamW(island.parameters())
+    with Run(tmp_path / "run") as run, Learner(island, optimizer, run.address, learner=1, join_timeout_s=LIMIT_S):
+        began = {name: each.detach() for name, each in named_tensors(island).items()}
+        assert same(began, {name: each.float() for name, each in found.items()})
+        assert island.lm_head.weight is island.transformer.wte.weight
 
 
 def test_what_was_frozen_comes_from_the_directory_that_the_islands_have_loaded(tmp_path, capsys):
@@ -101,6 +112,38 @@ def test_what_was_frozen_comes_from_the_directory_that_the_islands_have_loaded(t
     (tmp_path / "pretrained/config.json").rename(tmp_path / "alone/config.json")
     said = complaint(capsys, *export[:-2], tmp_path / "other", "--config", tmp_path / "alone")
     assert "it was frozen, and never travelled" in said
+
+
+def small_resnet() -> Any:
+    """With norms that have buffers. The stem is frozen, as who tunes a model of pictures does."""
+    sizes: dict[str, Any] = {"embedding_size": 4, "hidden_sizes": [4], "depths": [1], "layer_type": "basic"}
+    model = ResNetForImageClassification(ResNetConfig(**sizes))
+    for name, buffer in model.named_buffers():
+        if name.endswith("running_mean"):
+            torch.nn.init.normal_(buffer)
+    model.resnet.embedder.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_frozen_norms_keep_their_buffers_whatever_dtype_the_islands_have_loaded(tmp_path, dtype):
+    base = small_resnet()
+    base.save_pretrained(tmp_path / "pretrained")
+    island = small_resnet()
+    island.load_state_dict(base.state_dict())
+    island.to(dtype)
+    infos, held = tensors_of(island), named_tensors(island)
+    trained = {info.name: held[info.name].detach() + 0.5 for info in infos if info.travels}
+    frozen = {info.name: info for info in infos if info.kind == "frozen"}
+    export_pretrained(trained, frozen, tmp_path / "pretrained", tmp_path / "exported")
+    loaded = named_tensors(ResNetForImageClassification.from_pretrained(tmp_path / "exported", dtype="auto"))
+    at_home = set(held) - set(trained) - set(frozen)
+    assert {name.rpartition(".")[2] for name in at_home} == {"running_mean", "running_var"}
+    wanted = trained | {name: held[name].detach() for name in (*frozen, *at_home)}
+    assert same({name: each.detach().to(dtype) for name, each in loaded.items()}, wanted)
+    small_resnet().save_pretrained(tmp_path / "another")
+    with pytest.raises(ValueError, match="is not as it was in the run, where it was"):
+        export_pretrained(trained, frozen, tmp_path / "another", tmp_path / "other")
 
 
 def test_a_run_that_trained_an_adapter_gives_the_adapter(tmp_path, capsys):

@@ -46,6 +46,22 @@ def test_a_frozen_tensor_of_the_checkpoint_is_left_alone(tmp_path):
         assert torch.equal(values(job.model)["frozen.weight"], before)
 
 
+def test_buffers_of_a_frozen_module_may_be_in_the_checkpoint_and_are_left_alone(tmp_path):
+    """They are not in the plan, and a checkpoint of the whole model has them."""
+    job = work("mixed", seed=1)
+    job.model.get_submodule("norm").requires_grad_(False)
+    given = checkpoint_of(job)
+    save_file(given, tmp_path / INIT)
+    with Run(tmp_path) as run, learner_of(run, job, 1):
+        held = named_tensors(job.model)
+        assert torch.equal(held["embedding.weight"], given["embedding.weight"])
+        assert torch.equal(held["norm.running_var"], torch.ones(12))
+    plan = make_plan(tensors_of(job.model), 2, "balanced")
+    save_file(given | {"norms.running_var": torch.ones(12)}, tmp_path / INIT)
+    with pytest.raises(ValueError, match=r"it has 'norms\.running_var'"):
+        warm_values(tmp_path, plan)
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

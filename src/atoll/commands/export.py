@@ -13,6 +13,8 @@ from atoll.commands.output import JsonOption, print_json
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from atoll.ml.plan import TensorInfo
+
 EXAMPLE = "atoll export runs/first --to dcp --out first-dcp"
 
 
@@ -50,7 +52,7 @@ def run(
 
     model = model_of(run, snapshot)
     if to == "transformers" and config is not None:
-        frozen = {info.name: info.digest for info in plan_of(run).tensors if info.kind == "frozen"}
+        frozen = {info.name: info for info in plan_of(run).tensors if info.kind == "frozen"}
         _to_transformers(model.tensors, frozen, config, out)
     elif config is not None:
         raise ValueError(f"--config is for --to transformers, and this is --to {to}")
@@ -65,7 +67,7 @@ def run(
     print(f"digest {model.digest}")
 
 
-def _to_transformers(tensors: Mapping[str, Tensor], frozen: Mapping[str, str], config: Path, out: Path) -> None:
+def _to_transformers(tensors: Mapping[str, Tensor], frozen: Mapping[str, TensorInfo], config: Path, out: Path) -> None:
     try:
         from atoll.integrations.pretrained import export_pretrained
 

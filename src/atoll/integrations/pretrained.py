@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from atoll.ml.plan import digest_of, named_tensors
+from atoll.ml.plan import TensorInfo, digest_of, named_tensors
 
 CONFIG, ADAPTER_CONFIG, ADAPTER = "config.json", "adapter_config.json", "adapter_model.safetensors"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -26,11 +26,11 @@ _ADAPTED = re.compile(r"(lora_(?:A|B|embedding_A|embedding_B|magnitude_vector))\
 """Where PEFT puts the name of an adapter into that of a tensor. Its files are without."""
 
 
-def export_pretrained(tensors: Mapping[str, Tensor], frozen: Mapping[str, str], config: Path, out: Path) -> None:
+def export_pretrained(tensors: Mapping[str, Tensor], frozen: Mapping[str, TensorInfo], config: Path, out: Path) -> None:
     """Write the model of a run into the new directory `out`, or its adapter where the run trained one.
 
-    `config`: a config.json or the directory of one. If that has weights too, they are those of what never travelled,
-    and must have the digests of the run (`frozen`).
+    `config`: a config.json or the directory of one. If that has weights too, they are those of what never travelled.
+    What was `frozen` must have the digests of the run.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is there already, and nothing is written over: give another --out")
@@ -49,14 +49,19 @@ def export_pretrained(tensors: Mapping[str, Tensor], frozen: Mapping[str, str], 
 
 
 @torch.no_grad()
-def fill(model: nn.Module, tensors: Mapping[str, Tensor], frozen: Mapping[str, str]) -> None:
+def fill(model: nn.Module, tensors: Mapping[str, Tensor], frozen: Mapping[str, TensorInfo]) -> None:
     """The tensors of a run into a model, each in the dtype that it had there. What is tied stays tied."""
     mine = named_tensors(model)
-    if lacking := sorted(set(mine) - {*tensors, *frozen}):
+    if lacking := sorted(set(mine) - {*tensors, *frozen} - _at_home(model, mine, frozen)):
         raise ValueError(f"this model has {lacking[0]!r}, which the run has not: give the --config of the run's model")
-    for name, digest in frozen.items():
-        if name not in mine or digest_of(mine[name]) != digest:
-            raise ValueError(f"{name} was frozen, and is not as it was in the run: give the directory that was loaded")
+    for name, info in frozen.items():
+        if name in mine:
+            mine[name].data = mine[name].to(getattr(torch, info.dtype))  # islands may have loaded it in another one
+        if name not in mine or digest_of(mine[name]) != info.digest:
+            raise ValueError(
+                f"{name} was frozen, and is not as it was in the run, where it was {info.dtype}: give the directory"
+                " that was loaded"
+            )
     for name, value in tensors.items():
         if name not in mine:
             raise ValueError(f"the run has {name!r}, which this model has not: give the --config of the run's model")
@@ -64,6 +69,17 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor], frozen: Mapping[str, s
             shapes = f"{tuple(value.shape)} in the run and {tuple(mine[name].shape)} in this model"
             raise ValueError(f"{name} is {shapes}: give the --config of the run's model")
         mine[name].data = value.clone()
+
+
+def _at_home(model: nn.Module, mine: Mapping[str, Tensor], frozen: Mapping[str, TensorInfo]) -> set[str]:
+    """Buffers of modules whose own parameters were all frozen: they never travelled, and no plan names them."""
+    still = {id(mine[name]) for name in frozen if name in mine}
+    kept: set[int] = set()
+    for module in model.modules():
+        own = [id(parameter) for parameter in module._parameters.values() if parameter is not None]
+        if own and still.issuperset(own):
+            kept.update(id(buffer) for buffer in module._buffers.values())
+    return {name for name, tensor in mine.items() if id(tensor) in kept}
 
 
 def _base_model(config: Path) -> tuple[Any, bool]:

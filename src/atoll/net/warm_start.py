@@ -49,7 +49,8 @@ def warm_values(directory: Path, plan: FragmentPlan) -> list[Tensor] | None:
 def _check_names(path: Path, plan: FragmentPlan, given: set[str]) -> None:
     wanted = {info.name for info in plan.tensors if info.travels}
     known = {info.name for info in plan.tensors}
-    lacking, unknown = sorted(wanted - given), sorted(given - known)
+    lacking = sorted(wanted - given)
+    unknown = sorted(name for name in given - known if not _stays_at_home(name, plan))
     if lacking or unknown:
         lacks = f"lacks {lacking[0]!r}" if lacking else ""
         has = f"has {unknown[0]!r}" if unknown else ""
@@ -57,3 +58,10 @@ def _check_names(path: Path, plan: FragmentPlan, given: set[str]) -> None:
             f"{path} is of another model: it {' and '.join(filter(None, (lacks, has)))};"
             " make it again with atoll import --rename or --prefix"
         )
+
+
+def _stays_at_home(name: str, plan: FragmentPlan) -> bool:
+    """Whether it is in a module whose own parameters are all frozen: buffers of those are not in the plan."""
+    module = name.rpartition(".")[0]
+    own = [info.kind for info in plan.tensors if info.name.rpartition(".")[0] == module]
+    return bool(own) and set(own) == {"frozen"}
