@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from atoll.integrations.accelerate import AcceleratedLearner
-from atoll.integrations.batches import tokens_of
+from atoll.integrations.batches import count_of
 from atoll.integrations.schedules import by_progress
 
 CONTEXT = 64
@@ -71,7 +71,7 @@ with AcceleratedLearner(accelerator, model, optimizer, options.syncer, learner=o
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        learner.step(tokens=tokens_of(batch), loss=loss)  # of a micro-batch; two of them are a step
+        learner.step(tokens=count_of(batch), loss=loss)  # of a micro-batch; two of them are a step
         if learner.finished:
             break
         steps = learner.stats().steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -19,11 +20,13 @@ with warnings.catch_warnings():  # of what it imports
     warnings.simplefilter("ignore")
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.plugins import MixedPrecision
     from lightning.pytorch.strategies import SingleDeviceStrategy
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
     from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 from atoll.integrations.data import leased
-from atoll.integrations.lightning import AtollCallback
+from atoll.integrations.lightning import READ, AtollCallback
 from atoll.integrations.schedules import by_progress, linear
 from tests.integrations.reading_islands import PartWanted
 from tests.net.runs import LIMIT_S, Run, config, endless
@@ -32,7 +35,7 @@ from tests.net.runs import LIMIT_S, Run, config, endless
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("nothing_is_left")]
 
 ROWS, BATCH = 40, 4
-STEPS = 20_000  # nobody needs so many
+STEPS = 20_000  # nobody needs so many: where what should end a training never comes, the test fails
 
 
 @pytest.fixture
@@ -75,12 +78,13 @@ class EndlessRows(IterableDataset[Tensor]):
 
 
 class Small(LightningModule):
-    """Remembers which rows it has seen, and what it was when it was validated. `wrong` is done at batch 5."""
+    """Remembers which rows it has seen, and what it was when it was validated. `wrong` is done at batch `at`."""
 
-    def __init__(self, wrong: Callable[[], Any] | None = None) -> None:
+    def __init__(self, wrong: Callable[[], Any] | None = None, at: int = 5) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 4))
         self.wrong = wrong
+        self.wrong_at = at
         self.seen: list[list[int]] = []
         self.losses: list[float] = []
         self.norms: list[float] = []
@@ -88,7 +92,7 @@ class Small(LightningModule):
 
     def training_step(self, batch: Tensor) -> Tensor:
         self.seen.append([int(row) for row in batch[:, 0]])
-        if self.wrong is not None and len(self.seen) == 5:
+        if self.wrong is not None and len(self.seen) == self.wrong_at:
             self.wrong()
         loss: Tensor = (self.layers(batch[:, 1:]) - batch[:, 1:5]).float().square().mean()
         self.losses.append(float(loss.detach()))
@@ -157,7 +161,9 @@ def island_of(run: Run, kind: type[AtollCallback] = AtollCallback, **settings: A
 
 def trainer_of(*callbacks: Callback, **settings: Any) -> Trainer:
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    return Trainer(accelerator="cpu", callbacks=list(callbacks), **({"max_epochs": -1} | quiet | settings))
+    return Trainer(
+        accelerator="cpu", callbacks=list(callbacks), **({"max_epochs": -1, "max_steps": STEPS} | quiet | settings)
+    )
 
 
 def loader(kind: type[DataLoader[Tensor]] = StatefulDataLoader) -> DataLoader[Tensor]:
@@ -250,6 +256,30 @@ def test_a_module_that_steps_by_hand_takes_one_step_of_the_island_for_each_batch
     assert [loss for _, loss in watch.shown] == pytest.approx(module.losses[1::2])
 
 
+class Overflowing(Small):
+    """The gradients of its third step are infinite."""
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        loss = super().training_step(batch)
+        return loss * float("inf") if len(self.seen) == 5 else loss
+
+
+def test_a_step_that_was_left_out_is_none(tmp_path):
+    """With fp16 gradients overflow. The trainer counts the step; nothing was learned from its tokens."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with Run(tmp_path, endless()) as run:
+        island = island_of(run)
+        watch = Watch(island)
+        mixed = MixedPrecision("16-mixed", "cpu", scaler)
+        trainer = trainer_of(island, watch, max_steps=5, accumulate_grad_batches=2, plugins=[mixed])
+        trainer.fit(Overflowing(), loader())
+        stats = island.learner.stats()
+    assert trainer.global_step == 5
+    assert scaler.get_scale() == 2.0, "there was an overflow"
+    assert (stats.steps, stats.tokens) == (4, 4 * 2 * BATCH)
+    assert max(loss for _, loss in watch.shown) < float("inf")
+
+
 def test_a_trainer_under_its_older_name_will_do(tmp_path):
     import pytorch_lightning
 
@@ -289,6 +319,10 @@ def test_the_run_deals_out_the_samples(tmp_path):
 
 # --------------------------------------------------------------------------------------------------------------------
 # The published model
+
+
+def broken() -> None:
+    raise ArithmeticError("a mistake in the user's module")
 
 
 class Blind(AtollCallback):
@@ -376,6 +410,31 @@ def test_checkpoints_hold_the_published_model_and_the_run_wins_when_one_is_loade
         assert watch.island.restored_state == {"step": watch.moments}
 
 
+@pytest.mark.parametrize("wrong", [None, broken])
+def test_what_is_saved_when_training_has_ended_is_the_published_model_too(tmp_path, wrong):
+    """By then the island has left."""
+    seen: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
+    island: AtollCallback
+
+    def look(trainer: Trainer, module: Small) -> None:
+        with island.learner.published():
+            published = values(module)
+        seen.append((published, values(module)))
+
+    last = ModelCheckpoint(tmp_path, "kept", every_n_train_steps=STEPS, save_last=True, save_on_exception=True)
+    with Run(tmp_path, endless()) as run:
+        island = island_of(run)
+        trainer = trainer_of(island, Watch(island, look), last, enable_checkpointing=True, max_steps=8)
+        with pytest.raises(ArithmeticError) if wrong is not None else contextlib.nullcontext():
+            trainer.fit(Small(wrong), loader())
+    published, own = seen[-1]
+    held = torch.load(tmp_path / "last.ckpt")["state_dict"]
+    assert same(held, published)
+    assert not same(held, own), "the test shows nothing"
+    if wrong is None:
+        assert same(trainer.strategy.lightning_module_state_dict(), own), "afterwards it saves what it is asked to"
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Places of data
 
@@ -422,12 +481,39 @@ def test_a_loader_goes_on_at_its_place(tmp_path, made, is_right):
     assert found.is_right is is_right, (found.followed, found.again)
 
 
+@pytest.mark.parametrize(("is_told", "batches"), [(True, 14), (False, 16)], ids=["", "of a part without the number"])
+def test_the_last_step_of_an_epoch_in_which_it_goes_on_is_taken(tmp_path, is_told, batches):
+    """Ten batches in steps of three, three, three and one; it goes on after six of them. Where the trainer cannot know
+    that the tenth is the last, its gradients come to nothing, and its tokens are not counted."""
+    kept: dict[str, Any] = {}
+    first: AtollCallback
+
+    class GoesOn(AtollCallback):
+        def _go_on(self, trainer: Trainer, restored: Any) -> None:
+            super()._go_on(trainer, kept)
+
+    def look(trainer: Trainer, module: Small) -> None:
+        if len(module.seen) == 6:
+            kept.update(first._kept(trainer, None))
+
+    def ordered() -> DataLoader[Tensor]:
+        made: DataLoader[Tensor] = StatefulDataLoader(Rows(), batch_size=BATCH)
+        return made
+
+    with Run(tmp_path, endless()) as run:
+        first = island_of(run)
+        trainer_of(first, Watch(first, look), max_steps=3, accumulate_grad_batches=3).fit(Small(), ordered())
+        if not is_told:
+            del kept[READ]
+        module, island = Small(), island_of(run, GoesOn)
+        trainer_of(island, max_steps=6, accumulate_grad_batches=3).fit(module, ordered())
+        stats = island.learner.stats()
+    assert [rows[0] // BATCH for rows in module.seen] == [6, 7, 8, 9, *range(10), 0, 1, 2][: len(module.seen)]
+    assert (stats.steps, stats.tokens) == (6, batches * BATCH)
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Leaving
-
-
-def broken() -> None:
-    raise ArithmeticError("a mistake in the user's module")
 
 
 def interrupted() -> None:
@@ -445,6 +531,29 @@ def test_an_island_that_fails_or_is_interrupted_leaves_the_run(tmp_path, wrong, 
             trainer_of(island).fit(Small(wrong), loader())
         assert len(run.log_lines(run.syncer, f"its loop ended with {why}")) == 1, run.syncer.logged()
         assert not island.learner.finished
+
+
+def noticed() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Fails(AtollCallback):
+    """A planted bug: Lightning's exception for SIGTERM is taken for a failure."""
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._leave(exception)
+
+
+@pytest.mark.parametrize(("kind", "at", "lost"), [(AtollCallback, 7, 0), (AtollCallback, 8, 0), (Fails, 7, 3)])
+def test_a_notice_is_heeded_in_a_batch_that_steps_and_in_one_that_does_not(tmp_path, kind, at, lost):
+    """Every second batch steps; nothing is merged in time, so that all of them are to be merged after the notice."""
+    with Run(tmp_path, endless(every_steps=100)) as run:
+        island = island_of(run, kind, notice_s=LIMIT_S)
+        with pytest.raises(SIGTERMException):
+            trainer_of(island, accumulate_grad_batches=2).fit(Small(noticed, at), loader())
+        stats = island.learner.stats()
+    assert (stats.steps, stats.tokens) == (at // 2, at // 2 * 2 * BATCH)
+    assert stats.unmerged == lost * 2 * BATCH
 
 
 def test_steps_of_the_trainer_end_it_too_and_the_run_goes_on(tmp_path):

@@ -22,7 +22,7 @@ with warnings.catch_warnings():
     from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 from atoll.integrations.schedules import linear
-from atoll.integrations.torchtitan import OnAnIsland
+from atoll.integrations.torchtitan import OnAnIsland, _plain
 from atoll.net.parts import list_parts, part_path, read_part
 from tests.integrations.reading_islands import PartWanted
 from tests.net.runs import LIMIT_S, Run, config, endless
@@ -274,3 +274,18 @@ def test_what_cannot_be_an_island_is_refused(tmp_path):
             Islander(run, parts=2).train()
         with pytest.raises(ValueError, match="has 3 optimizers, and an island has one: leave early_step"):
             Islander(run, in_backward=True).train()
+
+
+class Plain(OnAnIsland):
+    atoll_schedule = linear(end=0.5)  # type: ignore[assignment]  # which works all the same
+
+
+class Method(OnAnIsland):
+    def atoll_schedule(self, progress: float) -> float:
+        return 1.0 - 0.5 * progress
+
+
+@pytest.mark.parametrize("kind", [Islander, Plain, Method])
+def test_a_schedule_may_be_written_in_the_class_as_one_likes(kind):
+    trainer = object.__new__(kind)
+    assert _plain(trainer.atoll_schedule)(1.0) == 0.5

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import atoll
+from atoll.integrations import transformers as integration
 from atoll.integrations.transformers import AtollCallback
 from atoll.ml.plan import named_tensors
 from tests.integrations.small_texts import LENGTH, arguments, gpt2, texts, trainer
@@ -140,6 +141,11 @@ def test_a_step_that_nobody_could_count_is_refused(tmp_path):
             island.train()
 
 
+def test_a_setting_that_there_is_not_is_refused_before_anything_is_loaded():
+    with pytest.raises(ValueError, match=r"no setting 'join_timeout'; there are .*join_timeout_s"):
+        AtollCallback("head:7400", join_timeout=3)
+
+
 def test_it_has_no_argument_that_the_trainer_has():
     taken = set(inspect.signature(AtollCallback.__init__).parameters) | set(inspect.signature(atoll.Learner).parameters)
     theirs = {field.name for field in dataclasses.fields(TrainingArguments)} | set(
@@ -185,20 +191,32 @@ def test_what_is_evaluated_and_saved_is_the_published_model_and_training_goes_on
         run.until(run.learner(1, standing="left"), "it has left")
 
 
+# The worst model is the best, so that it is not the last.
+BEST: dict[str, Any] = {
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+    "greater_is_better": True,
+    "save_only_model": True,
+}
+
+
+@pytest.mark.parametrize("saved", ["epoch", "best"])
+def test_the_best_model_stays_also_where_training_ends_with_an_evaluation(tmp_path, saved):
+    """The Trainer has no more epochs: it evaluates, loads the best model over what it has evaluated, and ends."""
+    with Run(tmp_path / "run", endless()) as run:
+        steps = {"eval_strategy": "epoch", "save_strategy": saved, "num_train_epochs": 3, "max_steps": -1}
+        island = trainer(tmp_path, callback(run), data=texts(12), evaluated=texts(8, seed=5), **steps, **BEST)
+        island.train()
+        best = Path(str(island.state.best_model_checkpoint))
+        assert best.name == "checkpoint-3", "of the first epoch, and not of the last"
+        loaded = load_file(best / "model.safetensors")["transformer.wte.weight"]
+        assert torch.equal(loaded, island.model.lm_head.weight.detach())
+
+
 def test_the_best_model_that_the_trainer_loads_at_the_end_stays(tmp_path):
     with Run(tmp_path / "run", config(budget_merges=12)) as run:
-        island = trainer(
-            tmp_path,
-            callback(run),
-            evaluated=texts(8, seed=5),
-            eval_strategy="steps",
-            eval_steps=2,
-            save_strategy="steps",
-            save_steps=2,
-            load_best_model_at_end=True,
-            metric_for_best_model="loss",
-            greater_is_better=True,  # the worst one, so that it is not the last
-        )
+        steps = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+        island = trainer(tmp_path, callback(run), evaluated=texts(8, seed=5), **steps, **BEST)
         island.train()
         best = load_file(Path(str(island.state.best_model_checkpoint)) / "model.safetensors")
         assert torch.equal(best["transformer.wte.weight"], island.model.lm_head.weight.detach())
@@ -292,19 +310,48 @@ def test_an_exception_that_ends_the_process_leaves_the_run(tmp_path):
         assert run.log_lines(run.syncer, "its loop ended with ArithmeticError")
 
 
-def test_a_run_that_is_over_already_stops_the_trainer_with_its_model(tmp_path):
+def test_an_operator_who_ends_the_run_stops_the_trainer_with_its_model(tmp_path):
     with Run(tmp_path / "run", endless()) as run:
-        with callback(run) as first:
-            trainer(tmp_path, first, max_steps=12).train()
-        run.until(run.learner(1, standing="left"), "it has left")
-        late = callback(run, 2)
+        atoll_ = callback(run)
         ask_for_end = Watch(on_step_end=lambda model, state: run.end() if state.global_step == 5 else None)
-        island = trainer(tmp_path, late, ask_for_end, model=gpt2(2))
+        island = trainer(tmp_path, atoll_, ask_for_end)
         done = island.train()
-        assert late.learner.finished
+        assert atoll_.learner.finished
         assert done.global_step < 10_000
         assert run.syncer.hear("ended") is True
         assert same(load_file(tmp_path / "run/published.safetensors"), values(island.model))
+
+
+def test_a_run_that_is_over_when_the_island_has_joined_gives_its_model_and_nothing_is_trained(tmp_path, monkeypatch):
+    class JoinsAtTheEnd(atoll.Learner):
+        def __enter__(self) -> atoll.Learner:
+            super().__enter__()
+            run.end()
+            while not self.finished:
+                self.step(1)
+            return self
+
+    monkeypatch.setattr(integration, "Learner", JoinsAtTheEnd)
+    begun: list[tuple[bool, int]] = []
+    with Run(tmp_path / "run", endless()) as run:
+        late = callback(run)
+        look = Seen(lambda control: begun.append((control.should_training_stop, late.learner.stats().steps)))
+        island = trainer(tmp_path, late, look, max_steps=50)
+        done = island.train()
+        assert begun == [(True, late.learner.stats().steps)]
+        assert done.global_step <= 1, "the Trainer looks after its first step"
+        assert run.syncer.hear("ended") is True
+        assert same(load_file(tmp_path / "run/published.safetensors"), values(island.model))
+
+
+class Seen(TrainerCallback):
+    """What a Trainer is told when it begins, by the callbacks before this one."""
+
+    def __init__(self, look: Any) -> None:
+        self._look = look
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._look(control)
 
 
 def test_a_step_that_was_left_out_is_none(tmp_path):

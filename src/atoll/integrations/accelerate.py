@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from atoll.integrations.batches import total
 from atoll.ml.wrapped import was_skipped
 from atoll.net.learner import Learner
 
@@ -24,31 +25,37 @@ class AcceleratedLearner(Learner):
                     accelerator.backward(loss)
                     optimizer.step()
                     optimizer.zero_grad()
-                learner.step(tokens=tokens_of(batch), loss=loss)
+                learner.step(tokens=count_of(batch), loss=loss)
                 if learner.finished:
                     break
 
-    `model` and `optimizer` are the prepared ones. A step that was left out because gradients overflowed (fp16) is none.
+    `model` and `optimizer` are the prepared ones. Numbers that are on a device (`atoll.integrations.batches.count_of`)
+    are read once a step: to read one waits for everything before it. A step that was left out because gradients
+    overflowed (fp16) is none.
     """
 
     def __init__(self, accelerator: Any, model: nn.Module, optimizer: Optimizer, *where: Any, **settings: Any) -> None:
         super().__init__(model, optimizer, *where, **settings)
         self._accelerator = accelerator
         self._prepared = optimizer
-        self._tokens = 0
+        self._counts: list[int | Tensor] = []
         self._losses: list[float | Tensor] = []
 
-    def step(self, tokens: int, loss: float | Tensor | None = None) -> None:
+    def __enter__(self) -> AcceleratedLearner:
+        super().__enter__()
+        return self
+
+    def step(self, tokens: int | Tensor, loss: float | Tensor | None = None) -> None:
         """One micro-batch has been trained on. The loss that is shown is the mean of those of a step."""
-        self._tokens += tokens
+        self._counts.append(tokens)
         if loss is not None:
             self._losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
         if not self._accelerator.sync_gradients:
             return
-        total, losses = self._tokens, self._losses
-        self._tokens, self._losses = 0, []
+        counts, losses = self._counts, self._losses
+        self._counts, self._losses = [], []
         if not was_skipped(self._prepared):
-            super().step(total, sum(losses) / len(losses) if losses else None)
+            super().step(total(counts), sum(losses) / len(losses) if losses else None)
 
 
 __all__ = ["AcceleratedLearner"]

@@ -10,7 +10,6 @@ of Lightning's has been loaded. From then on the run says what the model is.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,28 +17,32 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from atoll.integrations.batches import tokens_of
+from atoll.integrations.batches import TokenCount, tokens_of
 from atoll.integrations.data import go_to, next_epoch, place_of
 from atoll.integrations.schedules import ProgressSchedule
+from atoll.integrations.settings import check_settings
 from atoll.net.learner import Learner
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.utilities import CombinedLoader
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
 else:
     try:
         from lightning.pytorch import Callback, LightningModule, Trainer
         from lightning.pytorch.utilities import CombinedLoader
+        from lightning.pytorch.utilities.exceptions import SIGTERMException
     except ImportError:  # the same under its older name
         from pytorch_lightning import Callback, LightningModule, Trainer
         from pytorch_lightning.utilities import CombinedLoader
+        from pytorch_lightning.utilities.exceptions import SIGTERMException
 
-GIVEN_BY_THE_TRAINER = {"model", "optimizer"}
 FLAT = {"FSDPStrategy", "DeepSpeedStrategy"}
 """Strategies that keep parameters in flat buffers of their own, from which nobody can tell what is whose."""
 
-OWN, PLACES = "own", "places"
-"""What the callback keeps in a part of a snapshot: what the user asked for, and the place of each loader."""
+OWN, PLACES, READ = "own", "places", "read"
+"""What the callback keeps in a part of a snapshot: what the user asked for, the place of each loader, and how many
+batches of the epoch were read by then."""
 
 
 class AtollCallback(Callback):
@@ -56,19 +59,17 @@ class AtollCallback(Callback):
     """
 
     def __init__(self, syncer: str | None = None, *, tokens: Callable[[Any], int] = tokens_of, **settings: Any) -> None:
-        known = set(inspect.signature(Learner).parameters) - GIVEN_BY_THE_TRAINER
-        for name in settings:
-            if name not in known:
-                raise ValueError(f"atoll.Learner has no setting {name!r}; there are {', '.join(sorted(known))}")
+        check_settings(settings)
         self._settings: dict[str, Any] = {"syncer": syncer} | settings
-        self._tokens_of = tokens
         self._learner: Learner | None = None
         self._is_in = False
         self._schedules: list[ProgressSchedule] = []
-        self._tokens = 0  # of the batches since the last optimizer step
+        self._tokens = TokenCount(tokens)  # of the batches since the last optimizer step
         self._losses: list[Tensor] = []  # of the same
         self._steps = 0  # of the optimizer, by the trainer's count
+        self._scale: float | None = None  # of gradients, after the last step (fp16)
         self._was_restored = False  # the places of loaders
+        self._read: int | None = None  # of the epoch in which it goes on, until the first batch is here
         self._ahead: list[Any] = []  # places after the batches that the trainer has read and not yet trained
         self._shown: contextlib.ExitStack | None = None  # while the model has the published values
 
@@ -93,8 +94,9 @@ class AtollCallback(Callback):
         learner.__enter__()
         self._is_in = True
         self._steps = trainer.global_step
-        self._tokens, self._losses = 0, []
-        self._was_restored = False
+        self._scale = _scale_of(trainer)
+        self._forget()
+        self._was_restored, self._read = False, None
         self._go_on(trainer, learner.restored_state)
         schedulers = [each.scheduler for each in trainer.lr_scheduler_configs]
         self._schedules = [each for each in schedulers if isinstance(each, ProgressSchedule)]
@@ -105,6 +107,11 @@ class AtollCallback(Callback):
             trainer.should_stop = True
 
     # ---------------------------------------------------------------------------------------------------- training
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._read is not None:
+            self._count_on(trainer, self._read)
+            self._read = None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -117,7 +124,7 @@ class AtollCallback(Callback):
                 self._ahead = [*self._ahead[1:], _places(trainer)]
 
     def _count(self, module: LightningModule, trainer: Trainer, outputs: Any, batch: Any) -> None:
-        self._tokens += self._tokens_of(batch)
+        self._tokens.add(batch)
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
             # Lightning has divided it by the number of batches that it accumulates.
@@ -126,14 +133,22 @@ class AtollCallback(Callback):
 
     def _step(self, trainer: Trainer) -> None:
         learner = self.learner
-        tokens, losses = self._tokens, self._losses
         self._steps = trainer.global_step
-        self._tokens, self._losses = 0, []
+        before, self._scale = self._scale, _scale_of(trainer)
+        if before is not None and self._scale is not None and self._scale < before:
+            self._forget()  # gradients have overflowed, and the step was left out: the trainer counts it all the same
+            return
+        tokens, losses = self._tokens.take(), self._losses
+        self._forget()
         learner.step(tokens=tokens, loss=torch.stack(losses).mean() if losses else None)
         for schedule in self._schedules:
             schedule.set_now()
         if learner.finished:
             trainer.should_stop = True
+
+    def _forget(self) -> None:
+        self._tokens.forget()
+        self._losses = []
 
     # -------------------------------------------------------------------------------------- the published model
 
@@ -152,22 +167,28 @@ class AtollCallback(Callback):
 
     def _save_what_is_published(self, trainer: Trainer, learner: Learner) -> None:
         """Checkpoints are to hold the model that was validated. The hook for callbacks is not called for those of
-        weights only, so it is the strategy that gives another state."""
+        weights only, so it is the strategy that gives another state. It does so beyond the end of training too:
+        ModelCheckpoint comes last, and may save then, or after an exception."""
+        self._save_its_own(trainer)
         plain = trainer.strategy.lightning_module_state_dict
 
         def published() -> dict[str, Any]:
-            if not self._is_in or self._shown is not None:
+            if self._shown is not None:
                 return plain()
             with learner.published():
                 return {name: value.clone() if hasattr(value, "clone") else value for name, value in plain().items()}
 
         trainer.strategy.lightning_module_state_dict = published  # type: ignore[method-assign]
 
+    def _save_its_own(self, trainer: Trainer) -> None:
+        vars(trainer.strategy).pop("lightning_module_state_dict", None)
+
     # ---------------------------------------------------------------------------------------------- places of data
 
     def _kept(self, trainer: Trainer, asked: Callable[[], Any] | None) -> dict[str, Any]:
         places = self._ahead[0] if self._ahead else _places(trainer)
-        return {OWN: asked() if asked is not None else None, PLACES: places}
+        read = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        return {OWN: asked() if asked is not None else None, PLACES: places, READ: read}
 
     def _go_on(self, trainer: Trainer, restored: Any) -> None:
         """The trainer has begun to read already, at the place where the loaders were before."""
@@ -179,14 +200,29 @@ class AtollCallback(Callback):
                 if place is not None:
                     go_to(loader, place)
             self._was_restored = True
+            if trainer.num_training_batches != float("inf"):
+                self._read = restored.get(READ, 0) % trainer.num_training_batches or None  # after all of them: 0
             if fetcher is not None:
                 iter(fetcher)
         # A trainer that does not know the number of batches reads one ahead: the loader's place is that of the future.
         ahead = len(getattr(fetcher, "batches", ()))
         self._ahead = [_places(trainer)] * ahead if any(_knows_its_place(loader) for loader in loaders) else []
 
+    def _count_on(self, trainer: Trainer, read: int) -> None:
+        """Of its epoch the loader has only the rest. The trainer takes this batch for the first one, and would wait for
+        as many as an epoch has: the last step of it would never be taken, and its gradients be thrown away."""
+        fetcher, progress = trainer.fit_loop._data_fetcher, trainer.fit_loop.epoch_loop.batch_progress
+        progress.current.ready = read + 1
+        for stage in ("started", "processed", "completed"):
+            setattr(progress.current, stage, read)
+        if fetcher is not None and fetcher.length is not None:
+            fetcher.fetched = read + 1
+            progress.is_last_batch = fetcher.done = fetcher.fetched >= fetcher.length
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Lightning does not number the epochs of datasets. One that went to a place needs it."""
+        if pl_module.automatic_optimization:
+            self._forget()  # gradients of which no step was made by now are set to zero by the next epoch
         if self._was_restored:
             for loader in _loaders(trainer):
                 next_epoch(loader)
@@ -200,19 +236,21 @@ class AtollCallback(Callback):
     # ----------------------------------------------------------------------------------------------------- leaving
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._leave(trainer, None)
+        self._leave(None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._leave(trainer, exception)
+        # Of SIGTERM the trainer makes an exception, perhaps before the batch that steps. That is no failure: where it
+        # is a notice (`notice_s`), what was trained is merged before the island goes.
+        self._leave(None if isinstance(exception, SIGTERMException) else exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._leave(trainer, None)
+        self._leave(None)
+        self._save_its_own(trainer)
 
-    def _leave(self, trainer: Trainer, wrong: BaseException | None) -> None:
+    def _leave(self, wrong: BaseException | None) -> None:
         if not self._is_in:
             return
         self._is_in = False
-        vars(trainer.strategy).pop("lightning_module_state_dict", None)
         self._show_its_own()
         self.learner.__exit__(
             type(wrong) if wrong is not None else None, wrong, wrong.__traceback__ if wrong is not None else None
@@ -233,6 +271,12 @@ def _optimizer_of(trainer: Trainer) -> Optimizer:
             " a parameter group for each of them, from configure_optimizers"
         )
     return trainer.optimizers[0]
+
+
+def _scale_of(trainer: Trainer) -> float | None:
+    """What gradients of fp16 are scaled by, so that they do not vanish: an overflow makes it smaller."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return float(scaler.get_scale()) if scaler is not None else None
 
 
 def _loaders(trainer: Trainer) -> list[Any]:

@@ -1,7 +1,7 @@
 """torchtitan's Trainer on an island: a class before it, and nothing of torchtitan is imported here.
 
     class IslandTrainer(OnAnIsland, torchtitan.trainer.Trainer):
-        atoll_schedule = cosine(warmup=0.01)
+        atoll_schedule = staticmethod(cosine(warmup=0.01))
 
 It looks at the trainer's `model_parts`, `optimizers`, `dataloader` and, where there are, `validator` and
 `parallel_dims`, and puts itself around `train`, `batch_generator`, `forward_backward_step`, `train_step` and
@@ -10,15 +10,16 @@ It looks at the trainer's `model_parts`, `optimizers`, `dataloader` and, where t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from types import MappingProxyType, MethodType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from atoll.integrations.batches import tokens_of
+from atoll.integrations.batches import TokenCount
 from atoll.integrations.data import go_to, place_of
 from atoll.integrations.schedules import ProgressSchedule, Shape
 from atoll.net.learner import Learner
@@ -59,7 +60,7 @@ class OnAnIsland(_Trainer):
 
     learner: Learner | None = None
     _rates: ProgressSchedule | None = None
-    _tokens = 0  # of the batches since the last step
+    _counted: TokenCount | None = None  # of the batches since the last step
     _losses: Tensor | None = None  # sum over them
     _is_sum = False  # of tokens, and not a mean
     _is_in = False
@@ -75,13 +76,14 @@ class OnAnIsland(_Trainer):
     def batch_generator(self, data_iterable: Any) -> Batches:
         """Joins: the trainer asks for its batches once, when its checkpoint is loaded and before the first of them."""
         self._join(data_iterable)
-        return self._counted(super().batch_generator(data_iterable))
+        self._counted = TokenCount()
+        return self._counting(super().batch_generator(data_iterable), self._counted)
 
-    def _counted(self, batches: Batches) -> Batches:
+    def _counting(self, batches: Batches, counted: TokenCount) -> Batches:
         # Ranks of context parallelism read the same sequences, and all of them are asked.
         shared = getattr(getattr(self, "parallel_dims", None), "cp", 1)
         for inputs, labels in batches:
-            self._tokens += max(1, tokens_of({"labels": labels}) // shared)
+            counted.add({"labels": labels}, shared)
             yield inputs, labels
 
     def forward_backward_step(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -95,8 +97,9 @@ class OnAnIsland(_Trainer):
     def train_step(self, data_iterator: Any) -> Any:
         found = super().train_step(data_iterator)
         if self.learner is not None and self._is_in:
-            tokens, losses = self._tokens, self._losses
-            self._tokens, self._losses = 0, None
+            assert self._counted is not None, "it has joined where it asks for batches"
+            tokens, losses = self._counted.take(), self._losses
+            self._losses = None
             if losses is not None and self._is_sum:
                 losses = losses / tokens
             self.learner.step(tokens=tokens, loss=losses)
@@ -118,7 +121,7 @@ class OnAnIsland(_Trainer):
         if learner.restored_state is not None and "extra_state" not in self.atoll_settings and settings:
             go_to(loader, learner.restored_state)
         if self.atoll_schedule is not None:
-            self._rates = ProgressSchedule(optimizer, self.atoll_schedule, learner)
+            self._rates = ProgressSchedule(optimizer, _plain(self.atoll_schedule), learner)
         validator = getattr(self, "validator", None)
         if validator is not None:
             _show_published(validator, learner)
@@ -128,6 +131,14 @@ class OnAnIsland(_Trainer):
             self._is_in = False
             trace = wrong.__traceback__ if wrong is not None else None
             self.learner.__exit__(type(wrong) if wrong is not None else None, wrong, trace)
+
+
+def _plain(shape: Shape) -> Shape:
+    """A function in the body of a class becomes a method. One of progress alone was not meant to be one."""
+    if isinstance(shape, MethodType) and len(inspect.signature(shape.__func__).parameters) == 1:
+        found: Shape = shape.__func__
+        return found
+    return shape
 
 
 def _one_of(parts: list[torch.nn.Module], optimizers: Any) -> tuple[torch.nn.Module, Optimizer]:

@@ -18,8 +18,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from atoll.integrations.batches import tokens_of
+from atoll.integrations.batches import TokenCount, tokens_of
 from atoll.integrations.schedules import FollowedSchedule, ProgressSchedule
+from atoll.integrations.settings import check_settings
 from atoll.ml.wrapped import was_skipped
 from atoll.net.learner import Learner
 
@@ -58,16 +59,16 @@ class AtollCallback(TrainerCallback):
         follow_progress: bool = True,
         **settings: Any,
     ) -> None:
+        check_settings(settings)
         self._settings = settings | {"keys": keys, "learner": learner, "run_directory": run_directory}
         self._place = (syncer, token)
-        self._tokens_of = tokens
         self._follows = follow_progress
         self._learner: Learner | None = None
         self._is_in = False
         self._hook: RemovableHandle | None = None
         self._schedule: FollowedSchedule | ProgressSchedule | None = None
         self._shown = ExitStack()  # of the published values, while the Trainer evaluates and saves
-        self._tokens = 0
+        self._tokens = TokenCount(tokens)
         self._losses: list[Tensor] = []
         self._is_share = False  # the losses of micro-batches are parts of one mean, and not each a mean
 
@@ -98,6 +99,9 @@ class AtollCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            # It was loaded a moment ago, over the published values if the last thing was an evaluation.
+            self.learner._published.keep()
         self._leave(None)
 
     def __enter__(self) -> AtollCallback:
@@ -132,7 +136,7 @@ class AtollCallback(TrainerCallback):
         if not (module.training and torch.is_grad_enabled()):
             return
         batch = kwargs if any(isinstance(value, Tensor) for value in kwargs.values()) else args
-        self._tokens += self._tokens_of(batch)
+        self._tokens.add(batch)
         loss = output.get("loss") if isinstance(output, dict) else None
         if isinstance(loss, Tensor) and loss.numel() == 1:
             self._losses.append(loss.detach())
@@ -147,7 +151,7 @@ class AtollCallback(TrainerCallback):
         """Before the Trainer logs, evaluates and saves."""
         if not self._is_in:
             return
-        tokens, loss = self._tokens, self._loss(args)
+        tokens, loss = self._tokens.take(), self._loss(args)
         self._forget()
         optimizer: Optimizer = kwargs["optimizer"]
         if not was_skipped(optimizer):
@@ -189,7 +193,8 @@ class AtollCallback(TrainerCallback):
         return total * args.world_size if everywhere else total
 
     def _forget(self) -> None:
-        self._tokens, self._losses = 0, []
+        self._tokens.forget()
+        self._losses = []
 
     def _follow(self, args: TrainingArguments, state: TrainerState, scheduler: Any) -> None:
         scheduler = getattr(scheduler, "scheduler", scheduler)  # accelerate's, around it

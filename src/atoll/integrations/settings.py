@@ -1,0 +1,21 @@
+"""What a callback may be told beside what the trainer knows: the settings of `atoll.Learner`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+
+from atoll.net.learner import Learner
+
+GIVEN_BY_THE_TRAINER = {"model", "optimizer"}
+
+
+def check_settings(names: Iterable[str]) -> None:
+    """ValueError for one that there is not. When training begins it would be late: the data may have taken hours."""
+    known = set(inspect.signature(Learner).parameters) - GIVEN_BY_THE_TRAINER
+    for name in names:
+        if name not in known:
+            raise ValueError(f"atoll.Learner has no setting {name!r}; there are {', '.join(sorted(known))}")
+
+
+__all__ = ["check_settings"]
