@@ -18,7 +18,9 @@ from atoll.core.types import RunConfig
 from atoll.net.run_settings import RunSettings
 from atoll.net.serving import serve_syncer
 
-settings = RunSettings(RunConfig(run_id="lightning", quorum=2, budget_merges=36, lease_samples=2000))
+settings = RunSettings(RunConfig(
+    run_id="lightning", fragments=4, every_steps=8, quorum=2, budget_merges=28, lease_samples=2000
+))
 sys.exit(not serve_syncer(Path(sys.argv[1]), settings, port=0, on_ready=lambda where: print(where, flush=True)))
 """
 
