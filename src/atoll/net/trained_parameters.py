@@ -58,8 +58,8 @@ class TrainedParameters:
 
 def _sentence(name: str, what: str, then: str) -> str:
     return (
-        f"a parameter was {what} after the join: {name}. What travels was settled then, and it {then}; leave, freeze"
-        " and unfreeze as you like, and join anew with another Learner"
+        f"a parameter was {what} after the join: {name}. What travels was settled then, and it {then}: leave and"
+        " join anew as it was, or train the other parameters in a new run (atoll syncer --init)"
     )
 
 
