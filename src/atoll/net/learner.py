@@ -231,7 +231,7 @@ class Learner(Resting):
         except BaseException as wrong:
             self._close(wrong)
             raise
-        self._trained = TrainedParameters(self._model, self._optimizer)
+        self._trained = TrainedParameters(self._model, self._optimizer, self.log)
         self._notice.listen(self._interrupts)
         return self
 
