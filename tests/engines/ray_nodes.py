@@ -79,12 +79,14 @@ def nowhere() -> Iterator[Path]:
 
 @contextmanager
 def nodes_of_their_own() -> Iterator[Nodes]:
+    before = signal.getsignal(signal.SIGTERM)
     with nowhere() as temporary:
         nodes = Nodes(temporary)
         try:
             yield nodes
         finally:
             nodes.end()
+            signal.signal(signal.SIGTERM, before)  # a node takes SIGTERM for itself, for as long as its process lives
 
 
 def end_everything_of(temporary: Path) -> None:
