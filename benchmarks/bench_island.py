@@ -97,6 +97,7 @@ def run_rank(rank: int, options: argparse.Namespace, address: str, syncer_pid: i
             as_json(told | {"tokens_per_step": RANKS * options.batch * config.context} | boundary | figures)
         )
     dist.destroy_process_group()
+    os._exit(0)  # a thread of gloo may abort an interpreter that ends (docs/islands.md)
 
 
 def boundaries(ranks: Ranks | None, rank: int) -> dict[str, Any]:

@@ -366,7 +366,7 @@ def test_the_example_shows_an_island_that_is_requeued_and_comes_back(tmp_path):
     if missing is not None:
         pytest.skip(missing)
     example = Path(__file__).resolve().parents[2] / "examples" / "slurm_islands.py"
-    command = [sys.executable, str(example), "--own", "--run", "run", "--within", "240"]
+    command = [sys.executable, str(example), "--own", "--run", "run", "--merges", "50", "--within", "240"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=290, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line[:3] for line in done.stdout.split("\n\n")[-1].splitlines()] == ["yes"] * 4, done.stdout

@@ -108,7 +108,7 @@ def test_a_tape_that_is_lost_is_said_and_no_model_is_made_up(killed, tmp_path, c
 
 def test_a_run_that_was_stopped_and_resumed_on_fewer_islands_replays(text, tmp_path, capsys):
     run = tmp_path / "run"
-    words = small(text, "--learners", "3", "--tokens", str(4 * TOKENS), "--kill", "none", "--step-time", "20ms")
+    words = small(text, "--learners", "3", "--tokens", str(2 * TOKENS), "--kill", "none", "--step-time", "20ms")
     with training(run, words) as process:
         for _ in range(600):
             assert process.poll() is None, process.communicate()
