@@ -61,6 +61,14 @@ def left(child: Child, limit_s: float = LIMIT_S) -> dict[str, Any]:
     return told
 
 
+def everything_merged(run: Run) -> None:
+    """Learner 1, who was the only one, has left nothing behind."""
+    run.until(run.learner(1, standing="left"), "the syncer knows that it has left")
+    for line in run.status()["ledger"]:
+        assert (line["pending"], line["dropped"]) == (0, {})
+    run.verdict()
+
+
 def why_stopped(run: Run, number: int) -> str:
     codes = [effect.reason.code for entry in entries(run, number) for effect in entry.effects if type(effect) is Stop]
     assert len(codes) == 1
@@ -350,10 +358,7 @@ def test_the_notice_of_any_rank_is_that_of_its_island(tmp_path):
         island.ranks[1].send(signal.SIGTERM)
         told = island.left()
         assert [(each["finished"], each["drained"]) for each in told] == [(True, True)] * 2
-        run.until(run.learner(1, standing="left"), "the syncer knows that it has left")
-        for line in run.status()["ledger"]:
-            assert (line["pending"], line["dropped"]) == (0, {})
-        run.verdict()
+        everything_merged(run)
 
 
 def test_a_loop_of_many_ranks_that_ends_by_the_notice_pushes_when_it_is_left(tmp_path):
@@ -370,10 +375,7 @@ def test_a_loop_of_many_ranks_that_ends_by_the_notice_pushes_when_it_is_left(tmp
         island.order("break")
         told = island.left()
         assert [(each["finished"], each["drained"]) for each in told] == [(True, True)] * 2
-        run.until(run.learner(1, standing="left"), "the syncer knows that it has left")
-        for line in run.status()["ledger"]:
-            assert (line["pending"], line["dropped"]) == (0, {})
-        run.verdict()
+        everything_merged(run)
 
 
 @pytest.mark.slow
@@ -403,10 +405,7 @@ def test_torchrun_and_its_ranks_are_told_and_all_of_them_leave(tmp_path):
                 torchrun.wait()
         said = (tmp_path / "torchrun.log").read_text()
         assert [path.read_text() for path in sorted(told.glob("*.left"))] == ["True True", "True True"], said
-        run.until(run.learner(1, standing="left"), "the syncer knows that it has left")
-        for line in run.status()["ledger"]:
-            assert (line["pending"], line["dropped"]) == (0, {})
-        run.verdict()
+        everything_merged(run)
 
 
 def _pids(told: Path) -> list[int]:

@@ -47,7 +47,7 @@ def test_what_is_packed_in_a_file_is_what_is_packed_in_memory(tmp_path):
     job = trained()
     taken = inner_state.take(job.optimizer, job.model)
     file = packed(taken, tmp_path)
-    assert file.is_on_disk
+    assert file._handle is not None, "it has a file"
     assert [*tmp_path.iterdir()] == [], "it has no name that somebody would have to remove"
     ours, theirs = inner_state.read(file.view), inner_state.read(inner_state.pack_taken(taken))
     assert ours[0] == theirs[0]
@@ -64,7 +64,7 @@ def test_what_is_packed_in_a_file_is_what_is_packed_in_memory(tmp_path):
 def test_without_room_on_disk_it_is_held_in_memory(tmp_path):
     job = trained()
     file = packed(inner_state.take(job.optimizer, job.model), tmp_path / "is not there")
-    assert not file.is_on_disk
+    assert file._handle is None, "it has no file"
     assert file.read()[0]["optimizer"] == "AdamW"
 
 

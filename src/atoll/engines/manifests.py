@@ -10,6 +10,7 @@ import json
 import math
 import re
 import shlex
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +41,7 @@ THEN_IDLE = (
 """For a Deployment, which starts again what has ended: a syncer whose run is over would be started for ever."""
 
 
-class _Manifests:
+class _Manifests(ABC):
     """What both have in common: they write, and somebody else runs."""
 
     name = ""
@@ -60,8 +61,8 @@ class _Manifests:
         if not unit.command:
             raise ValueError(f"{unit.name} has no command")
 
-    def documents(self, unit: Unit) -> list[dict[str, Any]]:
-        raise NotImplementedError
+    @abstractmethod
+    def documents(self, unit: Unit) -> list[dict[str, Any]]: ...
 
     def render(self, unit: Unit) -> str:
         """One or more documents of YAML; secrets by name only."""

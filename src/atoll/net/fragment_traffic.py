@@ -22,7 +22,7 @@ from atoll.net.island_tensors import Buffer, Copied, CopyGone, FragmentTensors, 
 from atoll.net.learner_bulk import Fetched, LearnerBulk
 from atoll.net.learner_link import LearnerLink, LinkGone, Refusal, why
 from atoll.net.logs import about
-from atoll.net.row_fragment import RowFragment
+from atoll.net.row_fragment import LedRows
 from atoll.net.row_traffic import RowTraffic
 from atoll.net.wire import CODEC_NUMBERS, WireError
 
@@ -116,10 +116,10 @@ class FragmentTraffic:
         self, fragment: FragmentTensors, copied: Copied, envelope: Envelope, body: Contribution, held: ExitStack
     ) -> None:
         """`held`: what is let go when this ends, or when the computing thread has encoded it."""
-        numel = fragment.dealt.numel if isinstance(fragment, RowFragment) else fragment.numel
+        numel = fragment.dealt.numel if isinstance(fragment, LedRows) else fragment.numel
         size = copied.codec.size(numel)
         async with self._places_up if size > SMALL_BYTES else nullcontext():
-            if isinstance(fragment, RowFragment):
+            if isinstance(fragment, LedRows):
                 assert self.rows is not None
                 await self.rows.contribute(fragment, copied, envelope, body, held.pop_all())
             else:
@@ -170,7 +170,7 @@ class FragmentTraffic:
             if known or (body.base is not None and base is None):
                 self._tell(MessageArrived(envelope))  # it acknowledges what it has, or asks for the whole value
                 return
-            if isinstance(fragment, RowFragment):
+            if isinstance(fragment, LedRows):
                 await self._fetch_rows(fragment, envelope, body)
                 return
             fetched = await self._fetch_bytes(p, body, arriving)
@@ -230,7 +230,7 @@ class FragmentTraffic:
             learner._news.notify_all()
         self._drain()
 
-    async def _fetch_rows(self, fragment: RowFragment, envelope: Envelope, body: Published) -> None:
+    async def _fetch_rows(self, fragment: LedRows, envelope: Envelope, body: Published) -> None:
         rows, downs = self.rows, self._downs
         assert rows is not None
         found = await self._tried(body, lambda: rows.fetch(fragment, body.version, body.base, downs))
@@ -246,7 +246,7 @@ class FragmentTraffic:
 
     async def fetch_final(self, fragment: FragmentTensors, version: int, downs: tuple[str, ...]) -> Buffer | None:
         """The whole value, when the run is over."""
-        if isinstance(fragment, RowFragment):
+        if isinstance(fragment, LedRows):
             assert self.rows is not None
             (value,) = await self.rows.fetch(fragment, version, None, downs)
             return value

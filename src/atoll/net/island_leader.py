@@ -40,7 +40,7 @@ from atoll.net.rank_hands import Hands
 from atoll.net.rank_lines import CALLS, ONLY_BESIDE, Ask, Line, Order, Status, Told, bytes_of, failure_text
 from atoll.net.rank_parts import cut_for, get_ready, load_by_all, send_tensors, write_by_all
 from atoll.net.ranks import Ranks, fsdp_modules, reshard
-from atoll.net.row_fragment import RowFragment
+from atoll.net.row_fragment import LedRows
 from atoll.net.step_boundary import Action, Adopt, Copy, End, Give, Save, Saved, Solo, Start, Starting, StepBoundary
 
 PIECE = 2**18
@@ -366,7 +366,7 @@ class IslandView(ModelView):
         self._leader.read_in_order(fragment, own, take)
 
 
-class LeaderRows(RowFragment):
+class LeaderRows(LedRows):
     def __init__(self, leader: Leader, view: ModelView, p: FragmentId, up: Codec) -> None:
         super().__init__(view, p, up, leader.shares[p], 0)
         self._leader = leader

@@ -578,7 +578,7 @@ class Learner(Resting):
             self._background.stop(self._notice.last_words_s())
             if wrong is None:
                 self._island.close()
-        if broken is not None and not self._finished:
+        if broken is not None and not (self._finished and isinstance(broken, AtollError)):
             raise broken
 
 

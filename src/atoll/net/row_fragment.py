@@ -4,6 +4,7 @@ of those rows only. No rank of the island has more."""
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -129,14 +130,6 @@ class RowFragment(FragmentTensors):
             if self._strips is not None and self._strips[1].done():
                 self._strips = None
 
-    def encode_rows(self, copied: Copied) -> None:
-        """At the leader, for all ranks."""
-        raise NotImplementedError
-
-    def pass_on(self, version: Version, digest: str) -> Buffer | None:
-        """At the leader: every rank has its rows of the version when this returns, or none of them has (None)."""
-        raise NotImplementedError
-
     # ----------------------------------------------------------------------------------------------------------- down
 
     def decode(
@@ -165,4 +158,15 @@ class RowFragment(FragmentTensors):
         return found.value
 
 
-__all__ = ["Prepared", "RowFragment", "Strips"]
+class LedRows(RowFragment, ABC):
+    """At the leader: what it does with its own rows is done by all ranks with theirs."""
+
+    @abstractmethod
+    def encode_rows(self, copied: Copied) -> None: ...
+
+    @abstractmethod
+    def pass_on(self, version: Version, digest: str) -> Buffer | None:
+        """Every rank has its rows of the version when this returns, or none of them has (None)."""
+
+
+__all__ = ["LedRows", "Prepared", "RowFragment", "Strips"]

@@ -28,7 +28,7 @@ from atoll.net.learner_bulk import RETRY_S, TRIES, Fetching, LearnerBulk
 from atoll.net.learner_errors import IslandBroken
 from atoll.net.learner_link import LearnerLink, Refusal
 from atoll.net.rank_hands import Hands
-from atoll.net.row_fragment import RowFragment
+from atoll.net.row_fragment import LedRows, RowFragment
 from atoll.net.spans import Spans
 from atoll.net.wire import (
     CODEC_NUMBERS,
@@ -236,7 +236,7 @@ class RowTraffic:
         self._lost_since: dict[int, float] = {}  # ranks whose transfers fail, and not rank 0's
 
     async def contribute(
-        self, fragment: RowFragment, copied: Copied, envelope: Envelope, body: Contribution, held: ExitStack
+        self, fragment: LedRows, copied: Copied, envelope: Envelope, body: Contribution, held: ExitStack
     ) -> None:
         """All ranks encode and bring their strips; the word that says so is the leader's. `held`: what is let go when
         they are encoded."""
@@ -271,7 +271,7 @@ class RowTraffic:
         raise ConnectionError(f"{missing.bytes if missing else 0} bytes of it are missing")
 
     async def fetch(
-        self, fragment: RowFragment, version: Version, base: Version | None, downs: tuple[str, ...]
+        self, fragment: LedRows, version: Version, base: Version | None, downs: tuple[str, ...]
     ) -> tuple[Buffer | None]:
         """The leader's rows, when every rank has its own; None: together they are not what was published."""
         getting = Getting(fragment.p, fragment.generation, version, base, downs, await self._at(fragment.p))
@@ -295,7 +295,7 @@ class RowTraffic:
     async def _at(self, p: FragmentId) -> str:
         return await self._bulk.place(p) or self._link.asked
 
-    async def _all(self, fragment: RowFragment, word: str, what: dict[str, Any], own: Any, way: str) -> list[Any]:
+    async def _all(self, fragment: LedRows, word: str, what: dict[str, Any], own: Any, way: str) -> list[Any]:
         """Of the ranks that have something to do. What they have moved counts for the island."""
         ranks = {stretch.rank for stretch in fragment.dealt.stretches}
         if word == "send":

@@ -48,10 +48,6 @@ class StateFile:
         except (OSError, AttributeError):  # not every system makes room beforehand
             self.view = memoryview(bytearray(size))
 
-    @property
-    def is_on_disk(self) -> bool:
-        return self._handle is not None
-
     def tensor(self, begin: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         """Room for a tensor, in the file."""
         count = math.prod(shape)
