@@ -4,30 +4,39 @@ PYTHON ?= python3
 SEEDS ?= 5000
 BIN := .venv/bin
 READY := .venv/.ready
+READY_TO_TRAIN := .venv/.ready-to-train
+COMMA := ,
 FIRST_RUN := runs/first
 TYPED := $(wildcard src tests benchmarks examples site_parts)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check format docs test train swarm bench-core wheel clean
+.PHONY: help setup check format docs test test-all train swarm bench-core wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY) ## create .venv and install Atoll with its development tools
 
-$(READY): pyproject.toml constraints.txt
+# pip compiles no bytecode: Python does it on import, for the few modules that are used.
+define install
 	@command -v $(PYTHON) >/dev/null || { echo "Atoll needs Python 3.11 or newer, and '$(PYTHON)' was not found. Name one: make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Atoll needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) -V 2>&1). Name another: make PYTHON=python3.12" >&2; exit 1; }
-	@echo "set-up: creating .venv with $$($(PYTHON) -V)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "set-up: installing atoll[train,dev] with the versions of constraints.txt (a minute or two)"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[train,dev]'
+	@test -x $(BIN)/python || { echo "set-up: creating .venv with $$($(PYTHON) -V)"; $(PYTHON) -m venv .venv; }
+	@echo "set-up: installing atoll[$(1)] with the versions of constraints.txt ($(2))"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile -c constraints.txt -e '.[$(1)]'
 	@touch $@
+endef
+
+$(READY): pyproject.toml constraints.txt
+	$(call install,train$(COMMA)dev,two minutes)
+
+$(READY_TO_TRAIN): pyproject.toml constraints.txt
+	$(call install,train$(COMMA)dash,about a minute)
 
 check: $(READY) ## style, types and import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(TYPED)
+	$(BIN)/mypy -n 2 $(TYPED)
 	$(BIN)/lint-imports --no-logo
 
 format: $(READY) ## let ruff repair what it can
@@ -38,10 +47,14 @@ docs: $(READY) ## write the generated parts of docs/protocol.md anew, and build 
 	$(BIN)/python -m tests.diagrams --write docs/protocol.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-test: check ## set-up, all checks, all tests
-	$(BIN)/pytest -n 2
+test: check ## set-up, all checks, all tests but those marked long
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not long'
 
-train: $(READY) ## the main job: four islands train a small GPT; one is killed and comes back
+test-all: check ## the same with the long tests; says first which programs are missing
+	$(BIN)/python -m tests.programs
+	$(BIN)/pytest -n 2 --dist worksteal
+
+train: $(READY_TO_TRAIN) ## the main job: four islands train a small GPT; one is killed and comes back
 	@rm -rf $(FIRST_RUN)
 	$(BIN)/atoll train --out $(FIRST_RUN)
 	@echo

@@ -12,6 +12,7 @@ import argparse
 import atexit
 import hashlib
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -126,19 +127,29 @@ def units() -> dict[str, Look]:
     return {look.name: look for look in fleet.looks()}
 
 
-def told() -> dict[str, Any]:
-    """By the syncer; nothing while it does not answer."""
-    found = where(options.run)
+def printed(name: str) -> str:
+    """All lines of a unit so far; unlike the syncer, its logs can be read also after the end of the run."""
+    return "\n".join(path.read_text() for path in fleet.logs(name))
+
+
+def step(name: str) -> int:
+    """Return the last step that an island has printed, one of fifty."""
+    return int((re.findall(r"^step (\d+) of", printed(name), re.MULTILINE) or ["0"])[-1])
+
+
+def incarnation(name: str) -> int:
+    return int((re.findall(r"^incarnation (\d+),", printed(name), re.MULTILINE) or ["0"])[-1])
+
+
+def merges() -> int | None:
+    """Return the number of merges; None if the syncer did not answer, as on a machine with other work."""
     try:
-        answer: dict[str, Any] = ask(found.address, found.token, "GET", "/v1/status", 10.0) if found else {}
-    except NoAnswer:
-        return {}
-    return answer
-
-
-def islands() -> dict[str, dict[str, Any]]:
-    """As the syncer knows them."""
-    return {ISLANDS[each["learner"] - 1]: each for each in told().get("learners", [])}
+        found = where(options.run)
+        status = ask(found.address, found.token, "GET", "/v1/status", 10.0) if found else {}
+    except NoAnswer as error:
+        say(f"{error}; asking again")
+        return None
+    return status.get("merges")
 
 
 def until(look: Callable[[], Any], what: str) -> Any:
@@ -151,12 +162,6 @@ def until(look: Callable[[], Any], what: str) -> Any:
             raise SystemExit(f"{why} before this: {what}; look into {options.run / 'units'}")
         time.sleep(0.5)
     return seen
-
-
-def trained(steps: dict[str, int]) -> bool:
-    """Whether these islands have come so far."""
-    now = islands()
-    return all(name in now and now[name]["step"] >= step for name, step in steps.items())
 
 
 def lost() -> Look | None:
@@ -178,26 +183,26 @@ def story() -> dict[str, bool]:
     say(f"a Ray cluster of {len(nodes) + 1} nodes at {cluster.address}")
     atoll("up", file, "--detach")
     say(f"atoll up has started {', '.join(units())}; a merge needs all islands")
-    until(lambda: trained(dict.fromkeys(ISLANDS, 50)), "all islands train")
-    say("all train: " + ", ".join(f"{name} is at step {each['step']}" for name, each in islands().items()))
+    until(lambda: all(step(name) >= 50 for name in ISLANDS), "all islands train")
+    say("all train: " + ", ".join(f"{name} is at step {step(name)}" for name in ISLANDS))
 
     atoll("control", options.run, "quorum", 2)
     cluster.remove_node(nodes[STRUCK], allow_graceful=False)
-    before, merges = islands(), told()["merges"]
+    incarnations, steps = {name: incarnation(name) for name in ISLANDS}, {name: step(name) for name in OTHERS}
     say(f"the node of {STRUCK} is killed; a merge needs two")
+    merged = until(merges, "the syncer answers")
     look = until(lost, "the engine sees it")
     say(f"{STRUCK} is {look.standing}: {look.why}")
-    until(lambda: trained({name: before[name]["step"] + 100 for name in OTHERS}), "the others train on")
-    until(lambda: told()["merges"] > merges, "the others merge")
-    say("meanwhile " + ", ".join(f"{name} has reached step {islands()[name]['step']}" for name in OTHERS))
+    until(lambda: all(step(name) >= steps[name] + 100 for name in OTHERS), "the others train on")
+    until(lambda: (merges() or 0) > merged, "the others merge")
+    say("meanwhile " + ", ".join(f"{name} has reached step {step(name)}" for name in OTHERS))
 
     atoll("control", options.run, "quorum", 3)
     add_node(STRUCK)
     say(f"another node has room for {STRUCK}; a merge needs all three again")
-    until(lambda: islands()[STRUCK]["incarnation"] > before[STRUCK]["incarnation"], "it comes back")
-    now = islands()
-    same = [name for name in OTHERS if now[name]["incarnation"] == before[name]["incarnation"]]
-    say(f"{STRUCK} is back as incarnation {now[STRUCK]['incarnation']}, the others are who they were")
+    until(lambda: incarnation(STRUCK) > incarnations[STRUCK], "it comes back")
+    same = [name for name in OTHERS if incarnation(name) == incarnations[name]]
+    say(f"{STRUCK} is back as incarnation {incarnation(STRUCK)}, the others are who they were")
 
     until(lambda: all(look.is_over for look in units().values()), "the end")
     say("the run has ended\n")

@@ -8,7 +8,6 @@ Nothing is downloaded: the model is made from a configuration, and a byte is a t
 import argparse
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from atoll.integrations.accelerate import AcceleratedLearner
 from atoll.integrations.batches import count_of
+from atoll.integrations.data import epochs
 from atoll.integrations.schedules import by_progress
 
 CONTEXT = 64
@@ -55,14 +54,11 @@ def held_out_loss() -> float:
     return float(loss)
 
 
-def batches() -> Iterator[Tensor]:
-    while True:
-        yield from loader
-
-
+batches = epochs(loader)
 with AcceleratedLearner(accelerator, model, optimizer, options.syncer, learner=options.learner) as learner:
     scheduler = by_progress(optimizer, lambda progress: 0.1 + 0.45 * (1 + math.cos(math.pi * progress)), learner)
-    for batch in batches():
+    while not learner.finished:
+        batch = next(batches)
         with accelerator.accumulate(model):
             loss = model(input_ids=batch, labels=batch).loss
             accelerator.backward(loss)
@@ -72,8 +68,6 @@ with AcceleratedLearner(accelerator, model, optimizer, options.syncer, learner=o
             scheduler.step()
             optimizer.zero_grad()
         learner.step(tokens=count_of(batch), loss=loss)  # of a micro-batch; two of them are a step
-        if learner.finished:
-            break
         steps = learner.stats().steps
         if accelerator.sync_gradients and steps % 10 == 0:
             with learner.published():

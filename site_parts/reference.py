@@ -24,13 +24,12 @@ def python_api() -> str:
     lines = ["# `atoll` for scripts", ""]
     lines += ["Made from the docstrings. `import atoll` alone loads no torch; `atoll.Learner` does.", ""]
     lines += _class("atoll.Learner", "net/learner.py")
-    lines += _class("atoll.net.learner_stats.LearnerStats", "net/learner_stats.py")
+    lines += _class("atoll.LearnerStats", "net/learner_stats.py")
     errors = ast.parse((SOURCES / "net/learner_errors.py").read_text(encoding="utf-8"))
     story = ast.get_docstring(errors) or ""
     first, _, tree = story.partition("\n\n")
     lines += ["## Errors", "", first, "", "```text", tree, "```", ""]
-    lines += ["`AtollError`, `LearnerRefused` and `SyncerUnreachable` are names of `atoll` itself;"]
-    lines += ["all of them are in `atoll.net.learner_errors`.", ""]
+    lines += ["All of them are names of `atoll`, such as `atoll.JoinTimeout`.", ""]
     return "\n".join(lines)
 
 

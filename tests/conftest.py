@@ -10,19 +10,12 @@ programs no longer understand us, and that the wire version has to rise.
 
 from __future__ import annotations
 
-import fcntl
-import os
 import signal
-import tempfile
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import IO
 
 import pytest
 from hypothesis import settings
+
+from tests.programs import FIXTURES, MARKERS, missing
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None, print_blob=True)
 settings.register_profile("explore", deadline=None, max_examples=2_000, print_blob=True)
@@ -36,6 +29,17 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a program that is missing here; the reason names it."""
+    for item in items:
+        for fixture in FIXTURES.keys() & set(getattr(item, "fixturenames", ())):
+            item.add_marker(FIXTURES[fixture])
+        for marker in MARKERS:
+            if item.get_closest_marker(marker) is not None and (reason := missing(marker)) is not None:
+                item.add_marker(pytest.mark.skip(reason=f"{marker}: {reason}"))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--rewrite-scenarios", action="store_true", help="write down what the cores do in tests/scenarios/*.scenario"
@@ -43,39 +47,3 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--rewrite-vectors", action="store_true", help="write down what travels in tests/net/vectors/*.json"
     )
-
-
-@contextmanager
-def _network(how: int) -> Iterator[IO[str]]:
-    with open(Path(tempfile.gettempdir()) / f"atoll-tests-network-{os.getuid()}.lock", "a+") as file:
-        fcntl.flock(file, how)
-        file.seek(0)
-        yield file
-
-
-@pytest.fixture
-def still_network() -> Iterator[int]:
-    """No other test, of whichever process, adds or removes network interfaces: a browser drops its requests then.
-
-    How often they have changed so far. A browser hears of it seconds later: one that was there before is not used.
-    """
-    with _network(fcntl.LOCK_SH) as file:
-        yield len(file.read())
-
-
-@pytest.fixture
-def moving_network() -> Iterator[None]:
-    """For a test that adds network interfaces: it waits for those that need a still network."""
-    with _network(fcntl.LOCK_EX) as file:
-        file.write("x")
-        file.flush()
-        before = _interfaces()
-        yield
-        # The kernel takes down what was in a namespace some time after it is gone, and browsers hear of that too.
-        end, pause = time.monotonic() + 10.0, threading.Event()
-        while _interfaces() != before and time.monotonic() < end:
-            pause.wait(0.05)
-
-
-def _interfaces() -> set[str]:
-    return set(os.listdir("/sys/class/net"))

@@ -21,7 +21,7 @@ def lint_imports(house: Path) -> subprocess.CompletedProcess[str]:
         env=os.environ | {"PYTHONPATH": str(house / "src"), "COLUMNS": "200"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
 
@@ -90,7 +90,7 @@ def ruff_codes(place: str, text: str) -> set[str]:
         input=text,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     return {line.split()[1] for line in done.stdout.splitlines() if line.startswith(place)}

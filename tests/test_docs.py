@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
@@ -9,8 +10,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import typer
 
 from atoll.chaos.scenario import shipped
+from atoll.cli import COMMANDS, build_app
+from atoll.commands.keys import ACTIONS
 from atoll.core import protocol
 from atoll.core.learner import LearnerCore
 from atoll.core.reasons import REASONS, Reason
@@ -370,3 +374,84 @@ def test_every_fault_has_tests_and_a_scenario_that_there_are():
     assert unknown_of_the_faults(page) == []
     assert set(shipped()) - {"everything"} <= coded(section(page, "Every fault, its test and its scenario"))
     assert unknown_of_the_faults(page.replace("`kill-one`", "`kill-none`")) == ["kill-none"]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Commands and options that pages and error messages name
+
+OPTIONS = {
+    name: {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+    for name, command in typer.main.get_command(build_app(COMMANDS)).commands.items()  # type: ignore[attr-defined]
+}
+OF_ANY = set().union(*OPTIONS.values()) | {"--help", "--traceback", "--version"}
+COMMAND = re.compile(r"(?<![\w./-])atoll ([a-z]+)((?:\\\n|[^\n`|;&#\")])*)")
+OPTION = re.compile(r"(?<!var\()(?<![\w-])--[a-z][a-z0-9-]*(?![\w-]*:)")  # not a variable of a style sheet
+OF_OTHERS = {
+    *("--nproc-per-node", "--max-restarts", "--logdir", "--head", "--object-store-memory", "--ray-client-server-port"),
+    *("--name", "--user", "--format", "--job-name", "--chdir", "--output", "--nodes", "--cpus-per-task", "--signal"),
+    *("--array", "--gres", "--log-file", "--socket", "--requeue", "--rewrite-vectors", "--pin", "--own", "--node"),
+}
+"""Options of torchrun, Ray, Slurm, TensorBoard, pytest and our examples."""
+
+
+def unknown_commands(text: str) -> Iterator[str]:
+    """Commands that `atoll` does not have, and options and actions that the named command does not have."""
+    for command, rest in COMMAND.findall(text):
+        if command not in OPTIONS:
+            yield f"there is no command: atoll {command}"
+            continue
+        yield from (f"atoll {command} has no {flag}" for flag in OPTION.findall(rest) if flag not in OPTIONS[command])
+        action = rest.split()[:1]
+        if command == "keys" and action and action[0].isalpha() and action[0].islower() and action[0] not in ACTIONS:
+            yield f"atoll keys has no {action[0]}"
+
+
+def unknown_options(text: str) -> Iterator[str]:
+    known = OF_ANY | OF_OTHERS
+    yield from (f"there is no {flag}" for flag in OPTION.findall(text) if flag not in known)
+
+
+def sentences(source: str) -> Iterator[str]:
+    """Strings of a module with more than one word: messages, help and docstrings."""
+    nodes = list(ast.walk(ast.parse(source)))
+    parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in nodes:
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values)
+        elif id(node) in parts:
+            continue
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield node.value
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_options_of_a_page_exist(page):
+    text = page.read_text(encoding="utf-8")
+    code = "\n".join(re.findall(r"```.*?```|`[^`]+`", text, re.DOTALL))
+    options = "\n".join(re.findall(r"`(--[^`]+)`", text)) if page.parent.name != "benchmarks" else ""
+    assert [*unknown_commands(code), *unknown_options(options)] == []
+
+
+def test_commands_and_options_of_error_messages_exist():
+    found = [
+        f"{path.relative_to(ROOT)}: {problem}"
+        for path in sorted((ROOT / "src").rglob("*.py"))
+        for sentence in sentences(path.read_text(encoding="utf-8"))
+        if sentence != "atoll authority X"  # the name in a certificate
+        for problem in (*unknown_commands(sentence), *unknown_options(sentence))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("`atoll keys list DIR` shows it", "atoll keys has no list"),
+        ("atoll sync --out runs/first", "there is no command: atoll sync"),
+        ("atoll syncer --out RUN --lease-samples 5", "atoll syncer has no --lease-samples"),
+        ("atoll syncer --out RUN \\\n  --advertise head:1", "atoll syncer has no --advertise"),
+        ("give --lease-samples", "there is no --lease-samples"),
+    ],
+)
+def test_planted_command_or_option_is_found(text, problem):
+    assert problem in [*unknown_commands(text), *unknown_options(text)]

@@ -27,7 +27,7 @@ TUTORIAL = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
 MOST_ADDED, MOST_REMOVED = 8, 3
 """Lines that a training script may differ in for Atoll, indentation and empty lines apart."""
 
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 """Of every process. Here one takes a few seconds; a machine with other things to do needs longer."""
 
 
@@ -214,7 +214,6 @@ def test_two_islands_fine_tune_one_model_from_one_command(processes, plain_run, 
     assert differing({name: one[name] for name in published}, published) == []
 
 
-@pytest.mark.slow
 def test_an_island_of_torchrun_loses_a_rank_and_ends_with_the_model_of_one_without(processes, tmp_path):
     """FSDP2 on two ranks beside one process: a rank is killed, torchrun starts all of them again."""
     syncer = processes.start("-c", SYNCER, tmp_path / "run", cwd=tmp_path)
@@ -240,7 +239,7 @@ def test_an_island_of_torchrun_loses_a_rank_and_ends_with_the_model_of_one_witho
     finished(syncer)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_island_goes_on_with_fewer_ranks_when_one_of_its_hosts_is_lost(processes, tmp_path):
     """Two agents of torchrun with a rank each; one of them dies with its rank, and the other starts again alone: with a
     smaller batch, and as the same learner."""

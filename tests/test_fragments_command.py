@@ -132,7 +132,7 @@ def test_it_needs_neither_a_terminal_nor_its_alphabet(model):
         [sys.executable, "-c", script],
         capture_output=True,
         env={"PYTHONIOENCODING": "ascii", "PATH": ""},
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

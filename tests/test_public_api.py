@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from typing import Any
 
 import pytest
+import torch
 
 import atoll
+from atoll.net import learner_errors
+from atoll.net.learner_stats import LearnerStats
 from tests.public_api import KEPT, described, of_class, untyped
 
 ADVICE = "if it is meant: python -m tests.public_api --write, and a line in CHANGELOG.md"
@@ -35,7 +40,7 @@ def another_learner(change: str) -> type[Any]:
 @pytest.mark.parametrize(
     "change",
     [
-        "def step(self, tokens: int, => def step(self, samples: int,",
+        "def step(self, tokens: SupportsIndex, => def step(self, samples: SupportsIndex,",
         "loss: float | Tensor | None = None => loss: float | None = None",
         "token: str | None = None, => token: str = '',",
         "def progress(self) -> float => def progress(self) -> int",
@@ -59,4 +64,32 @@ def test_everything_public_has_types():
 
 
 def test_a_parameter_without_a_type_is_noticed():
-    assert untyped(another_learner("def step(self, tokens: int, => def step(self, tokens,")) == ["step(tokens)"]
+    assert untyped(another_learner("def step(self, tokens: SupportsIndex, => def step(self, tokens,")) == [
+        "step(tokens)"
+    ]
+
+
+def test_every_error_and_the_stats_are_exported():
+    errors = {name for name, kind in vars(learner_errors).items() if inspect.isclass(kind)}
+    assert errors <= set(atoll.__all__)
+    assert all(getattr(atoll, name) is getattr(learner_errors, name) for name in errors)
+    assert atoll.LearnerStats is LearnerStats
+    with pytest.raises(AttributeError, match="module 'atoll' has no attribute 'Lerner'"):
+        _ = atoll.Lerner
+
+
+def test_dir_shows_what_is_exported_and_no_typing_helpers():
+    assert dir(atoll) == sorted(atoll.__all__)
+
+
+def test_errors_are_caught_and_names_are_listed_without_torch():
+    code = "import sys, atoll; atoll.JoinTimeout, atoll.IslandBroken, dir(atoll); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+@pytest.mark.parametrize("name", ["id", "incarnation"])
+def test_id_and_incarnation_before_entering_are_an_error_with_a_sentence(name):
+    model = torch.nn.Linear(2, 2)
+    learner = atoll.Learner(model, torch.optim.SGD(model.parameters()), "127.0.0.1:1")
+    with pytest.raises(ValueError, match=rf"^{name} is known once the learner has joined: enter `with atoll.Learner"):
+        getattr(learner, name)

@@ -31,7 +31,7 @@ def build(root: Path, to: Path) -> subprocess.CompletedProcess[str]:
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 

@@ -1,34 +1,49 @@
 """Atoll: Decoupled DiLoCo, training on islands that never wait for each other.
 
-`atoll.Learner` is loaded when it is first asked for: tools that need no tensors start without torch.
+`atoll.Learner` and `atoll.LearnerStats` are loaded on first use: tools that need no tensors start without torch.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from atoll.net.learner import Learner as Learner
     from atoll.net.learner_errors import AtollError as AtollError
+    from atoll.net.learner_errors import BackgroundFailed as BackgroundFailed
+    from atoll.net.learner_errors import IslandBroken as IslandBroken
+    from atoll.net.learner_errors import JoinTimeout as JoinTimeout
+    from atoll.net.learner_errors import KeysRefused as KeysRefused
     from atoll.net.learner_errors import LearnerRefused as LearnerRefused
     from atoll.net.learner_errors import SyncerUnreachable as SyncerUnreachable
+    from atoll.net.learner_stats import LearnerStats as LearnerStats
 
 try:  # a file and not the metadata of the package, which takes 40 ms to read
     from atoll._version import version as __version__
 except ImportError:  # run from its sources, never built
     __version__ = "0+unknown"
 
-__all__ = ["AtollError", "Learner", "LearnerRefused", "SyncerUnreachable", "__version__"]
-_ERRORS = ("AtollError", "LearnerRefused", "SyncerUnreachable")
+__all__ = [
+    "AtollError",
+    "BackgroundFailed",
+    "IslandBroken",
+    "JoinTimeout",
+    "KeysRefused",
+    "Learner",
+    "LearnerRefused",
+    "LearnerStats",
+    "SyncerUnreachable",
+    "__version__",
+]
+_MODULES = {"Learner": "atoll.net.learner", "LearnerStats": "atoll.net.learner_stats"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Learner":
-        from atoll.net.learner import Learner
+    if name not in __all__:
+        raise AttributeError(f"module 'atoll' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES.get(name, "atoll.net.learner_errors")), name)
 
-        return Learner
-    if name in _ERRORS:
-        from atoll.net import learner_errors
 
-        return getattr(learner_errors, name)
-    raise AttributeError(f"module 'atoll' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return __all__

@@ -29,8 +29,6 @@ from atoll.train.report import Judged, decoupled_report
 from tests.chaos.small_chaos import schedule, small_scenario
 from tests.train.small_jobs import processes_of, small_text
 
-NETNS = netns.unavailable() is None
-
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
@@ -213,7 +211,7 @@ def test_poison_is_refused_with_its_reason(struck):
     assert len(log.splitlines()) == 3
     kinds = {"not finite" if "not finite" in sentence else "wild" for sentence in struck.facts.unfit}
     assert kinds == {"not finite", "wild"}, struck.facts.unfit
-    assert struck.told["refused_contributions"].get("contribution-bad", 0) <= len(struck.facts.unfit) <= 5
+    assert struck.told["refused_contributions"].get("contribution-bad", 0) <= len(struck.facts.unfit)
     assert struck.told["unplanned_ends"] == []
     told = {check["name"]: check["passed"] for check in struck.told["checks"]}
     assert told["learned"]
@@ -298,8 +296,7 @@ def test_a_struck_shard_holds_up_its_own_fragments_and_no_learner(text, tmp_path
 # In the kernel
 
 
-@pytest.mark.skipif(not NETNS, reason="no network namespaces here")
-@pytest.mark.usefixtures("moving_network")
+@pytest.mark.needs_root
 def test_links_in_the_kernel(text, tmp_path):
     scenario = small_scenario(
         tmp_path / "links.toml",
@@ -344,7 +341,7 @@ def test_ctrl_c_heals_everything_and_leaves_a_verdict(text, tmp_path):
             assert tool.poll() is None, lines
         assert len(processes_of(run)) == 3
         tool.send_signal(signal.SIGINT)
-        out, err = tool.communicate(timeout=60)
+        out, err = tool.communicate(timeout=300)
     assert tool.returncode == 130, err
     assert_nothing_is_left(run, tool.pid)
     told = json.loads((run / "verdict.json").read_text())

@@ -20,7 +20,7 @@ def test_a_step_that_is_taken_again_is_useful_once():
     assert figures([[], []])["goodput"] == 0.0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_worker_costs_all_of_them_their_steps_since_the_checkpoint(tmp_path):
     settings = small_settings(small_text(tmp_path / "text"), tokens=2 * 2 * 16 * 60, step_time_s=0.05)
     kill = Planned(1, 1.0, "kill", Target("learner", 2), {"away": 3.0}, "schedule 1")

@@ -11,6 +11,9 @@ import pytest
 
 from atoll.chaos.relay import Relay, Relays
 
+LIMIT_S = 300.0
+"""Of a wait for bytes that arrive: only a relay that lost them takes so long."""
+
 
 class Echo:
     """Sends back what it gets, until told to swallow it."""
@@ -47,7 +50,7 @@ class Echo:
             self.socket.shutdown(socket.SHUT_RDWR)  # a thread that waits in accept would keep it open
         self.socket.close()
 
-    def wait_for(self, count: int, timeout_s: float) -> bool:
+    def wait_for(self, count: int, timeout_s: float = LIMIT_S) -> bool:
         with self.arrived:
             return self.arrived.wait_for(lambda: len(self.got) >= count, timeout_s)
 
@@ -67,7 +70,7 @@ def relay(echo):
 
 def dialled(relay: Relay) -> socket.socket:
     host, _, port = relay.address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=10)
+    return socket.create_connection((host, int(port)), timeout=LIMIT_S)
 
 
 def received(link: socket.socket, count: int) -> bytes:
@@ -86,7 +89,7 @@ def is_silent(link: socket.socket, for_s: float = 0.3) -> bool:
     except TimeoutError:
         return True
     finally:
-        link.settimeout(10)
+        link.settimeout(LIMIT_S)
 
 
 def test_what_is_sent_arrives_as_it_is(relay):
@@ -105,7 +108,7 @@ def test_a_cut_holds_its_direction_and_only_that(relay, echo, way):
         assert received(link, 1) == b"a"
         relay.cut(way)
         link.sendall(b"b")
-        assert echo.wait_for(2, 0.3) == (way == "down")
+        assert echo.wait_for(2) if way == "down" else not echo.wait_for(2, 0.3)
         assert is_silent(link)
         relay.cut(way, on=False)
         assert received(link, 1) == b"b"  # it was held, not lost
@@ -125,16 +128,16 @@ def test_a_thin_link_carries_so_many_bytes_per_second(relay, echo):
     with dialled(relay) as link:
         began = time.monotonic()
         threading.Thread(target=link.sendall, args=(bytes(20_000),)).start()
-        assert echo.wait_for(20_000, 10)
+        assert echo.wait_for(20_000)
         took_s = time.monotonic() - began
-    assert 0.4 <= took_s < 2.0
-    assert relay.counts().slowed_pieces >= 5
+    assert took_s >= 0.4
+    slowed = relay.counts().slowed_pieces
+    assert slowed >= 5
     relay.thin(None)
     with dialled(relay) as link:
-        began = time.monotonic()
         link.sendall(bytes(20_000))
         received(link, 20_000)
-        assert time.monotonic() - began < 0.4
+    assert relay.counts().slowed_pieces == slowed
 
 
 def test_a_late_link_is_late_in_each_direction(relay):
@@ -145,7 +148,7 @@ def test_a_late_link_is_late_in_each_direction(relay):
         began = time.monotonic()
         link.sendall(b"b")
         received(link, 1)
-        assert 0.4 <= time.monotonic() - began < 1.5
+        assert time.monotonic() - began >= 0.4
 
 
 def test_damage_changes_about_as_many_bytes_as_asked(relay, echo):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import select
 import signal
@@ -16,12 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from atoll.chaos import netns, wan
+from atoll.chaos import netns
 from atoll.chaos.netns import enter, run
 from atoll.chaos.wan import Link, Wan, even
 from atoll.chaos.wan_router import MTU_BYTES, Direction, Shape
 
-needs_root = pytest.mark.skipif(wan.unavailable() is not None, reason=f"no wide network: {wan.unavailable()}")
+LIMIT_S = 300.0
+"""Of every wait: only what is lost takes so long."""
 
 # --------------------------------------------------------------------------------------------------------------------
 # One direction of a link, without packets
@@ -101,7 +103,7 @@ def datagrams(made: Wan, site: int) -> socket.socket:
         sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_000_000)
         sock.bind((made.address(site), 0))
-        sock.settimeout(10.0)
+        sock.settimeout(LIMIT_S)
         return sock
 
     return at_site(made, site, bind)
@@ -119,7 +121,7 @@ def read_all(sock: socket.socket) -> int:
 
 
 @pytest.fixture
-def made(moving_network: None) -> Iterator[Wan]:
+def made() -> Iterator[Wan]:
     with Wan(2, seed=1) as found:
         yield found
     assert_nothing_is_left(os.getpid())
@@ -130,37 +132,43 @@ def assert_nothing_is_left(owner: int) -> None:
     assert f"at{owner:06x}" not in run("ip", "-o", "link")
 
 
-@needs_root
+@pytest.mark.needs_root
 def test_one_stream_fills_a_link_and_no_more(made):
     rate = 40e6
     made.shape(1, even(rate, delay_s=0.005))
     with socket.create_server((made.address(0), 0)) as server:
-        client = at_site(made, 1, lambda: socket.create_connection(server.getsockname()[:2], timeout=10))
+        client = at_site(made, 1, lambda: socket.create_connection(server.getsockname()[:2], timeout=LIMIT_S))
         taken, _ = server.accept()
     with client, taken:
-        taken.settimeout(10.0)
+        taken.settimeout(LIMIT_S)
         sender = threading.Thread(target=client.sendall, args=(bytes(8_000_000),))
         sender.start()
-        arrived, began, before = 0, 0.0, 0
+        arrived = 0
+        marks: list[tuple[float, int]] = []
         while arrived < 8_000_000:
             arrived += len(taken.recv(65536))
-            if not before and arrived > 1_500_000:  # without the start, in which TCP looks for the rate
-                began, before = time.monotonic(), arrived
-        carried = 8 * (arrived - before) / (time.monotonic() - began) * MTU_BYTES / 1448
+            if arrived > 1_500_000 + 500_000 * len(marks):  # without the start, in which TCP looks for the rate
+                marks.append((time.monotonic(), arrived))
         sender.join()
-    assert carried == pytest.approx(rate, rel=0.1)
+
+    def carried(first: tuple[float, int], last: tuple[float, int]) -> float:
+        return 8 * (last[1] - first[1]) / (last[0] - first[0]) * MTU_BYTES / 1448
+
+    assert carried(marks[0], marks[-1]) < 1.1 * rate
+    # On a machine with other work the router is late at times, and not always.
+    assert max(carried(*pair) for pair in itertools.pairwise(marks)) > 0.9 * rate
     up = made.counts()[1].up
     assert up.bytes >= 8_000_000
     assert up.lost == 0
 
 
-@needs_root
+@pytest.mark.needs_root
 def test_a_packet_takes_the_delays_of_both_links(made):
     made.shape(1, Link(delay_s=0.04))
     made.shape(2, Link(delay_s=0.02))
     with datagrams(made, 1) as one, datagrams(made, 2) as two:
-        took = []
-        for _ in range(5):
+        took = [math.inf]
+        while min(took) > 0.125 and len(took) < 500:  # a machine with other work is late at times, and not always
             began = time.monotonic()
             one.sendto(b"there", two.getsockname())
             _, sender = two.recvfrom(100)
@@ -168,10 +176,16 @@ def test_a_packet_takes_the_delays_of_both_links(made):
             one.recvfrom(100)
             took.append(time.monotonic() - began)
     assert min(took) >= 0.12
-    assert min(took) == pytest.approx(0.12, abs=0.005)
+    assert min(took) <= 0.125
 
 
-@needs_root
+def passed(made: Wan) -> int:
+    """Return how many packets of site 1 the router has taken, also those that its queue dropped."""
+    up = made.counts()[1].up
+    return up.packets + up.dropped
+
+
+@pytest.mark.needs_root
 def test_links_lose_their_share_and_queues_drop_what_is_too_much(made):
     made.shape(1, Link(loss=0.05))
     with datagrams(made, 1) as one, datagrams(made, 0) as home:
@@ -183,13 +197,14 @@ def test_links_lose_their_share_and_queues_drop_what_is_too_much(made):
         made.shape(1, even(1e6))
         for _ in range(100):
             one.sendto(b"x" * 1000, home.getsockname())  # 0.8 s of this link; its queue has 0.1
-        read_all(home)
-        seen = made.counts()[1].up
-        assert seen.dropped > 50
-        assert made.interface(1)["sent_packets"] == seen.packets + seen.dropped
+        end = time.monotonic() + LIMIT_S
+        while made.interface(1)["sent_packets"] > passed(made) and time.monotonic() < end:
+            read_all(home)
+        assert made.counts()[1].up.dropped > 50
+        assert made.interface(1)["sent_packets"] == passed(made)
 
 
-@needs_root
+@pytest.mark.needs_root
 def test_a_site_has_no_way_out_but_its_link(made):
     assert run("ip", "-n", made.namespace(1).name, "route").split()[:3] == [
         made.address(0).rpartition(".")[0] + ".0/24",
@@ -229,8 +244,8 @@ class Owner:
     def end(self, *signals: tuple[int, signal.Signals]) -> int:
         for pid, number in signals:
             os.kill(pid, number)
-        code = self.process.wait(20)
-        assert select.select([self._router_file], [], [], 20.0)[0], "the router is still there"
+        code = self.process.wait(LIMIT_S)
+        assert select.select([self._router_file], [], [], LIMIT_S)[0], "the router is still there"
         os.close(self._router_file)
         for file in (self.process.stdin, self.process.stdout):
             assert file is not None
@@ -238,8 +253,8 @@ class Owner:
         return code
 
 
-@needs_root
-def test_closing_twice_is_no_mistake_and_a_closed_network_says_so(moving_network):
+@pytest.mark.needs_root
+def test_closing_twice_is_no_mistake_and_a_closed_network_says_so():
     made = Wan(1)
     made.close()
     made.close()
@@ -248,22 +263,22 @@ def test_closing_twice_is_no_mistake_and_a_closed_network_says_so(moving_network
     assert_nothing_is_left(os.getpid())
 
 
-@needs_root
-def test_ctrl_c_removes_everything_and_leaves_no_process(moving_network):
+@pytest.mark.needs_root
+def test_ctrl_c_removes_everything_and_leaves_no_process():
     owner = Owner()
     assert owner.end((owner.router, signal.SIGINT), (owner.process.pid, signal.SIGINT)) == 7
     assert_nothing_is_left(owner.process.pid)
 
 
-@needs_root
-def test_the_router_of_an_owner_that_was_killed_ends_and_cleans_up(moving_network):
+@pytest.mark.needs_root
+def test_the_router_of_an_owner_that_was_killed_ends_and_cleans_up():
     owner = Owner()
     assert owner.end((owner.process.pid, signal.SIGKILL)) == -signal.SIGKILL
     assert_nothing_is_left(owner.process.pid)
 
 
-@needs_root
-def test_what_is_left_when_owner_and_router_were_killed_is_swept_away(moving_network):
+@pytest.mark.needs_root
+def test_what_is_left_when_owner_and_router_were_killed_is_swept_away():
     owner = Owner()
     owner.end((owner.router, signal.SIGKILL), (owner.process.pid, signal.SIGKILL))
     assert not Path(f"/proc/{owner.process.pid}").exists()
@@ -271,8 +286,8 @@ def test_what_is_left_when_owner_and_router_were_killed_is_swept_away(moving_net
     assert_nothing_is_left(owner.process.pid)
 
 
-@needs_root
-def test_a_router_that_was_killed_is_noticed(moving_network):
+@pytest.mark.needs_root
+def test_a_router_that_was_killed_is_noticed():
     with Wan(1) as made:
         os.kill(made.router_pid, signal.SIGKILL)
         with pytest.raises(netns.NetnsError, match="has ended"):

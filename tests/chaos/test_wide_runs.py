@@ -6,14 +6,14 @@ import os
 
 import pytest
 
-from atoll.chaos import netns, wan
+from atoll.chaos import netns
 from benchmarks.bench_links import cell
 from benchmarks.wide_runs import Carried, Mark, Seen, Shape, marks_of, paced_job
 from tests.train.small_jobs import small_text
 
 
-@pytest.mark.skipif(wan.unavailable() is not None, reason=f"no wide network: {wan.unavailable()}")
-def test_learners_on_thin_long_lossy_links_are_not_suspected_and_merge(tmp_path, moving_network):
+@pytest.mark.needs_root
+def test_learners_on_thin_long_lossy_links_are_not_suspected_and_merge(tmp_path):
     small = paced_job(
         "decoupled",
         learners=2,

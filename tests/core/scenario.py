@@ -55,6 +55,7 @@ from atoll.core.protocol import (
     Send,
     SnapshotPart,
     SnapshotRequested,
+    StateRejected,
     StateRequest,
     StateWanted,
     TimerFired,
@@ -381,6 +382,9 @@ LEARNER = _phrases(
         ),
         "the syncer answers the ping": _hears(lambda words: Pong(words.pop("serial", 1))),
         "a timer fires": lambda talk, at, words: talk.tell(at, TimerFired()),
+        "inner state is rejected": lambda talk, at, words: talk.tell(
+            at, StateRejected(words.pop("giver"), words.pop("why"))
+        ),
     }
 )
 

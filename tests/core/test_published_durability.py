@@ -402,7 +402,27 @@ def test_a_learner_that_cannot_save_its_part_says_so_and_is_left_out():
     talk = two_learners()
     talk.tell(1.5, SnapshotRequested())
     talk.voices[1].says(2.0, part._replace(snapshot=SNAPSHOT))
-    assert talk.codes() == ["snapshot-failed", "snapshot-left-out"]
+    (said,) = [effect.reason for effect in talk.effects if isinstance(effect, Say)]
+    why = "the learner could not save its part: no space left on device"
+    assert said == because("snapshot-left-out", 1, SNAPSHOT, why)
+
+
+def test_learners_without_run_directory_have_snapshots_with_their_counters():
+    learner = LearnerTalk(RunConfig(fragments=1)).trains()
+    learner.marker = 7
+    learner.hears(0.5, Marker(7))
+    learner.steps(1.0)
+    learner.save_failed(1.1, "no run directory")
+    part = SnapshotPart(7, 1, 100, (0,), (), "no run directory")
+    learner.expect(learner.sends(part))  # and nothing is logged
+
+    talk = two_learners()
+    talk.tell(1.5, SnapshotRequested())
+    part = part._replace(snapshot=SNAPSHOT)
+    talk.voices[1].says(2.0, part)
+    talk.expect()
+    talk.voices[2].says(2.0, part)
+    talk.expect(Persist(SnapshotRecord(SNAPSHOT, (0,), ((1, part), (2, part)), (), ())))
 
 
 def test_a_snapshot_of_nobody_is_abandoned():

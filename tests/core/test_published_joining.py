@@ -33,13 +33,14 @@ from atoll.core.protocol import (
     Say,
     Send,
     StartTraining,
+    StateRejected,
     StateRequest,
     StateWanted,
     Stop,
     Welcome,
 )
 from atoll.core.reasons import because
-from atoll.core.types import NOTHING, RoundId, RunConfig
+from atoll.core.types import NOTHING, Limits, RoundId, RunConfig
 from tests.core.conversation import LearnerTalk, SyncerTalk
 
 MODEL = ("embedding 32x8 f32", "head 8x32 f32")
@@ -118,10 +119,15 @@ def test_a_lost_welcome_is_made_good_by_the_next_hello():
 @pytest.mark.parametrize(
     ("theirs", "difference"),
     [
-        (("embedding 32x8 f32", "head 8x64 f32"), "'head 8x64 f32' where the run has 'head 8x32 f32'"),
-        (("embedding 32x8 f32",), "'nothing' where the run has 'head 8x32 f32'"),
-        ((*MODEL, "bias 8 f32"), "'bias 8 f32' where the run has 'nothing'"),
-        (("embedding 32x8 bf16", "head 1x1 f32"), "'embedding 32x8 bf16' where the run has 'embedding 32x8 f32'"),
+        (("embedding 32x8 f32", "head 8x64 f32"), "'head', 8x64 at the learner and 8x32 in the run"),
+        (("embedding 32x8 f32",), "'head' (8x32 f32), which only the run has"),
+        ((*MODEL, "bias 8 f32"), "'bias' (8 f32), which the run does not have"),
+        (
+            ("embedding 32x8 bf16", "head 1x1 f32"),
+            "'embedding', bf16 at the learner and f32 in the run; 2 tensors differ",
+        ),
+        ((*MODEL, "plan balanced 2"), "the fragment plan, 'balanced 2' at the learner and None in the run"),
+        ((*MODEL, "a 8 f32", "plan balanced 2"), "'a' (8 f32), which the run does not have"),
     ],
 )
 def test_a_fingerprint_mismatch_is_refused_with_the_first_differing_name_and_disturbs_nobody_else(theirs, difference):
@@ -393,6 +399,48 @@ def test_waiting_for_a_peer_is_bounded_by_h_steps_of_the_run_and_then_the_next_p
     talk.fires(20.0)
     assert talk.bodies(StateRequest) == [(1, StateRequest((3,)))]
     assert talk.codes() == ["state-late"]
+
+
+def test_a_peer_that_cannot_give_its_state_is_followed_by_the_next_at_once():
+    talk = LearnerTalk(RunConfig(fragments=1, warmup_steps=50, limits=Limits(state_peers=2)))
+    talk.opens(0.0)
+    talk.welcomed(0.0, versions=(4,), step_time_s=2.0)
+    talk.gets(0.1, 0, 4)
+    talk.hears(0.1, PeerChosen(3))
+    talk.tell(0.2, StateRejected(3, "out of memory"))
+    assert talk.codes() == ["state-rejected"]
+    assert talk.bodies(StateRequest) == [(1, StateRequest((3,)))]
+    talk.hears(0.3, PeerChosen(5))
+    talk.tell(0.4, StateRejected(3, "out of memory"))  # a second answer of the first peer: the other one is waited for
+    talk.expect()
+    talk.tell(0.5, StateRejected(5, "the inner state is of SGD"))
+    moments = because("moments-fresh", 50, "2 peers were asked for inner state, none delivered")
+    assert talk.one(StartTraining) == StartTraining(moments, 50)
+    talk.tell(0.6, StateRejected(6, "too late"))
+    talk.expect()
+
+
+def test_rejected_state_is_followed_by_saved_state():
+    talk = LearnerTalk(RunConfig(fragments=1, limits=Limits(state_peers=1)))
+    talk.opens(0.0)
+    talk.welcomed(0.0, versions=(4,))
+    talk.gets(0.1, 0, 4)
+    talk.tell(0.2, MomentsFound(1, 1_000_004))
+    talk.tell(0.3, StateRejected(3, "out of memory"))
+    assert talk.one(StartTraining) == StartTraining(because("moments-saved", 1, 1_000_004), 0)
+
+
+def test_state_that_is_rejected_while_the_link_is_away_has_the_next_peer_asked_with_the_next_welcome():
+    talk = LearnerTalk(RunConfig(fragments=1))
+    talk.opens(0.0)
+    talk.welcomed(0.0, versions=(4,))
+    talk.hears(0.1, PeerChosen(3))
+    talk.tell(0.2, LinkClosed(1, "power"))
+    talk.tell(0.3, StateRejected(3, "out of memory"))
+    assert talk.bodies(StateRequest) == []
+    talk.opens(0.4)
+    talk.welcomed(0.5, versions=(4,))
+    assert talk.bodies(StateRequest) == [(1, StateRequest((3,)))]
 
 
 def test_a_joining_learner_is_neither_asked_nor_counted():

@@ -2,61 +2,57 @@
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
+import os
 import re
-import shutil
+import socket
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
+from atoll.chaos.netns import enter
 from tests.dash.served import ServedInThread
+from tests.programs import find_browser
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright")
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
-PATIENCE_MS = 20_000
+PATIENCE_MS = 300_000
+CLONE_NEWNET, SIOCSIFFLAGS, IFF_UP = 0x40000000, 0x8914, 0x1
 
 Visit = Callable[..., Any]
 Served = TypeVar("Served", bound=ServedInThread)
 
 
-class Browsers:
-    """One after the other: the one that is there, unless the network has changed since it was started."""
+@pytest.fixture(scope="module")
+def machine_network() -> Iterator[Path]:
+    """Run what the tests of a module start in a network namespace of its own; yield the one of the machine.
 
-    def __init__(self, driver: Any, path: str) -> None:
-        self._driver = driver
-        self._path = path
-        self._launched: Any = None
-        self._changes = -1
-
-    def at(self, changes: int) -> Any:
-        if self._launched is None or changes != self._changes:
-            self.close()
-            self._launched = self._driver.chromium.launch(executable_path=self._path, args=["--no-sandbox"])
-            self._changes = changes
-        return self._launched
-
-    def close(self) -> None:
-        if self._launched is not None:
-            self._launched.close()
+    Chromium ends all requests with ERR_NETWORK_CHANGED up to seconds after a network interface was added or removed.
+    Tests in tests/chaos and other programs do so at any time. Without root the tests share the network of the machine.
+    """
+    with open("/proc/thread-self/ns/net", "rb") as before:
+        machine = Path(f"/proc/{os.getpid()}/fd/{before.fileno()}")
+        if os.geteuid() != 0 or ctypes.CDLL(None).unshare(CLONE_NEWNET):
+            yield machine
+            return
+        with socket.socket() as any_socket:
+            fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP))
+        yield machine
+        enter(machine)
 
 
 @pytest.fixture(scope="module")
-def browsers() -> Iterator[Browsers]:
-    found = next(filter(None, map(shutil.which, NAMES)), None)
-    if found is None:
-        pytest.skip(f"no browser is installed: looked for {', '.join(NAMES)}")
+def browser(machine_network: Path) -> Iterator[Any]:
     playwright.expect.set_options(timeout=PATIENCE_MS)
     with playwright.sync_playwright() as driver:
-        started = Browsers(driver, found)
-        yield started
-        started.close()
-
-
-@pytest.fixture
-def browser(browsers: Browsers, still_network: int) -> Any:
-    return browsers.at(still_network)
+        launched = driver.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
+        yield launched
+        launched.close()
 
 
 @pytest.fixture

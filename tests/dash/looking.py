@@ -20,7 +20,7 @@ def card(page: Any, learner: int, run: int = 0) -> Any:
 def until(page: Any, condition: str) -> None:
     """The content policy forbids the `eval` with which playwright would look again; a frame is a good moment to."""
     page.evaluate(f"""() => new Promise((done, fail) => {{
-        const late = performance.now() + 20000;
+        const late = performance.now() + 300000;
         const look = () => {{
             if ({condition}) done();
             else if (performance.now() > late) fail(new Error("in vain"));

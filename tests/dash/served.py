@@ -52,7 +52,7 @@ class ServedInThread:
         self.call(self._close())
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=20)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=300)
 
     async def _quiet(self) -> None:
         """Nothing is left that would complain of a closed loop, in the middle of some later test."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from atoll.chaos import netns
 from tests.dash.fake_dash import FakeDash
 from tests.dash.invented_run import InventedRun
 from tests.dash.looking import NO_ANSWER, card, figure, settled, timeline, timeline_state, until
@@ -17,6 +21,32 @@ expect = playwright.expect
 @pytest.fixture
 def dash(serve):
     return serve(FakeDash(InventedRun(now=60.0)))
+
+
+def test_network_interfaces_that_come_and_go_do_not_end_requests_of_the_page(dash, visit, machine_network):
+    """As tests with links in the kernel and other programs add and remove them."""
+    if netns.unavailable() is not None:
+        pytest.skip(f"no network namespaces: {netns.unavailable()}")
+    page, loaded = visit(dash.url), threading.Event()
+
+    def change() -> None:
+        netns.enter(machine_network)
+        name = f"at{os.getpid():06x}p"
+        while not loaded.is_set():
+            netns.run("ip", "link", "add", name, "type", "veth")
+            netns.run("ip", "addr", "add", "198.18.1.1/32", "dev", name)
+            netns.run("ip", "link", "set", name, "up")
+            netns.run("ip", "link", "del", name)
+
+    with ThreadPoolExecutor() as pool:
+        changing = pool.submit(change)
+        try:
+            for _ in range(10):
+                page.reload()
+                expect(page.locator("#now-0 .card")).to_have_count(4)
+        finally:
+            loaded.set()
+        changing.result()
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from atoll.cli import main
 from atoll.commands.page_beside import Page, page_beside
 from tests.tiny_run import TinyRun
 
-WAIT_S = 60.0
+WAIT_S = 300.0
 
 
 @pytest.mark.parametrize("command", ["train", "syncer"])

@@ -10,13 +10,14 @@ import sys
 
 import pytest
 
+from atoll.net.reaching import ask, where
 from tests.dash.looking import NO_ANSWER, card
 from tests.train.small_jobs import small_text
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright")
 expect = playwright.expect
 
-STEP_S = 0.05
+STEP_S, LIMIT_S = 0.05, 300.0
 
 
 @pytest.fixture
@@ -36,10 +37,9 @@ def job(tmp_path):
     yield process, run, found[0]
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=LIMIT_S)
 
 
-@pytest.mark.slow
 def test_an_island_dies_the_run_is_paused_and_its_syncer_dies_as_one_looks_on(job, visit):
     process, run, url = job
     page = visit(url, allow=NO_ANSWER + "|status of 503")
@@ -64,5 +64,8 @@ def test_an_island_dies_the_run_is_paused_and_its_syncer_dies_as_one_looks_on(jo
     page.locator("[data-control=drain]").click()
     page.get_by_role("dialog").get_by_role("button", name="Yes, drain").click()
     expect(card(page, 1)).to_contain_text("left")
-    assert process.wait(timeout=120) == 0
+    found = where(run)
+    assert found is not None
+    ask(found.address, found.token, "POST", "/v1/finish", LIMIT_S)  # a busy machine is far from the end of the budget
+    assert process.wait(LIMIT_S) == 0
     assert (run / "report.json").is_file()

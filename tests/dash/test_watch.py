@@ -78,7 +78,7 @@ def test_it_fits_into_any_terminal(run, width):
     ours, theirs = pty.openpty()
     environment = {**os.environ, "COLUMNS": width, "LINES": "40", "TERM": "xterm"}
     command = [sys.executable, "-m", "atoll", "watch", str(run), "--once"]
-    done = subprocess.run(command, stdin=theirs, stdout=subprocess.PIPE, env=environment, timeout=60, check=True)
+    done = subprocess.run(command, stdin=theirs, stdout=subprocess.PIPE, env=environment, timeout=300, check=True)
     os.close(ours)
     os.close(theirs)
     lines = done.stdout.decode().splitlines()

@@ -14,7 +14,7 @@ from atoll.engines.engine import Standing, Status, Unit
 from atoll.engines.local import LocalEngine
 from atoll.engines.processes import kill
 
-PATIENCE_S = 90.0
+PATIENCE_S = 300.0
 T = TypeVar("T")
 
 

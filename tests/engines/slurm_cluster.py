@@ -1,4 +1,4 @@
-"""A real Slurm for a module of tests, and units for it. A machine without Slurm, or without root, skips."""
+"""A real Slurm for a module of tests, and units for it. Tests that use it are marked `needs_slurm`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from atoll.engines.engine import Standing, Status, Unit
 from atoll.engines.slurm import SlurmEngine
-from atoll.engines.slurm_own import OwnSlurm, why_not
+from atoll.engines.slurm_own import OwnSlurm
 
-LIMIT_S = 90.0
+LIMIT_S = 300.0
 """Of every wait. Here it is a second or two; a machine with other things to do needs longer."""
 
 GOODBYE = "trap 'echo goodbye; exit 0' TERM; echo begun $SLURM_RESTART_COUNT; while :; do sleep 0.1; done"
@@ -67,9 +65,6 @@ class Cluster:
 
 @contextmanager
 def cluster(nodes: int) -> Iterator[Cluster]:
-    missing = why_not()
-    if missing is not None:
-        pytest.skip(missing)
     with OwnSlurm(nodes=nodes) as slurm:
         yield Cluster(slurm)
 

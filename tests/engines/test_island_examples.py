@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,7 +77,6 @@ def test_the_files_are_what_atoll_up_takes(name):
     assert all(str(EXAMPLES) in " ".join(island.command) for island in file.islands), "from whichever directory"
 
 
-@pytest.mark.slow
 def test_one_rank_beside_two_from_one_command(tmp_path, clean):
     run = Copied(tmp_path, "mixed.toml", "30k", without="sharded")
     clean.append(run)
@@ -88,8 +88,7 @@ def test_one_rank_beside_two_from_one_command(tmp_path, clean):
     assert differing(saved(run.units / "alone/model.pt"), saved(run.units / "copied/model.pt")) == []
 
 
-@pytest.mark.slow
-@pytest.mark.skipif("ATOLL_LONG_TESTS" not in os.environ, reason="takes minutes: set ATOLL_LONG_TESTS=1")
+@pytest.mark.long
 def test_islands_of_three_shapes_from_one_command_and_one_is_killed(tmp_path, clean):
     run = Copied(tmp_path, "mixed.toml", "1M")
     clean.append(run)
@@ -104,3 +103,23 @@ def test_islands_of_three_shapes_from_one_command_and_one_is_killed(tmp_path, cl
     assert len(run.losses("alone", "sharded", "copied")) == 1, said
     models = [saved(run.units / name / "model.pt") for name in ("alone", "sharded", "copied")]
     assert differing(models[0], models[1]) == differing(models[0], models[2]) == []
+
+
+@pytest.mark.long
+@pytest.mark.needs_ray
+def test_the_ray_example_waits_for_a_syncer_that_does_not_answer_at_once(tmp_path):
+    """The syncer is stopped when the example asks it, as long as the example has not noticed."""
+    command = [sys.executable, str(EXAMPLES / "ray_islands.py"), "--run", "run"]
+    piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, **piped) as example:
+        assert example.stdout is not None
+        said, syncer = [], 0
+        for line in example.stdout:
+            said.append(line)
+            if "the node of sharded is killed" in line:
+                syncer = int((tmp_path / "run/store/lock").read_text())
+                os.kill(syncer, signal.SIGSTOP)
+            if "asking again" in line:
+                os.kill(syncer, signal.SIGCONT)
+    assert example.returncode == 0, "".join(said)
+    assert any("asking again" in line for line in said), "".join(said)

@@ -244,7 +244,7 @@ def test_a_number_that_has_changed_hands_is_never_signalled(tmp_path):
             known = process(other.pid)
             assert known is not None
             assert tell(known, signal.SIGTERM)
-            assert other.wait(60) == -signal.SIGTERM
+            assert other.wait(300) == -signal.SIGTERM
             assert not tell(known, signal.SIGTERM)
 
 

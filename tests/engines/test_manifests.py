@@ -252,13 +252,13 @@ def _run(script: str, *command: str) -> subprocess.Popen[str]:
 def test_the_exit_code_is_that_of_the_command_unless_it_was_told_to_leave():
     for code in (0, 3):
         plain = _run(PLAINLY, "sh", "-c", f"exit {code}")
-        plain.communicate(timeout=60)
+        plain.communicate(timeout=300)
         assert plain.returncode == code
     told = _run(PLAINLY, "bash", "-c", "trap 'echo goodbye; exit 0' TERM; echo begun; while :; do sleep 0.1; done")
     assert told.stdout is not None
     assert told.stdout.readline() == "begun\n"
     told.send_signal(signal.SIGTERM)
-    assert told.communicate(timeout=60)[0] == "goodbye\n"
+    assert told.communicate(timeout=300)[0] == "goodbye\n"
     assert told.returncode == 143, "with 0 its cluster would take the island for finished"
 
 
@@ -276,5 +276,5 @@ def test_a_syncer_whose_run_is_over_is_not_started_again_for_ever():
     assert idle.returncode not in (None, 0)
     idle.stdout.close()
     failed = _run(THEN_IDLE, "false")
-    failed.communicate(timeout=60)
+    failed.communicate(timeout=300)
     assert failed.returncode == 1

@@ -20,7 +20,7 @@ from atoll.engines.engine import Standing, Status, Unit
 from atoll.engines.ray_cluster import RayEngine
 from tests.engines.ray_nodes import LIMIT_S, Nodes, lives, nodes_of_their_own, nowhere, until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.needs_ray
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ import pytest
 
 from atoll.engines.engine import Standing
 from atoll.engines.slurm import SlurmEngine
-from atoll.engines.slurm_own import why_not
 from tests.engines.slurm_cluster import GOODBYE, Cluster, cluster, unit
 
 ENDED, FAILED, RUNNING, STOPPED, WAITING = (
@@ -28,7 +27,7 @@ ENDS_THE_SECOND_TIME = f"if [ $SLURM_RESTART_COUNT ]; then echo back; exit 0; fi
 
 
 @pytest.fixture(scope="module")
-def here() -> Iterator[Cluster]:
+def slurm_nodes() -> Iterator[Cluster]:
     with cluster(nodes=2) as made:
         yield made
 
@@ -113,7 +112,9 @@ def test_a_directory_that_sbatch_cannot_be_told_is_refused(tmp_path):
         SlurmEngine().render(unit(tmp_path / 'so-called "run"', "left", "exit 0"))
 
 
-def test_units_that_ask_for_different_things_are_no_array(tmp_path):
+def test_units_that_ask_for_different_things_are_no_array(tmp_path, monkeypatch):
+    """Also on a machine without Slurm: what is wrong with the units is reported before a missing sbatch."""
+    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="right asks for something else than left"):
         SlurmEngine().start_array([unit(tmp_path, "left", "exit 0"), unit(tmp_path, "right", "exit 0", cpus=2)])
 
@@ -132,239 +133,242 @@ LATE = "echo 'Batch job submission failed: Socket timed out on send/recv operati
 
 
 @pytest.mark.parametrize("end", [KILLED, LATE])
-def test_a_job_whose_number_was_never_told_is_found_in_the_queue(here, tmp_path, monkeypatch, end):
+def test_a_job_whose_number_was_never_told_is_found_in_the_queue(slurm_nodes, tmp_path, monkeypatch, end):
     program(tmp_path, "sbatch", f'{shutil.which("sbatch")} "$@" >/dev/null; {end}')
     path = os.environ["PATH"]
     monkeypatch.setenv("PATH", f"{tmp_path}:{path}")
-    handle = here.engine.start(unit(tmp_path, "left", GOODBYE))
+    handle = slurm_nodes.engine.start(unit(tmp_path, "left", GOODBYE))
     left, right = (unit(tmp_path, name, GOODBYE) for name in ("one", "two"))
-    array = here.engine.start_array([left, right])
+    array = slurm_nodes.engine.start_array([left, right])
     monkeypatch.setenv("PATH", path)
-    assert here.engine.start(unit(tmp_path, "left", GOODBYE)) == handle
-    assert here.engine.start_array([left, right]) == array
-    assert [here.engine.start(right), here.engine.start(left)] == array[::-1], "each is a unit of its own"
-    jobs = here.slurm.run("squeue", "--noheader", "--array", "--format=%i").split()
+    assert slurm_nodes.engine.start(unit(tmp_path, "left", GOODBYE)) == handle
+    assert slurm_nodes.engine.start_array([left, right]) == array
+    assert [slurm_nodes.engine.start(right), slurm_nodes.engine.start(left)] == array[::-1], "each is a unit of its own"
+    jobs = slurm_nodes.slurm.run("squeue", "--noheader", "--array", "--format=%i").split()
     assert sorted(jobs) == sorted(each["job"] for each in (handle, *array))
     for each in (handle, *array):
-        here.engine.stop(each)
+        slurm_nodes.engine.stop(each)
 
 
-def test_a_job_that_comes_late_into_the_queue_is_not_submitted_twice(here, tmp_path, monkeypatch):
+def test_a_job_that_comes_late_into_the_queue_is_not_submitted_twice(slurm_nodes, tmp_path, monkeypatch):
     program(tmp_path, "sbatch", KILLED)
     one = unit(tmp_path, "left", GOODBYE)
     with monkeypatch.context() as patch:
         patch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
         words = "sbatch was ended by signal 9; run.left is not in the queue now; start it again"
         with pytest.raises(ConnectionError, match=words):
-            here.engine.start(one)
-    late = here.slurm.run("sbatch", "--parsable", str(one.directory / "slurm" / "job.sh")).strip()
+            slurm_nodes.engine.start(one)
+    late = slurm_nodes.slurm.run("sbatch", "--parsable", str(one.directory / "slurm" / "job.sh")).strip()
     with pytest.raises(ValueError, match=f"left is job {late} already .* not as it is wanted now"):
-        here.engine.start(unit(tmp_path, "left", "exit 0"))
-    handle = here.engine.start(one)
+        slurm_nodes.engine.start(unit(tmp_path, "left", "exit 0"))
+    handle = slurm_nodes.engine.start(one)
     assert handle["job"] == late
-    here.begun(handle)
-    here.engine.stop(handle)
-    assert here.engine.status(handle).standing is STOPPED
+    slurm_nodes.begun(handle)
+    slurm_nodes.engine.stop(handle)
+    assert slurm_nodes.engine.status(handle).standing is STOPPED
 
 
-def test_a_directory_may_have_any_name(here, tmp_path):
+def test_a_directory_may_have_any_name(slurm_nodes, tmp_path):
     directory = tmp_path / "it's 100%j of #1"
-    handle = here.engine.start(unit(directory, "left", "pwd"))
-    here.until(handle, ENDED)
-    assert f"{directory}/left\n" in here.printed(handle)
+    handle = slurm_nodes.engine.start(unit(directory, "left", "pwd"))
+    slurm_nodes.until(handle, ENDED)
+    assert f"{directory}/left\n" in slurm_nodes.printed(handle)
     assert (directory / "left" / "slurm" / "slurm.log").exists()
 
 
-def test_one_that_ends_well_and_whose_secrets_nobody_sees(here, tmp_path, monkeypatch):
+def test_one_that_ends_well_and_whose_secrets_nobody_sees(slurm_nodes, tmp_path, monkeypatch):
     monkeypatch.setenv("ATOLL_TOKEN", "hush-of-the-submitter")
     secret = frozenset({"ATOLL_TOKEN"})
     code = "echo $ATOLL_LEARNER $ATOLL_TOKEN; pwd; echo $MASTER_ADDR $PET_NNODES $PET_NODE_RANK"
     one = unit(tmp_path, "left", code, environment={"ATOLL_LEARNER": "2", "ATOLL_TOKEN": "hush-hush"}, secret=secret)
-    handle = here.engine.start(one)
-    told = here.until(handle, ENDED)
+    handle = slurm_nodes.engine.start(one)
+    told = slurm_nodes.until(handle, ENDED)
     assert (told.restarts, told.why) == (0, "left with exit code 0")
-    assert f"2 hush-hush\n{one.directory}\n127.0.0.1 1 0\n" in here.printed(handle)
+    assert f"2 hush-hush\n{one.directory}\n127.0.0.1 1 0\n" in slurm_nodes.printed(handle)
     kept = one.directory / "slurm"
     assert stat.S_IMODE((kept / "secrets").stat().st_mode) == 0o600
-    shown = here.slurm.run("scontrol", "show", "job", "--details", handle["job"])
-    script = here.slurm.run("scontrol", "write", "batch_script", handle["job"], "-")
+    shown = slurm_nodes.slurm.run("scontrol", "show", "job", "--details", handle["job"])
+    script = slurm_nodes.slurm.run("scontrol", "write", "batch_script", handle["job"], "-")
     assert "run.left" in shown
     assert "homes=" in script
     assert "hush" not in shown + script + repr(handle)
-    saved = [path for path in here.slurm.directory.glob("state/**/environment") if b"PATH=" in path.read_bytes()]
+    saved = [path for path in slurm_nodes.slurm.directory.glob("state/**/environment") if b"PATH=" in path.read_bytes()]
     assert not [path for path in saved if b"hush" in path.read_bytes()]
     others = [path for path in kept.iterdir() if path.name != "secrets" and not path.name.startswith("start-")]
     assert not [path for path in others if b"hush" in path.read_bytes()]
 
 
-def test_one_that_fails_is_requeued_and_then_has_failed(here, tmp_path):
-    handle = here.engine.start(unit(tmp_path, "left", "echo begun; exit 3", restarts=1))
-    here.seen.clear()
-    told = here.until(handle, FAILED)
+def test_one_that_fails_is_requeued_and_then_has_failed(slurm_nodes, tmp_path):
+    handle = slurm_nodes.engine.start(unit(tmp_path, "left", "echo begun; exit 3", restarts=1))
+    slurm_nodes.seen.clear()
+    told = slurm_nodes.until(handle, FAILED)
     assert (told.restarts, told.why) == (1, "left with exit code 3, and of 1 restarts none is left")
-    assert any("before: left with exit code 3 (failure 1, restarts 1)" in status.why for status in here.seen)
-    assert [path.name for path in here.engine.log(handle)] == ["start-1.log", "start-2.log"]
-    again = here.engine.start(unit(tmp_path, "left", "exit 0"))
-    here.until(again, ENDED)
-    assert [path.name for path in here.engine.log(again)] == ["start-3.log"], "those of before are another job's"
+    assert any("before: left with exit code 3 (failure 1, restarts 1)" in status.why for status in slurm_nodes.seen)
+    assert [path.name for path in slurm_nodes.engine.log(handle)] == ["start-1.log", "start-2.log"]
+    again = slurm_nodes.engine.start(unit(tmp_path, "left", "exit 0"))
+    slurm_nodes.until(again, ENDED)
+    assert [path.name for path in slurm_nodes.engine.log(again)] == ["start-3.log"], "those of before are another job's"
 
 
-def test_one_that_slurm_requeues_says_goodbye_and_comes_back(here, tmp_path):
-    handle = here.engine.start(unit(tmp_path, "left", ENDS_THE_SECOND_TIME))
-    here.begun(handle)
+def test_one_that_slurm_requeues_says_goodbye_and_comes_back(slurm_nodes, tmp_path):
+    handle = slurm_nodes.engine.start(unit(tmp_path, "left", ENDS_THE_SECOND_TIME))
+    slurm_nodes.begun(handle)
     with pytest.raises(ValueError, match=f"left is job {handle['job']} already"):
-        here.engine.start(unit(tmp_path, "left", "exit 0"))
-    assert here.engine.start(unit(tmp_path, "left", ENDS_THE_SECOND_TIME)) == handle, "it is not submitted twice"
-    here.slurm.run("scontrol", "requeue", handle["job"])
-    told = here.until(handle, ENDED)
+        slurm_nodes.engine.start(unit(tmp_path, "left", "exit 0"))
+    assert slurm_nodes.engine.start(unit(tmp_path, "left", ENDS_THE_SECOND_TIME)) == handle, "it is not submitted twice"
+    slurm_nodes.slurm.run("scontrol", "requeue", handle["job"])
+    told = slurm_nodes.until(handle, ENDED)
     assert told.restarts == 1
-    first, second = [path.read_text() for path in here.engine.log(handle)]
+    first, second = [path.read_text() for path in slurm_nodes.engine.log(handle)]
     assert "goodbye\n" in first
     assert "waiting: queued again by Slurm; left with exit code 0" in first
     assert "back\n" in second
 
 
-def test_one_whose_time_is_over_requeues_itself(here, tmp_path):
+def test_one_whose_time_is_over_requeues_itself(slurm_nodes, tmp_path):
     """Slurm gives this signal before the time limit, and before pre-emption where it is told to."""
-    handle = here.engine.start(unit(tmp_path, "left", ENDS_THE_SECOND_TIME))
-    here.begun(handle)
-    here.slurm.run("scancel", "--signal", "TERM", "--batch", handle["job"])
-    told = here.until(handle, ENDED)
+    handle = slurm_nodes.engine.start(unit(tmp_path, "left", ENDS_THE_SECOND_TIME))
+    slurm_nodes.begun(handle)
+    slurm_nodes.slurm.run("scancel", "--signal", "TERM", "--batch", handle["job"])
+    told = slurm_nodes.until(handle, ENDED)
     assert told.restarts == 1
-    assert "goodbye\n" in here.printed(handle)
-    assert "waiting: its time here was over; left with exit code 0" in here.printed(handle)
+    assert "goodbye\n" in slurm_nodes.printed(handle)
+    assert "waiting: its time here was over; left with exit code 0" in slurm_nodes.printed(handle)
 
 
-def test_one_that_is_stopped_leaves_and_stays_away(here, tmp_path):
+def test_one_that_is_stopped_leaves_and_stays_away(slurm_nodes, tmp_path):
     slow = "trap 'sleep 1; echo goodbye; exit 0' TERM; echo begun $$; while :; do sleep 0.1; done"
-    handle = here.engine.start(unit(tmp_path, "left", slow))
-    here.begun(handle)
-    here.engine.stop(handle)
-    told = here.engine.status(handle)
+    handle = slurm_nodes.engine.start(unit(tmp_path, "left", slow))
+    slurm_nodes.begun(handle)
+    slurm_nodes.engine.stop(handle)
+    told = slurm_nodes.engine.status(handle)
     assert (told.standing, told.restarts, told.why) == (STOPPED, 0, "left with exit code 0")
-    assert "goodbye\n" in here.printed(handle)
-    here.engine.stop(handle)
-    assert here.engine.status(handle) == told
+    assert "goodbye\n" in slurm_nodes.printed(handle)
+    slurm_nodes.engine.stop(handle)
+    assert slurm_nodes.engine.status(handle) == told
 
 
-def test_one_that_waits_is_stopped_too(here, tmp_path):
-    handle = here.engine.start(unit(tmp_path, "left", "echo begun", options={"sbatch": ["--hold"]}))
-    assert here.until(handle, WAITING).why == f"job {handle['job']} waits until somebody releases it (scontrol release)"
-    here.engine.stop(handle)
-    assert here.engine.status(handle).standing is STOPPED
-    assert here.printed(handle) == ""
+def test_one_that_waits_is_stopped_too(slurm_nodes, tmp_path):
+    handle = slurm_nodes.engine.start(unit(tmp_path, "left", "echo begun", options={"sbatch": ["--hold"]}))
+    assert (
+        slurm_nodes.until(handle, WAITING).why
+        == f"job {handle['job']} waits until somebody releases it (scontrol release)"
+    )
+    slurm_nodes.engine.stop(handle)
+    assert slurm_nodes.engine.status(handle).standing is STOPPED
+    assert slurm_nodes.printed(handle) == ""
 
 
-def test_a_task_that_waits_is_stopped_alone(here, tmp_path):
+def test_a_task_that_waits_is_stopped_alone(slurm_nodes, tmp_path):
     held = {"options": {"sbatch": ["--hold"]}}
-    left, right = here.engine.start_array([unit(tmp_path, name, "echo begun", **held) for name in ("left", "right")])
-    here.until(left, WAITING)
-    here.engine.stop(left)  # Slurm forgets a task that never ran at once
-    assert here.engine.status(left).standing is STOPPED
-    assert here.engine.status(right).standing is WAITING
-    here.engine.stop(right)
-    assert here.engine.status(right).standing is STOPPED
+    left, right = slurm_nodes.engine.start_array(
+        [unit(tmp_path, name, "echo begun", **held) for name in ("left", "right")]
+    )
+    slurm_nodes.until(left, WAITING)
+    slurm_nodes.engine.stop(left)  # Slurm forgets a task that never ran at once
+    assert slurm_nodes.engine.status(left).standing is STOPPED
+    assert slurm_nodes.engine.status(right).standing is WAITING
+    slurm_nodes.engine.stop(right)
+    assert slurm_nodes.engine.status(right).standing is STOPPED
 
 
-def test_one_that_does_not_leave_is_killed_after_its_notice(here, tmp_path):
+def test_one_that_does_not_leave_is_killed_after_its_notice(slurm_nodes, tmp_path):
     deaf = "trap '' TERM; echo begun; echo $$ >pid; while :; do sleep 0.1; done"
-    handle = here.engine.start(unit(tmp_path, "left", deaf, notice_s=1.0))
-    here.begun(handle)
-    here.engine.stop(handle)
-    assert here.engine.status(handle).why == "left with exit code 137"
+    handle = slurm_nodes.engine.start(unit(tmp_path, "left", deaf, notice_s=1.0))
+    slurm_nodes.begun(handle)
+    slurm_nodes.engine.stop(handle)
+    assert slurm_nodes.engine.status(handle).why == "left with exit code 137"
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "left" / "pid").read_text()), 0)
 
 
-def test_one_that_somebody_cancels_stays_away(here, tmp_path):
-    handle = here.engine.start(unit(tmp_path, "left", GOODBYE))
-    here.begun(handle)
-    here.slurm.run("scancel", handle["job"])
-    told = here.until(handle, STOPPED)
+def test_one_that_somebody_cancels_stays_away(slurm_nodes, tmp_path):
+    handle = slurm_nodes.engine.start(unit(tmp_path, "left", GOODBYE))
+    slurm_nodes.begun(handle)
+    slurm_nodes.slurm.run("scancel", handle["job"])
+    told = slurm_nodes.until(handle, STOPPED)
     assert told.restarts == 0
     assert told.why.startswith("cancelled")
-    assert "goodbye\n" in here.printed(handle)
+    assert "goodbye\n" in slurm_nodes.printed(handle)
 
 
-def test_islands_of_one_array_are_units_of_their_own(here, tmp_path):
-    left, right = here.engine.start_array(
+def test_islands_of_one_array_are_units_of_their_own(slurm_nodes, tmp_path):
+    left, right = slurm_nodes.engine.start_array(
         [
             unit(tmp_path, "left", ENDS_THE_SECOND_TIME, environment={"ATOLL_LEARNER": "1"}),
             unit(tmp_path, "right", f"pwd; echo $ATOLL_LEARNER; {GOODBYE}", environment={"ATOLL_LEARNER": "2"}),
         ]
     )
     assert left["job"].partition("_")[0] == right["job"].partition("_")[0]
-    here.begun(left)
-    here.begun(right)
-    here.slurm.run("scontrol", "requeue", left["job"])
-    assert here.until(left, ENDED).restarts == 1
-    assert here.engine.status(right).standing is RUNNING
-    assert f"{tmp_path}/right\n2\nbegun" in here.printed(right)
-    again = here.engine.start(unit(tmp_path, "left", GOODBYE))
+    slurm_nodes.begun(left)
+    slurm_nodes.begun(right)
+    slurm_nodes.slurm.run("scontrol", "requeue", left["job"])
+    assert slurm_nodes.until(left, ENDED).restarts == 1
+    assert slurm_nodes.engine.status(right).standing is RUNNING
+    assert f"{tmp_path}/right\n2\nbegun" in slurm_nodes.printed(right)
+    again = slurm_nodes.engine.start(unit(tmp_path, "left", GOODBYE))
     assert "_" not in again["job"], "who comes back alone is a job of its own"
-    here.begun(again)
-    here.engine.stop(right)
-    assert here.engine.status(right).standing is STOPPED
-    assert here.engine.status(again).standing is RUNNING
-    here.engine.stop(again)
+    slurm_nodes.begun(again)
+    slurm_nodes.engine.stop(right)
+    assert slurm_nodes.engine.status(right).standing is STOPPED
+    assert slurm_nodes.engine.status(again).standing is RUNNING
+    slurm_nodes.engine.stop(again)
 
 
-def test_a_task_that_fails_requeues_itself_and_not_its_array(here, tmp_path):
+def test_a_task_that_fails_requeues_itself_and_not_its_array(slurm_nodes, tmp_path):
     """Also the one that Slurm gives the number of the array."""
     fails = f"if [ $SLURM_JOB_ID = $SLURM_ARRAY_JOB_ID ] && [ ! $SLURM_RESTART_COUNT ]; then exit 3; fi; {GOODBYE}"
-    handles = here.engine.start_array([unit(tmp_path, name, fails) for name in ("one", "two", "three")])
+    handles = slurm_nodes.engine.start_array([unit(tmp_path, name, fails) for name in ("one", "two", "three")])
     for handle in handles:
-        here.begun(handle)
-    assert sorted(here.until(handle, RUNNING).restarts for handle in handles) == [0, 0, 1]
+        slurm_nodes.begun(handle)
+    assert sorted(slurm_nodes.until(handle, RUNNING).restarts for handle in handles) == [0, 0, 1]
     for handle in handles:
-        here.engine.stop(handle)
+        slurm_nodes.engine.stop(handle)
 
 
-def test_all_nodes_of_an_island_meet_and_are_told_to_leave(here, tmp_path):
+def test_all_nodes_of_an_island_meet_and_are_told_to_leave(slurm_nodes, tmp_path):
     meet = "echo rank $NODE_RANK of $NNODES at $MASTER_ADDR $([ $MASTER_PORT = $PET_MASTER_PORT ] && echo same)"
     again = "if [ $SLURM_RESTART_COUNT ]; then exit 0; fi"
     goodbye = GOODBYE.replace("goodbye", "goodbye $NODE_RANK")
-    handle = here.engine.start(unit(tmp_path, "left", f"{meet}; {again}; {goodbye}", nodes=2))
-    here.begun(handle, times=2)
-    here.slurm.run("scancel", "--signal", "TERM", "--batch", handle["job"])
-    here.until(handle, ENDED)
-    said = here.printed(handle)
+    handle = slurm_nodes.engine.start(unit(tmp_path, "left", f"{meet}; {again}; {goodbye}", nodes=2))
+    slurm_nodes.begun(handle, times=2)
+    slurm_nodes.slurm.run("scancel", "--signal", "TERM", "--batch", handle["job"])
+    slurm_nodes.until(handle, ENDED)
+    said = slurm_nodes.printed(handle)
     for node in (0, 1):
         assert f"{node}: rank {node} of 2 at 127.0.0.1 same" in said
         assert f"{node}: goodbye {node}" in said
 
 
-def test_a_node_that_fails_takes_its_island_along(here, tmp_path):
+def test_a_node_that_fails_takes_its_island_along(slurm_nodes, tmp_path):
     code = f"if [ $NODE_RANK = 1 ]; then exit 5; fi; {GOODBYE}"
-    handle = here.engine.start(unit(tmp_path, "left", code, nodes=2, restarts=0))
-    assert here.until(handle, FAILED).why == "left with exit code 5, and of 0 restarts none is left"
+    handle = slurm_nodes.engine.start(unit(tmp_path, "left", code, nodes=2, restarts=0))
+    assert slurm_nodes.until(handle, FAILED).why == "left with exit code 5, and of 0 restarts none is left"
 
 
-def test_what_sbatch_refuses_is_told_in_its_words(here, tmp_path):
+def test_what_sbatch_refuses_is_told_in_its_words(slurm_nodes, tmp_path):
     with pytest.raises(ValueError, match=r"sbatch refused it: .*partition"):
-        here.engine.start(unit(tmp_path, "left", "exit 0", options={"partition": "nowhere"}))
+        slurm_nodes.engine.start(unit(tmp_path, "left", "exit 0", options={"partition": "nowhere"}))
 
 
-def test_a_controller_that_cannot_be_asked_is_no_unit_that_is_gone(here, tmp_path):
-    handle = here.engine.start(unit(tmp_path, "left", GOODBYE))
-    here.begun(handle)
+def test_a_controller_that_cannot_be_asked_is_no_unit_that_is_gone(slurm_nodes, tmp_path):
+    handle = slurm_nodes.engine.start(unit(tmp_path, "left", GOODBYE))
+    slurm_nodes.begun(handle)
     impatient = tmp_path / "slurm.conf"  # commands of Slurm try for ten seconds otherwise
-    impatient.write_text(here.slurm.conf.read_text() + "MessageTimeout=2\n")
-    here.slurm.stop_controller()
+    impatient.write_text(slurm_nodes.slurm.conf.read_text() + "MessageTimeout=2\n")
+    slurm_nodes.slurm.stop_controller()
     with pytest.raises(ConnectionError, match="Slurm cannot be asked: "):
-        here.engine.status({**handle, "conf": str(impatient)})
-    here.slurm.start_controller()
-    assert here.until(handle, RUNNING).restarts == 0
-    here.engine.stop(handle)
-    assert here.engine.status(handle).standing is STOPPED
-    assert here.printed(handle).count("begun") == 1, "it went on"
+        slurm_nodes.engine.status({**handle, "conf": str(impatient)})
+    slurm_nodes.slurm.start_controller()
+    assert slurm_nodes.until(handle, RUNNING).restarts == 0
+    slurm_nodes.engine.stop(handle)
+    assert slurm_nodes.engine.status(handle).standing is STOPPED
+    assert slurm_nodes.printed(handle).count("begun") == 1, "it went on"
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.needs_slurm
 def test_the_example_shows_an_island_that_is_requeued_and_comes_back(tmp_path):
-    missing = why_not()
-    if missing is not None:
-        pytest.skip(missing)
     example = Path(__file__).resolve().parents[2] / "examples" / "slurm_islands.py"
     command = [sys.executable, str(example), "--own", "--run", "run", "--merges", "50", "--within", "240"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=290, check=False)
@@ -372,7 +376,7 @@ def test_the_example_shows_an_island_that_is_requeued_and_comes_back(tmp_path):
     assert [line[:3] for line in done.stdout.split("\n\n")[-1].splitlines()] == ["yes"] * 4, done.stdout
 
 
-def test_nothing_is_known_of_a_job_that_was_never_there(here, tmp_path):
+def test_nothing_is_known_of_a_job_that_was_never_there(slurm_nodes, tmp_path):
     handle = {"job": "99999", "name": "run.left", "home": str(Path(tmp_path)), "notice_s": 1.0, "starts": 0}
-    assert here.engine.status(handle).standing is Standing.GONE
-    here.engine.stop(handle)
+    assert slurm_nodes.engine.status(handle).standing is Standing.GONE
+    slurm_nodes.engine.stop(handle)

@@ -99,7 +99,7 @@ def handle(unit: Unit, job: str = "7") -> dict[str, Any]:
 def test_a_command_that_ends_well_ends_the_unit(node, tmp_path):
     one = unit(tmp_path, "left", 'echo "$WORDS|$KEY"; pwd')
     one = replace(one, environment={"WORDS": "two  words 'and' $HOME\nmore", "KEY": "k"}, secret=frozenset({"KEY"}))
-    assert node.run(one).wait(60) == 0
+    assert node.run(one).wait(300) == 0
     assert f"two  words 'and' $HOME\nmore|k\n{one.directory}\n" in printed(one)
     assert (noted(one)["standing"], noted(one)["why"]) == ("ended", "left with exit code 0")
     assert node.asked("requeue 7") == 0
@@ -107,12 +107,12 @@ def test_a_command_that_ends_well_ends_the_unit(node, tmp_path):
 
 def test_a_command_that_fails_is_queued_again_until_no_restart_is_left(node, tmp_path):
     one = unit(tmp_path, "left", "exit 3", restarts=1)
-    assert node.run(one).wait(60) == 0  # of the script; the job is queued again
+    assert node.run(one).wait(300) == 0  # of the script; the job is queued again
     assert noted(one)["standing"] == "waiting"
     assert noted(one)["why"] == "left with exit code 3 (failure 1, restarts 1)"
     assert node.asked("requeue 7") == 1
     node.says(JOB.format(state="RUNNING", reason="None", restarts=1))
-    assert node.run(one, SLURM_RESTART_COUNT="1").wait(60) == 3
+    assert node.run(one, SLURM_RESTART_COUNT="1").wait(300) == 3
     assert noted(one)["standing"] == "failed"
     assert noted(one)["why"] == "left with exit code 3, and of 1 restarts none is left"
     assert node.asked("requeue 7") == 1
@@ -124,7 +124,7 @@ def told_to_leave(node: Node, one: Unit, times: int = 1, plant: Callable[[str], 
     begun(one)
     for _ in range(times):
         child.send_signal(signal.SIGTERM)
-    child.wait(60)
+    child.wait(300)
     return noted(one)
 
 
@@ -171,7 +171,7 @@ def test_nothing_of_a_command_that_has_left_stays_behind(node, tmp_path, leaves)
     """As ranks do whose torchrun was killed: they have sessions of their own."""
     code = ORPHAN if leaves else ORPHAN.replace('trap "echo orphan left; exit" TERM', 'trap "" TERM')
     one = unit(tmp_path, "left", f"{code} until [ -s orphan ]; do sleep 0.1; done", notice_s=1.0)
-    assert node.run(one).wait(60) == 0
+    assert node.run(one).wait(300) == 0
     pid = (one.directory / "orphan").read_text().strip()
     assert not Path("/proc", pid).exists() or "State:\tZ" in Path("/proc", pid, "status").read_text()
     assert ("orphan left" in printed(one)) == leaves
@@ -188,7 +188,7 @@ def test_one_that_is_stopped_is_not_queued_again(node, tmp_path, planted):
     begun(one)
     (_home(one) / "stopped").touch()
     child.send_signal(signal.SIGTERM)
-    assert child.wait(60) == 0
+    assert child.wait(300) == 0
     assert (noted(one)["standing"] == "stopped") != planted
     assert (node.asked("requeue 7") == 0) != planted
 
@@ -206,7 +206,7 @@ def test_slurm_that_ends_the_job_itself_is_not_asked_to_queue_it(node, tmp_path,
     begun(one)
     node.says(job)
     child.send_signal(signal.SIGTERM)
-    assert child.wait(60) == 0
+    assert child.wait(300) == 0
     assert (noted(one)["standing"], noted(one)["why"]) == (standing, f"{why}; left with exit code 0")
     assert node.asked("requeue 7") == 0
 
@@ -219,7 +219,7 @@ def test_a_signal_that_only_the_command_has_seen_is_no_failure(node, tmp_path):
         'echo "$GONE" >"$FAKE/job"; exit 9',
         environment={"GONE": JOB.format(state="COMPLETING", reason="None", restarts=1)},
     )
-    assert node.run(one).wait(60) == 0
+    assert node.run(one).wait(300) == 0
     assert (noted(one)["standing"], noted(one)["failures"]) == ("waiting", "0")
 
 
@@ -242,7 +242,7 @@ def test_a_full_disk_forgets_no_failure(node, tmp_path, planted):
     assert (noted(one)["standing"], noted(one)["failures"]) == ("running", "0"), "of before, and whole"
     assert node.asked("requeue 7") == 0, "a failure that is not counted would be for ever"
     (_home(one) / "state.new").unlink()
-    assert child.wait(60) == 0
+    assert child.wait(300) == 0
     assert (noted(one)["standing"], noted(one)["failures"]) == ("waiting", "1")
     assert node.asked("requeue 7") == 1
 
@@ -255,7 +255,7 @@ def test_a_state_that_is_not_whole_is_not_believed(node, tmp_path, state):
     (_home(one) / "start-2.log").write_text("of the second\n")
     (_home(one) / "state").write_text(state)
     node.says(JOB.format(state="RUNNING", reason="None", restarts=2))
-    assert node.run(one, SLURM_RESTART_COUNT="2").wait(60) == 3
+    assert node.run(one, SLURM_RESTART_COUNT="2").wait(300) == 3
     assert noted(one)["why"] == "left with exit code 3, and of 2 restarts none is left"
     assert printed(one, 3), "logs of before are kept"
     (_home(one) / "state").write_text(state)
@@ -268,10 +268,10 @@ def test_an_island_whose_run_is_over_is_not_queued_again(node, tmp_path, kept):
     syncer = tmp_path / "syncer" / kept
     syncer.parent.mkdir(parents=True)
     syncer.write_text("standing=running\n")
-    node.run(one).wait(60)
+    node.run(one).wait(300)
     assert node.asked("requeue 7") == 1
     syncer.write_text('standing=ended\n{"standing": "ended"}\n')
-    node.run(one).wait(60)
+    node.run(one).wait(300)
     assert noted(one)["standing"] == "stopped"
     assert noted(one)["why"].startswith("the run is over")
     assert node.asked("requeue 7") == 1
@@ -283,12 +283,12 @@ def test_a_shard_ends_with_its_syncer(node, tmp_path):
     begun(one)
     (tmp_path / "syncer").mkdir()
     (tmp_path / "syncer" / "keeper.json").write_text('{"standing": "ended"}')
-    assert child.wait(60) == 0
+    assert child.wait(300) == 0
     assert noted(one)["why"] == "the run is over: its syncer has ended; left with exit code 0"
 
 
 def test_a_shard_that_somebody_told_to_leave_is_brought_back(node, tmp_path):
-    assert node.run(unit(tmp_path, "shard-0", "exit 0")).wait(60) == 0
+    assert node.run(unit(tmp_path, "shard-0", "exit 0")).wait(300) == 0
     assert node.asked("requeue 7") == 1, "the run goes on, and cannot without it"
 
 
@@ -298,7 +298,7 @@ def test_one_task_of_an_array_speaks_of_itself_alone(node, tmp_path):
     node.prepare(one)
     script = (_home(one) / "job.sh").read_text()
     (_home(one) / "job.sh").write_text(script.replace("homes=(", "homes=(nobody "))
-    assert node.run(one, SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="1").wait(60) == 0
+    assert node.run(one, SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="1").wait(300) == 0
     assert (node.asked("requeue 7_1"), node.asked("show job -o 7_1")) == (1, 1)
     assert node.asked("requeue 7") + node.asked("show job -o 7") == 0
     assert noted(one)["job"] == "7_1"
@@ -308,7 +308,7 @@ def test_what_the_script_wrote_down_is_the_status_when_slurm_has_forgotten_the_j
     monkeypatch.setenv("PATH", node.environment()["PATH"])
     monkeypatch.setenv("FAKE", str(tmp_path))
     engine, one = SlurmEngine(), unit(tmp_path, "left", "exit 0")
-    assert node.run(one).wait(60) == 0
+    assert node.run(one).wait(300) == 0
     (tmp_path / "job").unlink()
     told = engine.status(handle(one))
     assert (told.standing, told.restarts, told.why) == (Standing.ENDED, 0, "left with exit code 0")

@@ -298,7 +298,7 @@ def test_an_island_that_a_plain_kill_has_made_leave_comes_back_with_up(yard):
     yard.says("a", "here", times=2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_island_and_the_syncer_are_killed_and_the_run_ends_with_one_model(yard):
     """The fragments are in a process of their own, which ends with the syncer."""
     islands = "".join(f'[islands.{name}]\ncommand = ["python", "{TINY}"]\n' for name in "ab")

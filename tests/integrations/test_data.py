@@ -69,6 +69,13 @@ def test_what_has_no_place_or_cannot_be_kept_is_said() -> None:
         read(["what", 1])
 
 
+def test_epochs_of_a_generator_end_with_a_sentence_instead_of_a_hang() -> None:
+    batches = epochs(number for number in range(3))
+    assert list(itertools.islice(batches, 3)) == [0, 1, 2]
+    with pytest.raises(ValueError, match="this generator has no batch any more: give a loader"):
+        next(batches)
+
+
 def test_an_iterable_of_datasets_goes_on_and_its_epochs_must_be_numbered() -> None:
     first, again, unnumbered = (loader_of("bare") for _ in range(3))
     batches = epochs(first)

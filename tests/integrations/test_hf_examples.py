@@ -34,7 +34,7 @@ def last_words(child: subprocess.Popen[str]) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_trainer_alone_and_one_with_ddp_train_one_model(processes: Processes, tmp_path: Path) -> None:
     """Nobody can merge alone. Of the second island both ranks count: two micro-batches of 8 times 64 tokens each."""
     syncer, address = syncer_of(processes, tmp_path, quorum=2, merges=16)
@@ -59,6 +59,7 @@ def test_the_loop_of_accelerate_trains_to_the_end(processes: Processes, tmp_path
     assert (tmp_path / "model/config.json").is_file()
 
 
+@pytest.mark.long
 def test_of_lora_the_adapter_travels(processes: Processes, tmp_path: Path) -> None:
     syncer, address = syncer_of(processes, tmp_path, quorum=1, merges=16)
     script = (EXAMPLES / "with_lora.py", "--syncer", address, "--learner", 1, "--out", "adapter")

@@ -587,7 +587,7 @@ def test_what_cannot_be_shared_is_refused_with_what_to_do(tmp_path):
         AtollCallback(learners=3)
     with pytest.raises(ValueError, match="has not joined yet"):
         AtollCallback().take(3)
-    with pytest.raises(ValueError, match="has 2 optimizers, and an island has one: return one optimizer, with"):
+    with pytest.raises(ValueError, match="has 2 optimizers, and the callback takes one: return one optimizer, with"):
         trainer_of(AtollCallback("127.0.0.1:9")).fit(Two(), loader())
     with pytest.raises(ValueError, match=r'flat buffers of its own.*use strategy="ddp"'):
         trainer_of(AtollCallback("127.0.0.1:9"), strategy=FSDPStrategy()).fit(Small(), loader())

@@ -33,7 +33,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Processes]:
     started.end()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_island_of_two_ranks_and_one_alone_end_with_the_same_model(processes, tmp_path):
     syncer = processes.start("-c", SYNCER, tmp_path / "run", cwd=tmp_path)
     assert syncer.stdout is not None

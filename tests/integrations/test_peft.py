@@ -11,7 +11,9 @@ from torch import Tensor
 
 from atoll.integrations.transformers import AtollCallback
 from atoll.ml.plan import named_tensors, tensors_of
+from atoll.net.learner import Learner
 from atoll.net.learner_errors import LearnerRefused
+from atoll.net.trained_parameters import EVERY
 from atoll.train.published import plan_of, published_tensors
 from tests.integrations.small_texts import gpt2, trainer
 from tests.net.runs import LIMIT_S, Run, config, endless
@@ -82,6 +84,19 @@ def test_an_island_with_another_base_or_rank_is_refused_with_the_first_tensor_th
         again = callback(run, 3)  # adapters may begin as they like: the run's are taken
         trainer(tmp_path, again, model=with_lora(gpt2(), seed=7), max_steps=2).train()
         assert again.learner.stats().steps == 2
+
+
+def test_adapter_added_after_joining_is_an_error(tmp_path):
+    model = with_lora(gpt2())
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
+    with Run(tmp_path, endless()) as run, Learner(model, optimizer, run.address, join_timeout_s=LIMIT_S) as learner:
+        learner.step(tokens=1)
+        model.add_adapter("second", model.peft_config["default"])
+        model.set_adapter("second")
+        for _ in range(EVERY - 1):
+            learner.step(tokens=1)
+        with pytest.raises(ValueError, match=r"was added after the join: .*lora_A\.second\.weight"):
+            learner.step(tokens=1)
 
 
 def test_buffers_beside_frozen_parameters_stay_at_home_too():

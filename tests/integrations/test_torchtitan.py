@@ -272,7 +272,7 @@ def test_what_cannot_be_an_island_is_refused(tmp_path):
     with Run(tmp_path, endless()) as run:
         with pytest.raises(ValueError, match="has 2 parts of the model: stages of a pipeline cannot be an island yet"):
             Islander(run, parts=2).train()
-        with pytest.raises(ValueError, match="has 3 optimizers, and an island has one: leave early_step"):
+        with pytest.raises(ValueError, match="has 3 optimizers, and this trainer takes one: leave early_step"):
             Islander(run, in_backward=True).train()
 
 

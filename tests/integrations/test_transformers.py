@@ -301,7 +301,7 @@ def test_an_exception_that_ends_the_process_leaves_the_run(tmp_path):
             env=environment,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             check=False,
         )
         assert done.returncode == 1, done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 from torch import nn
 
-from atoll.ml.inner_state import pack, pack_taken, take, unpack
+from atoll.ml.inner_state import check_holds_state, pack, pack_taken, prepare, read, take, unpack, watch
+from tests.ml.own_optimizers import Around, Averaging, Both, Counting, Growing, Uncloneable, two_optimizers
 
 OPTIMIZERS = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
@@ -128,6 +130,128 @@ def test_settings_of_groups_do_not_travel():
     assert joined.param_groups[0]["lr"] == 0.25
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Counters in parameter groups
+
+COUNTING: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "schedule-free": Averaging,
+    "prodigy": Growing,
+    "adan": Counting,
+    "without hooks": lambda groups: Around(torch.optim.SGD(groups, lr=0.05, momentum=0.9)),
+}
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_counters_in_param_groups_travel(name):
+    """The joiner's next steps are the giver's. With fresh counters the first one is many times as large."""
+    giver, joiner, fresh = built(), built(1), built(1)
+    given_optimizer = COUNTING[name](groups(giver))
+    joined, alone = COUNTING[name](groups(joiner, turned=True)), COUNTING[name](groups(fresh))
+    for optimizer in (given_optimizer, joined, alone):
+        watch(optimizer)
+    train(giver, given_optimizer, range(8))
+    data = pack(given_optimizer, giver)
+    for model in (joiner, fresh):
+        model.load_state_dict(giver.state_dict())
+    unpack(data, joined, joiner)
+    assert pack(joined, joiner) == data, "a joiner gives on what it got, before its own first step too"
+    train(giver, given_optimizer, range(8, 12))
+    train(joiner, joined, range(8, 12))
+    train(fresh, alone, range(8, 12))
+    assert equal(giver, joiner)
+    assert not equal(giver, fresh), "the counters matter"
+
+
+def test_what_schedulers_and_loops_change_between_steps_does_not_travel():
+    giver, joiner = built(), built()
+    optimizers = [torch.optim.SGD(groups(model), lr=0.1, momentum=0.9) for model in (giver, joiner)]
+    watch(optimizers[0])
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizers[0], max_lr=1.0, total_steps=9)
+    for step in range(5):
+        train(giver, optimizers[0], range(step, step + 1))
+        schedule.step()
+        optimizers[0].param_groups[0]["weight_decay"] = 0.5 + step
+    before = copy.deepcopy(optimizers[1].state_dict()["param_groups"])
+    unpack(pack(optimizers[0], giver), optimizers[1], joiner)
+    assert optimizers[1].state_dict()["param_groups"] == before
+
+
+def test_the_mode_of_weights_travels_with_them():
+    """The published weights are those for training: the joiner must not turn them into such a second time."""
+    giver, joiner = built(), built()
+    optimizer, joined = Averaging(groups(giver)), Averaging(groups(joiner))
+    optimizer.train()
+    unpack(pack(optimizer, giver), joined, joiner)
+    assert [group["train_mode"] for group in joined.param_groups] == [True, True]
+
+
+def test_a_counter_that_is_a_tensor_stays_the_same_tensor():
+    giver, joiner = built(), built()
+    optimizer, joined = Counting(groups(giver)), Counting(groups(joiner))
+    watch(optimizer)
+    train(giver, optimizer, range(3))
+    train(joiner, joined, range(1))
+    held = joined.param_groups[0]["seen"]
+    unpack(pack(optimizer, giver), joined, joiner)
+    assert joined.param_groups[0]["seen"] is held
+    assert float(held) == 3.0
+
+
+def test_what_came_is_counted():
+    model = built()
+    optimizer = Averaging(groups(model))
+    watch(optimizer)
+    train(model, optimizer, range(2))
+    prepared = prepare(*read(pack(optimizer, model)), optimizer, model)
+    assert str(prepared) == "4 state tensors and 8 counters"  # k, weight_sum, lr_max and train_mode of two groups
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Several optimizers
+
+
+def test_the_state_of_a_list_of_optimizers_travels():
+    giver, joiner = built(), built(1)
+    given_optimizers, joined = two_optimizers(giver), two_optimizers(joiner)[::-1]
+
+    def train_all(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: range) -> None:
+        for step in steps:
+            train(model, Both(*optimizers), range(step, step + 1))
+
+    train_all(giver, given_optimizers, range(4))
+    joiner.load_state_dict(giver.state_dict())
+    unpack(pack(given_optimizers, giver), joined, joiner)
+    train_all(giver, given_optimizers, range(4, 8))
+    train_all(joiner, joined, range(4, 8))
+    assert equal(giver, joiner)
+
+
+def test_a_list_of_optimizers_that_divide_the_parameters_differently_is_refused_by_name():
+    model, other = built(), built()
+    sgd, adamw = torch.optim.SGD, torch.optim.AdamW
+    names = dict(other.named_parameters())
+    most = [parameter for name, parameter in names.items() if name != "inner.weight" and parameter.requires_grad]
+    swapped = [sgd([names["inner.weight"]], lr=0.1, momentum=0.9), adamw(most)]
+    optimizers = two_optimizers(model)
+    with pytest.raises(ValueError, match=r"embed.weight differs: .*'optimizer': 'SGD'.*'optimizer': 'AdamW'"):
+        unpack(pack(optimizers, model), swapped, other)
+    with pytest.raises(ValueError, match=r"is of AdamW\+SGD, the optimizer here is AdamW;"):
+        unpack(pack(optimizers, model), adamw(model.parameters()), model)
+    with pytest.raises(ValueError, match=r"two optimizers update inner.weight; leave it in one of them"):
+        pack([*optimizers, sgd([model.inner.weight], lr=0.1)], model)
+
+
+def test_a_wrapper_whose_state_cannot_be_found_is_named_with_the_fix():
+    model = built()
+    wrapper = Both(*two_optimizers(model))
+    train(model, wrapper, range(2))
+    with pytest.raises(ValueError, match=r"Both holds no optimizer state .* pass the list of optimizers"):
+        check_holds_state(wrapper, take(wrapper, model))
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, plain, range(2))
+    check_holds_state(plain, take(plain, model))  # SGD without momentum keeps none
+
+
 def test_moments_keep_their_own_dtype():
     """Some optimizers keep f32 moments of bf16 weights; loading must not round them to the weights' dtype."""
     model = nn.Linear(2, 2).bfloat16()
@@ -209,7 +333,7 @@ def test_an_optimizer_of_another_model_is_refused():
 def test_state_that_cannot_travel_is_refused():
     model = nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for value in (object(), {1: 2}, torch.ones(2).to_sparse()):
+    for value in (object(), {1: 2}, torch.ones(2).to_sparse(), torch.ones(2).as_subclass(Uncloneable)):
         optimizer.state[model.weight] = {"odd": value}
         with pytest.raises(ValueError, match="odd of weight is"):
             take(optimizer, model)
@@ -221,6 +345,15 @@ def rewritten(data: bytes, change) -> bytes:
     about, tensors = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["atoll"]), load(data)
     change(about, tensors)
     return save(tensors, {"atoll": json.dumps(about)})
+
+
+def counters(**values: Any) -> dict[str, Any]:
+    """Of one of the two parameters of a group."""
+    return {"of": ["bias"], "values": values}
+
+
+def whole_group(**values: Any) -> dict[str, Any]:
+    return {"of": ["bias", "weight"], "values": values}
 
 
 @pytest.fixture
@@ -237,6 +370,16 @@ def trained():
     [
         (lambda about, tensors: about.update(format=2), "format 2"),
         (lambda about, tensors: about.update(state=[]), "no list of parameters"),
+        (lambda about, tensors: about.update(refused="no memory"), "it has none to give: no memory"),
+        (lambda about, tensors: about.update(counters=[7]), "the counters of the inner state cannot be read"),
+        (lambda about, tensors: about.update(counters=[counters(lr=1.0)]), "1.0 as the counter 'lr'"),
+        (lambda about, tensors: about.update(counters=[counters(params=1)]), "1 as the counter 'params'"),
+        (lambda about, tensors: about.update(counters=[counters(k="x")]), "x as the counter 'k'"),
+        (
+            lambda about, tensors: about.update(counters=[whole_group(k={"scalar": 1, "dtype": "load"})]),
+            "a counter of dtype 'load'",
+        ),
+        (lambda about, tensors: about.update(counters=[counters(k=3)]), "weight has other counters in the inner state"),
         (lambda about, tensors: about["state"].update(other={}), "'other', which is no parameter"),
         (lambda about, tensors: about["state"]["bias"].update(exp_avg=[1]), "exp_avg of bias is nothing"),
         (lambda about, tensors: about["state"]["bias"].update(exp_avg={"tensor": "99"}), "exp_avg of bias is nothing"),

@@ -13,6 +13,7 @@ from torch import Tensor
 from atoll.ml.codecs import CHUNK, CODECS, Codec, codec
 from atoll.ml.merge import Accumulator, norm
 from atoll.ml.plan import FragmentPlan
+from atoll.ml.robust import sums_of
 from tests.ml.drawn import normal, plan_of, same_bits
 
 seeds = st.integers(0, 2**32 - 1)
@@ -249,3 +250,38 @@ def test_what_makes_no_sense_is_refused():
         with pytest.raises(ValueError, match="finite and positive"):
             accumulator.add(torch.zeros(50), weight)
     assert accumulator.count == 0
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Buffers
+
+
+def mean_of(values: list[Tensor], weights: list[float]) -> Tensor:
+    sums = sums_of(plan_of(("buffer", values[0].numel())), 0, "radial")
+    for value, weight in zip(values, weights, strict=True):
+        sums.add_encoded(codec("f32"), codec("f32").encode(value), weight, scale=0.5)
+    return sums.result().clone()
+
+
+@given(seeds, st.lists(st.floats(1.0, 1e6), min_size=1, max_size=6))
+def test_buffers_are_their_weighted_mean_and_never_scaled(seed, weights):
+    values = [normal(seed + n, 40, spread=3.0) for n in range(len(weights))]
+    wanted = sum(w * v.double() for w, v in zip(weights, values, strict=True)) / sum(weights)
+    assert torch.allclose(mean_of(values, weights).double(), torch.as_tensor(wanted), rtol=1e-4, atol=1e-3)
+
+
+@given(seeds, st.lists(st.floats(1e-3, 1e12), min_size=1, max_size=6))
+def test_a_mean_of_variances_is_not_negative(seed, weights):
+    values = [normal(seed + n, 40, spread=30.0).abs() for n in range(len(weights))]
+    assert bool((mean_of(values, weights) >= 0.0).all())
+
+
+@given(seeds, st.lists(st.floats(1e-3, 1e12), min_size=1, max_size=6))
+def test_buffers_that_are_equal_everywhere_stay_as_they_are(seed, weights):
+    """A constant, such as a mask of -3e38 or a table of frequencies, does not drift from merge to merge."""
+    value = torch.cat([normal(seed, 40, spread=30.0), torch.tensor([-3e38, 0.0])])
+    assert same_bits(mean_of([value] * len(weights), weights), value)
+    trimmed = sums_of(plan_of(("buffer", 42)), 0, "trimmed")
+    for weight in weights:
+        trimmed.add_encoded(codec("f32"), codec("f32").encode(value), weight)
+    assert torch.equal(trimmed.result(), value)

@@ -10,7 +10,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from atoll.ml.codecs import CHUNK, CODECS, codec
-from atoll.ml.outer import LANES, OuterStep, Published, outer_names, state_names
+from atoll.ml.outer import BREADTH_MERGES, LANES, OuterStep, Published, outer_names, state_names
 from atoll.ml.settings import Numerics
 from tests.ml.drawn import normal, plan_of, same_bits
 
@@ -18,7 +18,8 @@ seeds = st.integers(0, 2**32 - 1)
 sizes = st.integers(1, 4 * LANES)
 rates = st.floats(0.01, 1.5)
 momenta = st.sampled_from([0.0, 0.5, 0.9, 0.99])
-MIXED = plan_of(("buffer", 5), ("weight", 200), ("embedding", 30), ("buffer", 70), ("weight", 128), ("weight", 1))
+MIXED = plan_of(("weight", 200), ("embedding", 30), ("weight", 128), ("weight", 1))
+PLAIN = Numerics(outer_lr=1.0, outer_momentum=0.0)
 
 
 def stepped(numerics: Numerics, seed: int, numel: int, steps: int) -> Tensor:
@@ -86,35 +87,70 @@ def test_a_ramp_goes_on_from_a_stored_state_where_it_was():
         second.load({name: tensor for name, tensor in stored.items() if name != "steps"})
 
 
+def outer_steps(merges: list[dict[int, float]], numerics: Numerics = PLAIN) -> list[float]:
+    """Return how far each merge of D = 1 moves a weight."""
+    outer = OuterStep(plan_of(("weight", 1)), 0, numerics, torch.zeros(1))
+    moved = []
+    for rates in merges:
+        before = outer.value.item()
+        outer.step(torch.ones(1), rates)
+        moved.append(before - outer.value.item())
+    return moved
+
+
 def test_a_merge_from_which_learners_are_missing_is_a_smaller_step():
-    """Usual is the largest breadth of late: 400, after one merge 392; 98 of it is a quarter."""
+    """In proportion to the tokens per step that the learners usually bring: 100 of 400, 300 of 400."""
     delta = torch.ones(MIXED.numel(0))
-    buffers = [(begin, end) for piece, begin, end in MIXED.spans(0) if piece.kind == "buffer"]
-    for breadths, wanted in (((400.0, 400.0), 1.0), ((400.0, 98.0), 0.25), ((100.0, 400.0), 1.0), ((400.0, 0.0), 1.0)):
-        outer = OuterStep(MIXED, 0, Numerics(), torch.zeros(MIXED.numel(0)))
-        outer.step(torch.zeros(MIXED.numel(0)), breadths[0])
-        outer.step(delta, breadths[1])
-        for begin, end in buffers:  # they are the mean of whoever is there
-            assert bool((outer.value[begin:end] == -1.0).all())
-            outer.value[begin:end] = -wanted
-        assert torch.allclose(outer.value, torch.full_like(delta, -wanted))
+    both = {1: 100.0, 2: 300.0}
+    for rates, target in ((both, 1.0), ({1: 100.0}, 0.25), ({2: 300.0}, 0.75), ({}, 1.0), (both | {3: 500.0}, 1.0)):
+        outer = OuterStep(MIXED, 0, PLAIN, torch.zeros(MIXED.numel(0)))
+        outer.step(torch.zeros(MIXED.numel(0)), both)
+        outer.step(delta, rates)
+        assert torch.equal(outer.value, torch.full_like(delta, -target))
     assert bool((delta == 1.0).all()), "D is the caller's"
 
 
-def test_the_breadth_can_be_left_alone_and_is_kept():
-    plain = OuterStep(MIXED, 0, Numerics(outer_breadth=False), torch.zeros(MIXED.numel(0)))
-    for breadth in (400.0, 100.0):
-        plain.step(torch.ones(MIXED.numel(0)), breadth)
-    assert bool((plain.value == -2.0).all())
+def test_outer_step_is_full_with_all_learners_present_when_tokens_per_step_vary():
+    rates = torch.rand((40, 3), generator=torch.Generator().manual_seed(5), dtype=torch.float64) * 96 + 48
+    merges = [
+        dict(zip((3, 1, 2) if turn % 2 else (1, 2, 3), row, strict=True)) for turn, row in enumerate(rates.tolist())
+    ]
+    assert outer_steps(merges) == [1.0] * 40
+
+
+def test_one_report_of_a_million_tokens_does_not_shrink_outer_steps():
+    usual, wrong = {1: 1000.0, 2: 1000.0}, {1: 1e6, 2: 1000.0}
+    assert outer_steps([usual] * 3 + [wrong] + [usual] * 20) == [1.0] * 24
+    assert outer_steps([wrong] + [usual] * 20) == [1.0] * 21, "not as its first report either"
+    assert outer_steps([usual] * 3 + [wrong, {2: 1000.0}])[-1] == 0.5, "nor while that learner is missing"
+
+
+def test_learner_that_left_is_forgotten_after_a_window_of_merges():
+    steps = outer_steps([{1: 100.0, 2: 100.0}] * 3 + [{1: 100.0}] * (BREADTH_MERGES + 1))
+    assert steps[3 : 2 + BREADTH_MERGES] == [0.5] * (BREADTH_MERGES - 1)
+    assert steps[2 + BREADTH_MERGES :] == [1.0] * 2
+
+
+def test_breadth_can_be_turned_off():
+    assert outer_steps([{1: 100.0, 2: 300.0}, {1: 100.0}], Numerics(outer_breadth=False)) == [1.0, 1.0]
+
+
+def test_breadth_is_restored_from_the_stored_state():
     numerics = Numerics(outer_momentum=0.5)
-    first = OuterStep(MIXED, 0, numerics, normal(0, MIXED.numel(0)))
-    first.step(normal(1, MIXED.numel(0)), 400.0)
+    numel = MIXED.numel(0)
+    first = OuterStep(MIXED, 0, numerics, normal(0, numel))
+    for turn in range(BREADTH_MERGES + 3):
+        first.step(normal(turn, numel), {1: 400.0 + turn, 7: 100.0 / 3} if turn % 3 else {1: 400.0 + turn})
     stored = load(save({"value": first.value, **first.state()}))
-    second = OuterStep(MIXED, 0, numerics, stored.pop("value").clone())
+    value = stored.pop("value")
+    second, anew = (OuterStep(MIXED, 0, numerics, value.clone()) for _ in range(2))
     second.load(stored)
-    for outer in (first, second):
-        outer.step(normal(2, MIXED.numel(0)), 300.0)
+    anew.load({**stored, "breadth": torch.tensor(400.0, dtype=torch.float64)})  # as earlier versions stored it
+    for turn in range(BREADTH_MERGES):
+        for outer in (first, second, anew):
+            outer.step(normal(99 + turn, numel), {1: 50.0})
     assert same_bits(first.value, second.value)
+    assert not same_bits(first.value, anew.value), "the stored merges make no difference, so nothing is shown"
 
 
 def test_adam_is_that_of_torch():
@@ -147,21 +183,12 @@ def test_a_rate_of_one_without_momentum_takes_the_delta_as_it_is():
     assert same_bits(got, normal(0, 100) - normal(1, 100))
 
 
-@pytest.mark.parametrize("outer", outer_names())
-def test_buffers_take_the_delta_as_it_is(outer):
-    value, delta = normal(0, MIXED.numel(0)), normal(1, MIXED.numel(0))
-    outer_step = OuterStep(MIXED, 0, Numerics(outer=outer, outer_lr=0.1), value.clone())
-    for _ in range(2):
-        outer_step.step(delta)
-    for piece, begin, end in MIXED.spans(0):
-        plain = value[begin:end] - delta[begin:end] - delta[begin:end]
-        assert same_bits(outer_step.value[begin:end], plain) == (piece.kind == "buffer")
-
-
-def test_a_fragment_of_buffers_alone_has_no_state():
-    outer = OuterStep(plan_of(("buffer", 3)), 0, Numerics(), torch.ones(3))
-    outer.step(torch.ones(3))
-    assert torch.equal(outer.value, torch.zeros(3))
+@pytest.mark.parametrize("name", outer_names())
+def test_buffers_become_what_was_merged_and_have_no_state(name):
+    outer = OuterStep(plan_of(("buffer", 3)), 0, Numerics(outer=name, outer_lr=0.1), torch.ones(3))
+    for rates in ({1: 100.0, 2: 300.0}, {1: 100.0}):
+        outer.step(normal(1, 3), rates)
+        assert same_bits(outer.value, normal(1, 3))
     assert outer.state() == {}
     outer.load({})
 

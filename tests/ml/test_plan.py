@@ -14,7 +14,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 
-from atoll.ml.plan import HOWS, FragmentPlan, TensorInfo, make_plan, tensors_of
+from atoll.ml.plan import HOWS, FragmentPlan, TensorInfo, make_plan, settled_plan, tensors_of
 from tests.ml.test_settings import JSON
 
 
@@ -38,7 +38,7 @@ SHAPES = st.lists(st.lists(st.integers(1, 12), max_size=3).map(tuple), min_size=
 
 
 class Everything(nn.Module):
-    """One of each: tied, frozen, buffers of all sorts, complex, scalar, empty."""
+    """One of each: tied, frozen, buffers of all sorts, scalar, empty."""
 
     a_head: nn.Linear
     wte: nn.Embedding
@@ -53,8 +53,6 @@ class Everything(nn.Module):
         for name, module in parts if head_first else reversed(parts):
             self.add_module(name, module)
         self.norm = nn.BatchNorm1d(4)
-        self.wave = nn.Parameter(torch.tensor(1 + 2j))
-        self.waves = nn.Parameter(torch.zeros(3, 2, dtype=torch.complex128))
         self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.bfloat16))
         self.empty = nn.Parameter(torch.zeros(0, 4))
         self.base = nn.Parameter(torch.arange(6.0).reshape(2, 3), requires_grad=False)
@@ -75,15 +73,48 @@ def test_what_travels_and_as_what():
         "norm.running_var": "buffer",
         "norm.weight": "weight",
         "scale": "weight",
-        "wave": "weight",
-        "waves": "weight",
     }
     plan = make_plan(tensors_of(Everything()), 4, "balanced")
     held = {piece.tensor: piece.numel for pieces in plan.fragments for piece in pieces}
     assert "base" not in held
     assert "empty" not in held
-    assert (held["wave"], held["waves"], held["scale"]) == (2, 12, 1)
-    assert plan.total_numel == sum(held.values()) == 40 + 5 + 4 * 4 + 1 + 2 + 12
+    assert held["scale"] == 1
+    assert plan.total_numel == sum(held.values()) == 40 + 5 + 4 * 4 + 1
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("fragments", [1, 2, 3, 24])
+def test_buffers_have_fragments_of_their_own(how, fragments):
+    plan = settled_plan(tensors_of(Everything()), fragments, how)
+    kinds_of = [{piece.kind == "buffer" for piece in pieces} for pieces in plan.fragments]
+    assert [{plan.holds_buffers(p)} for p in range(len(plan.fragments))] == kinds_of
+    apart = sum({True} == found for found in kinds_of)
+    assert 1 <= apart < len(plan.fragments) <= max(2, fragments)
+    assert plan.fingerprint()[-1] == f"plan {how} {len(plan.fragments)} buffers {apart}"
+    assert settled_plan(tensors_of(Everything()), len(plan.fragments), how) == plan
+    p = len(plan.fragments) - 1
+    assert (plan.codecs(0, ("int4",)), plan.codecs(p, ("int4",))) == (("int4",), ("f32",))
+
+
+def test_buffers_get_fragments_in_proportion_to_their_size():
+    tensors = [*weights((30, 10), (30, 10)), *(TensorInfo(f"b{n}", (100,), "float32", "buffer") for n in range(4))]
+    plan = make_plan(tensors, 10, "rows")
+    assert sum(plan.holds_buffers(p) for p in range(10)) == 4
+    assert plan.balance == 1.0
+
+
+def test_a_model_of_buffers_alone_has_a_plan():
+    plan = make_plan([TensorInfo(f"b{n}", (2,), "float32", "buffer") for n in range(4)], 3, "balanced")
+    assert [plan.holds_buffers(p) for p in range(3)] == [True] * 3
+
+
+def test_a_run_with_mixed_fragments_says_how_to_go_on():
+    plan = make_plan(tensors_of(Everything()), 2, "balanced")
+    raw = plan.to_json()
+    raw["fragments"] = [sorted(raw["fragments"][0] + raw["fragments"][1])]
+    mixed = FragmentPlan.from_json(raw)  # what an earlier version has stored can still be exported
+    with pytest.raises(ValueError, match=r"fragment 0 holds parameters and buffers: .* \(atoll syncer --init\)"):
+        mixed.holds_buffers(0)
 
 
 def test_a_tied_weight_has_one_name_whatever_was_registered_first():
@@ -315,7 +346,7 @@ def test_hostile_json_is_a_value_error(value, data):
         (("tensors", 0, 1), [10, -4], "shape of a_head.weight"),
         (("tensors", 0, 1), [2**60], "shape of a_head.weight"),
         (("tensors", 0, 1), [True, 4], "shape of a_head.weight"),
-        (("tensors", 0, 2), "int64", "only floating-point"),
+        (("tensors", 0, 2), "int64", "only tensors of float16"),
         (("tensors", 0, 3), "bias", "kind"),
         (("tensors", 1, 4), "", "digest of base"),
         (("tensors", 1, 0), "a_head.weight", "not sorted"),

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from atoll.ml.codecs import CHUNK, CODECS, codec
 from atoll.ml.merge import Accumulator, norm
-from atoll.ml.robust import LEAST_ROUNDS, WILD, Trimmed, UsualSize, size_of, sums_of
+from atoll.ml.robust import LEAST_ROUNDS, WILD, Trimmed, UsualSize, sums_of
 from tests.ml.drawn import normal, plan_of
 
-PLAN = plan_of(("weight", 60), ("embedding", 30), ("buffer", 7))
+PLAN = plan_of(("weight", 60), ("embedding", 37))
 NUMEL = 97
 
 seeds = st.integers(0, 2**32 - 1)
@@ -114,11 +114,11 @@ def known(size: float = 1.0) -> UsualSize:
 @given(seed=seeds, factor=st.floats(1.0, 1e6))
 def test_a_clipped_contribution_counts_like_one_of_the_size_that_it_was_clipped_to(how, seed, factor):
     deltas = [normal(seed + n, NUMEL) for n in range(4)]
-    sizes = [size_of(norm(delta), 9) for delta in deltas]
+    sizes = [UsualSize().size_of(norm(delta), 9) for delta in deltas]
     usual = known(sizes[0])
     clip = 2.0
     huge = deltas[3] * factor
-    scale = usual.scale(size_of(norm(huge), 9), clip)
+    scale = usual.scale(usual.size_of(norm(huge), 9), clip)
     assert scale * norm(huge) <= clip * usual.size * 3 * (1 + 1e-6)
     clipped, wanted = sums_of(PLAN, 0, how), sums_of(PLAN, 0, how)
     for sums, last, by in ((clipped, huge, scale), (wanted, huge * scale, 1.0)):
@@ -160,8 +160,8 @@ def test_one_wild_learner_of_four_does_not_change_what_is_usual(honest, far):
 
 def test_a_learner_that_was_long_away_is_not_wild():
     """A hundred times the steps in one direction: a hundred times the norm."""
-    usual = known(size_of(1.0, 24))
-    assert usual.problem(size_of(100.0, 2400)) is None
+    usual = known(UsualSize().size_of(1.0, 24))
+    assert usual.problem(usual.size_of(100.0, 2400)) is None
 
 
 def test_the_usual_size_outlives_the_process():
@@ -183,3 +183,21 @@ def test_the_norm_that_is_told_is_at_least_the_norm_and_grows_with_it(name):
     assert tenfold == pytest.approx(10 * told, rel=0.02)
     assert coder.examine(data[:-1], 5000)[0] is not None
     assert coder.examine(coder.encode(delta * math.nan), 5000)[0] is not None
+
+
+def test_buffers_are_compared_by_their_norm_and_never_clipped():
+    usual = UsualSize(of_buffers=True)
+    for _ in range(LEAST_ROUNDS):
+        usual.note([1.0])
+    assert usual.size_of(8.0, 4) == 8.0
+    assert usual.scale(8.0, 2.0) == 1.0
+    assert usual.problem(8.0) is None
+    assert str(usual.problem(2 * WILD)).startswith("wild: 200 times")
+
+
+def test_buffers_may_hold_any_finite_numbers():
+    """A mask of -1e30 has squares that f32 cannot sum; of parameters such a number is refused."""
+    for value, of_buffers, of_parameters in ((-1e30, True, False), (1.0, True, True), (math.inf, False, False)):
+        data = codec("f32").encode(torch.full((4,), value))
+        assert (UsualSize(of_buffers=True).examine(codec("f32"), data, 4)[0] is None) is of_buffers
+        assert (UsualSize().examine(codec("f32"), data, 4)[0] is None) is of_parameters

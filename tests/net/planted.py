@@ -9,6 +9,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -421,6 +422,41 @@ def shared_buffers(directory: Path) -> None:
     FragmentTensors.will_copy = carelessly  # type: ignore[method-assign, assignment]
 
 
+def no_room_for_rows(directory: Path) -> None:
+    """The leader has no memory for rows of other ranks that come in another order than they have in a tensor."""
+    honest, empty = island_leader.Leader.gather_inner, torch.empty
+    gathering = threading.local()
+
+    def planted_empty(*args: Any, **kwargs: Any) -> Any:
+        if getattr(gathering, "now", False):
+            struck(directory, "room").touch()
+            raise RuntimeError("can't allocate memory, as planted")
+        return empty(*args, **kwargs)
+
+    def gather(self: Any, *args: Any) -> Any:
+        gathering.now = True
+        try:
+            return honest(self, *args)
+        finally:
+            gathering.now = False
+
+    island_leader.Leader.gather_inner = gather  # type: ignore[method-assign, assignment]
+    torch.empty = planted_empty
+
+
+def odd_state(directory: Path) -> None:
+    """From the first step on the optimizer has state that cannot be copied: keys of two types have no order."""
+    honest = torch.optim.AdamW.step
+
+    def step(self: torch.optim.AdamW, closure: Any = None) -> Any:
+        done = honest(self, closure)
+        for held in self.state.values():
+            held[7] = 0
+        return done
+
+    torch.optim.AdamW.step = step  # type: ignore[method-assign, assignment]
+
+
 PLANTS: dict[str, Callable[[Path], None]] = {
     "small-slices": small_slices,
     "deadly-slice": deadly_slice,
@@ -444,6 +480,8 @@ PLANTS: dict[str, Callable[[Path], None]] = {
     "blind-rank": blind_rank,
     "other-rows": other_rows,
     "deadly-snapshot": deadly_snapshot,
+    "no-room-for-rows": no_room_for_rows,
+    "odd-state": odd_state,
     "held-parts": held_parts,
     "failing-core": failing_core,
     "no-digest-check": no_digest_check,

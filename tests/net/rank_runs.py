@@ -32,7 +32,6 @@ from tests.net import planted
 from tests.net.runs import LIMIT_S, Child, Run, _begin, model_file
 from tests.net.small_models import BATCH, WORDS, Mixed, values, work
 
-WAIT_S = 60.0
 ORDERS = ("nothing", "go", "hold", "break", "raise", "still", "small files", "show")
 SMALL_FILE_BYTES = 100_000
 
@@ -134,7 +133,7 @@ def rank_child(directory: Path, address: str, spec: IslandSpec, rank: int, log: 
         planted.plant(spec.planted, directory)
     try:
         meeting = f"file://{log.parent / log.name.rpartition('-rank')[0]}.meeting"
-        dist.init_process_group("gloo", meeting, timedelta(seconds=WAIT_S), rank=rank, world_size=spec.ranks)
+        dist.init_process_group("gloo", meeting, timedelta(seconds=LIMIT_S), rank=rank, world_size=spec.ranks)
         job = IslandWork(spec, rank)
         drawn: list[float] = []
         with Learner(
@@ -181,7 +180,7 @@ def _next_drawn() -> float:
 def _train(learner: Learner, job: IslandWork, pipe: Connection, drawn: list[float], directory: Path) -> None:
     number, goes, stands = 0, False, False
     taken: list[int] = []
-    until = time.monotonic() + WAIT_S
+    until = time.monotonic() + LIMIT_S
     while not learner.finished:
         order = _agreed(job, pipe)
         if order == "break":
@@ -201,7 +200,7 @@ def _train(learner: Learner, job: IslandWork, pipe: Connection, drawn: list[floa
         if not goes:
             assert time.monotonic() < until, "the test has forgotten this island"
             continue
-        until = time.monotonic() + WAIT_S
+        until = time.monotonic() + LIMIT_S
         if job.spec.leases:
             taken += learner.take(job.spec.leases)
         loss = job.step(number) if not stands else torch.zeros(())
@@ -265,7 +264,7 @@ class RankedIsland:
             run.children.append(child)
             self.ranks.append(child)
 
-    def hear(self, kind: str, limit_s: float = WAIT_S) -> list[Any]:
+    def hear(self, kind: str, limit_s: float = LIMIT_S) -> list[Any]:
         return [rank.hear(kind, limit_s) for rank in self.ranks]
 
     def joined(self) -> list[Any]:

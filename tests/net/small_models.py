@@ -64,6 +64,23 @@ class Mixed(nn.Module):
         return out
 
 
+class Normed(nn.Module):
+    """BatchNorm over inputs whose scale differs by learner: their running variances are far apart."""
+
+    norm: nn.BatchNorm1d
+    last: nn.Linear
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale = scale
+        self.norm = nn.BatchNorm1d(8, momentum=0.5)
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.norm(x * self.scale))
+        return out
+
+
 class Work(NamedTuple):
     """A model, its optimizer, and batches by step."""
 
@@ -87,11 +104,12 @@ class Work(NamedTuple):
 
 
 def work(name: str = "plain", seed: int = 0, dtype: str = "float32", flip: bool = False) -> Work:
-    """`name`: plain, mixed, tall (0.2 MB in f32), wide (2 MB); other and taller are no models of the others' runs."""
+    """`name`: plain, mixed, normed, tall (0.2 MB in f32), wide (2 MB); other and taller fit no run of the others."""
     torch.manual_seed(seed)
     models = {
         "plain": lambda: Plain(flip),
         "mixed": lambda: Mixed(flip),
+        "normed": lambda: Normed(100.0 if seed % 2 else 0.01),
         "wide": lambda: Plain(flip, width=38_000),
         "tall": lambda: Plain(flip, width=4_000),
         "other": lambda: nn.Sequential(nn.Linear(8, 4)),

@@ -224,7 +224,7 @@ def test_a_learner_used_as_a_library_is_paused_and_resumed(tmp_path):
             asked(run, "resume")
             run.until(lambda status: learner.stats().steps > stood[1], "it goes on")
             run.end()
-            training.join(30.0)
+            training.join(300)
             assert not training.is_alive()
             ended = (learner.finished, learner.drained)
             assert ended == (True, False)

@@ -12,13 +12,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("atheris") is None,
-        reason="atheris is not installed; it is a tool for looking further, docs/wire.md says how",
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("atheris") is None,
+    reason="atheris is not installed; it is a tool for looking further, docs/wire.md says how",
+)
 
 # A reader with a bug: a message that is too short for its version byte is an IndexError.
 PLANTED = """

@@ -83,7 +83,7 @@ def shipped(rings: tuple[Ring, Ring], tmp_path_factory: pytest.TempPathFactory) 
         yield Attacked(run, prey_of(run, rings, records))
         run.end()
         run.assert_same(run.finish(good), 1)
-        assert [line for line in run.log_lines(good, "WARNING") if "link" in line] == []
+        assert run.log_lines(good, "the link closed") == []
         assert run.log_lines(run.syncer, " ERROR ") == []
         assert run.log_lines(run.syncer, "never retrieved") == []
         run.verdict()

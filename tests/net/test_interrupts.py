@@ -52,12 +52,12 @@ def test_a_block_of_another_thread_holds_nothing_back(heard):
     def other() -> None:
         with interrupts:
             inside.set()
-            done.wait(10)
+            done.wait(300)
 
     thread = threading.Thread(target=other)
     thread.start()
     try:
-        assert inside.wait(10)
+        assert inside.wait(300)
         signal.raise_signal(signal.SIGTERM)
         assert heard == [signal.SIGTERM]
     finally:
@@ -112,5 +112,5 @@ def test_another_thread_heeds_nothing():
     found: list[bool] = []
     thread = threading.Thread(target=lambda: found.append(Interrupts().heed(lambda: None)))
     thread.start()
-    thread.join(10)
+    thread.join(300)
     assert found == [False]

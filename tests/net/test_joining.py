@@ -16,7 +16,7 @@ from atoll.chaos.relay import relay_to
 from atoll.net.learner import Learner
 from atoll.net.learner_errors import JoinTimeout, LearnerRefused, SyncerUnreachable
 from tests.net.in_process import learner_of, train
-from tests.net.runs import LIMIT_S, LearnerSpec, Run, config
+from tests.net.runs import LIMIT_S, Child, LearnerSpec, Run, config
 from tests.net.small_models import values, work
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
@@ -145,3 +145,24 @@ def test_who_comes_after_the_end_has_the_final_model_at_once(tmp_path):
             for name, value in values(job.model).items():
                 assert torch.equal(value, published[name])
         assert run.status()["merges"] >= 12
+
+
+def test_learner_number_started_twice_while_joining_leaves_the_newer_process(tmp_path):
+    """The older process has its number and has not said hello when the newer one joins."""
+    job = work()
+    with Run(tmp_path) as run:
+        older = learner_of(run, job, 1)
+        ask = older._background.ask_for_number
+        newer: list[Child] = []
+
+        def and_then_another_starts(*args: Any) -> tuple[int, int]:
+            number = ask(*args)
+            newer.append(run.start(1))
+            assert newer[0].hear("joined")["incarnation"] == number[1] + 1
+            return number
+
+        older._background.ask_for_number = and_then_another_starts  # type: ignore[method-assign, assignment]
+        with pytest.raises(LearnerRefused, match="incarnation 1 was replaced by 2"), older:
+            pass
+        run.go(*newer)
+        run.finish(*newer)

@@ -27,7 +27,6 @@ def outcomes(store: str, power: bool) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("power", [False, True], ids=["killed", "power cut"])
 def test_killed_at_a_file_operation_nothing_is_lost_or_damaged(power):
     found = outcomes("Store", power)
@@ -36,7 +35,6 @@ def test_killed_at_a_file_operation_nothing_is_lost_or_damaged(power):
     assert {"open", "write", "half a write", "fsync", "link", "unlink"} <= {outcome["operation"] for outcome in found}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("store", "power"), [("InPlace", False), ("NameFirst", True)])
 def test_a_store_that_is_careless_is_caught(store, power):
     assert [outcome for outcome in outcomes(store, power) if outcome["problem"]]

@@ -11,6 +11,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -174,6 +175,95 @@ def test_wrong_arguments_are_refused_with_a_sentence(tmp_path):
         assert learner.stats().steps == steps
 
 
+def given(job: Work, **settings: Any) -> Learner:
+    """A learner that is never entered."""
+    return Learner(job.model, job.optimizer, "head:7400", **settings)
+
+
+OPTIMIZER = "optimizer must be a torch.optim.Optimizer, got"
+WRONG: dict[str, tuple[Callable[[Work], Any], str]] = {
+    "optimizer=None": (
+        lambda job: Learner(job.model, None, "head:7400"),  # type: ignore[arg-type]
+        f"{OPTIMIZER} None; give the one that updates the model",
+    ),
+    "an optimizer class": (
+        lambda job: Learner(job.model, torch.optim.AdamW, "head:7400"),  # type: ignore[arg-type]
+        f"{OPTIMIZER} the class AdamW; give",
+    ),
+    "a list with something else": (
+        lambda job: Learner(job.model, [job.optimizer, 3], "head:7400"),  # type: ignore[list-item]
+        f"{OPTIMIZER} a int; give",
+    ),
+    "swapped arguments": (
+        lambda job: Learner(job.optimizer, job.model, "head:7400"),  # type: ignore[arg-type]
+        "model and optimizer are swapped: write atoll.Learner(model, optimizer, ...)",
+    ),
+    "a function as model": (
+        lambda job: Learner(job.model.forward, job.optimizer, "head:7400"),  # type: ignore[arg-type]
+        "model must be a torch.nn.Module, got a method; give the module",
+    ),
+    "a port as syncer": (
+        lambda job: Learner(job.model, job.optimizer, 7400),  # type: ignore[arg-type]
+        "syncer is 7400; give host:port",
+    ),
+    "learner='x'": (
+        lambda job: given(job, learner="x"),
+        "learners are numbered from 1: learner must be a whole number of at least 1, got 'x'",
+    ),
+    "learner=True": (
+        lambda job: given(job, learner=True),
+        "learners are numbered from 1: learner must be a whole number of at least 1, got True",
+    ),
+    "keys=3": (lambda job: given(job, keys=3), "keys is a path, got a int"),
+    "extra_state={}": (
+        lambda job: given(job, extra_state={}),
+        "extra_state is a function that returns what to keep, got {}",
+    ),
+    "max_rate=500": (lambda job: given(job, max_rate=500), "a rate is a number with a unit, as 2gbit"),
+    "max_rate=''": (lambda job: given(job, max_rate=""), "a rate is a number with a unit, as 2gbit"),
+    "streams='many'": (
+        lambda job: given(job, streams="many"),
+        "streams is 'many'; give a number of connections from 1 to 16",
+    ),
+    "notice_s=-1": (
+        lambda job: given(job, notice_s=-1),
+        "notice_s is the time from SIGTERM to the end, in seconds above 0; got -1",
+    ),
+}
+for value in (-1, 0, float("nan"), float("inf"), "soon", True):
+    WRONG[f"join_timeout_s={value!r}"] = (
+        partial(given, join_timeout_s=value),
+        f"join_timeout_s is how long to wait for the run, in seconds above 0; got {value!r}",
+    )
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_argument_is_refused_with_one_sentence(wrong):
+    make, sentence = WRONG[wrong]
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
+        make(work())
+
+
+def test_a_run_directory_that_is_a_file_is_refused_with_one_sentence(tmp_path):
+    (file := tmp_path / "file").touch()
+    for directory in (file, file / "run", str(file)):
+        with pytest.raises(ValueError, match=f"^run_directory is {directory}, but {file} is a file: give a directory"):
+            given(work(), run_directory=directory)
+
+
+def test_integers_of_numpy_and_0_dimensional_tensors_are_accepted(tmp_path):
+    job = work()
+    with Run(tmp_path, endless(lease_samples=64)) as run, learner_of(run, job, numpy.int64(3)) as learner:  # type: ignore[arg-type]
+        assert learner.id == 3
+        for tokens in (64, numpy.int64(64), numpy.uint8(64), torch.tensor(64), torch.ones(64, dtype=torch.int32).sum()):
+            assert len(learner.take(numpy.int64(4))) == 4
+            learner.step(tokens=tokens, loss=job.step(0))
+        assert learner.stats().tokens == 5 * 64
+        for wrong in (numpy.float64(64), torch.tensor(64.0), torch.tensor([64]), torch.tensor(True), numpy.True_, "64"):
+            with pytest.raises(ValueError, match="tokens must be a whole number from 1 to"):
+                learner.step(tokens=wrong)  # type: ignore[arg-type]
+
+
 def test_an_optimizer_of_another_model_is_refused_before_anything_is_sent(tmp_path):
     with Run(tmp_path) as run:
         learner = Learner(work().model, work().optimizer, run.address, learner=1)
@@ -187,10 +277,12 @@ def test_another_model_is_refused_with_the_first_tensor_that_differs_and_disturb
     with Run(tmp_path) as run:
         (good,) = run.joined(1)
         job = work(wrong)
-        named = {"taller": "first.bias 25 float32 weight", "other": "0.bias 4 float32 weight"}[wrong]
-        with pytest.raises(LearnerRefused, match=re.escape(named)) as caught, learner_of(run, job, 2):
+        named = {
+            "taller": "'first.bias', 25 at the learner and 24 in the run",
+            "other": "'0.bias' (4 float32 weight), which the run does not have",
+        }[wrong]
+        with pytest.raises(LearnerRefused, match=re.escape(named)), learner_of(run, job, 2):
             pass
-        assert "first.bias 24 float32 weight" in str(caught.value)
         assert run.status()["refused"] == {"refused-fingerprint": 1}
         run.go(good)
         run.finish(good)
@@ -208,7 +300,7 @@ def test_another_model_that_would_found_the_run_second_is_refused_too(tmp_path):
             found(*args)
 
         late._background.found = found_late  # type: ignore[method-assign, assignment]
-        with pytest.raises(LearnerRefused, match=r"first\.bias 25"), late:
+        with pytest.raises(LearnerRefused, match=r"'first\.bias', 25 at the learner .* atoll syncer --out DIR"), late:
             pass
 
 

@@ -119,5 +119,5 @@ def test_what_take_cannot_do_is_said(tmp_path):
             for wrong in (0, -1, True, 1.5):
                 with pytest.raises(ValueError, match="count must be a whole number of at least 1"):
                     learner.take(wrong)  # type: ignore[arg-type]
-            with pytest.raises(ValueError, match="lease_samples of at least 40"):
+            with pytest.raises(ValueError, match="start a new run with `atoll syncer --batch 40`"):
                 learner.take(40)

@@ -24,6 +24,7 @@ from atoll.core.types import RunConfig
 from atoll.ml.settings import Numerics
 from atoll.net.fragment_traffic import UPLOADS
 from atoll.net.learner import Learner
+from atoll.net.learner_link import SILENT_S
 from atoll.net.notice import LAST_WORDS_S, SAME_NOTICE_S, Notice
 from atoll.tape_files import RunTapes
 from atoll.train.children import terminated_like_interrupted
@@ -234,7 +235,7 @@ def test_a_syncer_that_stands_still_keeps_nobody(tmp_path):
             began = time.monotonic()
             one.send(signal.SIGTERM)
             assert left(one)["stats"]["unmerged"] > 0
-            assert time.monotonic() - began < 20.0, "and not for as long as a link may be quiet"
+            assert time.monotonic() - began < SILENT_S, "and not for as long as a link may be quiet"
         finally:
             run.syncer.send(signal.SIGCONT)
         assert why_stopped(run, 1) == "learner-hurried"
@@ -378,7 +379,6 @@ def test_a_loop_of_many_ranks_that_ends_by_the_notice_pushes_when_it_is_left(tmp
         everything_merged(run)
 
 
-@pytest.mark.slow
 def test_torchrun_and_its_ranks_are_told_and_all_of_them_leave(tmp_path):
     """By an engine that tells every process: the ranks hear it twice."""
     told = tmp_path / "told"

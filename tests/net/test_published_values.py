@@ -155,7 +155,6 @@ def test_the_tests_above_find_a_fragment_that_is_not_shown(monkeypatch, tmp_path
         test_inside_the_model_is_the_published_one_and_afterwards_its_own_to_the_last_bit(tmp_path, "plain", "bfloat16")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["fsdp", "ddp"])
 def test_all_ranks_of_an_island_show_the_same_published_model(tmp_path, shape):
     with Run(tmp_path, endless()) as run:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from tests.net.planted import struck
 from tests.net.rank_runs import IslandSpec, RankedIsland
 from tests.net.runs import Run, config, endless
 from tests.net.small_models import BATCH
 from tests.net.test_controls import stand_still
+from tests.net.test_snapshots import PATIENT
 from tests.net.test_snapshots import taken as snapshot_of
-
-pytestmark = pytest.mark.slow
 
 
 def shown(run: Run, number: int) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def control(run: Run, what: str, value: float | None = None) -> None:
 
 def test_inner_state_goes_from_an_island_to_one_of_another_shape_and_back(tmp_path):
     """FSDP2 on two ranks to one process, that to three ranks with FSDP2, and from those to two with DDP."""
-    with Run(tmp_path, endless(quorum=1)) as run:
+    with Run(tmp_path, endless(quorum=1, limits=PATIENT)) as run:
         first = RankedIsland(run, IslandSpec(1, "fsdp"))
         assert [told["moments"] for told in first.joined()] == [0.0, 0.0]
         first.order("go")
@@ -58,6 +58,51 @@ def test_inner_state_goes_from_an_island_to_one_of_another_shape_and_back(tmp_pa
         wider.finished(tmp_path)
         replicas.finished(tmp_path)
         assert run.syncer.hear("ended") is True
+        run.verdict()
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_rank_that_cannot_copy_its_state_for_a_peer_or_a_part_trains_on(tmp_path, odd):
+    with Run(tmp_path, endless(quorum=1, limits=PATIENT)) as run:
+        island = RankedIsland(run, IslandSpec(1, "replicas", planted="odd-state", planted_ranks=(odd,)))
+        island.joined()
+        island.order("go")
+        run.until(run.merges(3), "it trains")
+        assert snapshot_of(run)["state"] == "abandoned"
+        alone = run.start(2)
+        told = alone.hear("joined")
+        assert (told["moments"], told["lr_scale"] < 1) == (0.0, True)
+        where = f"rank {odd}: " if odd else ""
+        assert run.log_lines(alone, f"no inner state from learner 1: it has none to give: {where}TypeError")
+        assert run.log_lines(island.ranks[0], f"cannot give inner state to learner 2: {where}TypeError")
+        merges = run.status()["merges"]
+        run.until(run.merges(merges + 2), "the island trains on")
+        run.go(alone)
+        run.end()
+        island.finished(tmp_path)
+        run.finish(alone)
+        run.verdict()
+
+
+def test_a_leader_without_memory_for_the_rows_of_its_ranks_trains_on(tmp_path):
+    with Run(tmp_path, endless(quorum=1, limits=PATIENT)) as run:
+        island = RankedIsland(run, IslandSpec(1, "tp", planted="no-room-for-rows"))
+        island.joined()
+        island.order("go")
+        run.until(run.merges(3), "it trains")
+        for number in (2, 3):  # the second one finds that nothing of the first is left on the way
+            alone = run.start(number)
+            assert alone.hear("joined")["moments"] == 0
+            assert run.log_lines(
+                alone, "no inner state from learner 1: it has none to give: RuntimeError: can't allocate"
+            )
+            alone.kill()
+            run.until(run.learner(number, standing="away"), "it is gone")
+        assert struck(tmp_path, "room").exists()
+        merges = run.status()["merges"]
+        run.until(run.merges(merges + 2), "the island trains on")
+        run.end()
+        island.finished(tmp_path)
         run.verdict()
 
 

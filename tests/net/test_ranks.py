@@ -8,7 +8,6 @@ from tests.net.rank_runs import IslandSpec, RankedIsland
 from tests.net.runs import LearnerSpec, Run, config
 
 
-@pytest.mark.slow
 def test_islands_of_different_shapes_hold_the_same_published_model(tmp_path):
     """One rank beside two with FSDP2 beside two with DDP."""
     with Run(tmp_path, config(budget_merges=9)) as run:
@@ -27,7 +26,6 @@ def test_islands_of_different_shapes_hold_the_same_published_model(tmp_path):
         run.assert_clean()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec",
     [

@@ -16,8 +16,6 @@ from tests.net.planted import struck
 from tests.net.rank_runs import IslandSpec, RankedIsland
 from tests.net.runs import LearnerSpec, Run, config, endless
 
-pytestmark = pytest.mark.slow
-
 TOTAL = 8 * 4000 + 4000 + 4 * 4000 + 4
 """Numbers of the model `tall`."""
 
@@ -35,10 +33,11 @@ def has_whole_fragment(stats: dict[str, Any], largest_bytes: int) -> bool:
 
 
 def test_no_rank_holds_a_whole_fragment_and_one_that_collects_them_is_found(tmp_path):
-    """In a run with shards. The first island founds it, so its ranks have shown the model as well."""
+    """In a run with shards. The first island founds it, so its ranks have shown the model as well. Every merge needs
+    both islands: otherwise the faster one can complete all merges before the other has contributed."""
     measured = IslandSpec(1, ranks=3, model="tall", planted="measured-memory", planted_ranks=(0, 1, 2), keeps=False)
     collects = IslandSpec(2, ranks=3, model="tall", planted="measured-memory collecting", keeps=False)
-    with Run(tmp_path, config(budget_merges=6, fragments=1), shards=1) as run:
+    with Run(tmp_path, config(budget_merges=6, fragments=1, quorum=2), shards=1) as run:
         rows = RankedIsland(run, measured)
         rows.joined()
         planted = RankedIsland(run, collects)

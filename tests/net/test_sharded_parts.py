@@ -24,8 +24,6 @@ from tests.net.runs import Run, endless
 from tests.net.test_snapshots import PATIENT, damage
 from tests.net.test_snapshots import taken as snapshot_of
 
-pytestmark = pytest.mark.slow
-
 UNHURRIED = Limits(first_wait_s=60.0, least_wait_s=30.0, backoff_first_s=0.05, backoff_most_s=0.5)
 """Who waits for a peer's state on a busy machine waits for it, and does not start without."""
 

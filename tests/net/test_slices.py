@@ -209,7 +209,7 @@ def test_bytes_are_sent_while_later_ones_are_written_and_waiting_for_them_is_not
     def write(growing: Growing) -> None:
         growing.begins(torch.zeros(size, dtype=torch.uint8))
         growing.written([(0, 10), (500, first)])  # as scales and integers are: with a gap
-        if sent.wait(30):
+        if sent.wait(300):
             growing.written([(10, 500), (first, size)])
             growing.ended(None)
         else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 from pathlib import Path
@@ -15,11 +16,14 @@ from typing import Any
 import pytest
 import torch
 
+from atoll.cli import main
 from atoll.core.types import Limits
 from atoll.ml import inner_state
 from atoll.net.durable import put_file, tensor_file
 from atoll.net.parts import KEEP, find_inner_state, list_parts, part_path, read_part
 from atoll.net.snapshot_files import list_snapshots
+from atoll.train.job_settings import CONFIG, JobSettings
+from atoll.train.restoring import find_source, restore
 from tests.net.in_process import learner_of, train
 from tests.net.planted import struck
 from tests.net.runs import QUICK, Child, LearnerSpec, Run, config, endless
@@ -146,18 +150,49 @@ def test_versions_of_a_snapshot_are_kept_however_late_its_parts_come(tmp_path):
             assert (tmp_path / f"store/snapshots/{number:09d}/{fragment:03d}.safetensors").exists()
 
 
-def test_who_has_no_run_directory_says_that_it_keeps_no_parts(tmp_path):
+def test_snapshot_is_taken_and_restored_when_no_learner_has_a_run_directory(tmp_path, capsys):
+    old, new = tmp_path / "old", tmp_path / "new"
+    with Run(old, endless(limits=PATIENT)) as run:
+        learners = run.joined(LearnerSpec(1, keeps=False), LearnerSpec(2, keeps=False))
+        under_way(run, *learners)
+        assert taken(run)["state"] == "durable"
+        assert main(["snapshot", str(old)]) == 0
+        said = capsys.readouterr().out
+        for learner in (1, 2):
+            assert re.search(rf"learner {learner}: step [\d,]+, [\d,]+ tokens, no part \(no run directory\)", said)
+        assert "to keep parts, give run_directory= to atoll.Learner" in said
+        for child in learners:
+            assert len(run.log_lines(child, "no run_directory: ")) == 1, "two snapshots, and it is logged once"
+            assert not run.log_lines(child, "WARNING")
+        assert not run.log_lines(run.syncer, "left out")
+    settings = JobSettings(numerics=run.settings.numerics)
+    settings.save(old / CONFIG)
+    lines: list[str] = []
+    assert restore(find_source(str(old)), new, settings, "new", lines.append) > 0
+    assert "learners start with fresh inner state" in lines[-1]
+    with Run(new, endless(limits=PATIENT)) as run:
+        (again,) = run.joined(LearnerSpec(1, keeps=False))
+        assert run.log_lines(again, "training starts: fresh inner moments")
+
+
+def test_part_of_a_learner_without_run_directory_is_named_beside_the_others(tmp_path):
     with Run(tmp_path, endless(limits=PATIENT)) as run:
-        one, two = run.joined(1, LearnerSpec(2, keeps=False))
-        under_way(run, one, two)
+        under_way(run, *run.joined(1, LearnerSpec(2, keeps=False)))
         told = taken(run)
-        assert told["state"] == "durable"
-        assert told["left_out"] == [2]
-        assert run.log_lines(two, "has no run directory, so it keeps no parts")
-        one.kill()
-        run.until(run.learner(1, standing="away"), "the loss of the other")
-        told = taken(run)
-        assert (told["state"], "no learner has saved its part" in told["said"]) == ("abandoned", True)
+        assert (told["state"], told["left_out"]) == ("durable", [])
+        assert [part["problem"] for part in told["parts"]] == [None, "no run directory"]
+
+
+def test_failed_snapshot_says_why_each_learner_is_left_out(tmp_path, capsys):
+    with Run(tmp_path, endless(limits=PATIENT)) as run:
+        (one,) = run.joined(LearnerSpec(1, "tall"))
+        under_way(run, one)
+        one.order("small files", 100_000)
+        assert main(["snapshot", str(tmp_path)]) == 1
+        said = capsys.readouterr().err
+        assert "is abandoned: no learner has saved its part; learner 1 is left out" in said
+        assert "File too large" in said
+        one.order("small files", resource.RLIM_INFINITY)
 
 
 def test_no_snapshot_before_there_is_a_model_nor_without_the_token(tmp_path):

@@ -197,7 +197,6 @@ def _anonymous_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-@pytest.mark.slow
 def test_no_rank_holds_the_inner_state_of_its_island_when_it_is_given_taken_or_saved(tmp_path):
     """A leader needs no more than a few tensors, and its own half of what it takes. The ways by memory show that the
     measure sees what is held."""

@@ -298,7 +298,7 @@ def test_a_second_process_is_refused_and_comes_in_when_the_first_is_killed(tmp_p
                 Store.open(tmp_path)
         finally:
             other.kill()
-            other.wait(timeout=30)
+            other.wait(timeout=300)
     with Store.open(tmp_path) as store:
         assert store.epoch == 2  # who was refused has not raised it
 

@@ -69,14 +69,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 16 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mount = shutil.which("mount")
-    command = [str(mount), "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
-    if mount is None or subprocess.run(command, capture_output=True, timeout=30, check=False).returncode:
-        pytest.skip("only root may mount a small disk; a limit on the size of files stands for it above")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)], timeout=300, check=True)
     try:
         yield folder
     finally:
-        subprocess.run(["umount", str(folder)], timeout=30, check=True)
+        subprocess.run(["umount", str(folder)], timeout=300, check=True)
 
 
 def test_a_full_disk_is_said_and_goes_on_when_there_is_room(small_disk):
@@ -99,7 +96,7 @@ def test_a_full_disk_is_said_and_goes_on_when_there_is_room(small_disk):
 def test_a_disk_that_turns_read_only_is_said(small_disk):
     with founded(small_disk, 1):
         pass
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], timeout=30, check=True)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], timeout=300, check=True)
     with pytest.raises(OSError, match="lock") as caught:
         Store.open(small_disk)
     assert caught.value.errno == errno.EROFS
@@ -179,7 +176,6 @@ BEFORE_AND_AFTER = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", EITHER)
 def test_killed_at_any_line_the_old_or_the_new_is_found_and_nothing_else(kind):
     rows = kills("lines", kind, "Store")
@@ -197,7 +193,6 @@ def test_killed_at_any_line_the_old_or_the_new_is_found_and_nothing_else(kind):
         assert {name: row[name] for name in unchanged} == {name: through[name] for name in unchanged}
 
 
-@pytest.mark.slow
 def test_killed_anywhere_the_last_version_that_was_told_is_found():
     rows = kills("anywhere", "20", "Store")
     assert len(rows) == 20
@@ -208,7 +203,6 @@ def test_killed_anywhere_the_last_version_that_was_told_is_found():
     assert sum(row["unfinished"] for row in rows) >= 1  # at least once it was in the middle of a write
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "file"), [("version", "fragments/001/000000003.safetensors"), ("members", "members.json")]
 )

@@ -62,7 +62,7 @@ def run(ring: Ring, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         yield run
         run.end()
         run.assert_same(run.finish(good), 1)
-        assert [line for line in run.log_lines(good, "WARNING") if "link" in line] == []
+        assert run.log_lines(good, "the link closed") == []
         assert run.log_lines(run.syncer, " ERROR ") == []
         assert run.log_lines(run.syncer, "never retrieved") == []
         run.verdict()
@@ -97,6 +97,17 @@ WRONG_KEYS = {
     "another's identity": ("two", 1, LearnerRefused, "key of two is for 2", "identity", "does not speak as learner 1"),
     "an operator's": ("boss", None, LearnerRefused, "the key of boss names no learner", "role", "the key of boss"),
 }
+
+
+def test_refused_key_does_not_found_the_run(tmp_path, ring):
+    with Run(tmp_path, endless(), keys=ring.syncer) as run:
+        with pytest.raises(LearnerRefused, match="key of two is for 2"):
+            knock(run, learner=1, keys=ring["two"])
+        assert not run.status()["founded"]
+        assert not (tmp_path / "store" / "run.json").exists()
+        other = work("taller")  # the model of the refused learner is not that of the run
+        with learner_of(run, other, 1, keys=ring["one"]) as learner:
+            assert learner.incarnation == 1
 
 
 @pytest.mark.parametrize("name", WRONG_KEYS)
@@ -302,10 +313,7 @@ def test_connections_that_say_nothing_are_bounded_and_ended(run):
     before = counted(run, "unfinished")
     silent = [connected(run) for _ in range(300)]
     try:
-        began = time.monotonic()
-        request_s = run.status()["wall_s"]  # it gets through, and is let in
-        assert time.monotonic() - began < 5.0
-        assert request_s > 0
+        assert run.status()["wall_s"] > 0  # it gets through, and is let in
         run.until(lambda status: status["refused"].get("unfinished", 0) - before >= 300, "all of them are ended")
         assert all(each.recv(1) == b"" for each in silent), "closed by the syncer"
     finally:

@@ -1,4 +1,4 @@
-"""What is frozen or unfrozen after the join is noticed, unless it is for a while."""
+"""What is frozen, unfrozen, added or replaced after the join is noticed, unless it is frozen for a while."""
 
 from __future__ import annotations
 
@@ -68,3 +68,49 @@ def test_two_halves_may_be_trained_in_turn(caplog):
     model.requires_grad_(False)
     steps(trained, 2 * PERSISTS)
     assert len(caplog.records) == 1
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Parameters that were not there at the join
+
+
+def test_parameter_added_after_joining_is_an_error(tmp_path):
+    """It is trained by an optimizer of which the learner knows nothing."""
+    job = work("plain", 1)
+    with Run(tmp_path, endless()) as run, learner_of(run, job, 1) as learner:
+        learner.step(tokens=BATCH, loss=job.step(0))
+        job.model.add_module("adapter", nn.Linear(4, 4))
+        sentence = r"was added after the join: adapter\.bias\. .* before the Learner is made; .*atoll syncer --init"
+        with pytest.raises(ValueError, match=sentence):
+            train(learner, job, EVERY)
+
+
+def test_parameter_replaced_after_joining_is_an_error(tmp_path):
+    job = work("plain", 1)
+    with Run(tmp_path, endless()) as run, learner_of(run, job, 1) as learner:
+        learner.step(tokens=BATCH, loss=job.step(0))
+        job.model.get_submodule("last").weight = nn.Parameter(torch.zeros(4, 24))
+        with pytest.raises(ValueError, match=r"was replaced after the join: last\.weight\."):
+            train(learner, job, EVERY)
+
+
+def test_parameter_that_the_optimizer_gets_is_noticed_at_the_next_step():
+    model, trained, optimizer = halves()
+    steps(trained, 2)
+    model.append(nn.Linear(2, 2))
+    optimizer.add_param_group({"params": model[3].parameters()})
+    with pytest.raises(ValueError, match=r"was added after the join: 3\.bias"):
+        trained.check()
+
+
+def test_modules_may_be_wrapped_and_frozen_ones_added_after_joining(caplog):
+    """The parameters are the same objects, which travel; what is frozen is not trained. Until it is switched on."""
+    model, trained, _ = halves()
+    trained.check()
+    model[2] = nn.Sequential(model[2])
+    model.append(nn.Linear(2, 2).requires_grad_(False))
+    steps(trained, 2 * EVERY)
+    assert caplog.records == []
+    model[3].requires_grad_(True)
+    with pytest.raises(ValueError, match=r"was added after the join: 3\.bias"):
+        steps(trained, EVERY)

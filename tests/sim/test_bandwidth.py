@@ -228,7 +228,7 @@ def test_what_cannot_be_is_refused(ask, sentence):
 
 def test_planning_needs_no_torch():
     script = "import sys; sys.modules['torch'] = None; import atoll.sim.plan, atoll.sim.bandwidth"
-    subprocess.run([sys.executable, "-c", script], timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", script], timeout=300, check=True)
 
 
 def test_the_last_gradients_are_never_hidden():

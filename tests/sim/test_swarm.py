@@ -76,7 +76,7 @@ def test_a_seed_gives_the_same_digest_in_another_process_under_another_hash_seed
             capture_output=True,
             text=True,
             check=True,
-            timeout=120,
+            timeout=300,
         )
         answers.append(answer.stdout)
     assert len(set(answers)) == 1, answers

@@ -70,6 +70,7 @@ def test_the_plain_line_is_one_line():
     assert line == (
         "0:52   43 % | 1: step 410 loss 2.31 | 2: joining | 3: down | 4: starting | 1,234 merges | goodput 97 %"
     )
+    assert " | 1 merge | " in plain_line({**STATUS, "merges": 1}, watched())
 
 
 def test_many_islands_are_summed_up_in_the_plain_line():

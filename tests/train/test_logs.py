@@ -127,9 +127,9 @@ def test_a_syncer_and_a_learner_of_their_own_log_the_same_way(text, tmp_path):
         address = served.stdout.readline().split()[-1].rstrip(".")
         island = [sys.executable, "-m", "atoll", "learner", "--syncer", address, "--out", str(tmp_path / "island")]
         done = subprocess.run(
-            [*island, "--log-format", "json"], capture_output=True, text=True, timeout=60, check=True, env=os.environ
+            [*island, "--log-format", "json"], capture_output=True, text=True, timeout=300, check=True, env=os.environ
         )
-        served.communicate(timeout=60)
+        served.communicate(timeout=300)
     finally:
         served.kill()
         served.wait()

@@ -27,6 +27,7 @@ from atoll.train.restoring import BEGINNING, find_source, restore
 from tests.train.small_jobs import processes_of, small_text
 from tests.train.test_train_command import assert_tapes_are_sound, small
 
+LONG = pytest.mark.long
 STEP = 2 * 16  # tokens of one step of one learner
 TOKENS = 2 * 600 * STEP
 
@@ -45,7 +46,7 @@ def training(run: Path, words: list[str]) -> Iterator[subprocess.Popen[str]]:
     finally:
         if process.poll() is None:
             process.kill()
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> Any:
@@ -65,7 +66,7 @@ def stopped(text, tmp_path_factory):
                 assert (run / NAME).stat().st_mode & 0o777 == 0o600
                 token = json.loads((run / NAME).read_text())["token"]
                 command = [sys.executable, "-m", "atoll", "snapshot", str(run), "--json"]
-                done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+                done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
                 told = json.loads(done.stdout) if done.stdout else {"parts": []}
                 assert token not in done.stdout + done.stderr
                 if done.returncode == 0 and len(told["parts"]) == 2 and told["merges"] > 8:
@@ -77,7 +78,7 @@ def stopped(text, tmp_path_factory):
                 continue
         assert capture, "no snapshot was taken"
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
+        assert process.wait(300) == 130
     assert processes_of(run) == []
     assert not (run / NAME).exists(), "the token is left behind"
     for log in (run / "logs").iterdir():
@@ -134,7 +135,7 @@ def test_what_cannot_be_done_is_said_in_one_line(stopped, text, tmp_path, capsys
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("learners", [1, 2, 3])
+@pytest.mark.parametrize("learners", [pytest.param(1, marks=LONG), pytest.param(2, marks=LONG), 3])
 def test_a_stopped_run_goes_on_from_its_parts_on_fewer_as_many_and_more_islands(stopped, tmp_path, capsys, learners):
     source, told = stopped
     run = copy_of(source, tmp_path)
@@ -152,7 +153,7 @@ def test_a_stopped_run_goes_on_from_its_parts_on_fewer_as_many_and_more_islands(
     assert_tapes_are_sound(run)
 
 
-@pytest.mark.parametrize("learners", [None, 1, 3])
+@pytest.mark.parametrize("learners", [pytest.param(None, marks=LONG), pytest.param(1, marks=LONG), 3])
 def test_a_snapshot_is_restored_into_a_new_run(stopped, tmp_path, capsys, learners):
     source, told = stopped
     run = tmp_path / "new"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 
 from atoll.cli import main
@@ -18,6 +19,7 @@ STEP = 2 * 16
 TOKENS = 2 * 150 * STEP
 
 
+@pytest.mark.long
 def test_a_snapshot_of_a_run_with_shards_is_restored_into_a_new_one(tmp_path, capsys):
     text, run, new = small_text(tmp_path / "text"), tmp_path / "run", tmp_path / "new"
     words = small(text, "--learners", "2", "--tokens", str(TOKENS), "--kill", "none", "--snapshot-every", "16")

@@ -13,6 +13,7 @@ import pytest
 from atoll.accounting.books import read_books
 from atoll.accounting.reigns import mean_line
 from atoll.accounting.shares import covered_s
+from atoll.commands.train_summary import summary
 from atoll.core.types import SYNCER
 from atoll.train import report as reports
 from atoll.train.job_settings import JobSettings
@@ -139,6 +140,23 @@ def test_a_fault_says_what_it_cost_and_that_the_others_went_on(eventful):
     assert fault.came_back_with is not None
     assert "inner state from learner" in fault.came_back_with
     assert fault.others_step_s_before == fault.others_step_s_during == STEP_S
+
+
+def test_summary_calls_tokens_of_a_learner_that_did_not_come_back_lost(tmp_path):
+    run = TinyRun()
+    run.until(20.0)
+    run.kill(2)
+    run.finish()
+    run.until(60.0).save(tmp_path)
+    with Metrics(tmp_path, 1, 1, {"bytes_up": 100, "bytes_down": 200}.copy) as metrics:
+        metrics.step(Step(3.0, TOKENS, 0.1, 0.2, 0.3))
+    reports.note_fault(tmp_path, 20.0, "learner 2", "SIGKILL", planned=True)
+    report = decoupled(tmp_path)
+    assert report.tokens.pending > 0 == report.tokens.dropped, "its account must be open at the end"
+    said = " ".join(" ".join(summary(report, JobSettings(learners=3), tmp_path)).split())
+    assert "It did not train again before the run ended. What it had trained and not yet merged is lost." in said
+    assert "are in no version: trained while the last merges were made, or lost with learner 2, which did not" in said
+    assert "0 % were lost" not in said
 
 
 def test_bytes_are_those_of_the_last_line_of_each_process(eventful):

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,15 +20,11 @@ from atoll.commands.check import judge
 from atoll.sim.checkers import all_checkers
 from atoll.tape_files import RunTapes
 from atoll.train.children import JobFailed
-from atoll.train.data import Text
-from atoll.train.evaluation import held_out_loss
 from atoll.train.job import AlreadyFinished, resume_job, start_job
 from atoll.train.job_settings import FOR_ADAMW, SNAPSHOT_PASSES, JobSettings, Kill
 from atoll.train.live_view import LiveView
 from atoll.train.loop import read_metrics
 from atoll.train.model_file import load_model, model_digest
-from atoll.train.on_the_way import Evaluations
-from atoll.train.published import published_model
 from tests.train.small_jobs import corpus_of, processes_of, silent_view, small_settings, small_text
 
 STEP = 2 * 16  # tokens of one step of one learner
@@ -82,27 +77,6 @@ def test_the_learner_was_killed_and_came_back(finished):
     assert [island["starts"] for island in report["islands"]] == [1, 2, 1]
     assert "learner 2 was killed on purpose" in lines
     assert "learner 2 is started again" in lines
-
-
-def test_the_published_model_is_judged_on_the_way(finished, tmp_path):
-    """Once for every tenth of the run that is reached, whatever was missed between them."""
-    run = shutil.copytree(finished[0], tmp_path / "run")
-    lines = run / "metrics" / "eval.jsonl"
-    lines.unlink(missing_ok=True)
-    settings = JobSettings.load(run / "config.json")
-    corpus = Text.load(settings.data)
-    watch = Evaluations(settings, run, corpus)
-    for progress in (0.05, 0.12, 0.15, 0.48, 0.49, 1.0):
-        watch.look(progress)
-        watch.end()
-    told = [json.loads(line) for line in lines.read_text().splitlines()]
-    assert [each["progress"] for each in told] == [0.12, 0.48]
-    model = published_model(run, settings)
-    assert told[0]["loss"] == held_out_loss(model, corpus, model.config.context, settings.eval_tokens).loss
-    shutil.rmtree(run / "store")
-    watch.look(0.9)
-    watch.end()
-    assert len(lines.read_text().splitlines()) == 2, "without a store there is nothing to judge, and nothing breaks"
 
 
 def test_the_report_is_the_file_and_tells_of_the_whole_budget(finished):
@@ -163,6 +137,7 @@ def test_what_a_killed_learner_had_not_merged_is_trained_by_somebody(finished, c
     assert "everything balances" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_run_replays_to_the_same_effects(finished, capsys):
     assert main(["replay", str(finished[0])]) == 0
     assert "every effect came out as recorded" in capsys.readouterr().out
@@ -196,7 +171,7 @@ def test_the_summary_is_for_a_newcomer(finished):
     sentences = " ".join(" ".join(summary(report, load_model(run)[0], run)).split())
     for part in (
         "Learner 2 was killed on purpose",
-        "What it had trained and nobody had merged was leased again",
+        "Samples that it had trained and not yet merged were leased again",
         "The others ",
         "are merged into the model",
         "times as much",
@@ -322,7 +297,7 @@ def test_a_syncer_and_learners_that_dial_in(text, tmp_path, capsys, monkeypatch)
         told = json.loads(capsys.readouterr().out)
         assert (code, told["learner"]) == (0, 1)
         assert told["tokens"] >= 2 * 100 * STEP
-        assert "is finished; its model is" in served.communicate(timeout=60)[0]
+        assert "is finished; its model is" in served.communicate(timeout=300)[0]
     finally:
         served.kill()
         served.wait()
@@ -367,7 +342,7 @@ def test_a_syncer_with_keys_for_other_machines_and_the_commands_that_reach_it(te
         island = ["--keys", str(ring / "far"), "--out", str(tmp_path / "island"), "--json"]
         assert main(["learner", "--syncer", head, *island]) == 0
         assert json.loads(capsys.readouterr().out)["learner"] == 1
-        assert "is finished; its model is" in served.communicate(timeout=60)[0]
+        assert "is finished; its model is" in served.communicate(timeout=300)[0]
     finally:
         served.kill()
         served.wait()

@@ -65,14 +65,14 @@ TOLD = frozenset(
 
 
 def mean_line(lines: Sequence[Line]) -> Line:
-    """The books of a run, as means over its fragments: a token settles in each of them by itself."""
+    """Return the means over the fragments of a run, in each of which a token settles by itself. They add up exactly."""
     count = max(1, len(lines))
     dropped: dict[str, int] = {}
     for line in lines:
         for why, tokens in line.dropped.items():
             dropped[why] = dropped.get(why, 0) + tokens
     dropped = {why: tokens // count for why, tokens in dropped.items()}
-    trained = max((line.trained for line in lines), default=0)
+    trained = sum(line.trained for line in lines) // count
     merged = sum(line.merged for line in lines) // count
     return Line(trained, merged, trained - merged - sum(dropped.values()), dropped)  # what rounding leaves is pending
 

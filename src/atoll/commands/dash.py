@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from atoll.commands.access_options import Token
+from atoll.commands.access_options import Token, port_option
 from atoll.commands.page_beside import RulesFile, Webhook
 
 EXAMPLE = "atoll dash runs/first"
@@ -20,10 +20,7 @@ def run(
     host: Annotated[
         str, typer.Option("--host", metavar="HOST", help="Listen there; others need a token, and TLS.")
     ] = "127.0.0.1",
-    port: Annotated[
-        int | None,
-        typer.Option("--port", metavar="PORT", help="[default: the first free one from 7410]", min=0, max=65535),
-    ] = None,
+    port: Annotated[int | None, port_option("--port", "[default: the first free one from 7410]")] = None,
     token: Token = None,
     keys: Annotated[
         Path | None,

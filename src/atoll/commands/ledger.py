@@ -202,14 +202,10 @@ def _where(first: Stay, last: Stay) -> str:
 
 
 def _show_tokens(tokens: dict[int, Line]) -> None:
-    """Each token settles in every fragment, at another time: the mean of all."""
-    lines, count = list(tokens.values()), max(1, len(tokens))
-    trained = sum(line.trained for line in lines) // count
-    merged = sum(line.merged for line in lines) / count
-    pending = sum(line.pending for line in lines) / count
-    dropped: Counter[str] = Counter()
-    for line in lines:
-        dropped.update(line.dropped)
-    lost = "".join(f" + {total / count:,.0f} dropped ({why})" for why, total in sorted(dropped.items()))
-    of = "" if count == 1 else f", the mean of {count} fragments"
-    print(f"tokens: {trained:,} trained = {merged:,.0f} merged + {pending:,.0f} pending{lost or ' + 0 dropped'}{of}")
+    """Print the mean over fragments: a token settles in each of them at another time."""
+    from atoll.accounting.reigns import mean_line
+
+    trained, merged, pending, dropped = mean_line(list(tokens.values()))
+    lost = "".join(f" + {total:,} dropped ({why})" for why, total in sorted(dropped.items()))
+    of = f", the mean of {len(tokens)} fragments" if len(tokens) > 1 else ""
+    print(f"tokens: {trained:,} trained = {merged:,} merged + {pending:,} pending{lost or ' + 0 dropped'}{of}")

@@ -12,15 +12,13 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from atoll.commands.access_options import port_option
 from atoll.commands.output import complain
 
 Dash = Annotated[
     bool, typer.Option("--dash", help="Show the run on a page in the browser while it goes, as atoll dash does.")
 ]
-DashPort = Annotated[
-    int | None,
-    typer.Option("--dash-port", metavar="PORT", min=0, max=65535, help="Of that page. [default: free one from 7410]"),
-]
+DashPort = Annotated[int | None, port_option("--dash-port", "Of that page. [default: free one from 7410]")]
 
 RulesFile = Annotated[
     Path | None, typer.Option("--rules", metavar="FILE", help="TOML with limits for alerts; docs/dash.md has them.")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from atoll.commands.access_options import Keys, Token
+from atoll.commands.access_options import Keys, Token, port_option
 from atoll.commands.log_format import LogFormat
 from atoll.commands.output import complain
 
@@ -23,7 +23,7 @@ def run(
     shards: Annotated[int, typer.Option("--shards", metavar="N", min=1, help="How many there are.")],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Its directory; the same one when it comes back.")],
     host: Annotated[str, typer.Option("--host", metavar="HOST", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", metavar="PORT", help="Port to listen on; 0: a free one.")] = 7401,
+    port: Annotated[int, port_option("--port", "Port to listen on; 0: a free one.")] = 7401,
     advertise: Annotated[
         str | None,
         typer.Option("--advertise", metavar="HOST:PORT", help="Where learners reach it, if that is another address."),
@@ -58,7 +58,6 @@ def run(
     set_up(log_format, logging.WARNING)
     logging.getLogger("atoll.shard").setLevel(logging.INFO)
     files = key_files(keys, of_syncer=True) if keys is not None else None
-    out.mkdir(parents=True, exist_ok=True)
 
     def ready(where: str) -> None:
         complain(f"shard {shard} of {shards} listens on {where}")

@@ -39,8 +39,9 @@ def run(
     """Take a snapshot of a whole run while it trains, and wait until it is durable.
 
     It holds every fragment and its outer optimizer as of one moment, and from each learner its parameters, its inner
-    optimizer's state and its counters. Nobody waits for it. Runs take snapshots by themselves now and then
-    (--snapshot-every), and keep the newest few. docs/recovery.md says what they are good for.
+    optimizer's state and its counters; of a learner without a run directory only the counters. Training goes on
+    meanwhile. Runs take snapshots by themselves now and then (--snapshot-every), and keep the newest few.
+    docs/recovery.md says what they are good for.
     """
     if listed:
         if run is None or syncer is not None:
@@ -60,7 +61,7 @@ def show_taken(found: Reachable, who: str, as_json: bool) -> None:
         for line in _lines(told):
             print(line)
     if told["state"] != "durable":
-        complain(str(told["said"]))
+        complain("; ".join([str(told["said"]), *told["left_out"]]))
         raise typer.Exit(ExitCode.FAILED)
 
 
@@ -147,10 +148,16 @@ def _lines(told: Mapping[str, Any]) -> Iterator[str]:
         f" {told['in_flight']} contributions in flight"
     )
     for part in told["parts"]:
-        place = "elsewhere" if part["bytes"] is None else _size(part["bytes"])
-        yield f"  learner {part['learner']}: step {part['step']:,}, {part['trained']:,} tokens, part {place}"
+        place = "part elsewhere" if part["bytes"] is None else f"part {_size(part['bytes'])}"
+        place = f"no part ({part['problem']})" if part["problem"] else place
+        yield f"  learner {part['learner']}: step {part['step']:,}, {part['trained']:,} tokens, {place}"
     for learner in told["left_out"]:
         yield f"  learner {learner}: left out"
+    if any(part["problem"] for part in told["parts"]):
+        yield (
+            "  Without their parts learners start from this snapshot with fresh inner state; to keep parts, give"
+            " run_directory= to atoll.Learner."
+        )
 
 
 def _size(count: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,12 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atoll.commands import job_options as options
-from atoll.commands.access_options import Token
+from atoll.commands.access_options import Token, port_option
 from atoll.commands.log_format import LogFormat, say
 from atoll.commands.output import ExitCode, JsonOption, complain, print_json
 from atoll.commands.page_beside import Dash, DashPort, Page, PageRules, PageWebhook, page_beside
 
 if TYPE_CHECKING:
+    from socket import socket
+
     from atoll.net.syncer import SyncerProcess
     from atoll.net.tls import KeyFiles
     from atoll.train.job_settings import JobSettings
@@ -38,9 +42,16 @@ RESUMED = {
     "rules",
     "webhook",
     "log_format",
+    "serve_end",
     "as_json",
 }
 """Options that a run which goes on does not have settings of its own for."""
+
+REPEATED = RESUMED - {"out", "resume", "standby", "take_over_after"}
+"""Those of them that have to be given again when a syncer goes on with a run."""
+
+TOKEN_NOTE = "token-required"
+"""File in the directory of a run whose syncer was started with a token."""
 
 
 # long: the list of options, with what each one means
@@ -74,7 +85,7 @@ def run(
     host: Annotated[
         str, typer.Option("--host", metavar="HOST", help="Address to listen on; beyond this machine it needs keys.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", metavar="PORT", help="Port to listen on; 0: any.")] = 7400,
+    port: Annotated[int, port_option("--port", "Port to listen on; 0: a free one.")] = 7400,
     token: Token = None,
     keys: Annotated[
         Path | None,
@@ -144,6 +155,16 @@ def run(
     dash_port: DashPort = None,
     rules: PageRules = None,
     webhook: PageWebhook = None,
+    serve_end: Annotated[
+        float,
+        typer.Option(
+            "--serve-end",
+            metavar="SECONDS",
+            min=0.0,
+            help="After the end of the run: keep serving it for so long while learners that took part have not received"
+            " it. With --resume, also for a run that is over.",
+        ),
+    ] = 600.0,
     log_format: LogFormat = "text",
     as_json: JsonOption = False,
 ) -> None:
@@ -157,8 +178,10 @@ def run(
     """
     from atoll.net.access import check_access
     from atoll.net.logs import check_format
+    from atoll.net.serving import bound
     from atoll.net.tls import ServerTls
     from atoll.train.job_settings import CONFIG, JobSettings, check_new
+    from atoll.train.loop import model_config
 
     token = token or None  # an empty variable is no token
     files = _key_files(keys, certificate, private_key)
@@ -170,6 +193,7 @@ def run(
         raise ValueError("--take-over-after means nothing without --standby")
     if or_resume and (resume or standby):
         raise ValueError("--or-resume means nothing with --resume or --standby: leave one of them out")
+    is_new = False
     if resume or standby:
         options.refuse_with_resume(context, RESUMED)
         if not (out / CONFIG).is_file():
@@ -179,16 +203,24 @@ def run(
     else:
         given = {"learners": learners, "seed": seed, **{name: context.params[name] for name in options.SHARED}}
         settings = options.make_settings(given)
+        model_config(settings)  # refuses a model that there is not
         _check_shards(settings, files)
         if or_resume and (out / CONFIG).is_file():
             settings = _kept_settings(out, settings)
         else:
-            # Whoever keeps the syncer going has made the directory, and keeps files of its own in it.
+            # A launcher that starts the syncer with --or-resume has created the directory and keeps files in it.
             (_check_empty if or_resume else check_new)(out)
+            is_new = True
+    with ExitStack() as stack:
+        # Before the directory is created: a port in use must not leave one behind.
+        sock = stack.enter_context(bound(host, port, listens=True)) if is_new else None
+        if is_new:
             _begin(out, settings, init)
-    with page_beside(page, out, token):
+        _check_token(out, token)
+        stack.enter_context(page_beside(page, out, token))
         wait_s = take_over_after if standby else None
-        _serve(out, settings, host, port, token, files, plain_text, wait_s, log_format, as_json)
+        again = partial(_resume_command, context)
+        _serve(out, settings, host, port, token, files, plain_text, wait_s, serve_end, sock, again, log_format, as_json)
 
 
 def _check_shards(settings: JobSettings, files: KeyFiles | None) -> None:
@@ -213,7 +245,7 @@ def _check_empty(out: Path) -> None:
 
 
 def _begin(out: Path, settings: JobSettings, init: Path | None) -> None:
-    """The directory of a new run. Whether --init is of the model is known when a learner brings that."""
+    """Create the directory of a new run, or nothing. A learner that brings the model shows whether --init fits it."""
     from atoll.train.job_settings import CONFIG
 
     values = None
@@ -221,13 +253,55 @@ def _begin(out: Path, settings: JobSettings, init: Path | None) -> None:
         from atoll.train.checkpoints import read_checkpoint
 
         values = read_checkpoint(init).tensors
-    out.mkdir(parents=True, exist_ok=True)
-    if values is not None:
-        from atoll.net.warm_start import INIT
-        from atoll.train.model_file import write_tensors
+    missing = [path for path in (out, *out.parents) if not path.exists()]
+    others = set(out.iterdir()) if not missing else set()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if values is not None:
+            from atoll.net.warm_start import INIT
+            from atoll.train.model_file import write_tensors
 
-        write_tensors(values, out / INIT)
-    settings.save(out / CONFIG)
+            write_tensors(values, out / INIT)
+        settings.save(out / CONFIG)
+    except BaseException:
+        with suppress(OSError):
+            for path in set(out.iterdir()) - others:
+                path.unlink()
+        for path in missing:
+            with suppress(OSError):
+                path.rmdir()
+        raise
+
+
+def _check_token(out: Path, token: str | None) -> None:
+    """Refuse to serve a run without a token that was served with one; note that this run is."""
+    note = out / TOKEN_NOTE
+    if token is not None:
+        note.write_text("The syncer of this run was started with a token and must be given one again.\n")
+    elif note.exists():
+        raise ValueError(
+            f"the run in {out} was served with a token, and none is given now: set ATOLL_TOKEN or give --token; to"
+            f" serve it without one, remove {note} first"
+        )
+
+
+def _resume_command(context: typer.Context, address: str | None) -> str:
+    """Return the command that goes on with this run where learners expect it, without its secrets."""
+    import shlex
+
+    words = ["atoll", "syncer", "--out", str(context.params["out"]), "--resume"]
+    for option in context.command.params:
+        if option.name not in REPEATED or not options.is_given(context, option.name):
+            continue
+        value = context.params[option.name]
+        if option.name in ("token", "webhook"):
+            value = option.metavar
+        elif option.name == "port" and address is not None:
+            value = address.rpartition(":")[2]  # learners know this one, also where --port 0 was given
+        words += [option.opts[0]] if value is True else [option.opts[0], str(value)]
+    source = context.get_parameter_source("token")
+    from_environment = context.params["token"] and source is not None and source.name == "ENVIRONMENT"
+    return shlex.join(words) + (", with the same ATOLL_TOKEN" if from_environment else "")
 
 
 def _key_files(keys: Path | None, certificate: Path | None, private_key: Path | None) -> KeyFiles | None:
@@ -244,10 +318,13 @@ def _key_files(keys: Path | None, certificate: Path | None, private_key: Path | 
     return KeyFiles(certificate, private_key)
 
 
-def _keep_model(out: Path, syncer: SyncerProcess) -> None:
+def _keep_model(out: Path, shards: int, syncer: SyncerProcess) -> None:
+    """As soon as the run is over: its end may be served for long."""
     from atoll.train.model_file import save_tensors
+    from atoll.train.published import published_tensors
 
-    save_tensors(syncer.published(), out)
+    # Of whatever the learners train: it need not be our model. What shards hold was gathered at the end.
+    save_tensors(syncer.published() if shards else published_tensors(out), out)
 
 
 # long: from the wait of a standby to the model
@@ -260,10 +337,12 @@ def _serve(
     keys: KeyFiles | None,
     plain_text: bool,
     take_over_after: float | None,
+    serve_end_s: float,
+    sock: socket | None,
+    again: Callable[[str | None], str],
     log_format: str,
     as_json: bool,
 ) -> None:
-    import contextlib
     import logging
     import sys
 
@@ -274,7 +353,7 @@ def _serve(
     from atoll.net.shards import ShardsMissing
     from atoll.net.store import InUse
     from atoll.train.model_file import MODEL, load_model, save_tensors
-    from atoll.train.published import is_finished, published_tensors
+    from atoll.train.published import is_finished, learners_without_end, published_tensors
     from atoll.train.supervisor import new_run_id, run_of
 
     set_up(log_format, logging.WARNING)
@@ -282,7 +361,12 @@ def _serve(
         logging.getLogger(name).setLevel(logging.INFO)
     torch.set_num_threads(1)
 
+    addresses: list[str] = []
+
     def told(address: str) -> None:
+        addresses.append(address)
+        if as_json:
+            return
         print(f"The syncer listens on {address}.")
         port = address.rpartition(":")[2]
         given, written = "", ""
@@ -294,45 +378,60 @@ def _serve(
         print(f'Or in a loop of your own: atoll.Learner(model, optimizer, syncer="HOST:{port}"{written})')
         sys.stdout.flush()
 
+    def told_of_end(address: str) -> None:
+        missing = ", ".join(map(str, learners_without_end(out)))
+        print(f"The run in {out} is over, and its end has not reached learners {missing}.")
+        print(f"Serving the end on {address} for up to {serve_end_s:g} s (--serve-end); Ctrl-C stops it.", flush=True)
+
     def waits() -> None:
         say(log_format, f"Standing by: a syncer serves {out}.")
 
-    on_ready = None if as_json else told
     run = run_of(settings, new_run_id(out))
     while True:
         turn = wait_to_take_over(out, take_over_after, waits) if take_over_after is not None else None
         # Without the model that its shards hold it is served again, so that they can bring it.
         has_model = take_over_after is not None or not settings.shards or (out / MODEL).exists()
         was_finished = is_finished(out) and has_model
+        # The syncer that a standby watches serves the end itself.
+        serves_end = take_over_after is None and serve_end_s > 0 and was_finished and learners_without_end(out)
         if turn is not None:
             say(log_format, f"Taking over: {turn.reason}.")
+        finished = was_finished and not serves_end
+        if finished:
+            break
+        on_ready = told_of_end if was_finished and not as_json else told
+        on_finished = None if was_finished else partial(_keep_model, out, settings.shards)
         try:
             by_force = turn is not None and turn.by_force
-            finished = was_finished or serve_syncer(
-                *(out, run, host, port, token, on_ready, partial(_keep_model, out) if settings.shards else None),
+            finished = was_finished | serve_syncer(
+                *(out, run, host, port, token, on_ready, on_finished),
                 take_over=by_force,
                 keys=keys,
                 plain_text=plain_text,
+                serve_end_s=serve_end_s,
+                sock=sock,
             )
             break
         except InUse:
             if take_over_after is None:
                 raise  # otherwise somebody was quicker, and is stood by
         except ShardsMissing as missing:
-            start = f"start it, and then again: atoll syncer --out {out} --resume"
+            start = f"start it, and then again: {again(None)}"
             raise ValueError(f"{missing}; {start}") from None
         except Superseded as superseded:
             complain(str(superseded))
             raise typer.Exit(ExitCode.FAILED) from None
     if not finished:
-        complain(f"stopped before the end; learners train on and wait for: atoll syncer --out {out} --resume")
+        address = addresses[-1] if addresses else None
+        complain(f"stopped before the end; learners train on and wait for: {again(address)}")
         raise KeyboardInterrupt
-    # Of whatever the learners train: it need not be our model. What shards hold was gathered at the end.
-    path = out / MODEL if settings.shards else save_tensors(published_tensors(out), out)
+    path = out / MODEL
+    if was_finished and not settings.shards:
+        save_tensors(published_tensors(out), out)
     if as_json:
         print_json({"finished": True, "model": str(path)})
         return
     print(f"The run in {out} {'was finished before' if was_finished else 'is finished'}; its model is {path}.")
-    with contextlib.suppress(ValueError):  # learners with loops of their own train models of their own
+    with suppress(ValueError):  # learners with loops of their own train models of their own
         load_model(out)
         print(f'Ask it: atoll generate {out} "def main():"')

@@ -34,7 +34,7 @@ def _trained(report: Report, settings: JobSettings) -> Iterator[str]:
         f" in {clock(report.wall_s)}, {report.tokens.trained / max(report.wall_s, 1e-9):,.0f} tokens per second."
     )
     yield (
-        f"On {report.eval_tokens:,} tokens of text that nobody trained on, its loss fell from"
+        f"On {report.eval_tokens:,} tokens of held-out text, which no island trained on, its loss fell from"
         f" {report.eval_loss_before:.3f} to {report.eval_loss:.3f}."
     )
     if report.paced is not None:
@@ -45,39 +45,54 @@ def _told(report: Report, fault: Fault) -> Iterator[str]:
     name = fault.who.capitalize()
     how = "was killed on purpose" if fault.planned else f"ended before its time ({fault.what})"
     yield f"{name} {how} after {clock(max(0.0, fault.at_s or 0.0))}."
+    if _is_absent(fault):
+        yield "It did not train again before the run ended. What it had trained and not yet merged is lost."
     if fault.away_s is None:
         return
     yield (
-        f"It trained again {fault.away_s:.1f} s later: fragments from the syncer,"
-        f" {fault.came_back_with or 'nothing else'}. What it had trained and nobody had merged was leased again."
+        f"It trained again {fault.away_s:.1f} s later: model from the syncer,"
+        f" {fault.came_back_with or 'nothing else'}. Samples that it had trained and not yet merged were leased again."
     )
     if fault.others_step_s_before is not None and fault.others_step_s_during is not None:
         before, during = fault.others_step_s_before, fault.others_step_s_during
         took = f"their steps took {_ms(before)} before and {_ms(during)} while it was away"
         if during > 1.1 * before:
-            yield f"The others did not wait for it, yet {took}: look at what else this machine had to do."
+            yield f"The others did not wait for it, but {took}: check what else this machine was running."
         elif during < 0.95 * before and report.paced is None:
-            yield f"The others noticed nothing, but that a core was free: {took}."
+            yield f"The others did not wait for it and had more of the cores: {took}."
         else:
-            yield f"The others noticed nothing: {took}."
+            yield f"The others did not wait for it: {took}."
+
+
+def _is_absent(fault: Fault) -> bool:
+    """Whether a learner ended and did not train again before the end of the run."""
+    return fault.who.startswith("learner") and fault.away_s is None
 
 
 def _books(report: Report) -> Iterator[str]:
     tokens = report.tokens
     trained = max(tokens.trained, 1)
-    yield (
-        f"Of the {tokens.trained:,} tokens {_share(tokens.merged / trained)} are merged into the model,"
-        f" {_share(tokens.pending / trained)} were trained while the last merges were made, and"
-        f" {_share(tokens.dropped / trained)} were lost" + (" with a process that ended." if tokens.dropped else ".")
-    )
+    absent = " and ".join(dict.fromkeys(fault.who for fault in report.faults if _is_absent(fault)))
+    merged = f"Of the {tokens.trained:,} tokens {_share(tokens.merged / trained)} are merged into the model"
+    pending = _share(tokens.pending / trained)
+    lost = f"{_share(tokens.dropped / trained)} were lost" + (" with a process that ended" if tokens.dropped else "")
+    if absent:
+        yield f"{merged}, and {lost}." if tokens.dropped else f"{merged}."
+        yield (
+            f"{pending} are in no version: trained while the last merges were made, or lost with {absent}, which did"
+            " not come back."
+        )
+    else:
+        yield f"{merged}, {pending} were trained while the last merges were made, and {lost}."
     if report.contributions_per_merge is not None and report.effective_h is not None:
         yield (
-            f"There were {report.rounds:,} merges of one fragment each, with {report.contributions_per_merge:.1f} of"
-            f" {report.learners} islands in each, {report.effective_h:.0f} steps apart."
+            f"There were {report.rounds:,} merges of one fragment each, on average of"
+            f" {report.contributions_per_merge:.1f} of {report.learners} islands."
+            f" Each fragment was merged every {report.effective_h:.0f} steps."
         )
     yield (
-        f"Goodput was {_share(report.goodput)}: so much of the islands' time went into steps."
-        f" Somebody trained in {_share(report.uptime)} of the time."
+        f"Goodput was {_share(report.goodput)}: the share of the islands' time that went into steps."
+        f" Uptime was {_share(report.uptime)}: the share of the time in which at least one island trained."
     )
 
 

@@ -42,6 +42,7 @@ from atoll.core.protocol import (
     SnapshotSaved,
     SnapshotSaveFailed,
     Started,
+    StateRejected,
     StateWanted,
     StepTaken,
     Stop,
@@ -318,6 +319,7 @@ _EVENTS: Table = (
     (SnapshotSaved, "_on_snapshot_saved"),
     (SnapshotSaveFailed, "_on_snapshot_save_failed"),
     (MomentsFound, "_on_moments_found"),
+    (StateRejected, "_on_state_rejected"),
     (LeaveWanted, "_on_leave_wanted"),
 )
 _BODIES: Table = (

@@ -15,6 +15,7 @@ from atoll.core.protocol import (
     PeerChosen,
     Ready,
     StartTraining,
+    StateRejected,
     StateRequest,
     StateWanted,
     Welcome,
@@ -78,13 +79,26 @@ class Joining(LearnerRounds):
         if self.link is not Link.UP:
             return  # asked again with the next welcome
         self._say("state-late", f"learner {self.peer}" if self.peer else "any peer", self.state_wait_s)
-        self.asked_peers += 1
         if self.peer:
             self.tried = (*self.tried, self.peer)
+        self._ask_next_peer(now)
+
+    def _on_state_rejected(self, now: float, event: StateRejected) -> None:
+        """Ask the next peer at once. An answer of a peer that was too late does not end the wait for the next one."""
+        if self.mode is not Mode.JOINING or self.moments is not None or event.giver in self.tried:
+            return
+        self._say("state-rejected", event.giver, event.why)
+        self.tried = (*self.tried, event.giver)
+        self._ask_next_peer(now)
+
+    def _ask_next_peer(self, now: float) -> None:
+        self.asked_peers += 1
         if self.asked_peers >= self.limits.state_peers:
             self._start_fresh(now, self._note(Reason("state-tries-over", (self.asked_peers,))))
-        else:
+        elif self.link is Link.UP:
             self._ask_state(now)
+        else:
+            self.state_due = 0.0  # asked with the next welcome
 
     def _on_peer_chosen(self, now: float, envelope: Envelope, body: PeerChosen) -> None:
         self.peer = body.peer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from atoll.core.learner_leases import LearnerLeases
 from atoll.core.learner_state import Copy
+from atoll.core.messages import NO_RUN_DIRECTORY
 from atoll.core.policy import CODEC_SAMPLES, CODECS, codec_for, fragment_s
 from atoll.core.protocol import (
     AdoptFragment,
@@ -161,7 +162,8 @@ class LearnerRounds(LearnerLeases):
         self._part_done(event.snapshot, None)
 
     def _on_snapshot_save_failed(self, now: float, event: SnapshotSaveFailed) -> None:
-        self._say("snapshot-failed", event.why)
+        if event.why != NO_RUN_DIRECTORY:  # the driver has logged that once
+            self._say("snapshot-failed", event.why)
         self._part_done(event.snapshot, event.why)
 
     def _part_done(self, snapshot: int, problem: str | None) -> None:

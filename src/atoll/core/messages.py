@@ -61,6 +61,10 @@ class Resync(NamedTuple):
     have: Version
 
 
+NO_RUN_DIRECTORY = "no run directory"
+"""`problem` of a part that the learner's settings do not keep. This learner takes part in the cut all the same."""
+
+
 class SnapshotPart(NamedTuple):
     """My part of a snapshot is saved. `outstanding`: contributions sent before the cut and not yet settled."""
 

@@ -337,6 +337,13 @@ class MomentsFound(NamedTuple):
     snapshot: int
 
 
+class StateRejected(NamedTuple):
+    """While it joins: `giver` answered that it cannot give its inner state, or the driver cannot use what it sent."""
+
+    giver: LearnerId
+    why: str
+
+
 class LeaveWanted(NamedTuple):
     """At once; or, with `push`, when all that it has trained is merged. A driver whose time is over says it again,
     without."""
@@ -375,6 +382,7 @@ LearnerEvent = (
     | SnapshotSaved
     | SnapshotSaveFailed
     | MomentsFound
+    | StateRejected
     | LeaveWanted
 )
 Event = SyncerEvent | LearnerEvent

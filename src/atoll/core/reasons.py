@@ -62,7 +62,7 @@ REASONS: dict[str, str] = {
     "refused-lost": "incarnation {0} was away for so long that it was given up: restart the learner to come back",
     "refused-full": "the run has its most learners, {0}",
     "refused-finished": "the run is finished",
-    "refused-quarantined": "this incarnation is quarantined: restart the learner to come back",
+    "refused-quarantined": "{0}; correct the cause, then restart the learner to come back",
     "refused-wild": "impossible counters: {1} tokens at local step {0}",
     "refused-id": "learner ids are whole numbers from 1, got {0}",
     "admission-failed": "the admission could not be made durable ({0}); trying again in {1:.3g} s",
@@ -80,6 +80,7 @@ REASONS: dict[str, str] = {
     "moments-fresh": "fresh inner moments, {0} warm-up steps: {1}",
     "moments-kept": "inner state kept",
     "state-late": "no inner state from {0} after {1:.3g} s; asking the next peer",
+    "state-rejected": "no inner state from learner {0}: {1}",
     "state-tries-over": "{0} peers were asked for inner state, none delivered",
     # links
     "link-dialing": "dialing in {0:.3g} s, attempt {1}",

@@ -8,7 +8,8 @@ from atoll.core.reasons import Reason
 from atoll.core.syncer_members import CONNECTED
 from atoll.core.syncer_shards import Shards
 from atoll.core.syncer_state import Fragment, Member
-from atoll.core.tables import Phase, Stage
+from atoll.core.tables import Phase, Stage, Standing
+from atoll.core.types import LearnerId
 
 
 class Ending(Shards):
@@ -150,6 +151,14 @@ class Ending(Shards):
             self._stand(member, "left")  # its silence from here on means nothing
             member.owed.clear()
         self._check_acks()
+
+    def missing_end(self) -> list[LearnerId]:
+        """Return the learners that may come back and have not acknowledged the end.
+
+        A learner that is lost or in quarantine is refused when it returns, and ends with that.
+        """
+        ended = (Standing.LEFT, Standing.LOST, Standing.QUARANTINED)
+        return sorted(m.id for m in self.members.values() if m.standing not in ended and not m.finish_acked)
 
     def _check_acks(self) -> None:
         if self.stage is Stage.FINISHED and not self.halted and not self._to_tell():

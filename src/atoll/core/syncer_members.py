@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from itertools import zip_longest
 
 from atoll.core.policy import Estimate, backoff_s, patience
 from atoll.core.protocol import (
@@ -33,7 +32,7 @@ from atoll.core.reasons import Reason
 from atoll.core.syncer_leases import Leasing
 from atoll.core.syncer_state import Member
 from atoll.core.tables import Phase, Stage, Standing
-from atoll.core.types import MOST_SECONDS, MOST_TOKENS, MOST_TOKENS_PER_STEP, NOTHING, LearnerId
+from atoll.core.types import MOST_SECONDS, MOST_TOKENS, MOST_TOKENS_PER_STEP, NOTHING, LearnerId, first_difference
 
 STRANGERS = ("refused-id", "refused-run", "refused-fingerprint")
 MEASURED_GAPS = 4
@@ -75,7 +74,7 @@ class Members(Leasing):
             return Reason("refused-incarnation", (envelope.incarnation, member.incarnation))
         known = member is not None and member.incarnation == envelope.incarnation
         if known and member is not None and member.standing is Standing.QUARANTINED:
-            return Reason("refused-quarantined")
+            return Reason("refused-quarantined", (str(member.reason),))
         if known and member is not None and member.standing is Standing.LOST and self._is_durably_lost(member):
             return Reason("refused-lost", (member.incarnation,))
         if not known and self.stage is not Stage.RUNNING:
@@ -85,9 +84,8 @@ class Members(Leasing):
         return None
 
     def _first_difference(self, body: Hello) -> str:
-        for ours, theirs in zip_longest(self.config.fingerprint, body.fingerprint, fillvalue="nothing"):
-            if ours != theirs:
-                return f"{theirs!r} where the run has {ours!r}"
+        if body.fingerprint != self.config.fingerprint:
+            return first_difference(self.config.fingerprint, body.fingerprint)
         return f"{len(body.received)} fragments where the run has {len(self.fragments)}"
 
     def _admit(self, now: float, old: Member | None, envelope: Envelope, body: Hello) -> None:

@@ -9,6 +9,7 @@ names the contributions that were outstanding at its cut.
 
 from __future__ import annotations
 
+from atoll.core.messages import NO_RUN_DIRECTORY
 from atoll.core.policy import patience
 from atoll.core.protocol import (
     Contribution,
@@ -28,6 +29,9 @@ from atoll.core.types import LearnerId
 
 MOST_ATTEMPTS = 8
 """Contributions of one learner to one fragment that a snapshot keeps as in flight, on average."""
+
+
+GONE = Reason("snapshot-gone")
 
 
 class Snapshots(Members):
@@ -84,9 +88,8 @@ class Snapshots(Members):
         if cut is None or cut.saving or body.snapshot != cut.id or member.id not in cut.wanted:
             self._ignore("part of no snapshot")
             return
-        if body.problem is not None:
-            self._say("learner", member.id, "snapshot-failed", body.problem)
-            self._leave_out(now, member.id)
+        if body.problem is not None and body.problem != NO_RUN_DIRECTORY:
+            self._leave_out(now, member.id, Reason("snapshot-failed", (body.problem,)))
             return
         cut.parts[member.id] = body
         self._check_cut(now)
@@ -119,7 +122,7 @@ class Snapshots(Members):
         record = SnapshotRecord(cut.id, cut.versions, parts, in_flight, left_out, cut.next_sample, cut.unmerged)
         self._out.append(Persist(record))
 
-    def _leave_out(self, now: float, learner: LearnerId, code: str = "snapshot-gone") -> None:
+    def _leave_out(self, now: float, learner: LearnerId, reason: Reason = GONE) -> None:
         """A lost learner is left out of the snapshot and comes back by joining."""
         cut = self.cut
         if cut is None or cut.saving or learner not in cut.wanted:
@@ -128,7 +131,7 @@ class Snapshots(Members):
         cut.parts.pop(learner, None)
         cut.in_flight = {entry: None for entry in cut.in_flight if entry[0] != learner}
         cut.left_out.append(learner)
-        self._say("run", 0, "snapshot-left-out", learner, cut.id, str(self._note(Reason(code))))
+        self._say("run", 0, "snapshot-left-out", learner, cut.id, str(self._note(reason)))
         self._check_cut(now)
 
     def _on_snapshot_timer(self, now: float, snapshot: int) -> None:
@@ -137,7 +140,7 @@ class Snapshots(Members):
             return
         for learner in sorted(cut.wanted):
             if now >= cut.deadline:
-                self._leave_out(now, learner, "snapshot-late")
+                self._leave_out(now, learner, Reason("snapshot-late"))
             elif learner not in cut.parts:
                 self._send(self.members[learner], Marker(cut.id))  # the marker or the part may have been lost
 

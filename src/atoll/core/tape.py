@@ -151,6 +151,7 @@ REGISTERED: tuple[type, ...] = (
     protocol.SnapshotSaved,
     protocol.SnapshotSaveFailed,
     protocol.MomentsFound,
+    protocol.StateRejected,
     protocol.LeaveWanted,
     # effects
     protocol.Send,

@@ -7,6 +7,7 @@ dataclasses that refuse nonsense with a sentence that says the fix.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -177,6 +178,35 @@ class RunConfig:
     def offset_steps(self, fragment: FragmentId) -> int:
         """Steps before the first round of a fragment: offsets are spread evenly over H."""
         return 1 + fragment * self.every_steps // self.fragments
+
+
+def first_difference(ours: Sequence[str], theirs: Sequence[str]) -> str:
+    """Name the first tensor in which the fingerprint of a learner (`theirs`) differs from that of the run (`ours`).
+
+    >>> first_difference(("head 512x128 float32 weight",), ("head 512x64 float32 weight",))
+    "'head', 512x64 at the learner and 512x128 in the run"
+    """
+    there, here = (dict(line.partition(" ")[::2] for line in lines) for lines in (ours, theirs))
+    differing = {name for name in there.keys() | here.keys() if there.get(name) != here.get(name)}
+    # Other tensors make another fragment plan: "plan balanced 3" is the first difference only where it is the only one.
+    tensors = sorted(differing - {"plan"})
+    if not tensors:
+        return f"the fragment plan, {here.get('plan')!r} at the learner and {there.get('plan')!r} in the run"
+    count = f"; {len(tensors)} tensors differ" if len(tensors) > 1 else ""
+    return f"{tensors[0]!r}{_difference(here.get(tensors[0]), there.get(tensors[0]))}{count}"
+
+
+def _difference(here: str | None, there: str | None) -> str:
+    """Between two descriptions of a tensor: shape, dtype and kind, and the digest of a frozen one."""
+    if there is None:
+        return f" ({here}), which the run does not have"
+    if here is None:
+        return f" ({there}), which only the run has"
+    words = [pair for pair in zip(here.split(" ")[:3], there.split(" ")[:3], strict=False) if pair[0] != pair[1]]
+    if not words:
+        return ", which is frozen with other values than in the run"
+    at_learner, in_run = (" ".join(side) for side in zip(*words, strict=True))
+    return f", {at_learner} at the learner and {in_run} in the run"
 
 
 def _at_least(name: str, value: int, least: int) -> None:

@@ -79,8 +79,7 @@ class SlurmEngine:
 
     def check(self, unit: Unit) -> None:
         _check(unit)
-        if shutil.which("sbatch") is None:
-            raise ValueError("sbatch was not found: start this where jobs are submitted, or choose another engine")
+        _check_sbatch()
 
     def render(self, unit: Unit) -> str:
         """The job script, and what is in the files beside it; of secrets the names."""
@@ -99,12 +98,13 @@ class SlurmEngine:
         """Units that ask for the same as one job array; handles in their order. Commands may differ. Those that are
         jobs already stay what they are, and one alone is a job of its own."""
         for unit in units:
-            self.check(unit)
+            _check(unit)
             if _wants(unit) != _wants(units[0]):
                 raise ValueError(
                     f"{unit.name} asks for something else than {units[0].name}: tasks of one array have the same nodes,"
                     " devices, notice and options; start them as jobs of their own"
                 )
+        _check_sbatch()  # last: errors in the units are reported on every machine
         handles = self._running(units)
         new = [unit for unit in units if unit.name not in handles]
         if new:
@@ -283,6 +283,11 @@ class SlurmEngine:
         if command[0] == "sbatch" and not re.search(UNANSWERED, told):
             raise ValueError(f"sbatch refused it: {told}")
         raise ConnectionError(f"Slurm cannot be asked: {told}")
+
+
+def _check_sbatch() -> None:
+    if shutil.which("sbatch") is None:
+        raise ValueError("sbatch was not found: start this where jobs are submitted, or choose another engine")
 
 
 def _check(unit: Unit) -> None:

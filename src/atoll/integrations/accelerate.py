@@ -5,47 +5,46 @@ Where gradients are accumulated a loop comes by once for every micro-batch, and 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from atoll.integrations.batches import total
-from atoll.ml.wrapped import was_skipped
+from atoll.ml.wrapped import Optimizers, was_skipped
 from atoll.net.learner import Learner
 
 
 class AcceleratedLearner(Learner):
     """A `Learner` that is told of micro-batches: their tokens are added up until accelerate lets the optimizer step.
 
+        batches = epochs(loader)  # from atoll.integrations.data
         with AcceleratedLearner(accelerator, model, optimizer) as learner:
-            for batch in loader:
+            while not learner.finished:
+                batch = next(batches)
                 with accelerator.accumulate(model):
                     loss = model(**batch).loss
                     accelerator.backward(loss)
                     optimizer.step()
                     optimizer.zero_grad()
                 learner.step(tokens=count_of(batch), loss=loss)
-                if learner.finished:
-                    break
 
     `model` and `optimizer` are the prepared ones. Numbers that are on a device (`atoll.integrations.batches.count_of`)
     are read once a step: to read one waits for everything before it. A step that was left out because gradients
     overflowed (fp16) is none.
     """
 
-    def __init__(self, accelerator: Any, model: nn.Module, optimizer: Optimizer, *where: Any, **settings: Any) -> None:
+    def __init__(self, accelerator: Any, model: nn.Module, optimizer: Optimizers, *where: Any, **settings: Any) -> None:
         super().__init__(model, optimizer, *where, **settings)
         self._accelerator = accelerator
         self._prepared = optimizer
-        self._counts: list[int | Tensor] = []
+        self._counts: list[SupportsIndex] = []
         self._losses: list[float | Tensor] = []
 
     def __enter__(self) -> AcceleratedLearner:
         super().__enter__()
         return self
 
-    def step(self, tokens: int | Tensor, loss: float | Tensor | None = None) -> None:
+    def step(self, tokens: SupportsIndex, loss: float | Tensor | None = None) -> None:
         """One micro-batch has been trained on. The loss that is shown is the mean of those of a step."""
         self._counts.append(tokens)
         if loss is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ class TokenCount:
         self._counts = []
 
 
-def total(counts: Sequence[int | Tensor]) -> int:
+def total(counts: Sequence[SupportsIndex]) -> int:
     """Those on a device are added up there, and read once."""
     there = [count for count in counts if isinstance(count, Tensor)]
     return sum(int(count) for count in counts if not isinstance(count, Tensor)) + int(sum(there))

@@ -3,10 +3,13 @@
 Without leases every island has its own data, and its place is its own to keep:
 
     loader = StatefulDataLoader(dataset, batch_size=8, shuffle=True)
+    batches = epochs(loader)
     with atoll.Learner(model, optimizer, extra_state=lambda: place_of(loader), run_directory="runs/a") as learner:
         if learner.restored_state is not None:
             go_to(loader, learner.restored_state)
-        for batch in epochs(loader): ...
+        while not learner.finished:
+            batch = next(batches)
+            ...
 
 With leases the run deals out the data, and there is no place to keep: what an island has not trained when it dies is
 trained by somebody else.
@@ -49,10 +52,22 @@ def go_to(loader: Any, place: Any) -> None:
 
 
 def epochs(loader: Any) -> Iterator[Any]:
-    """Batches, epoch after epoch, without an end."""
-    while True:
-        yield from loader
+    """Yield the batches of a loader, epoch after epoch, without end: the run ends the training, not the data.
+
+    ValueError after two epochs without a batch, as of a generator, which ends once: the loop would never end. A loader
+    that was restored at the end of an epoch has one.
+    """
+    empty = 0
+    while empty < 2:
+        empty += 1
+        for batch in loader:
+            empty = 0
+            yield batch
         next_epoch(loader)
+    raise ValueError(
+        f"this {type(loader).__name__} has no batch any more: give a loader that can be iterated again, such as a"
+        " DataLoader, and a dataset of at least one batch"
+    )
 
 
 def next_epoch(loader: Any) -> None:

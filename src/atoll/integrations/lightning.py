@@ -267,8 +267,8 @@ def _optimizer_of(trainer: Trainer) -> Optimizer:
         )
     if len(trainer.optimizers) != 1:
         raise ValueError(
-            f"this module has {len(trainer.optimizers)} optimizers, and an island has one: return one optimizer, with"
-            " a parameter group for each of them, from configure_optimizers"
+            f"this module has {len(trainer.optimizers)} optimizers, and the callback takes one: return one optimizer,"
+            " with a parameter group for each of them, from configure_optimizers"
         )
     return trainer.optimizers[0]
 

@@ -151,8 +151,8 @@ def _one_of(parts: list[torch.nn.Module], optimizers: Any) -> tuple[torch.nn.Mod
         )
     if len(held) != 1:
         raise ValueError(
-            f"the model has {len(held)} optimizers, and an island has one: leave early_step_in_backward off, and use"
-            " one optimizer with parameter groups"
+            f"the model has {len(held)} optimizers, and this trainer takes one: leave early_step_in_backward off, and"
+            " use one optimizer with parameter groups"
         )
     return parts[0], held[0]
 

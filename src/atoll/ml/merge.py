@@ -5,8 +5,8 @@ v is a learner's delta, signed as a gradient (old minus new), w its weight.
     average              sum(w v) / sum(w)
     radial-directional   (sum(w |v|) / sum(w)) * unit(sum(w unit(v))),  |.| per piece; zero where the directions cancel
 
-Embeddings and buffers are averaged whatever the run's merge is. A piece is a tensor, or the rows of one that lie in
-this fragment: a tensor that a plan cuts has a norm per part.
+Embeddings are averaged whatever the run's merge is. A piece is a tensor, or the rows of one that lie in this fragment:
+a tensor that a plan cuts has a norm per part. Of buffers v is the value itself, and `BufferMean` takes the mean.
 
 How far learners agree follows from the same sums, without keeping a contribution. Both merges sum s = sum(f u) with u =
 unit(v): f is w |v| in an average, w in a radial merge. As |s|^2 = sum(f^2) + sum over pairs of 2 f_i f_j cos(v_i, v_j),
@@ -243,3 +243,49 @@ class Accumulator:
         out = self._scratch.values[: last - first]
         codec.read(data, self.numel, first, out, self._scratch)
         return out[begin - first : end - first]
+
+
+class BufferMean:
+    """The weighted mean of buffers, whose values are contributed as they are. One f32 per value.
+
+    The mean moves towards each value by the share of its weight: m <- m + (v - m) w / sum(w). Where all contribute the
+    same value the mean is exactly that, so constants do not drift from merge to merge. A mean of values that are not
+    negative is not negative: v - m is at least -m, rounded or not, and so is any share of it. Each operation is rounded
+    by itself: fused ones would give other bits on other processors.
+    """
+
+    def __init__(self, numel: int) -> None:
+        self.numel = numel
+        self._mean = torch.empty(numel)
+        self._weights = 0.0
+        self.merged_norm = 0.0
+        self.cosine: float | None = None  # values are no directions
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the round; the memory stays."""
+        self.count = 0
+        self.norms: list[float] = []
+
+    def add_encoded(
+        self, codec: Codec, data: Tensor, weight: float, scale: float = 1.0, size: float | None = None
+    ) -> None:
+        """Adds the values of one learner. They are never scaled: a variance that is scaled down is a wrong one."""
+        if not (math.isfinite(weight) and weight > 0.0):
+            raise ValueError(f"a weight must be finite and positive, this is {weight}")
+        values = codec.decode(data, self.numel)
+        self.norms.append(size if size is not None else norm(values))
+        if not self.count:
+            self._mean.copy_(values)
+            self._weights = weight
+        else:
+            self._weights += weight
+            self._mean.add_(values.sub_(self._mean).mul_(weight / self._weights))
+        self.count += 1
+
+    def result(self) -> Tensor:
+        """The mean. It is the object's own buffer: use it before the next `add_encoded`, then `reset`."""
+        if not self.count:
+            raise ValueError("nothing was added to this round; there is no mean of no contributions")
+        self.merged_norm = norm(self._mean)
+        return self._mean

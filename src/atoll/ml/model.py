@@ -33,7 +33,7 @@ class Staged(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """One piece of a fragment in the model. `held` shares the memory of the parameter; complex ones are pairs.
+    """One piece of a fragment in the model. `held` shares the memory of the parameter.
 
     Where a parameter is sharded, `held` is what this rank has of the piece, which may be nothing.
     """
@@ -79,7 +79,7 @@ class ModelView:
         places = []
         for piece, begin, end in self.plan.spans(fragment):
             rows = self._held(piece.tensor)[piece.start : piece.stop]
-            places.append(_Place(torch.view_as_real(rows) if rows.is_complex() else rows, begin, end, None))
+            places.append(_Place(rows, begin, end, None))
         return places
 
     def _held(self, name: str) -> Tensor:
@@ -89,8 +89,7 @@ class ModelView:
     def _sharded_places(self, fragment: int) -> list[_Place]:
         places = []
         for window in self._windows[fragment]:
-            rows = self._held(window.piece.tensor)[window.rows]
-            held = torch.view_as_real(rows) if rows.is_complex() else rows
+            held = self._held(window.piece.tensor)[window.rows]
             if self.packed:
                 places.append(_Place(held, window.first, window.last, None))
             else:
@@ -178,7 +177,7 @@ class ModelView:
     def adopt(
         self, fragment: int, how: str, value: Tensor | Staged, reference: Tensor | Staged | None, alpha: float = 0.0
     ) -> None:
-        """Take a published value into the parameters theta.
+        """Take a published value into the parameters theta. Buffers are overwritten, however parameters are adopted.
 
         overwrite: theta = value
         blend: theta = alpha theta + (1 - alpha) value
@@ -188,6 +187,8 @@ class ModelView:
             raise ValueError(f"there is no way {how!r} to adopt a fragment; give one of {', '.join(ADOPTIONS)}")
         if how == "carry" and reference is None:
             raise ValueError("carry needs the reference: what the steps since are measured against")
+        if self.plan.holds_buffers(fragment):
+            how = "overwrite"
         values = self._staged(fragment, value)
         references = itertools.repeat(None) if reference is None else self._staged(fragment, reference)
         for place, new, old in zip(self._places(fragment), values, references, strict=False):

@@ -4,9 +4,9 @@ Nesterov, with D the merged delta: b <- mu b + D; Theta <- Theta - eta (D + mu b
 eta_n = 1 + (eta - 1) min(1, n / R) and mu_n = mu min(1, n / R): at first all learners go the same way and their average
 is the step; only later, when what they differ in is noise, the outer optimizer has to make up for it.
 
-The breadth of a merge is the number of tokens per inner step behind it: sum(tokens / steps) over its contributions. A
-merge from which learners are missing says less and comes sooner after the last one (in tokens), so D is multiplied by
-breadth / usual breadth, where usual is the largest of late. All learners present, or one alone: the factor is 1.
+The breadth of a merge is the share of the learners that took part in it, weighted by their usual tokens per inner step.
+A merge from which learners are missing says less and comes sooner after the last one (in tokens), so D is multiplied by
+its breadth. All learners present, or one alone: the factor is exactly 1, however much tokens per step vary.
 
 Optimizers are those of torch.optim, on flat parameters that share their memory with the value. Only elementwise ones
 will do: a fragment is a run of pieces of many tensors, and what it is cut into must not change the result. That is
@@ -18,6 +18,9 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+from collections import deque
+from collections.abc import Mapping
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -37,8 +40,8 @@ MOMENTA = ("momentum_buffer", "exp_avg")
 """Names of torch's optimizers for the mean of past gradients."""
 
 BREADTH = "breadth"
-FORGETTING = 0.98
-"""By which the usual breadth falls with every merge: when a learner has left for good, some 15 merges are too small."""
+BREADTH_MERGES = 16
+"""Merges that `Breadth` keeps: after a learner has left for good, one less than this many outer steps are smaller."""
 
 LOOKED_AT = 4
 """What rounding leaves out of an update is measured in every so many-th chunk: it costs more than other figures."""
@@ -148,11 +151,49 @@ class _Rest:
         self.value[self.begin : self.end] = self.parameter.data[: self.end - self.begin]
 
 
+class Breadth:
+    """Which learners took part in the last merges of one fragment, with how many tokens per inner step.
+
+    The usual tokens per step of a learner are the median over its contributions to these merges, so a single wrong
+    report, or steps of uneven length, move nothing. A learner outside the window is forgotten.
+
+    >>> breadth = Breadth()
+    >>> breadth.add({1: 48.0, 2: 100.0}), breadth.add({1: 144.0, 2: 100.0}), breadth.add({1: 1e6, 2: 100.0})
+    (1.0, 1.0, 1.0)
+    >>> breadth.add({1: 150.0})  # without learner 2; the median of learner 1 is 144
+    0.5901639344262295
+    """
+
+    def __init__(self) -> None:
+        self._merges: deque[dict[int, float]] = deque(maxlen=BREADTH_MERGES)
+
+    def add(self, rates: Mapping[int, float]) -> float:
+        """Record a merge with these tokens per step by learner; return the factor of its outer step."""
+        self._merges.append(dict(rates))
+        seen: dict[int, list[float]] = {}
+        for merge in self._merges:
+            for learner, rate in merge.items():
+                seen.setdefault(learner, []).append(rate)
+        usual = {learner: median_low(seen[learner]) for learner in sorted(seen)}  # sorted: a fixed order of the sums
+        return sum(rate for learner, rate in usual.items() if learner in rates) / sum(usual.values())
+
+    def state(self) -> Tensor:
+        """Return one row per contribution: the merge, counted from the oldest, the learner and its tokens per step."""
+        rows = [(at, learner, rate) for at, merge in enumerate(self._merges) for learner, rate in merge.items()]
+        return torch.tensor(rows, dtype=torch.float64).view(-1, 3)
+
+    def load(self, state: Tensor) -> None:
+        merges: dict[float, dict[int, float]] = {}
+        for at, learner, rate in state.tolist():
+            merges.setdefault(at, {})[int(learner)] = rate
+        self._merges = deque(merges.values(), maxlen=BREADTH_MERGES)
+
+
 class OuterStep:
     """One fragment's precise value and its outer optimizer.
 
-    `value` belongs to this object and is stepped in place. Pieces of buffers have no momentum and no learning rate,
-    they become the mean of the learners' buffers: value - D.
+    `value` belongs to this object and is stepped in place. Buffers have no momentum and no learning rate: they become
+    what was merged, the mean of the learners' values.
 
     What a value becomes does not depend on its place in the fragment: any plan gives the same bits, and SGD with or
     without Nesterov those of torch.optim.SGD on the tensors themselves.
@@ -166,14 +207,7 @@ class OuterStep:
         self.value = value.detach()
         self._outer = numerics.outer
         self._state_names = state_names(numerics.outer, numerics.outer_momentum)
-        self._buffers: list[tuple[int, int]] = []
-        stepped: list[tuple[int, int]] = []  # runs of pieces that are not buffers
-        for piece, begin, end in plan.spans(p):
-            runs = self._buffers if piece.kind == "buffer" else stepped
-            if runs and runs[-1][1] == begin:
-                runs[-1] = (runs[-1][0], end)
-            else:
-                runs.append((begin, end))
+        stepped = [] if plan.holds_buffers(p) else [(0, self.value.numel())]
         self._even = [(begin, end - (end - begin) % LANES) for begin, end in stepped if end - begin >= LANES]
         self._rests = [_Rest(self.value, end - (end - at) % LANES, end) for at, end in stepped if (end - at) % LANES]
         self._parameters = [nn.Parameter(self.value[begin:end]) for begin, end in self._even]
@@ -183,19 +217,21 @@ class OuterStep:
         self._eta, self._mu = numerics.outer_lr, numerics.outer_momentum
         self._steps = 0  # counted for the ramp
         self._by_breadth = numerics.outer_breadth
-        self._usual_breadth = 0.0
+        self._breadth = Breadth()
 
-    def step(self, delta: Tensor, breadth: float = 0.0) -> None:
-        """One outer step with the merged delta D, which stays as it is. `breadth` 0: as usual."""
+    def step(self, delta: Tensor, rates: Mapping[int, float] | None = None) -> None:
+        """Take one outer step with the merged delta D, or replace buffers by the merged ones. `delta` is not changed.
+
+        `rates`: tokens per inner step of each learner in the merge; None or empty: a step of full size.
+        """
         if delta.shape != self.value.shape or delta.dtype != torch.float32:
             raise ValueError(f"{self.value.numel()} f32 values are needed, got {delta.dtype} {tuple(delta.shape)}")
-        for begin, end in self._buffers:
-            self.value[begin:end].sub_(delta[begin:end])
         if self._optimizer is None:
+            self.value.copy_(delta)
             return
-        share = self._share(breadth)
-        if share < 1.0:
-            delta = delta * share
+        factor = self._breadth.add(rates) if rates and self._by_breadth else 1.0
+        if factor < 1.0:
+            delta = delta * factor
         for rest in self._rests:
             rest.take(delta)
         gradients = [delta[begin:end] for begin, end in self._even] + [rest.gradient for rest in self._rests]
@@ -209,13 +245,6 @@ class OuterStep:
             parameter.grad = None  # the delta is the caller's again
         for rest in self._rests:
             rest.give()
-
-    def _share(self, breadth: float) -> float:
-        if not self._by_breadth or breadth <= 0.0:
-            return 1.0
-        self._usual_breadth = max(breadth, FORGETTING * self._usual_breadth)
-        share = breadth / self._usual_breadth
-        return 1.0 if share > 1.0 - 1e-9 else share  # the same learners in another order
 
     def _set_ramp(self, share: float) -> None:
         assert self._optimizer is not None
@@ -242,8 +271,9 @@ class OuterStep:
                     found[f"{place}.{name}"] = _tensor(value)
         if self._ramp and self._steps:
             found[STEPS] = torch.tensor(self._steps)
-        if self._usual_breadth:
-            found[BREADTH] = torch.tensor(self._usual_breadth, dtype=torch.float64)
+        breadth = self._breadth.state()
+        if len(breadth):
+            found[BREADTH] = breadth
         return found
 
     def load(self, state: dict[str, Tensor]) -> None:
@@ -255,9 +285,7 @@ class OuterStep:
         }
         if self._ramp and self._optimizer is not None:
             expected[STEPS] = ()
-        if BREADTH in state:
-            expected[BREADTH] = ()
-        got = {name: tuple(value.shape) for name, value in state.items()}
+        got = {name: tuple(value.shape) for name, value in state.items() if name != BREADTH}
         if got and got != expected:
             name = min(name for name in {*got, *expected} if got.get(name) != expected.get(name))
             raise ValueError(
@@ -267,7 +295,9 @@ class OuterStep:
         if self._optimizer is None:
             return
         self._steps = int(state[STEPS]) if STEPS in state else 0
-        self._usual_breadth = float(state[BREADTH]) if BREADTH in state else 0.0
+        self._breadth = Breadth()
+        if BREADTH in state and state[BREADTH].dim() == 2:  # earlier versions stored a scalar: begin anew
+            self._breadth.load(state[BREADTH])
         self._optimizer.state.clear()
         for place, parameter in enumerate(self._parameters if got else ()):
             self._optimizer.state[parameter] = {

@@ -31,9 +31,8 @@ MOST_TENSORS = 1_000_000
 MOST_NUMEL = 2**48
 """Limits of what a plan from elsewhere may claim."""
 
-_COMPLEX = {"complex32", "complex64", "complex128"}
-_FLOATING = {"float16", "bfloat16", "float32", "float64"}
-_FLOAT8 = re.compile(r"float8_\w{1,20}|float4_\w{1,20}")
+_TRAVELLING_DTYPES = ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
+"""Those that torch converts to f32 and back, and that every supported version of safetensors can write."""
 
 
 class TensorInfo(NamedTuple):
@@ -47,8 +46,7 @@ class TensorInfo(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Floating-point numbers; a complex one is two."""
-        return math.prod(self.shape) * (2 if self.dtype in _COMPLEX else 1)
+        return math.prod(self.shape)
 
     @property
     def rows(self) -> int:
@@ -76,7 +74,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class FragmentPlan:
-    """Disjoint fragments that cover what travels of a model. Flat fragments hold their pieces one after the other."""
+    """Disjoint fragments that cover what travels of a model. Flat fragments hold their pieces one after the other.
+
+    A fragment holds parameters or buffers, never both: buffers are merged, encoded and adopted by rules of their own.
+    """
 
     how: str
     tensors: tuple[TensorInfo, ...]  # sorted by name
@@ -91,6 +92,13 @@ class FragmentPlan:
     def spans(self, fragment: int) -> tuple[tuple[Piece, int, int], ...]:
         """The pieces of a fragment, each with where it begins and ends in the flat fragment."""
         return self._spans[fragment]
+
+    def holds_buffers(self, fragment: int) -> bool:
+        return self._of_buffers[fragment]
+
+    def codecs(self, fragment: int, chosen: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the codecs that a fragment may travel in: those of the run, and of buffers f32 alone."""
+        return ("f32",) if self.holds_buffers(fragment) else chosen
 
     @property
     def total_numel(self) -> int:
@@ -110,6 +118,17 @@ class FragmentPlan:
         return tuple(sum(piece.numel for piece in pieces) for pieces in self.fragments)
 
     @cached_property
+    def _of_buffers(self) -> tuple[bool, ...]:
+        kinds = [{piece.kind == "buffer" for piece in pieces} for pieces in self.fragments]
+        mixed = [fragment for fragment, found in enumerate(kinds) if len(found) > 1]
+        if mixed:
+            raise ValueError(
+                f"fragment {mixed[0]} holds parameters and buffers: an earlier version of Atoll has founded this run;"
+                " export its model (atoll export) and start a new run from it (atoll syncer --init)"
+            )
+        return tuple(True in found for found in kinds)
+
+    @cached_property
     def _spans(self) -> tuple[tuple[tuple[Piece, int, int], ...], ...]:
         made = []
         for pieces in self.fragments:
@@ -122,7 +141,9 @@ class FragmentPlan:
 
     def fingerprint(self) -> tuple[str, ...]:
         """What two islands must have in common, a line per tensor, so that the first difference can be shown."""
-        return (*map(str, self.tensors), f"plan {self.how} {len(self.fragments)}")
+        buffers = sum(self._of_buffers)
+        apart = f" buffers {buffers}" if buffers else ""
+        return (*map(str, self.tensors), f"plan {self.how} {len(self.fragments)}{apart}")
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists. A piece is the place of its tensor in the list of tensors, and its rows."""
@@ -159,22 +180,49 @@ def make_plan(tensors: Iterable[TensorInfo], fragments: int, how: str) -> Fragme
     balanced: by size descending, each tensor into the smallest fragment so far; at most 4/3 of the best possible.
     layers: layer i into fragment i mod P, so that each fragment has layers from all depths; the rest as above.
     rows: as balanced, with tensors cut by rows so that no fragment exceeds 1.1 times the mean, where rows allow.
+
+    Parameters and buffers are dealt separately. Buffers get fragments in proportion to their size, at least one, after
+    those of the parameters; a model with both has at least two fragments.
     """
     if how not in HOWS:
         raise ValueError(f"there is no fragment plan {how!r}; give one of {', '.join(HOWS)}")
     if not 1 <= fragments <= MOST_FRAGMENTS:
         raise ValueError(f"a model is cut into 1 to {MOST_FRAGMENTS} fragments, not {fragments}")
     ordered = tuple(sorted(tensors))
-    whole = [_rows_of(tensor, 0, tensor.rows) for tensor in ordered if tensor.travels]
-    if not whole:
+    parameters = [tensor for tensor in ordered if tensor.travels and tensor.kind != "buffer"]
+    buffers = [tensor for tensor in ordered if tensor.travels and tensor.kind == "buffer"]
+    if not parameters and not buffers:
         raise ValueError("nothing of this model travels: it has no trainable parameter and no floating-point buffer")
-    if how == "layers":
-        dealt = _deal_layers(whole, fragments)
-    elif how == "rows":
-        dealt = _deal_rows(ordered, fragments)
-    else:
-        dealt = _deal(whole, [[] for _ in range(min(fragments, len(whole)))])
+    apart = fragments if not parameters else _fragments_of_buffers(parameters, buffers, fragments)
+    dealt = _dealt(parameters, max(1, fragments - apart), how) + _dealt(buffers, apart, how)
     return FragmentPlan(how, ordered, tuple(tuple(_joined(sorted(pieces))) for pieces in dealt))
+
+
+def settled_plan(tensors: Sequence[TensorInfo], fragments: int, how: str) -> FragmentPlan:
+    """Return the plan for at most so many fragments. Where it has fewer, it is the plan for that many: a learner that
+    joins later knows only that number, and has to come to the same cuts."""
+    plan = make_plan(tensors, fragments, how)
+    while plan != (again := make_plan(tensors, len(plan.fragments), how)):
+        plan = again
+    return plan
+
+
+def _fragments_of_buffers(parameters: Sequence[TensorInfo], buffers: Sequence[TensorInfo], fragments: int) -> int:
+    numel = sum(tensor.numel for tensor in buffers)
+    total = numel + sum(tensor.numel for tensor in parameters)
+    nearest = (2 * fragments * numel + total) // (2 * total)
+    return max(1, min(nearest, fragments - 1)) if buffers else 0
+
+
+def _dealt(tensors: Sequence[TensorInfo], fragments: int, how: str) -> list[list[Piece]]:
+    whole = [_rows_of(tensor, 0, tensor.rows) for tensor in tensors]
+    if not whole:
+        return []
+    if how == "layers":
+        return _deal_layers(whole, fragments)
+    if how == "rows":
+        return _deal_rows(tensors, fragments)
+    return _deal(whole, [[] for _ in range(min(fragments, len(whole)))])
 
 
 def _rows_of(tensor: TensorInfo, start: int, stop: int) -> Piece:
@@ -211,13 +259,12 @@ def _deal_layers(pieces: Sequence[Piece], fragments: int) -> list[list[Piece]]:
     return _deal(others, into)
 
 
-def _deal_rows(tensors: Sequence[TensorInfo], fragments: int) -> list[list[Piece]]:
+def _deal_rows(travelling: Sequence[TensorInfo], fragments: int) -> list[list[Piece]]:
     """As `_deal`; a tensor that would make the smallest fragment too large gives it the rows that fill it to the mean.
 
     The smallest fragment is below the mean as long as anything is left, so that only a row that is larger than a tenth
     of the mean can make one too large.
     """
-    travelling = [tensor for tensor in tensors if tensor.travels]
     mean = sum(tensor.numel for tensor in travelling) / fragments
     into: list[list[Piece]] = [[] for _ in range(fragments)]
     heap = [(0, place) for place in range(fragments)]
@@ -295,7 +342,8 @@ def tensors_of(model: nn.Module, embeddings: Sequence[str] = ()) -> tuple[Tensor
       `embeddings`, patterns of names.
     - Persistent buffers of floating-point numbers are averaged. Other buffers (counters, masks) stay local, and so do
       those of a module whose own parameters are all frozen: nothing of a frozen base travels.
-    - Complex tensors travel as pairs of real ones. Tensors without elements do not travel.
+    - Tensors without elements do not travel. Complex ones that would have to are refused: no published model could be
+      saved with them.
     """
     from torch import nn
 
@@ -323,10 +371,21 @@ def tensors_of(model: nn.Module, embeddings: Sequence[str] = ()) -> tuple[Tensor
             kind, digest = "frozen", digest_of(tensor)
         elif id(tensor) in looked_up:
             kind = "embedding"
-        infos.append(TensorInfo(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), kind, digest))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if kind != "frozen" and dtype not in _TRAVELLING_DTYPES:
+            raise ValueError(_refused_dtype(name, dtype, kind))
+        infos.append(TensorInfo(name, tuple(tensor.shape), dtype, kind, digest))
     if not any(info.travels for info in infos):
         raise ValueError("nothing of this model travels: it has no trainable parameter and no floating-point buffer")
     return tuple(infos)
+
+
+def _refused_dtype(name: str, dtype: str, kind: str) -> str:
+    travelling = f"keep it in {', '.join(_TRAVELLING_DTYPES)}"
+    if dtype.startswith("complex"):
+        travelling = "register torch.view_as_real of it, and use torch.view_as_complex of that in forward"
+    local = "register it with persistent=False" if kind == "buffer" else "freeze it"
+    return f"{name} is {dtype}, which cannot be merged and saved: {travelling}; or {local}, and it stays local"
 
 
 def _is_frozen(module: nn.Module) -> bool:
@@ -434,8 +493,8 @@ def _read_tensor(raw: object) -> TensorInfo:
         raise ValueError(f"{name} has no kind out of {', '.join(KINDS)}")
     if not isinstance(dtype, str) or not re.fullmatch(r"[a-z0-9_]{1,30}", dtype):
         raise ValueError(f"the dtype of {name} is not the name of one")
-    if kind != "frozen" and not (dtype in _FLOATING or dtype in _COMPLEX or _FLOAT8.fullmatch(dtype)):
-        raise ValueError(f"{name} has dtype {dtype}; only floating-point and complex tensors travel")
+    if kind != "frozen" and dtype not in _TRAVELLING_DTYPES:
+        raise ValueError(f"{name} has dtype {dtype}; only tensors of {', '.join(_TRAVELLING_DTYPES)} travel")
     if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-f]{32}" if kind == "frozen" else "", digest):
         raise ValueError(f"the digest of {name} is not what a {kind} tensor has")
     return TensorInfo(name, tuple(shape), dtype, kind, digest)

@@ -7,25 +7,30 @@
 The **size** of a contribution is its norm over the square root of its steps: one that comes late has more steps in it,
 and is no wilder for that. Of int8 and int4 the norm is the bound that their scales give; it is compared only with
 others of its kind. The **usual** size of a fragment is a moving average over rounds of the median of each round.
+Buffers are contributed as values: their size is the norm alone, and they are never scaled.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from atoll.ml.codecs import Codec, Scratch, aligned, chunks
-from atoll.ml.merge import Accumulator, norm, squares
-from atoll.ml.plan import FragmentPlan
+from atoll.ml.merge import Accumulator, BufferMean, norm, squares
+from atoll.ml.plan import FragmentPlan, named_tensors
+from atoll.ml.shares import local_of
 
 WILD = 100.0
 LEAST_ROUNDS = 4
 """Merged before anything is judged: while the learning rate rises, sizes rise by more than tenfold."""
+
+MAX_NAMED = 3
+"""Tensors that one sentence names."""
 
 _SHARE = 1.0 / 8.0  # of a new round in the moving average
 
@@ -48,7 +53,9 @@ class Sums(Protocol):
 
 
 def sums_of(plan: FragmentPlan, p: int, how: str) -> Sums:
-    return Trimmed(plan.numel(p)) if how == "trimmed" else Accumulator(plan, p, how)
+    if how == "trimmed":
+        return Trimmed(plan.numel(p))
+    return BufferMean(plan.numel(p)) if plan.holds_buffers(p) else Accumulator(plan, p, how)
 
 
 class UsualSize:
@@ -61,9 +68,24 @@ class UsualSize:
     (0.5, 1.0)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, of_buffers: bool = False) -> None:
+        self._of_buffers = of_buffers
         self.rounds = 0
         self.size = 0.0
+
+    def examine(self, by: Codec, data: Tensor, numel: int) -> tuple[str | None, float]:
+        """Return `Codec.examine` of a contribution. Buffers may be any finite numbers, such as a mask of -1e30: they
+        are not squared and summed in f32."""
+        if not self._of_buffers:
+            return by.examine(data, numel)
+        found = float(torch.linalg.vector_norm(by.decode(data, numel).double()))
+        if not math.isfinite(found):
+            return f"not finite: {numel} values of buffers hold NaN or inf", 0.0
+        return None, found
+
+    def size_of(self, norm: float, steps: int) -> float:
+        """Return the size of a contribution with this norm."""
+        return norm if self._of_buffers else norm / math.sqrt(max(1, steps))
 
     def note(self, sizes: Sequence[float]) -> None:
         """A round was merged with contributions of these sizes."""
@@ -79,7 +101,7 @@ class UsualSize:
 
     def scale(self, size: float, clip: float) -> float:
         """By which a contribution is multiplied; `clip` 0: as it is."""
-        if not clip or not self.is_known or size <= clip * self.size:
+        if not clip or self._of_buffers or not self.is_known or size <= clip * self.size:
             return 1.0
         return clip * self.size / size
 
@@ -97,8 +119,63 @@ class UsualSize:
         self.size, self.rounds = float(state[0]), int(state[1])
 
 
-def size_of(norm: float, steps: int) -> float:
-    return norm / math.sqrt(max(1, steps))
+class Unfit(NamedTuple):
+    """Values of one tensor that cannot be merged. `largest` is the largest magnitude among the finite ones."""
+
+    tensor: str
+    kind: str  # parameter or buffer
+    values: int
+    nan: int
+    infinite: int
+    largest: float
+
+    @classmethod
+    def of(cls, tensor: str, kind: str, values: Tensor) -> Unfit:
+        finite = torch.isfinite(values)
+        nan = int(torch.isnan(values).sum())
+        infinite = values.numel() - int(finite.sum()) - nan
+        largest = values.abs()[finite].max() if nan + infinite < values.numel() else 0.0
+        return cls(tensor, "buffer" if kind == "buffer" else "parameter", values.numel(), nan, infinite, float(largest))
+
+    def plus(self, more: Unfit) -> Unfit:
+        """Of more values of the same tensor."""
+        sums = self.values + more.values, self.nan + more.nan, self.infinite + more.infinite
+        return Unfit(self.tensor, self.kind, *sums, max(self.largest, more.largest))
+
+    def __str__(self) -> str:
+        found = [f"{count} {what}" for count, what in ((self.nan, "NaN"), (self.infinite, "infinite")) if count]
+        return f"{self.tensor!r} ({self.kind}): {' and '.join(found)} of {self.values} values"
+
+
+def unfit_in_fragment(plan: FragmentPlan, p: int, by: Codec, data: Tensor) -> str:
+    """Name the tensors of encoded values that `Codec.problem` refuses."""
+    numel, data = plan.numel(p), aligned(data)
+    scratch = Scratch(numel)
+    counted: dict[str, Unfit] = {}
+    for piece, first, last in plan.spans(p):
+        for begin, end in chunks(first // by.block * by.block, last):
+            values = scratch.values[: min(-(-end // by.block) * by.block, numel) - begin]
+            by.read(data, numel, begin, values, scratch)
+            found = Unfit.of(piece.tensor, piece.kind, values[max(first - begin, 0) : end - begin])
+            counted[piece.tensor] = counted[piece.tensor].plus(found) if piece.tensor in counted else found
+    named = _named(counted.values())
+    if not named:
+        worst = max(counted.values(), key=lambda each: each.largest)
+        return f"{worst.tensor!r} ({worst.kind}): values up to {worst.largest:.3g}, too large to sum their squares"
+    return named + (f"; counted in blocks of {by.block} values, as {by.name} encodes them" if by.block > 1 else "")
+
+
+def unfit_in_model(model: nn.Module) -> str:
+    """Name the tensors that hold NaN or infinity in this process; empty where all values are finite."""
+    named = named_tensors(model).items()
+    kinds = {name: "parameter" if isinstance(held, nn.Parameter) else "buffer" for name, held in named}
+    return _named(Unfit.of(name, kinds[name], local_of(held).detach()) for name, held in named)
+
+
+def _named(counted: Iterable[Unfit]) -> str:
+    found = [str(each) for each in counted if each.nan or each.infinite]
+    more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+    return ", ".join(found[:MAX_NAMED]) + more
 
 
 class Trimmed:
@@ -172,6 +249,7 @@ class Trimmed:
         if self.count < 3:
             self._between.copy_(self._low).lerp_(self._high, 0.5)
         else:
-            self._between.div_(self.count - 2)
+            # Within the bounds also after rounding: equal values have themselves as their mean.
+            torch.clamp(self._between.div_(self.count - 2), self._low, self._high, out=self._between)
         self.merged_norm = norm(self._between)
         return self._between

@@ -33,12 +33,12 @@ class Numerics:
     """
 
     plan: PlanHow = "balanced"
-    merge: MergeHow = "average"  # radial is for weights: embeddings and buffers are averaged then
+    merge: MergeHow = "average"  # radial is for weights: embeddings are averaged then; buffers have a rule of their own
     outer: str = "nesterov"  # nesterov, sgd, adam, or the name of a class of torch.optim
     outer_lr: float = 1.0  # eta
     outer_momentum: float = 0.0  # mu; of Adam the first beta
     outer_ramp: int = 0  # outer steps in which eta goes from 1 and mu from 0 to their values; 0: they are there at once
-    outer_breadth: bool = True  # a merge of fewer tokens per step than usual is a smaller step, in proportion
+    outer_breadth: bool = True  # a merge from which learners are missing is a smaller step, in proportion
     up: CodecWish = "auto"  # deltas, from learner to syncer; auto: what the learner's link carries (`policy.codec_for`)
     down: CodecWish = "auto"  # updates, from syncer to learner; auto: what the link in the middle carries
     embeddings: tuple[str, ...] = ()  # patterns of names that count as embeddings beside the weights of nn.Embedding

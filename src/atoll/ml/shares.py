@@ -152,7 +152,7 @@ class Window(NamedTuple):
     piece: Piece
     begin: int  # of the piece, in the whole flat fragment
     end: int
-    shape: tuple[int, ...]  # of the piece; complex numbers are pairs
+    shape: tuple[int, ...]  # of the piece
     where: tuple[slice, ...]  # of the part, in the piece
     rows: slice  # of the part, in what the rank holds of the tensor
     first: int  # of the part, in the packed fragment of the rank
@@ -177,8 +177,7 @@ def windows(plan: FragmentPlan, fragment: int, boxes: Boxes, names: frozenset[st
     """
     made, first = [], 0
     for piece, begin, end in plan.spans(fragment):
-        info = plan.by_name[piece.tensor]
-        sizes = info.shape or (1,)
+        sizes = plan.by_name[piece.tensor].shape or (1,)
         box = boxes.get(piece.tensor) or Box((0,) * len(sizes), sizes)
         low = max(piece.start, box.offset[0])
         high = max(low, min(piece.stop, box.offset[0] + box.shape[0]))
@@ -186,8 +185,6 @@ def windows(plan: FragmentPlan, fragment: int, boxes: Boxes, names: frozenset[st
             high = low
         where = (slice(low - piece.start, high - piece.start), *box.where[1:])
         shape = (piece.stop - piece.start, *sizes[1:])
-        if _is_complex(info):
-            where, shape = (*where, slice(0, 2)), (*shape, 2)
         if high == low:
             where = tuple(slice(0, 0) for _ in where)
         last = first + math.prod(each.stop - each.start for each in where)
@@ -196,10 +193,6 @@ def windows(plan: FragmentPlan, fragment: int, boxes: Boxes, names: frozenset[st
             made.append(Window(piece, begin, end, shape, where, rows, first, last))
         first = last
     return made
-
-
-def _is_complex(info: TensorInfo) -> bool:
-    return info.dtype.startswith("complex")
 
 
 def owned(everybody: Sequence[Boxes], tensors: Iterable[TensorInfo]) -> list[frozenset[str]]:

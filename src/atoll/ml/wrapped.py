@@ -5,9 +5,25 @@ Nothing of a framework is imported: what is wrapped is seen from its attributes.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 from torch.optim import Optimizer
+
+Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
+"""One optimizer, or several that each update parameters of their own, such as Muon and AdamW."""
+
+
+def optimizers_of(given: Optimizers) -> tuple[Optimizer, ...]:
+    return (given,) if isinstance(given, Optimizer) else tuple(given)
+
+
+def plain_optimizers(given: Optimizers) -> tuple[Optimizer, ...]:
+    """Return the optimizers that hold the state, without the wrappers of frameworks."""
+    found = tuple(plain_optimizer(optimizer) for optimizer in optimizers_of(given))
+    if not found:
+        raise ValueError("the list of optimizers is empty; pass every optimizer that updates the model")
+    return found
 
 
 def plain_optimizer(optimizer: Optimizer) -> Optimizer:
@@ -19,10 +35,10 @@ def plain_optimizer(optimizer: Optimizer) -> Optimizer:
     return plain_optimizer(inner) if isinstance(inner, Optimizer) else optimizer
 
 
-def check_whole_step(optimizer: Optimizer) -> None:
+def check_whole_step(given: Optimizers) -> None:
     """Raise where accelerate is accumulating gradients: this was a micro-batch, and nothing has been learned yet."""
-    gradients: Any = getattr(optimizer, "gradient_state", None)
-    if gradients is not None and getattr(gradients, "sync_gradients", True) is False:
+    gradients: list[Any] = [getattr(optimizer, "gradient_state", None) for optimizer in optimizers_of(given)]
+    if any(getattr(each, "sync_gradients", True) is False for each in gradients):
         raise ValueError(
             "this was a micro-batch, of which the optimizer makes no step: tell of steps only, where "
             "accelerator.sync_gradients is True, with the tokens of all their micro-batches; or use "
@@ -30,9 +46,16 @@ def check_whole_step(optimizer: Optimizer) -> None:
         )
 
 
-def was_skipped(optimizer: Optimizer) -> bool:
-    """Whether the last step was none: with fp16 gradients may overflow, and accelerate leaves the step out."""
-    return bool(getattr(optimizer, "step_was_skipped", False))
+def was_skipped(given: Optimizers) -> bool:
+    """Return whether no optimizer made a step: where fp16 gradients overflow, accelerate skips it."""
+    return all(getattr(optimizer, "step_was_skipped", False) for optimizer in optimizers_of(given))
 
 
-__all__ = ["check_whole_step", "plain_optimizer", "was_skipped"]
+__all__ = [
+    "Optimizers",
+    "check_whole_step",
+    "optimizers_of",
+    "plain_optimizer",
+    "plain_optimizers",
+    "was_skipped",
+]

@@ -24,6 +24,7 @@ from aiohttp import web
 
 from atoll.net.addresses import is_loopback
 from atoll.net.identity import SPEAKER, Turned, peer_of
+from atoll.net.logs import RepeatLimit
 from atoll.net.tls import ClientTls, ServerTls
 
 LOOK_EVERY_S = 1.0
@@ -31,9 +32,6 @@ LOOK_EVERY_S = 1.0
 
 QUIET_S = 10.0
 """Between two lines of the log that would say the same: strangers must not fill a disk."""
-
-MOST_SAID = 256
-"""Sentences that are remembered for it."""
 
 LEAST_TOKEN = 8
 
@@ -80,7 +78,7 @@ class Access:
         self.refused = refused
         self.log = log if log is not None else logging.getLogger("atoll.syncer")
         self._bearer = f"Bearer {token}".encode() if token is not None else None
-        self._said: dict[str, tuple[float, int]] = {}  # by line: when it was logged, and how often it was not since
+        self._repeats = RepeatLimit(QUIET_S)
 
     @property
     def scheme(self) -> str:
@@ -122,17 +120,11 @@ class Access:
     def turn_away(self, turned: Turned, who: str, what: str, alike: str = "") -> None:
         """Counted, and said; the hundredth in a second is counted only. `alike`: stands for all sentences that count as
         the same line, where a peer could make each of them another one."""
-        now = time.monotonic()
-        line = alike or turned.sentence
         self.refused[turned.code] += 1
-        at, more = self._said.get(line, (float("-inf"), 0))
-        if now - at < QUIET_S:
-            self._said[line] = at, more + 1
+        left_out = self._repeats.left_out(alike or turned.sentence)
+        if left_out is None:
             return
-        if len(self._said) >= MOST_SAID:
-            self._said.clear()
-        self._said[line] = now, 0
-        also = f" (and {more} like it before)" if more else ""
+        also = f" (and {left_out} like it before)" if left_out else ""
         self.log.warning("%s from %s was refused: %s%s", what, who, turned.sentence, also, extra={"code": turned.code})
 
     async def watch(self, links: Callable[[], Iterable[Linked]]) -> None:

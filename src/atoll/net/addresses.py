@@ -35,6 +35,8 @@ class Place(NamedTuple):
 
 def place(syncer: str, keys: Path | None = None, ca: Path | None = None) -> Place:
     """What was written, read. Keys, an authority or https:// make it TLS."""
+    if not isinstance(syncer, str):
+        raise ValueError(f"syncer is {syncer!r}; give host:port, such as head:7400 or [::1]:7400")
     given = [each.strip() for each in syncer.split(",") if each.strip()]
     safe, plain = (any(each.startswith(scheme) for each in given) for scheme in (SAFE, PLAIN))
     if plain and (safe or keys is not None or ca is not None):

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import aiohttp
 from torch import Tensor
@@ -35,11 +36,14 @@ from atoll.core.protocol import (
     MessageArrived,
     NoPeer,
     Published,
+    RefuseContribution,
     SaveSnapshot,
     Say,
     Send,
     SnapshotPart,
+    StateRejected,
     TimerFired,
+    Welcome,
 )
 from atoll.core.tape import Actor, Entry
 from atoll.core.types import RunConfig, Version
@@ -51,10 +55,10 @@ from atoll.net.door import SAY_EVERY_S, Door
 from atoll.net.fragment_traffic import FragmentTraffic
 from atoll.net.island_tensors import Buffer, FragmentTensors
 from atoll.net.learner_bulk import LearnerBulk
-from atoll.net.learner_errors import BackgroundFailed, IslandBroken
+from atoll.net.learner_errors import AtollError, BackgroundFailed, IslandBroken, SyncerUnreachable
 from atoll.net.learner_link import LearnerLink, Refusal, why
 from atoll.net.learner_stats import metrics_of
-from atoll.net.logs import about
+from atoll.net.logs import WARNINGS, ReasonLog
 from atoll.net.part_keeper import PartKeeper
 from atoll.net.parts import TakenPart
 from atoll.net.rank_hands import Hands, obey
@@ -63,7 +67,7 @@ from atoll.net.row_fragment import RowFragment
 from atoll.net.row_traffic import RowTraffic, RowWork
 from atoll.net.run_settings import RunSettings
 from atoll.net.state_files import StateFile, packed
-from atoll.net.step_boundary import Saved, state_key
+from atoll.net.step_boundary import Given, Saved, cause_of, state_key
 from atoll.net.tape_keeper import TapeKeeper
 from atoll.net.wire import Kind, WireError, encode_message
 from atoll.tape_files import new_header
@@ -74,10 +78,16 @@ if TYPE_CHECKING:
 METRICS_EVERY_S = 1.0
 MOST_POSTED = 256
 STATE_BYTES_PER_PARAMETER = 64
-TROUBLE = ("link-closed", "hello-unanswered", "ping-unanswered", "fragment-damaged", "snapshot-failed")
-"""What people want to see without asking for it: the island goes on, but not as it should."""
 
 T = TypeVar("T")
+
+
+class Away(NamedTuple):
+    """The time since which no syncer has answered."""
+
+    since: float  # on the monotonic clock
+    date: str
+    problem: str  # the newest
 
 
 class Background:
@@ -92,11 +102,16 @@ class Background:
         log: logging.Logger,
         max_rate: float | None = None,
         streams: int | None = None,
+        away_timeout_s: float = math.inf,
     ) -> None:
         """`max_rate`: bytes per second of values, each way."""
+        self._away_timeout_s = away_timeout_s
+        self._away: Away | None = None
         self.log = log
+        self._reasons = ReasonLog(log)
         self.last_loss: float | Tensor | None = None
         self.is_founded = False
+        self.syncer_directory = ""  # of the run, at the syncer
         self.while_waiting: Callable[[], None] | None = None  # about once a second, in the training thread
         told = (self._on_message, self._on_opened, self._on_closed, self._on_failed)
         self._link = LearnerLink(place.addresses, token, log, *told, place.tls)
@@ -114,7 +129,7 @@ class Background:
         self._fragments: list[FragmentTensors] = []
         self._settings = RunSettings()
         self._states: dict[tuple[int, int], Future[inner_state.Taken]] = {}  # promised at a step boundary
-        self._inner_state: StateFile | None = None
+        self._inner_state: Given | None = None
         self._run_directory: Path | None = None
         self._parts: PartKeeper | None = None  # of this incarnation
         self._timer: asyncio.TimerHandle | None = None
@@ -166,9 +181,20 @@ class Background:
         if self._error is not None:
             raise BackgroundFailed(f"the background of this learner has failed: {self._error}") from self._error
 
-    def fetch_settings(self, join_by: float | None) -> RunSettings:
-        """What the run is. A syncer that is not there yet is waited for, and that is said."""
-        self._settings, self.is_founded = self._wait_for(self._door.settings(join_by))
+    def check_away(self) -> None:
+        """Raise `SyncerUnreachable` when no syncer has answered for `away_timeout_s`."""
+        away = self._away
+        if away is not None and time.monotonic() - away.since >= self._away_timeout_s:
+            raise SyncerUnreachable(
+                f"no syncer has answered at {self._link.address} since {away.date} ({away.problem}), which is longer"
+                f" than away_timeout_s = {self._away_timeout_s:g}: its machine is down, or the run is over. The model"
+                " is as the last step left it. Start the syncer again with `atoll syncer --resume` on its directory,"
+                " which also serves the end of a finished run, and then this script; or set a longer away_timeout_s"
+            )
+
+    def fetch_settings(self, wanted: int | None, join_by: float | None) -> RunSettings:
+        """Return what the run is. Wait for a syncer that is not there yet, and log that."""
+        self._settings, self.is_founded, self.syncer_directory = self._wait_for(self._door.settings(wanted, join_by))
         self._bulk.shards = self._settings.shards
         return self._settings
 
@@ -268,7 +294,7 @@ class Background:
     def take_saved(self) -> Saved | None:
         return self._parts.take_saved() if self._parts is not None else None
 
-    def take_inner_state(self) -> StateFile | None:
+    def take_inner_state(self) -> Given | None:
         state, self._inner_state = self._inner_state, None
         return state
 
@@ -336,6 +362,7 @@ class Background:
             self._parts = None
         self._traffic.end()
         self._states.clear()
+        self._inner_state = None
         if self._tape is not None:
             self._tape.close()
             self._tape = None
@@ -427,8 +454,7 @@ class Background:
         self._link.hang_up(effect.session)
 
     def _say(self, effect: Say) -> None:
-        level = logging.WARNING if effect.reason.code in TROUBLE else logging.INFO
-        self.log.log(level, "%s", effect.reason, extra=about(*effect.subject, code=effect.reason.code))
+        self._reasons.write(effect.reason, effect.subject)
         if effect.reason.code == "state-late":
             self._spawn(self._seek())  # before the last peer has failed too
 
@@ -448,12 +474,20 @@ class Background:
     # ---------------------------------------------------------------------------------------------------- sending
 
     async def _give_state(self, envelope: Envelope, body: InnerState) -> None:
+        """Send inner state, or the answer that there is none to give: the other learner does not wait for it then."""
         try:
             taken = await asyncio.wrap_future(self._states.pop(state_key(envelope)))
             file = await self._computed(packed, taken, self._run_directory)
+        except AtollError:  # the island is broken
+            raise
+        except Exception as error:
+            cause = cause_of(error)
+            self.log.warning("cannot give inner state to learner %d: %s; training goes on", body.to, cause)
+            file = packed(inner_state.refusal(cause), None)
+        try:
             await self._bulk.put("/v1/state", Kind.INNER_STATE, 0, encode_message(envelope), file.view)
-        except (Refusal, aiohttp.ClientError, OSError, TimeoutError, ValueError) as wrong:
-            self.log.warning("inner state for learner %d did not arrive: %s", body.to, why(wrong))
+        except (Refusal, aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            self.log.warning("inner state for learner %d did not arrive: %s", body.to, why(error))
 
     async def _tell_metrics(self) -> None:
         while True:
@@ -472,20 +506,31 @@ class Background:
     def _on_opened(self, session: int) -> None:
         self._tell(LinkOpened(session))
 
+    def _note_away(self, problem: str) -> Away:
+        if self._away is None:
+            self._away = Away(time.monotonic(), time.strftime("%Y-%m-%d %H:%M:%S"), problem)
+        self._away = self._away._replace(problem=problem)
+        return self._away
+
     def _on_closed(self, session: int, reason: str) -> None:
+        self._note_away(reason)
         self._tell(LinkClosed(session, reason))
 
     def _on_failed(self, reason: str) -> None:
-        now = time.monotonic()
+        now, away = time.monotonic(), self._note_away(reason)
         if now - self._complained_at >= SAY_EVERY_S or reason != self._complained_of:
             self._complained_at, self._complained_of = now, reason
-            self.log.warning("no syncer answers at %s (%s); dialling again and again", self._link.address, reason)
+            limit = f", for up to {self._away_timeout_s:g} s" if self._away_timeout_s < math.inf else ""
+            said = "cannot reach syncer at %s since %s (%s); retrying%s"
+            self.log.warning(said, self._link.address, away.date, reason, limit)
         self._tell(DialFailed(reason))
 
     def _on_message(self, envelope: Envelope) -> None:
         body = envelope.body
         if self._learner is None:
             return  # it says goodbye
+        if type(body) is Welcome:
+            self._away = None
         if type(body) is Published:
             self._traffic.notice(envelope, body)
         elif type(body) is InnerState:
@@ -493,6 +538,10 @@ class Background:
         elif type(body) is NoPeer:
             self._spawn(self._seek(envelope))
         else:
+            if type(body) is RefuseContribution and body.reason.code in WARNINGS:
+                p = body.round.fragment
+                prefix = f"the syncer refused the contribution to fragment {p}: "
+                self._reasons.write(body.reason, ("fragment", p), prefix)
             self._tell(MessageArrived(envelope))
 
     async def _seek(self, no_peer: Envelope | None = None) -> None:
@@ -518,8 +567,19 @@ class Background:
         except (Refusal, WireError, aiohttp.ClientError, OSError, TimeoutError) as wrong:
             self.log.warning("a peer's inner state could not be fetched: %s", why(wrong))  # another peer is asked
             return
-        if self._learner is not None and self._learner._is_joining():
-            self._inner_state = files[0]
+        learner = self._learner
+        if learner is None or learner._boundary is None or not learner._is_joining():
+            self._tell(MessageArrived(envelope))
+            return
+        assert isinstance(envelope.body, InnerState)
+        try:
+            given = await asyncio.to_thread(learner._boundary.prepare_given, files[0])
+        except Exception as error:
+            await self._seek()  # before the last peer has failed too
+            self._tell(StateRejected(envelope.body.giver, cause_of(error)))
+            return
+        if self._inner_state is None:  # the core starts from the first one that it is told of
+            self._inner_state = given
         self._tell(MessageArrived(envelope))
 
 

@@ -8,6 +8,8 @@ import time
 from collections import deque
 from typing import Any
 
+from torch import nn
+
 from atoll.core.learner import LearnerCore
 from atoll.core.protocol import (
     AdoptFragment,
@@ -23,6 +25,7 @@ from atoll.core.protocol import (
 )
 from atoll.core.tables import Mode
 from atoll.core.tape import Actor, Entry
+from atoll.ml.robust import unfit_in_model
 from atoll.net.background import Background
 from atoll.net.interrupts import Interrupts
 from atoll.net.learner_errors import LearnerRefused
@@ -50,6 +53,7 @@ class CoreDriver:
     _finished: bool
     _interrupts: Interrupts
     _is_whole: bool
+    _model: nn.Module
     _island: Solo
     _last_end: float
     _lock: threading.RLock
@@ -102,7 +106,8 @@ class CoreDriver:
         if start.inner.part is not None:
             set_rng(start.inner.part.rng_of(0))
             self._restored_state = start.inner.restored
-        self.log.info("training starts: %s", start.effect.moments)
+        came = f": {start.inner.prepared}" if start.inner.prepared is not None else ""
+        self.log.info("training starts: %s%s", start.effect.moments, came)
 
     def _ended(self, stop: Stop) -> None:
         assert self._boundary is not None and self._core is not None
@@ -115,7 +120,8 @@ class CoreDriver:
             self._finished = self._drained = True
             self._notice.say_left(self._core)
         elif self._began:
-            raise LearnerRefused(str(stop.reason))
+            unfit = unfit_in_model(self._model) if "refused-quarantined" in self._core.said else ""
+            raise LearnerRefused(f"{stop.reason}{unfit and f'; the model of this process holds {unfit}'}")
 
     def _heed_notice(self) -> list[Action]:
         """With the lock held, at a step boundary."""

@@ -46,10 +46,14 @@ class Door:
         self._bulk = bulk
         self._log = log
 
-    async def settings(self, join_by: float | None) -> tuple[RunSettings, bool]:
-        """What the run is, and whether it has a model."""
-        told = await self._patiently(lambda: self._link.ask("GET", "/v1/run"), join_by)
-        return RunSettings.from_json(told), bool(told["founded"])
+    async def settings(self, wanted: int | None, join_by: float | None) -> tuple[RunSettings, bool, str]:
+        """Return what the run is, whether it has a model, and its directory at the syncer.
+
+        A number that the key is not for is refused already here: a learner that cannot join must not found the run.
+        """
+        asked = {"learner": str(wanted)} if wanted is not None else None
+        told = await self._patiently(lambda: self._link.ask("GET", "/v1/run", params=asked), join_by)
+        return RunSettings.from_json(told), bool(told["founded"]), str(told.get("directory", "its directory"))
 
     async def reach(self, address: str) -> None:
         """Does the syncer at this address answer to this process? It is not waited for."""

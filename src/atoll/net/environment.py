@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 
 SYNCER = "ATOLL_SYNCER"
 TOKEN = "ATOLL_TOKEN"
@@ -12,6 +13,7 @@ LEARNER = "ATOLL_LEARNER"
 RUN_DIRECTORY = "ATOLL_RUN_DIRECTORY"
 NOTICE_S = "ATOLL_NOTICE_S"
 JOIN_TIMEOUT_S = "ATOLL_JOIN_TIMEOUT_S"
+AWAY_TIMEOUT_S = "ATOLL_AWAY_TIMEOUT_S"
 
 
 def told(variable: str) -> str | None:
@@ -42,19 +44,24 @@ def join_timeout_told() -> float | None:
     return _seconds_told(JOIN_TIMEOUT_S, "how long to wait for the run")
 
 
-def _seconds_told(variable: str, what: str) -> float | None:
+def away_timeout_told() -> float | None:
+    return _seconds_told(AWAY_TIMEOUT_S, "how long to train without a syncer, inf for ever", math.inf)
+
+
+def _seconds_told(variable: str, what: str, most: float = sys.float_info.max) -> float | None:
     if (seconds := told(variable)) is None:
         return None
     try:
         found = float(seconds)
     except ValueError:
         found = math.nan
-    if not 0 < found < math.inf:
+    if not 0 < found <= most:
         raise ValueError(f"{variable} is {what}, a number of seconds; it says {seconds!r}")
     return found
 
 
 __all__ = [
+    "AWAY_TIMEOUT_S",
     "JOIN_TIMEOUT_S",
     "KEYS",
     "LEARNER",
@@ -62,6 +69,7 @@ __all__ = [
     "RUN_DIRECTORY",
     "SYNCER",
     "TOKEN",
+    "away_timeout_told",
     "join_timeout_told",
     "learner_told",
     "notice_told",

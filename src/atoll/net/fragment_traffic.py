@@ -181,7 +181,8 @@ class FragmentTraffic:
             arriving.end()
 
     async def _fetch_bytes(self, p: FragmentId, body: Published, arriving: _Arriving) -> Fetched | None:
-        sizes = fragment_sizes(self._fragments[p].numel, self._downs)
+        fragment = self._fragments[p]
+        sizes = fragment_sizes(fragment.numel, fragment.codecs(self._downs))
         return await self._tried(body, lambda: self._bulk.fetch(p, body.version, body.base, sizes, arriving.on_bytes))
 
     async def _tried(self, body: Published, fetch: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
@@ -250,7 +251,8 @@ class FragmentTraffic:
             assert self.rows is not None
             (value,) = await self.rows.fetch(fragment, version, None, downs)
             return value
-        fetched = await self._bulk.fetch(fragment.p, version, None, fragment_sizes(fragment.numel, downs))
+        sizes = fragment_sizes(fragment.numel, fragment.codecs(downs))
+        fetched = await self._bulk.fetch(fragment.p, version, None, sizes)
         work = fragment.decode_whole(fetched.data)
         if work.digest() != fetched.header.value_digest:
             return None

@@ -18,7 +18,7 @@ from atoll.core.types import NOTHING, Accepted, FragmentId, RoundId, Version
 from atoll.ml.codecs import codec
 from atoll.ml.outer import OuterStep, Published
 from atoll.ml.plan import FragmentPlan, digest_of
-from atoll.ml.robust import Sums, UsualSize, size_of, sums_of
+from atoll.ml.robust import Sums, UsualSize, sums_of
 from atoll.ml.settings import Numerics
 
 MOST_OLD = 4
@@ -63,7 +63,7 @@ class HeldFragment:
         self._numerics = numerics
         self._how = numerics.merge
         self._clip = numerics.norm_clip
-        self.usual = UsualSize()
+        self.usual = UsualSize(plan.holds_buffers(p))
         self.outer = OuterStep(plan, p, numerics, value.clone())
         self.served = Served(version, value, digest_of(value), NOTHING, None)
         self.next: Served | None = None  # merged, and not yet durable
@@ -75,7 +75,6 @@ class HeldFragment:
         self.measured: Measured | None = None  # of the newest merge
         self._sizes: list[float] = []  # of the contributions to the round
         self._added: list[tuple[Accepted, float]] = []  # the same contributions, with what they were scaled by
-        self._breadth = 0.0  # tokens per step of all of them
         self._round: RoundId | None = None
 
     # ------------------------------------------------------------------------------------------- in the merge thread
@@ -83,24 +82,22 @@ class HeldFragment:
     def accumulate(
         self, round_id: RoundId, accepted: Accepted, data: Tensor, up: str, norm: float | None = None
     ) -> None:
-        """`norm`: as `Codec.examine` has found it, where somebody has asked."""
+        """`norm`: as `UsualSize.examine` has found it, if it was called."""
         if self._sums is None:
             self._sums = sums_of(self._plan, self.id, self._how)
         if self._round != round_id:
             self._sums.reset()
             self._sizes = []
             self._added = []
-            self._breadth = 0.0
             self._round = round_id
         coder = codec(up)
         if norm is None:
-            norm = coder.examine(data, self._plan.numel(self.id))[1]
-        size = size_of(norm, accepted.steps)
+            norm = self.usual.examine(coder, data, self._plan.numel(self.id))[1]
+        size = self.usual.size_of(norm, accepted.steps)
         scale = self.usual.scale(size, self._clip)
         self._sums.add_encoded(coder, data, accepted.weight, scale, norm if coder.tells_norm else None)
         self._sizes.append(size)
         self._added.append((accepted, scale))
-        self._breadth += accepted.tokens / accepted.steps
 
     def discard(self, round_id: RoundId) -> None:
         if self._round == round_id and self._sums is not None:
@@ -113,7 +110,8 @@ class HeldFragment:
         assert self._round == round_id and self._sums is not None, f"nothing of {round_id} was accumulated"
         assert self._sums.count == contributions, f"{self._sums.count} sums where {contributions} were sealed"
         began = time.monotonic()
-        self.outer.step(self._sums.result(), self._breadth)
+        rates = {accepted.learner: accepted.tokens / accepted.steps for accepted, _ in self._added}
+        self.outer.step(self._sums.result(), rates)
         sums, norms = self._sums, tuple(self._sums.norms)
         self._sums.reset()
         self._round = None
@@ -121,8 +119,9 @@ class HeldFragment:
         value = self._spare if self._spare is not None else torch.empty_like(self.served.value)
         self._spare = None
         value.copy_(self.served.value)
-        by = codec(down if down is not None else self._numerics.downs[0])
-        assert by.name in self._numerics.downs, f"updates of this run do not travel in {by.name}"
+        down = down if down is not None else self._numerics.downs[0]
+        assert down in self._numerics.downs, f"updates of this run do not travel in {down}"
+        by = codec(*self._plan.codecs(self.id, (down,)))
         published = Published(by, value)
         update = published.advance(self.outer.value)
         self.next = Served(round_id.base + 1, value, digest_of(value), round_id.base, update, by.name)
@@ -169,6 +168,10 @@ class HeldFragment:
         if served is not None:
             self._holds[version] += 1
         return served
+
+    @property
+    def is_being_sent(self) -> bool:
+        return bool(self._holds)
 
     def release(self, version: Version) -> None:
         self._holds[version] -= 1

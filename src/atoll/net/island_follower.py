@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from atoll.core.types import NOTHING, AdoptHow, FragmentId, RoundId, Version
 from atoll.ml import inner_state
@@ -24,6 +23,7 @@ from atoll.ml.model import ModelView
 from atoll.ml.plan import FragmentPlan
 from atoll.ml.row_shares import RowShare, share_out
 from atoll.ml.shares import Window, owned, windows
+from atoll.ml.wrapped import Optimizers
 from atoll.net.follower_rows import OwnRows, Rows
 from atoll.net.island_tensors import Buffer, CopyGone, FragmentTensors, plan_of
 from atoll.net.learner_errors import AtollError, IslandBroken, LearnerRefused
@@ -36,6 +36,7 @@ from atoll.net.rank_parts import FollowerParts, receive_tensors
 from atoll.net.ranks import Ranks, fsdp_modules, reshard
 from atoll.net.row_fragment import RowFragment
 from atoll.net.run_settings import RunSettings
+from atoll.net.step_boundary import cause_of
 
 if TYPE_CHECKING:
     from atoll.net.learner import Learner
@@ -57,12 +58,12 @@ class Parcel(NamedTuple):
 
 class Follower:
     def __init__(
-        self, learner: Learner, ranks: Ranks, model: nn.Module, optimizer: Optimizer, log: logging.Logger
+        self, learner: Learner, ranks: Ranks, model: nn.Module, optimizers: Optimizers, log: logging.Logger
     ) -> None:
         self._learner = learner
         self._ranks = ranks
         self._model = model
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._log = log
         self._fsdp = fsdp_modules(model)
         self._leader = ranks.control[0]
@@ -78,7 +79,7 @@ class Follower:
         self._generation = 0
         self._parcels: dict[int, Parcel] = {}
         self._parcel = 0
-        self._parts = FollowerParts(self, ranks, model, optimizer)
+        self._parts = FollowerParts(self, ranks, model, optimizers)
         self._error: BaseException | None = None
         self._closing = False
         self._alpha = 0.0
@@ -193,7 +194,7 @@ class Follower:
         self._learner._settings = RunSettings.from_json(settings)
         plan = plan_of(self._model, self._learner._settings)
         view = ModelView(self._model, plan, packed=True)
-        inner_state.take(self._optimizer, self._model)  # refuses now what could not travel later
+        inner_state.named(self._optimizers, self._model)  # raises for an optimizer of another model
         mine = owned(self._ranks.boxes, plan.tensors)[self._ranks.rank]
         with self._news:
             self._owned = [windows(plan, p, view.boxes, mine) for p in range(len(plan.fragments))]
@@ -271,7 +272,7 @@ class Follower:
         self._adopted += 1
 
     def _on_give(self) -> None:
-        self._put(lambda: Parcel(inner_state.take(self._optimizer, self._model), [], {}, ""))
+        self._put(lambda: Parcel(inner_state.take(self._optimizers, self._model), [], {}, ""))
 
     def _on_save(self) -> None:
         with self._news:
@@ -280,7 +281,7 @@ class Follower:
                 self._drop(key)
 
         def take() -> Parcel:
-            inner = inner_state.take(self._optimizer, self._model)
+            inner = inner_state.take(self._optimizers, self._model)
             return Parcel(inner, [(rows, *rows.copy_for_part()) for rows in self._rows], take_rng(), "")
 
         self._put(take)
@@ -288,8 +289,8 @@ class Follower:
     def _put(self, take: Callable[[], Parcel]) -> None:
         try:
             parcel = take()
-        except (ValueError, RuntimeError, MemoryError) as wrong:  # the leader is told when it asks
-            parcel = Parcel(None, [], {}, f"rank {self._ranks.rank}: {wrong}")
+        except Exception as error:  # the leader gets the cause when it asks
+            parcel = Parcel(None, [], {}, f"rank {self._ranks.rank}: {cause_of(error)}")
         with self._news:
             self._parcel += 1
             self._parcels[self._parcel] = parcel
@@ -302,7 +303,7 @@ class Follower:
         if is_loaded:
             self._parts.take_loaded().install()
         elif about is not None:
-            inner_state.prepare(about, tensors, self._optimizer, self._model, cut=True).install()
+            inner_state.prepare(about, tensors, self._optimizers, self._model, cut=True).install()
         set_rng({name: tensor for name, tensor in tensors.items() if name.startswith("rng.")})
         self._parts.forget()
         self._learner._warmup_steps = warmup_steps
@@ -504,7 +505,11 @@ class Follower:
             self._orders.say(Status.WRONG, parcel.wrong if parcel is not None else "")
             return
         inner, sent = parcel.inner, []
-        inner.wait()
+        try:
+            inner.wait()
+        except RuntimeError as error:
+            self._orders.say(Status.WRONG, f"rank {self._ranks.rank}: {cause_of(error)}")
+            return
         names = inner_state.named_numbers(inner.about)
         mine = owned(self._ranks.boxes, self._plan.tensors)[self._ranks.rank] if self._plan is not None else frozenset()
         listed: list[Any] = []

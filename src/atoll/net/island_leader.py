@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -41,7 +42,20 @@ from atoll.net.rank_lines import CALLS, ONLY_BESIDE, Ask, Line, Order, Status, T
 from atoll.net.rank_parts import cut_for, get_ready, load_by_all, send_tensors, write_by_all
 from atoll.net.ranks import Ranks, fsdp_modules, reshard
 from atoll.net.row_fragment import LedRows
-from atoll.net.step_boundary import Action, Adopt, Copy, End, Give, Save, Saved, Solo, Start, Starting, StepBoundary
+from atoll.net.step_boundary import (
+    Action,
+    Adopt,
+    Copy,
+    End,
+    Give,
+    Save,
+    Saved,
+    Solo,
+    Start,
+    Starting,
+    StepBoundary,
+    cause_of,
+)
 
 PIECE = 2**18
 """Values of other ranks that pass through here at a time: 1 MiB."""
@@ -303,13 +317,20 @@ class Leader(Solo):
                     wrong = why or f"rank {line.rank} does not have it any more"
                     continue
                 for number, offset, shape, dtype in line.receive_json():
-                    is_known = offset is not None and number in taken.parts
-                    if is_known and str(whole[number].dtype) == f"torch.{dtype}":
-                        line.receive_tensor(whole[number][Box(tuple(offset), tuple(shape)).where])
+                    kind = getattr(torch, dtype)
+                    is_known = offset is not None and number in taken.parts and whole[number].dtype == kind
+                    rows = whole[number][Box(tuple(offset), tuple(shape)).where] if is_known else None
+                    try:
+                        came = rows if rows is not None and rows.is_contiguous() else torch.empty(shape, dtype=kind)
+                    except (RuntimeError, MemoryError) as error:
+                        line.skip(math.prod(shape) * kind.itemsize)  # or the next answer would be read from its middle
+                        wrong = cause_of(error)
                         continue
-                    came = torch.empty(shape, dtype=getattr(torch, dtype))
                     line.receive_tensor(came)
-                    if offset is None:
+                    if rows is not None:
+                        if came is not rows:
+                            rows.copy_(came)
+                    elif offset is None:
                         beside[number] = came
                     else:
                         wrong = f"rank {line.rank} has inner state that rank 0 does not have"
@@ -320,7 +341,9 @@ class Leader(Solo):
     def write_by_all(self, key: int, taken: inner_state.Taken, folder: Path) -> list[Any] | None:
         try:
             return write_by_all(self.ranks, self._lock, self.generation, key, taken, folder)
-        except (OSError, ValueError, RuntimeError, MemoryError):
+        except AtollError:  # the island is broken
+            raise
+        except Exception:
             with contextlib.suppress(ValueError):  # nobody comes for their copies any more
                 self.gather_inner(key, taken._replace(tensors={}, parts={}), {})
             raise

@@ -19,7 +19,7 @@ from atoll.core.types import NOTHING, AdoptHow, FragmentId, RoundId, Version
 from atoll.ml.codecs import CODECS, Codec, Feedback, codec
 from atoll.ml.model import ModelView
 from atoll.ml.outer import Applying
-from atoll.ml.plan import FragmentPlan, make_plan, tensors_of
+from atoll.ml.plan import FragmentPlan, settled_plan, tensors_of
 from atoll.net.growing import Told
 from atoll.net.run_settings import RunSettings
 from atoll.net.wire import CODEC_NUMBERS, as_bytes
@@ -113,15 +113,16 @@ class FragmentTensors:
 
     def __init__(self, view: ModelView, p: FragmentId, up: Codec) -> None:
         self.p = p
+        self.holds_buffers = view.plan.holds_buffers(p)
         self.numel = view.numel(p)  # of its flat tensors here
         self.whole_numel = view.plan.numel(p)
         self.device_bytes = view.device_bytes(p)  # while it is copied and adopted
         self.parameters = view.local_numel  # of the whole model, what this rank holds
         self._view = view
-        self._up = up
+        self._up = codec(*self.codecs((up.name,)))
         self._buffers = Buffers(view, p)
         self._exact = view.is_exact(p)
-        self._feedback = Feedback(up, view.numel(p))
+        self._feedback = Feedback(self._up, view.numel(p))
         self._encoded: tuple[RoundId, Tensor] | None = None
         self._asked: Future[Callable[[], None]] | None = None  # of the newest copy, made or not
         self._copies = 0
@@ -130,6 +131,10 @@ class FragmentTensors:
         self.newest_version: Version = NOTHING
         self.copied: Copied | None = None
         self.adopted: Buffer | None = None
+
+    def codecs(self, chosen: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the codecs that it may travel in, of those that the run has chosen."""
+        return self._view.plan.codecs(self.p, chosen)
 
     # ---------------------------------------------------------------------------------------- in the training thread
 
@@ -182,7 +187,7 @@ class FragmentTensors:
         assert self.anchor is not None, f"fragment {self.p} is pulled before it was ever adopted"
         self._forget_copy()
         anchor = self._buffers.hold(self.anchor)
-        by = codec(up) if up is not None else self._up
+        by = codec(*self.codecs((up,))) if up is not None else self._up
         self._copies += 1
         self.copied = Copied(round_id, by, self._buffers.take(), anchor, Future(), self._copies)
         self._asked = self.copied.taken
@@ -236,14 +241,17 @@ class FragmentTensors:
     # ---------------------------------------------------------------------------------------- in the background thread
 
     def encode(self, copied: Copied, growing: Told) -> None:
-        """The delta A_p - theta_p as bytes, told of as they are written; the same bytes again for the same round."""
+        """Encode the delta A_p - theta_p, or the values of buffers. Bytes are announced as they are written; they are
+        the same again for the same round."""
         if self._encoded is not None and self._encoded[0] == copied.round:
             growing.begins(self._encoded[1])
             growing.written([(0, growing.size)])
             return
         copied.taken.result()()
         delta = self._buffers.take()
-        if self._exact:
+        if self.holds_buffers:
+            delta.tensor.copy_(copied.buffer.tensor)
+        elif self._exact:
             torch.sub(copied.anchor.tensor, copied.buffer.tensor, out=delta.tensor)
         else:
             self._view.as_held(self.p, copied.anchor.tensor, delta.tensor)
@@ -284,10 +292,6 @@ class FragmentTensors:
 
 
 def plan_of(model: nn.Module, settings: RunSettings) -> FragmentPlan:
-    """The plan for at most so many fragments. Where it has fewer, it is the plan for that many: whoever comes later is
-    told of that number only, and has to come to the same cuts."""
+    """Return the plan of this model by the settings of a run."""
     tensors = tensors_of(model, settings.numerics.embeddings)
-    plan = make_plan(tensors, settings.config.fragments, settings.numerics.plan)
-    while plan != (again := make_plan(tensors, len(plan.fragments), plan.how)):
-        plan = again
-    return again
+    return settled_plan(tensors, settings.config.fragments, settings.numerics.plan)

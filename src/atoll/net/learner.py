@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from os import PathLike
-from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -38,13 +39,22 @@ from atoll.ml import inner_state
 from atoll.ml.codecs import codec
 from atoll.ml.model import ModelView
 from atoll.ml.plan import FragmentPlan
-from atoll.ml.wrapped import check_whole_step, plain_optimizer
+from atoll.ml.wrapped import check_whole_step, plain_optimizers
 from atoll.net.addresses import place
+from atoll.net.arguments import (
+    check_directory,
+    check_learner,
+    check_model,
+    check_path,
+    check_seconds,
+    whole_number,
+)
 from atoll.net.background import Background
 from atoll.net.environment import (
     KEYS,
     RUN_DIRECTORY,
     TOKEN,
+    away_timeout_told,
     join_timeout_told,
     learner_told,
     notice_told,
@@ -65,6 +75,7 @@ from atoll.net.learner_errors import (
 )
 from atoll.net.learner_stats import NOTHING_UNTOLD, LearnerStats, Untold
 from atoll.net.logs import Named
+from atoll.net.loop_check import LoopCheck
 from atoll.net.notice import Notice
 from atoll.net.pacing import check_streams
 from atoll.net.published_values import PublishedValues
@@ -73,11 +84,12 @@ from atoll.net.ranks import meet
 from atoll.net.rates import rate_of
 from atoll.net.resting import Resting
 from atoll.net.run_clock import RunClock
-from atoll.net.run_settings import RunSettings
+from atoll.net.run_settings import RunSettings, start_anew
 from atoll.net.step_boundary import Action, Solo, StepBoundary
 from atoll.net.trained_parameters import TrainedParameters
 from atoll.tape_files import tape_path
 
+AWAY_TIMEOUT_S = 86_400.0
 MOST_REJOINS = 5
 STRANGERS = frozenset({"refused-run", "refused-fingerprint"})
 MOST_UNTOLD = 256
@@ -88,18 +100,22 @@ in the middle of one. Steps are told together at the next boundary, and only the
 class Learner(Resting):
     """One island of a run, around a training loop that already works.
 
+        batches = epochs(loader)  # from atoll.integrations.data
         with atoll.Learner(model, optimizer, syncer="head:7400", keys="keys/far") as learner:
-            for batch in loader:
+            while not learner.finished:
+                batch = next(batches)
                 loss = train_step(batch)
                 learner.step(tokens=batch.numel(), loss=loss)
-                if learner.finished:
-                    break
+
+    `optimizer` is one optimizer or a list of them, such as `[muon, adamw]`. A wrapper around several that has no state
+    of its own is not enough: their state would not be found.
 
     Entering joins the run: the model takes the published values, the optimizer a peer's state where there is one. The
-    first learner of a run brings the model. `step` never waits for the network; while an operator has paused the run it
-    stands still. When the run is over `finished` is True and the model holds the final published values. Leaving the
-    block early, by an exception or Ctrl-C, leaves the run; everybody else goes on. So it does when an operator asks for
-    it: `finished` and `drained` are True then.
+    first learner of a run provides the model. `step` never waits for the network; while an operator has paused the run
+    it blocks. When the run is over `finished` is True and the model holds the final published values; a learner that
+    joins after the end gets them on entering. So check `finished` before each step, and let the run end the training:
+    `epochs` repeats the data. Leaving the block early, by an exception or Ctrl-C, leaves the run; the other learners
+    continue. When an operator asks this learner to leave, `finished` and `drained` are True.
 
     In a run with leases (`RunConfig.lease_samples`) the data is one line of numbered samples, and the run says which of
     them are whose: `samples = learner.take(batch)` before a step gives the numbers to train on, each to one learner of
@@ -125,17 +141,23 @@ class Learner(Resting):
     With `notice_s` SIGTERM is the notice of a machine that is taken away in so many seconds: at the next step boundary
     what was trained and not merged is merged, then `finished` and `drained` are True. A second one leaves at once.
 
+    A learner that cannot reach the syncer trains on, warns, and redials. After `away_timeout_s` (a day; `math.inf` for
+    ever) `step` raises `SyncerUnreachable`: the run may be over, and nothing else would end this loop. The model is as
+    the last step left it.
+
     What is not given is taken from ATOLL_SYNCER, ATOLL_TOKEN, ATOLL_KEYS, ATOLL_LEARNER, ATOLL_RUN_DIRECTORY,
-    ATOLL_NOTICE_S and ATOLL_JOIN_TIMEOUT_S, which an engine sets: `atoll.Learner(model, optimizer)` is enough then.
+    ATOLL_NOTICE_S, ATOLL_JOIN_TIMEOUT_S and ATOLL_AWAY_TIMEOUT_S, which an engine sets:
+    `atoll.Learner(model, optimizer)` is enough then.
 
     `max_rate`, as "500mbit" or "2gbit", bounds what values take of the link, each way; messages are not counted. Large
     values go over as many connections as are found to carry more; `streams` sets their number instead.
     """
 
+    # long: every argument is checked and every attribute is set, once
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         syncer: str | None = None,
         token: str | None = None,
         *,
@@ -144,32 +166,43 @@ class Learner(Resting):
         learner: int | None = None,
         run_directory: str | PathLike[str] | None = None,
         join_timeout_s: float | None = None,
+        away_timeout_s: float | None = None,
         extra_state: Callable[[], Any] | None = None,
         max_rate: str | None = None,
         streams: int | None = None,
         notice_s: float | None = None,
         log: logging.Logger | None = None,
     ) -> None:
+        check_model(model, optimizer)
         syncer = syncer if syncer is not None else syncer_told()
         token = token if token is not None else told(TOKEN)
         keys = keys if keys is not None or ca is not None else told(KEYS)
         run_directory = run_directory if run_directory is not None else told(RUN_DIRECTORY)
         learner = learner if learner is not None else learner_told()
-        if learner is not None and learner < 1:
-            raise ValueError(f"learners are numbered from 1, got {learner}")
+        learner = check_learner(learner) if learner is not None else None
+        if join_timeout_s is not None:
+            join_timeout_s = check_seconds("join_timeout_s", "how long to wait for the run", join_timeout_s)
+        if extra_state is not None and not callable(extra_state):
+            raise ValueError(f"extra_state is a function that returns what to keep, got {extra_state!r}")
         self.log = Named(log if log is not None else logging.getLogger("atoll.learner"), learner=learner)
         self._model = model
-        self._optimizer = plain_optimizer(optimizer)
+        self._optimizers = plain_optimizers(optimizer)
+        inner_state.watch(self._optimizers)
         self._given = optimizer  # as a framework has wrapped it
         self._wanted = learner
-        self._run_directory = Path(run_directory) if run_directory is not None else None
+        self._run_directory = check_directory("run_directory", run_directory) if run_directory is not None else None
         self._join_timeout_s = join_timeout_s if join_timeout_s is not None else join_timeout_told()
         self._extra_state = extra_state
         self._restored_state: Any = None
         self._join_by: float | None = None  # on the monotonic clock
-        self._place = place(syncer, Path(keys) if keys is not None else None, Path(ca) if ca is not None else None)
-        bounds = rate_of(max_rate) if max_rate else None, check_streams(streams) if streams is not None else None
-        self._background = Background(self._place, token, self.log, *bounds)
+        own_keys = check_path("keys", keys) if keys is not None else None
+        self._place = place(syncer, own_keys, check_path("ca", ca) if ca is not None else None)
+        rate = rate_of(max_rate) if max_rate is not None else None
+        bounds = rate, check_streams(streams) if streams is not None else None
+        away_timeout_s = away_timeout_s if away_timeout_s is not None else away_timeout_told() or AWAY_TIMEOUT_S
+        if away_timeout_s != math.inf:
+            away_timeout_s = check_seconds("away_timeout_s", "how long to train without a syncer", away_timeout_s)
+        self._background = Background(self._place, token, self.log, *bounds, away_timeout_s)
         self._lock = threading.RLock()  # it knows whose it is: an interrupt may leave it locked
         self._news = threading.Condition(self._lock)  # actions for the training thread, while it joins
         self._actions: deque[Action] = deque()  # of events that the background told of; done at the next boundary
@@ -177,10 +210,12 @@ class Learner(Resting):
         self._boundary: StepBoundary | None = None
         self._island = Solo()
         self._entered = False
+        self._pid = 0  # of the process that has entered
         self._interrupts = Interrupts()
         self._notice = Notice(notice_s if notice_s is not None else notice_told(), self.log)
         self._published = PublishedValues(model, self._interrupts)
         self._trained: TrainedParameters | None = None  # from the join on
+        self._loop_check: LoopCheck | None = None  # from the join on
         self._follower: Follower | None = None  # in an island of many ranks, on all but one
         self._number: tuple[int, int] | None = None  # of the learner and its incarnation
         self._settings = RunSettings()
@@ -211,11 +246,12 @@ class Learner(Resting):
         if self._entered:
             raise ValueError("a Learner is entered once; make another one to join again")
         self._entered = True
+        self._pid = os.getpid()
         ranks = meet(self._model)
         if ranks is not None and ranks.leads:
             self._island = Leader(ranks, self._model, self._background, self.log)
         elif ranks is not None:
-            self._follower = Follower(self, ranks, self._model, self._optimizer, self.log)
+            self._follower = Follower(self, ranks, self._model, self._optimizers, self.log)
         if self._join_timeout_s is not None:
             self._join_by = time.monotonic() + self._join_timeout_s
         self._interrupts.listen()
@@ -231,31 +267,32 @@ class Learner(Resting):
         except BaseException as wrong:
             self._close(wrong)
             raise
-        self._trained = TrainedParameters(self._model, self._optimizer, self.log)
+        self._trained = TrainedParameters(self._model, self._optimizers, self.log)
+        self._loop_check = LoopCheck(self._model, list(self._optimizers), lambda: self._finished, self.log)
         self._notice.listen(self._interrupts)
         return self
 
     def _join(self) -> None:
-        settings = self._background.fetch_settings(self._join_by)
+        settings = self._background.fetch_settings(self._wanted, self._join_by)
         self._island.say([["settings", settings.to_json()]])
         plan = plan_of(self._model, settings)
         view = self._island.view(self._model, plan)
-        inner_state.take(self._optimizer, self._model)  # refuses now what could not travel later
+        inner_state.named(self._optimizers, self._model)  # raises for an optimizer of another model
         while not self._background.is_founded:
             self._background.found(plan, view, self._join_by)
-            settings = self._background.fetch_settings(self._join_by)
+            settings = self._background.fetch_settings(self._wanted, self._join_by)
         self._settings = settings
         self._clock = RunClock(settings.founded_at)
         for _ in range(MOST_REJOINS):
             if self._start(plan, view):
                 return
         raise LearnerRefused(
-            f"refused {MOST_REJOINS} times: other processes say that they are learner {self._wanted}, or have left"
-            f" their tapes in {self._run_directory}; give another number, or another run directory"
+            f"refused {MOST_REJOINS} times as learner {self._wanted}: {self._run_directory} holds tapes of other"
+            " processes with these numbers, or the syncer gave them up; give another number, or another run directory"
         )
 
     def _start(self, plan: FragmentPlan, view: ModelView) -> bool:
-        """One incarnation, up to its first step. False: a newer incarnation is known, and this one must be another."""
+        """Start one incarnation, up to its first step. Return False if its number is used up and it needs another."""
         learner, incarnation = self._background.ask_for_number(self._wanted, self._join_by)
         self._wanted = learner
         self.log.fields |= {"run": self._settings.config.run_id, "learner": learner, "incarnation": incarnation}
@@ -268,7 +305,7 @@ class Learner(Resting):
         self._core = core
         self._line = SampleLine(config.lease_samples) if config.lease_samples else None
         self._number = (learner, incarnation)
-        made_of = self._model, self._optimizer, fragments, config.blend_alpha, self._extra_state
+        made_of = self._model, self._optimizers, fragments, config.blend_alpha, self._extra_state
         self._boundary = self._island.boundary(*made_of, self._settings.config.warmup_steps)
         self._island.say([["attach", learner, incarnation, self._island.generation, config.blend_alpha]])
         actor = Actor(learner, incarnation)
@@ -300,7 +337,9 @@ class Learner(Resting):
         if self._finished:
             return True  # while it joined: it has fetched the final versions, and that is all there was to do
         self._background.detach()
-        if core.refused_for is not None:
+        if core.refused_for is not None and "refused-incarnation" not in core.said:
+            # It was given up as lost. One that was replaced must not take a further number: it would evict the process
+            # that was started after it.
             self._stop = None
             self._actions.clear()
             return False
@@ -309,7 +348,9 @@ class Learner(Resting):
             if self._run_directory is not None and not STRANGERS.isdisjoint(core.said):
                 # The tape of another model or run would make the directory one of two runs.
                 tape_path(self._run_directory, Actor(core.id, core.incarnation)).unlink(missing_ok=True)
-            raise LearnerRefused(str(stop.reason))
+            is_other_model = "refused-fingerprint" in core.said
+            hint = f"; {start_anew(self._background.syncer_directory)}" if is_other_model else ""
+            raise LearnerRefused(f"{stop.reason}{hint}")
         self.log.info("the run is over: taking the final model")
         assert self._boundary is not None
         self._background.fetch_final(self._boundary.fragments, self._join_by)
@@ -320,7 +361,7 @@ class Learner(Resting):
 
     # ---------------------------------------------------------------------------------------------------- training
 
-    def take(self, count: int) -> tuple[int, ...]:
+    def take(self, count: SupportsIndex) -> tuple[int, ...]:
         """The numbers of the samples for the next step; `step` then tells how many were taken. Never waits.
 
         Where no lease is left, because the syncer has been out of reach for very long, numbers of the last lease come
@@ -330,19 +371,20 @@ class Learner(Resting):
         if self._core is None and self._follower is None:
             raise ValueError("take outside of `with atoll.Learner(...)`: enter it first")
         if not self._settings.config.lease_samples:
-            raise ValueError("this run has no leases: bring your own data, or start its syncer with lease_samples")
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ValueError("this run has no leases: train on data of your own, or in a run of `atoll syncer`")
+        wanted = whole_number(count)
+        if wanted is None or wanted < 1:
             raise ValueError(f"count must be a whole number of at least 1, got {count!r}")
         if self._finished:
             return ()
         if self._follower is not None:
-            return self._follower.take(count)
+            return self._follower.take(wanted)
         assert self._core is not None and self._line is not None
-        config, count = self._core.config, self._island.hear(Ask.TAKE, count)
+        config, count = self._core.config, self._island.hear(Ask.TAKE, wanted)
         if count > config.lease_samples * config.leases_ahead:
             raise ValueError(
                 f"a step of {count} samples, with {config.leases_ahead} leases of {config.lease_samples} ahead, would"
-                f" never have enough: start the syncer with lease_samples of at least {count}"
+                f" never have enough: take fewer, or start a new run with `atoll syncer --batch {count}`"
             )
         if self._repeats and self._untold.steps:
             # The core is told of several steps at once. That the new ones came first is then known.
@@ -354,15 +396,18 @@ class Learner(Resting):
         self._repeated += self._repeats
         return self._island.deal(taken.numbers)
 
-    def step(self, tokens: int, loss: float | Tensor | None = None) -> None:
-        """One inner step has ended. Copies and adopts what is due at this boundary; never waits for the network.
+    def step(self, tokens: SupportsIndex, loss: float | Tensor | None = None) -> None:
+        """Report one optimizer step. Copies and adopts what is due at this boundary; never waits for the network.
+
+        `tokens` is an integer of any kind; one that is a tensor on an accelerator is read, which waits for the device.
 
         In an island of several ranks all of them call it after every step, each with the tokens of its own batch; they
         are added up, those of ranks that train on the same data once. The loss that is shown is that of rank 0.
         """
         if self._core is None and self._follower is None:
             raise ValueError("step outside of `with atoll.Learner(...)`: enter it first")
-        if not isinstance(tokens, int) or isinstance(tokens, bool) or not 0 < tokens <= MOST_TOKENS_PER_STEP:
+        count = whole_number(tokens)
+        if count is None or not 0 < count <= MOST_TOKENS_PER_STEP:
             raise ValueError(f"tokens must be a whole number from 1 to {MOST_TOKENS_PER_STEP}, got {tokens!r}")
         if isinstance(loss, Tensor):
             if loss.numel() != 1:
@@ -376,10 +421,19 @@ class Learner(Resting):
             return
         if self._trained is not None:
             self._trained.check()
+        if self._loop_check is not None:
+            self._loop_check.begin_call()
         if self._follower is not None:
-            self._follower.step(tokens)
-            return
+            self._follower.step(count)
+        else:
+            self._report_step(count, loss)
+        if self._loop_check is not None:
+            self._loop_check.end_call()
+
+    def _report_step(self, tokens: int, loss: float | Tensor | None) -> None:
+        """Count the step and carry out what is due, as the leader of the ranks or as the only one."""
         self._background.check()
+        self._background.check_away()
         self._background.last_loss = loss
         tokens = self._island.hear(Ask.STEP, tokens)
         begin = time.monotonic()
@@ -443,13 +497,18 @@ class Learner(Resting):
 
     @property
     def id(self) -> int:
-        assert self._number is not None, "the learner has not joined yet"
-        return self._number[0]
+        """The number of this learner, from 1."""
+        return self._joined_as("id")[0]
 
     @property
     def incarnation(self) -> int:
-        assert self._number is not None, "the learner has not joined yet"
-        return self._number[1]
+        """How many times a learner of this number has joined, from 1."""
+        return self._joined_as("incarnation")[1]
+
+    def _joined_as(self, asked: str) -> tuple[int, int]:
+        if self._number is None:
+            raise ValueError(f"{asked} is known once the learner has joined: enter `with atoll.Learner(...)` first")
+        return self._number
 
     @property
     def progress(self) -> float:
@@ -537,8 +596,16 @@ class Learner(Resting):
             self.log.info("Atoll's memory per parameter: %.1f bytes on the host, %.1f on the device", host, device)
 
     def _close(self, wrong: BaseException | type[BaseException] | None) -> None:
-        """Leave the run, unless it is over; no thread is left behind, whatever went wrong."""
+        """Leave the run, unless it is over; no thread is left behind, whatever went wrong.
+
+        A forked child (os.fork, a worker of a DataLoader) that unwinds its copy of the block leaves nothing: threads,
+        sockets and the tape belong to its parent.
+        """
+        if self._loop_check is not None:
+            self._loop_check.close(ended_well=wrong is None and os.getpid() == self._pid)
         try:
+            if os.getpid() != self._pid:
+                return
             if self._follower is not None:
                 self._follower.close(wrong)
             else:
@@ -572,7 +639,7 @@ class Learner(Resting):
                 self._tell(LeaveWanted(why))
             if self._finished and not self._drained and wrong is None and self._boundary is not None:
                 self._boundary.before()
-                self._boundary.write_anchors()  # a loop that looks at `finished` after its step has taken one too many
+                self._boundary.write_anchors()  # a loop that checks `finished` after its step took one too many
         finally:
             self._background.while_waiting = None
             self._background.stop(self._notice.last_words_s())

@@ -1,7 +1,7 @@
 """What can go wrong for a learner, for its user to catch.
 
 AtollError
-  SyncerUnreachable    nobody answers at the address, or not in time
+  SyncerUnreachable    no syncer answers at the address: when joining, or in a `step` after `away_timeout_s`
     JoinTimeout        somebody answers, but the learner could not start in the time that it was given
   LearnerRefused       the syncer said no: another model, another run, quarantine, a key or token that is not good
     KeysRefused        no word was said: one side does not trust the other's key, or one speaks TLS and the other not

@@ -9,8 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
+from collections.abc import Hashable
 from datetime import UTC, datetime
 from typing import Any, TextIO
+
+from atoll.core.reasons import Reason
 
 VARIABLE = "ATOLL_LOG_FORMAT"
 FORMATS = ("text", "json")
@@ -18,7 +22,34 @@ FORMATS = ("text", "json")
 ABOUT = ("run", "epoch", "learner", "incarnation", "fragment", "version", "code")
 """What a record may be about, in this order. `code` is that of the reason behind the sentence (docs/protocol.md)."""
 
-TEXT = "%(asctime)s %(message)s"
+TEXT = "%(asctime)s %(levelname)s %(message)s"
+
+
+WARNINGS = frozenset(
+    {
+        *("persist-failed", "admission-failed", "leases-not-durable", "finish-manifest-failed"),
+        *("contribution-bad", "contribution-wild", "member-quarantined", "member-given-up", "shard-wrong"),
+        *("refused-fingerprint", "refused-run", "refused-incarnation", "refused-lost", "refused-full"),
+        *("refused-quarantined", "refused-wild", "refused-id"),
+        *("hello-unanswered", "fragment-damaged", "snapshot-failed", "state-rejected"),
+    }
+)
+"""Reasons that an operator should act on. What the run repairs by itself, such as a lost link, is not among them."""
+
+REPEATED = frozenset({"round-asked-again", "member-stalled"})
+"""Reasons that come again and again until a learner answers, or the machine is less busy."""
+
+DETAILS = frozenset({"leases-returned"})
+"""Reasons that are logged at level DEBUG. Loops that never call `take` hold leases too, and return all of them."""
+
+SILENCES = frozenset({"member-suspected", "member-heard"})
+SHORT_SILENCE_S = 30.0
+"""An evaluation or a checkpoint takes as long. Silences up to this are in the log at level DEBUG only."""
+
+REPEAT_INTERVAL_S = 60.0
+"""Between two lines of the log about the same warning or retry of a learner, or of any fragment."""
+
+MAX_REPEAT_KEYS = 256
 
 
 def about(kind: str, number: int, **more: object) -> dict[str, Any]:
@@ -48,6 +79,53 @@ class Named(logging.Logger):
         for name, value in self.fields.items():
             record.__dict__.setdefault(name, value)
         self._base.handle(record)
+
+
+class RepeatLimit:
+    """Decides which of many like records are logged: the first, then one per interval with the number left out."""
+
+    def __init__(self, interval_s: float = REPEAT_INTERVAL_S) -> None:
+        self._interval_s = interval_s
+        self._logged: dict[Hashable, tuple[float, int]] = {}  # time of the last record, number left out since then
+
+    def left_out(self, key: Hashable) -> int | None:
+        """Return how many records of this key were left out since the last one; None: this one is left out too."""
+        now = time.monotonic()
+        at, count = self._logged.get(key, (float("-inf"), 0))
+        if now - at < self._interval_s:
+            self._logged[key] = at, count + 1
+            return None
+        if len(self._logged) >= MAX_REPEAT_KEYS:
+            self._logged.clear()
+        self._logged[key] = now, 0
+        return count
+
+
+class ReasonLog:
+    """Log the reasons of a core, each at the level that says whether an operator should act on it."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._repeats = RepeatLimit()
+
+    def write(self, reason: Reason, subject: tuple[str, int], prefix: str = "", **named: int) -> None:
+        """`named`: what else the record is about. Repeated records are logged at level DEBUG."""
+        level, also = _level(reason), ""
+        if level == logging.WARNING or reason.code in REPEATED:
+            left_out = self._repeats.left_out((reason.code, subject if subject[0] == "learner" else None))
+            if left_out is None:
+                level = logging.DEBUG
+            elif left_out:
+                also = f" (and {left_out} like it before)"
+        self._log.log(level, "%s%s%s", prefix, reason, also, extra=about(*subject) | named | {"code": reason.code})
+
+
+def _level(reason: Reason) -> int:
+    if reason.code in WARNINGS:
+        return logging.WARNING
+    silent_s = reason.args[0] if reason.code in SILENCES and reason.args else None
+    is_short = isinstance(silent_s, int | float) and silent_s < SHORT_SILENCE_S
+    return logging.DEBUG if is_short or reason.code in DETAILS else logging.INFO
 
 
 class JsonLines(logging.Formatter):

@@ -7,13 +7,13 @@ merged before it goes. When the time is over it goes anyway, and says what is lo
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable
 
 from atoll.core.learner import LearnerCore
 from atoll.core.protocol import LeaveWanted
 from atoll.core.tables import Mode
+from atoll.net.arguments import check_seconds
 from atoll.net.interrupts import Interrupts
 
 LAST_WORDS_S = 3.0
@@ -26,11 +26,8 @@ LEFT = frozenset({"learner-drained", "learner-pushed", "learner-hurried"})
 
 
 def check_notice(seconds: float | None) -> float | None:
-    """ValueError for what is no time."""
-    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if seconds is not None and not (is_number and 0 < seconds < math.inf):
-        raise ValueError(f"notice_s is the time from SIGTERM to the end, in seconds above 0; got {seconds!r}")
-    return seconds
+    """Raise ValueError where this is not a time."""
+    return check_seconds("notice_s", "the time from SIGTERM to the end", seconds) if seconds is not None else None
 
 
 class Notice:

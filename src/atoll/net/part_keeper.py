@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
+from atoll.core.messages import NO_RUN_DIRECTORY
 from atoll.core.protocol import (
     LearnerEvent,
     MomentsFound,
@@ -21,15 +22,15 @@ from atoll.core.protocol import (
     SnapshotSaveFailed,
 )
 from atoll.core.types import Incarnation, LearnerId, RunConfig
+from atoll.net.learner_errors import AtollError
 from atoll.net.parts import TakenPart, write_part
-from atoll.net.step_boundary import Saved, StepBoundary
+from atoll.net.step_boundary import Saved, StepBoundary, cause_of
 
-NO_PLACE = "this learner has no run directory, so it keeps no parts of snapshots"
 BUSY = "the part before it is still being written"
 
 
 class PartKeeper:
-    """`run` None: nothing is kept, and that is what the syncer is told."""
+    """`run` None: no part is kept. Snapshots then hold this learner's counters and not its inner state."""
 
     def __init__(
         self,
@@ -49,6 +50,8 @@ class PartKeeper:
         self._due: tuple[SnapshotPart, Future[TakenPart]] | None = None  # copied or to be copied, and not yet durable
         self._saved: Saved | None = None
         self._seeking: asyncio.Task[None] | None = None
+        if run is None:
+            log.info("no run_directory: snapshots will not hold the inner state of this learner")
 
     # ---------------------------------------------------------------- in the training thread, with the learner's lock
 
@@ -71,7 +74,7 @@ class PartKeeper:
         """Answered by exactly one event."""
         due = self._due
         if due is None or due[0].snapshot != effect.snapshot:
-            self._tell(SnapshotSaveFailed(effect.snapshot, NO_PLACE if self._run is None else BUSY))
+            self._tell(SnapshotSaveFailed(effect.snapshot, NO_RUN_DIRECTORY if self._run is None else BUSY))
             return
         part, copied = due
         assert self._run is not None
@@ -79,10 +82,11 @@ class PartKeeper:
             taken = await asyncio.wrap_future(copied)
             place = self._run, self._config, self._learner, self._incarnation
             await asyncio.to_thread(write_part, *place, part, taken)
-        except (OSError, ValueError, RuntimeError, MemoryError) as wrong:
-            where = f"{wrong.filename}: {wrong.strerror}" if isinstance(wrong, OSError) and wrong.filename else wrong
+        except AtollError:  # the island is broken
+            raise
+        except Exception as error:
             self._due = None
-            self._tell(SnapshotSaveFailed(effect.snapshot, str(where)))
+            self._tell(SnapshotSaveFailed(effect.snapshot, cause_of(error)))
         else:
             self._due = None
             self._tell(SnapshotSaved(effect.snapshot))

@@ -28,13 +28,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from xxhash import xxh3_128_hexdigest
 
 from atoll.core.protocol import SnapshotPart
 from atoll.core.types import LearnerId, RunConfig
 from atoll.ml import inner_state
 from atoll.ml.shares import boxes_of
+from atoll.ml.wrapped import Optimizers
 from atoll.net.durable import (
     OURS,
     UNFINISHED,
@@ -123,7 +123,7 @@ def take_part(
     take_inner: Callable[[], inner_state.Taken],
     extra_state: Callable[[], Any] | None,
 ) -> TakenPart:
-    """In the training thread. Raises ValueError for what cannot be saved, and holds nothing then."""
+    """In the training thread. Raises for what cannot be saved, and holds nothing then."""
     extra = "null"
     if extra_state is not None:
         try:
@@ -260,16 +260,16 @@ class Part:
     def inner_here(self) -> dict[str, Tensor]:
         return {name.removeprefix("inner."): t for name, t in self.tensors.items() if name.startswith("inner.")}
 
-    def prepare(self, optimizer: Optimizer, model: nn.Module) -> inner_state.Prepared:
-        """Its inner state for this optimizer, of which only what this process holds is read. Raises ValueError where it
+    def prepare(self, optimizers: Optimizers, model: nn.Module) -> inner_state.Prepared:
+        """Return its inner state for these optimizers. Reads only what this process holds. Raises ValueError where it
         does not fit."""
         about = self.note["inner"]
         if self.shards is None:
-            return inner_state.prepare(about, self.inner_here(), optimizer, model)
+            return inner_state.prepare(about, self.inner_here(), optimizers, model)
         from atoll.net.sharded_parts import for_rank
 
         tensors = for_rank(about, self.inner_here(), self.shards, boxes_of(model))
-        return inner_state.prepare(about, tensors, optimizer, model, cut=True)
+        return inner_state.prepare(about, tensors, optimizers, model, cut=True)
 
     def rng_of(self, rank: int) -> dict[str, Tensor]:
         """Generators of one rank of the island; empty where the island had fewer ranks then."""
@@ -326,7 +326,7 @@ def find_inner_state(
     run: Path,
     config: RunConfig,
     learner: LearnerId,
-    optimizer: Optimizer,
+    optimizers: Optimizers,
     model: nn.Module,
     say: Callable[[str], None],
     others: Callable[[Part], None] = lambda part: None,
@@ -347,7 +347,7 @@ def find_inner_state(
                 raise ValueError(f"belongs to the run {part.note['run']!r:.100}, this is {config.run_id!r}")
             if part.note["model"] != wanted:
                 raise ValueError("is of another model")
-            prepared = part.prepare(optimizer, model)
+            prepared = part.prepare(optimizers, model)
             others(part)
             return part, prepared
         except (OSError, ValueError) as wrong:

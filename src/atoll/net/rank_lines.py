@@ -40,6 +40,7 @@ _ANSWER = struct.Struct("<BBxxIdqqqqqqq")
 _ORDER = struct.Struct("<BxxxIqq")
 MOST_TEXT = 1 << 20
 MOST_WORDS = 1 << 28
+SKIPPED_BYTES = 1 << 20
 
 
 class Ask(IntEnum):
@@ -220,6 +221,11 @@ class Line:
             came = torch.empty(tensor.shape, dtype=tensor.dtype)
             self.receive_into(bytes_of(came))
             tensor.copy_(came)
+
+    def skip(self, size: int) -> None:
+        """Receive so many bytes and keep none of them."""
+        for begin in range(0, size, SKIPPED_BYTES):
+            self.receive(min(SKIPPED_BYTES, size - begin))
 
     def send_json(self, value: Any) -> None:
         data = json.dumps(value, separators=(",", ":")).encode()

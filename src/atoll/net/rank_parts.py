@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from atoll.ml import inner_state
 from atoll.ml.shares import Box, boxes_of
+from atoll.ml.wrapped import Optimizers
 from atoll.net.parts import Part
 from atoll.net.rank_lines import Line, Order, Status
 from atoll.net.ranks import Ranks
@@ -80,8 +80,8 @@ def write_by_all(
     if is_seen and not wrong:
         try:
             notes.append(write_shard(folder, ranks.rank, taken, mine_of(ranks, taken.about)))
-        except (OSError, ValueError, RuntimeError, MemoryError) as problem:
-            failed = problem  # said when the others are done
+        except Exception as error:
+            failed = error  # raised when the others are done
     while busy:
         for line in list(busy):
             with lock:
@@ -156,11 +156,11 @@ def receive_tensors(line: Line) -> dict[str, Tensor]:
 class FollowerParts:
     """Obeys in the background thread of its rank."""
 
-    def __init__(self, follower: Follower, ranks: Ranks, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, follower: Follower, ranks: Ranks, model: nn.Module, optimizers: Optimizers) -> None:
         self._follower = follower
         self._ranks = ranks
         self._model = model
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._line = ranks.bulk[0]
         get_ready(ranks)
         self._writing: tuple[int, threading.Thread] | None = None  # for which parcel
@@ -241,8 +241,8 @@ class FollowerParts:
 
             try:
                 tensors = for_rank(about, here, Shards(Path(folder), note), boxes_of(self._model))
-                self._loaded = inner_state.prepare(about, tensors, self._optimizer, self._model, cut=True)
-            except (OSError, ValueError, RuntimeError) as wrong:
-                self._line.say(Status.WRONG, str(wrong))
+                self._loaded = inner_state.prepare(about, tensors, self._optimizers, self._model, cut=True)
+            except Exception as error:  # the leader gets the cause
+                self._line.say(Status.WRONG, str(error))
             else:
                 self._line.say(Status.HERE)

@@ -17,7 +17,7 @@ def rate_of(text: str) -> float:
     >>> rate_of("10 MB/s")
     10000000.0
     """
-    found = _RATE.fullmatch(text.strip())
+    found = _RATE.fullmatch(text.strip()) if isinstance(text, str) else None
     rate = float(found[1]) * _PREFIX[found[2].lower()] if found else 0.0
     if found is None or not 0 < rate < math.inf:
         raise ValueError(f"a rate is a number with a unit, as 2gbit, 500mbit or 10MB/s; got {text!r}")

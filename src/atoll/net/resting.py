@@ -34,6 +34,7 @@ class Resting(CoreDriver):
                 with self._news:
                     if core.rests and not self._came and not core.can_answer:
                         self._background.check()
+                        self._background.check_away()
                         self._news.wait(0.2)
                     came, self._came = self._came, False
                     actions = list(self._actions)

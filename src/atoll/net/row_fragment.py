@@ -46,8 +46,8 @@ class RowFragment(FragmentTensors):
         self.dealt = share
         self.rank = rank
         self.stretches = share.own(rank)
-        self._up = up
-        self._coder = StripCoder(up, share.numel, share.strips[rank])
+        self._up = codec(*self.codecs((up.name,)))
+        self._coder = StripCoder(self._up, share.numel, share.strips[rank])
         self._lock = threading.Lock()
         self._strips: tuple[int, Future[Strips]] | None = None  # of the newest copy that was asked for
         self._is_merged: bool | None = None  # what became of it, where the coder has not been told
@@ -72,7 +72,7 @@ class RowFragment(FragmentTensors):
             return self._strips is not None and self._strips[0] == serial
 
     def prepare(self, copied: Copied) -> Prepared:
-        """When the copy is in host memory: the delta, and of it what goes to others."""
+        """When the copy is in host memory: the delta, or the values of buffers, and of it what goes to others."""
         strips: Future[Strips] = Future()
         strips.set_running_or_notify_cancel()  # who waits for it and is cancelled does not cancel it
         with self._lock:
@@ -80,17 +80,20 @@ class RowFragment(FragmentTensors):
         copied.taken.result()()
         anchor = copied.anchor.tensor
         held = None
-        if not self._exact:
+        if not self._exact and not self.holds_buffers:
             held = self._buffers.take()
             self._view.as_held(self.p, anchor, held.tensor)
             anchor = held.tensor
         share, copy = self.dealt, copied.buffer.tensor
+
+        def part(first: int, size: int) -> Tensor:
+            rows = slice(first, first + size)
+            return copy[rows].clone() if self.holds_buffers else anchor[rows] - copy[rows]
+
         values = torch.empty(share.strip_numel(self.rank))
         for move in share.kept(self.rank):
-            rows = slice(move.first, move.first + move.size)
-            torch.sub(anchor[rows], copy[rows], out=values[move.at : move.at + move.size])
-        given = [slice(move.first, move.first + move.size) for move in share.given(self.rank)]
-        parts = [anchor[rows] - copy[rows] for rows in given]
+            values[move.at : move.at + move.size] = part(move.first, move.size)
+        parts = [part(move.first, move.size) for move in share.given(self.rank)]
         self.release(held)
         return Prepared(copied.serial, values, torch.cat(parts) if parts else torch.empty(0))
 

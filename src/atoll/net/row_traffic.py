@@ -173,7 +173,7 @@ class RowWork:
             under_way = self._fetching[p] = RowFetching(*asked, fragment.dealt.numel, fragment.stretches)
         under_way.place = what.at
         fetching = under_way
-        sizes = fragment_sizes(fragment.dealt.numel, what.downs)
+        sizes = fragment_sizes(fragment.dealt.numel, fragment.codecs(what.downs))
 
         async def get(begin: int, own: int, size: int) -> None:
             await self._bulk.fetch_slice(p, fetching, sizes, begin, begin + size)

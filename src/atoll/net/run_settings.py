@@ -20,6 +20,14 @@ PROTOCOL = 2
 MOST_SHARDS = 256
 
 
+def start_anew(directory: str) -> str:
+    """Say what to do where the run in this directory of the syncer has another model than the learner."""
+    return (
+        f"the model of the run is in {directory} at the syncer: build the same model, or stop that syncer and start a"
+        " new run in another directory: atoll syncer --out DIR"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class RunSettings:
     """`plan` is None until a learner has brought the model; `extra` is handed to every learner as it is."""

@@ -17,7 +17,7 @@ from aiohttp import web
 from atoll.net.access import check_access
 from atoll.net.byte_buffers import READ_BYTES
 from atoll.net.lease import TAKE_OVER_S, Turn, Watcher
-from atoll.net.listening import Listener
+from atoll.net.listening import BACKLOG, Listener
 from atoll.net.reaching import Reachable, forget_where, tell_where
 from atoll.net.run_settings import RunSettings
 from atoll.net.store import Fenced
@@ -26,8 +26,9 @@ from atoll.net.syncer_http import build_app
 from atoll.net.tls import KeyFiles, ServerTls
 
 LOOK_EVERY_S = 0.25
+MAX_LINGER_S = 60.0
 LINGER_S = 1.0
-"""After the end: for the last acknowledgements that are on their way."""
+"""After the end: for the last acknowledgements that are on their way, and as long as final values are downloaded."""
 
 
 class Superseded(Exception):  # noqa: N818 - a fact about this process, not an error in anything
@@ -45,16 +46,23 @@ def serve_syncer(
     take_over: bool = False,
     keys: KeyFiles | None = None,
     plain_text: bool = False,
+    serve_end_s: float = 0.0,
+    sock: socket.socket | None = None,
 ) -> bool:
     """Serve one run until it is over; True when it is. SIGINT and SIGTERM stop it so that it can go on later.
 
+    `on_finished` is called as soon as the run is over. After that the end is served for up to `serve_end_s`, while
+    learners are missing that may come back and have not received it.
+
     `take_over`: also from a syncer that holds the directory and stands still. Raises `Superseded` when somebody took
     over from this one. `keys`: TLS with them, and without them only this machine is served, unless `plain_text` says
-    that nobody else is on the network.
+    that nobody else is on the network. `sock`: from `bound`, in place of `host` and `port`.
     """
     tls = ServerTls(keys) if keys is not None else None
     check_access(host, token, tls, plain_text)
-    return asyncio.run(_serve(directory, settings, host, port, token, on_ready, on_finished, take_over, tls))
+    return asyncio.run(
+        _serve(directory, settings, host, port, token, on_ready, on_finished, take_over, tls, serve_end_s, sock)
+    )
 
 
 def wait_to_take_over(
@@ -84,11 +92,14 @@ async def _serve(
     on_finished: Callable[[SyncerProcess], None] | None,
     take_over: bool,
     tls: ServerTls | None,
+    serve_end_s: float,
+    sock: socket.socket | None,
 ) -> bool:
     log = logging.getLogger("atoll.syncer")
     stopped = asyncio.Event()
-    # Who takes over asks for its address first: without one it would only have put an end to the other.
-    sock = bound(host, port) if take_over else None
+    if take_over:
+        # Bind before the epoch is raised: without its address this process would only have ended the other one.
+        sock = bound(host, port)
     try:
         syncer = SyncerProcess(directory, settings, token=token, tls=tls, log=log, take_over=take_over)
     except BaseException as wrong:
@@ -118,25 +129,51 @@ async def _serve(
         log.info("listening on %s%s", address, _how(token, tls))
         if on_ready is not None:
             on_ready(address)
-        await first(stopped.wait(), syncer.over.wait())
-        if syncer.failed is not None:
-            raise RuntimeError(f"the syncer has failed: {syncer.failed}") from syncer.failed
-        if syncer.superseded:
-            raise Superseded(syncer.superseded)
-        if syncer.finished and not stopped.is_set():
-            await first(stopped.wait(), asyncio.sleep(LINGER_S))
+        began, was_over = time.monotonic(), serve_end_s > 0 and syncer.store.manifest() is not None
+        # Only the end is left to serve: shards that hold the final values are not waited for any longer than that.
+        only_end = [asyncio.sleep(serve_end_s)] if was_over and on_finished is None else []
+        await first(stopped.wait(), syncer.over.wait(), *only_end)
+        _check(syncer)
         if syncer.finished and on_finished is not None:
             await syncer.gather()
             await asyncio.to_thread(on_finished, syncer)
+        if syncer.finished:
+            await _serve_end(syncer, stopped, serve_end_s - (time.monotonic() - began if was_over else 0.0))
+            _check(syncer)
         return syncer.finished
     finally:
         forget_where(directory, syncer.store.epoch)
         await syncer.stop()
         if listener is not None:
             await listener.stop()
+        if sock is not None:
+            sock.close()
         await runner.cleanup()
         for number, handler in signals.items():
             signal.signal(number, handler)
+
+
+def _check(syncer: SyncerProcess) -> None:
+    if syncer.failed is not None:
+        raise RuntimeError(f"the syncer has failed: {syncer.failed}") from syncer.failed
+    if syncer.superseded:
+        raise Superseded(syncer.superseded)
+
+
+async def _serve_end(syncer: SyncerProcess, stopped: asyncio.Event, serve_end_s: float) -> None:
+    """Serve the end to learners that come back; then finish what is being sent."""
+    if (missing := syncer.missing_end()) and serve_end_s > 0 and not stopped.is_set():
+        syncer.log.warning(
+            "the run is over, and learners that did not receive its end may come back: %s; serving the end for up to"
+            " %g s (--serve-end); Ctrl-C stops it",
+            ", ".join(map(str, missing)),
+            serve_end_s,
+        )
+        await first(stopped.wait(), syncer.end_delivered.wait(), asyncio.sleep(serve_end_s))
+    sent, until = None, time.monotonic() + MAX_LINGER_S
+    while not stopped.is_set() and (syncer.is_sending or sent != syncer.traffic) and time.monotonic() < until:
+        sent = syncer.traffic
+        await first(stopped.wait(), asyncio.sleep(LINGER_S))
 
 
 def _how(token: str | None, tls: ServerTls | None) -> str:
@@ -163,19 +200,28 @@ def stop_on_signals(stopped: asyncio.Event) -> dict[signal.Signals, Any]:
     return before
 
 
-def bound(host: str, port: int) -> socket.socket:
+def bound(host: str, port: int, listens: bool = False) -> socket.socket:
+    """Return a socket that is bound to this address.
+
+    `listens`: reserve the port at once. Two sockets with SO_REUSEADDR may be bound to one port until one of them
+    listens.
+    """
+    if not 0 <= port <= 65535:
+        raise ValueError(f"{port} is not a port; give a number from 0 to 65535 (0: a free port)")
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as wrong:
-        raise ValueError(f"cannot listen on {host}: {wrong.strerror}; give another --host") from None
+    except OSError as error:
+        raise ValueError(f"cannot listen on {host}: {error.strerror}; give another --host") from None
     family, kind, _, _, where = found[0]
     sock = socket.socket(family, kind)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind(where)
-    except OSError as wrong:
+        if listens:
+            sock.listen(BACKLOG)
+    except OSError as error:
         sock.close()
-        raise ValueError(f"cannot listen on {host}:{port}: {wrong.strerror}; give another --port") from None
+        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}; give another --port") from None
     return sock
 
 

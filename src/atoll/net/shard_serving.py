@@ -67,7 +67,12 @@ async def _serve(
     tls: ServerTls | None,
 ) -> None:
     stopped = asyncio.Event()
-    shard = ShardProcess(directory, number, shards, head.addresses, token=token, tls=tls, client_tls=head.tls)
+    sock = bound(host, port)  # before the directory is created: a port in use must not leave one behind
+    try:
+        shard = ShardProcess(directory, number, shards, head.addresses, token=token, tls=tls, client_tls=head.tls)
+    except BaseException:
+        sock.close()
+        raise
     unheard = logging.getLogger("atoll.shard.http")
     unheard.setLevel(logging.CRITICAL)  # of aiohttp, as in `serving`
     app, bulk = build_shard_app(shard)
@@ -78,7 +83,6 @@ async def _serve(
     try:
         await shard.start()
         await runner.setup()
-        sock = bound(host, port)
         assert runner.server is not None
         listener = Listener(sock, runner.server, shard.access)
         shard.on_proved = listener.proved
@@ -104,6 +108,7 @@ async def _serve(
         await shard.stop()
         if listener is not None:
             await listener.stop()
+        sock.close()
         await runner.cleanup()
         for each, handler in signals.items():
             with contextlib.suppress(ValueError):

@@ -44,6 +44,7 @@ class SnapshotInfo(NamedTuple):
                 "trained": part.trained,
                 "versions": list(part.versions),
                 "bytes": part_bytes(part_path(run, learner, self.number)),
+                "problem": part.problem,
             }
             for learner, part in self.record.parts
         ]

@@ -10,10 +10,9 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from atoll.core.protocol import AdoptFragment, CopyFragment, Envelope, InnerState, SaveSnapshot, StartTraining, Stop
 from atoll.core.types import FragmentId, LearnerId, RunConfig
@@ -21,6 +20,7 @@ from atoll.ml import inner_state
 from atoll.ml.codecs import Codec
 from atoll.ml.model import ModelView
 from atoll.ml.plan import FragmentPlan
+from atoll.ml.wrapped import Optimizers
 from atoll.net.island_tensors import Buffer, Copied, FragmentTensors
 from atoll.net.parts import Part, TakenPart, find_inner_state, take_part
 from atoll.net.rank_lines import Ask, Told
@@ -67,6 +67,13 @@ class Saved(NamedTuple):
 
     part: Part
     inner: inner_state.Prepared
+
+
+class Given(NamedTuple):
+    """Inner state that a peer has sent: metadata and whole tensors, and what of it this rank installs."""
+
+    state: tuple[Mapping[str, Any], Mapping[str, Tensor]]
+    prepared: inner_state.Prepared
 
 
 class Starting(NamedTuple):
@@ -143,11 +150,39 @@ class Solo:
     def close(self) -> None: ...
 
 
+T = TypeVar("T")
+
+
+def settle(promised: Future[T], take: Callable[[], T]) -> None:
+    """Keep the promise with what is taken, or with the cause why it cannot be. Raises nothing.
+
+    The cause goes on as text: an exception would keep the frames of its traceback alive, and with them copies of
+    tensors for which there was no memory.
+    """
+    try:
+        taken = take()
+    except Exception as error:
+        problem = cause_of(error)
+    else:
+        promised.set_result(taken)
+        return
+    promised.set_exception(ValueError(problem))
+
+
+def cause_of(error: Exception) -> str:
+    """Return what went wrong in one line: with the file, or with the type unless it is a sentence of ours."""
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    lines = str(error).splitlines()
+    text = lines[0] if lines else ""
+    return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}".removesuffix(": ")
+
+
 class StepBoundary:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizers: Optimizers,
         fragments: list[FragmentTensors],
         blend_alpha: float,
         extra_state: Callable[[], Any] | None = None,
@@ -155,7 +190,7 @@ class StepBoundary:
     ) -> None:
         self.fragments = fragments
         self._model = model
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._blend_alpha = blend_alpha
         self._extra_state = extra_state
         self.fresh_warmup_steps = fresh_warmup_steps
@@ -169,57 +204,64 @@ class StepBoundary:
         fragment.release(action.value, action.reference)
 
     def give(self, action: Give) -> None:
-        """A state that cannot travel is no reason to stop training: whoever sends it says so."""
-        try:
-            action.taken.set_result(self.take_inner())
-        except ValueError as wrong:
-            action.taken.set_exception(wrong)
+        """Copy the inner state. Whatever fails is the joining learner's loss: the background answers with the cause,
+        and training goes on."""
+        settle(action.taken, self._take_to_give)
 
     def save(self, action: Save) -> None:
-        """What cannot be saved is no reason to stop training either."""
-        try:
-            action.taken.set_result(take_part(self.fragments, self.take_inner, self._extra_state))
-        except (ValueError, RuntimeError, MemoryError) as wrong:  # torch's way to say that there is no memory
-            action.taken.set_exception(wrong)
+        """Copy a part of a snapshot. Whatever fails is reported to the syncer, and training goes on."""
+        settle(action.taken, lambda: take_part(self.fragments, self.take_inner, self._extra_state))
+
+    def _take_to_give(self) -> inner_state.Taken:
+        taken = self.take_inner()
+        inner_state.check_holds_state(self._optimizers, taken)
+        return taken
 
     def take_inner(self) -> inner_state.Taken:
-        return inner_state.take(self._optimizer, self._model)
+        return inner_state.take(self._optimizers, self._model)
 
     def before(self) -> None:
         """Called when something is to be done at this boundary."""
 
     def find_saved(self, run: Path, config: RunConfig, learner: LearnerId, say: Callable[[str], None]) -> Saved | None:
         """While the training thread waits for the first step: inner state from a part in this run's directory."""
-        found = find_inner_state(run, config, learner, self._optimizer, self._model, say, self.others_load)
+        found = find_inner_state(run, config, learner, self._optimizers, self._model, say, self.others_load)
         return Saved(*found) if found is not None else None
 
     def others_load(self, part: Part) -> None:
         """The other ranks, if there are any, read their own of a part that fits here. Raises ValueError where they
         cannot."""
 
+    def prepare_given(self, file: StateFile) -> Given:
+        """While the training thread waits for the first step: check a peer's inner state. Raises ValueError where it
+        does not fit."""
+        state = file.read()
+        return Given(state, inner_state.prepare(*state, self._optimizers, self._model))
+
     def starting(
         self,
         effect: StartTraining,
-        given: StateFile | None,
+        given: Given | None,
         saved: Saved | None,
         learner: LearnerId,
         log: logging.Logger,
     ) -> Starting:
-        """What training starts with. A peer's state that does not fit is none: moments are fresh."""
+        """Return what training starts with."""
         if effect.moments.code == "moments-saved":
             assert saved is not None, f"{effect.moments}, which nobody holds"
             # Two learners that draw the same numbers would learn the same: only its own part says what is drawn next.
             own = saved.part if saved.part.learner == learner else None
             state = (saved.part.note["inner"], saved.part.inner_tensors())
-            return Starting(effect.warmup_steps, saved.inner, state, own)
-        if given is not None:
+            warmup_steps = effect.warmup_steps
             try:
-                state = given.read()
-                prepared = inner_state.prepare(*state, self._optimizer, self._model)
-                return Starting(effect.warmup_steps, prepared, state, None)
-            except ValueError as wrong:
-                log.warning("the peer's inner state is of no use here, moments are fresh: %s", wrong)
-                return Starting(max(effect.warmup_steps, self.fresh_warmup_steps), None, None, None)
+                inner_state.check_holds_state(self._optimizers, saved.inner)
+            except ValueError as error:
+                warmup_steps = max(warmup_steps, self.fresh_warmup_steps)
+                log.warning("%s has no inner state, warming up for %d steps: %s", saved.part.path, warmup_steps, error)
+            return Starting(warmup_steps, saved.inner, state, own)
+        if effect.moments.code == "moments-peer":
+            assert given is not None, f"{effect.moments}, which never arrived"
+            return Starting(effect.warmup_steps, given.prepared, given.state, None)
         return Starting(effect.warmup_steps, None, None, None)
 
     def write_anchors(self) -> None:

@@ -9,6 +9,7 @@
     head.json                            of a shard: the newest syncer that it has served
     members.json, leases.json            the newest record of each, and
     manifest.json                        the manifest once the run is over
+    end_received.json                    learners that have acknowledged the end, written when a syncer stops after it
     fragments/007/000000012.safetensors  version 12 of fragment 7: value, outer state, who is in it; the newest few
     snapshots/000000004/                 a snapshot: record.json and the version of every fragment that belongs to it
 
@@ -31,7 +32,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -65,6 +66,7 @@ LOST_EPOCHS = 1000
 
 CONTROLS = "controls.json"
 HEAD = "head.json"
+END_RECEIVED = "end_received.json"
 
 _FRAGMENT = re.compile(r"\d{3,}")
 _VERSION = re.compile(r"(\d{9,})\.safetensors")
@@ -153,6 +155,9 @@ class Store:
 
     def write_controls(self, controls: Mapping[str, Any]) -> None:
         self._put(self.directory / CONTROLS, small_file(json.dumps(dict(controls), indent=1, allow_nan=False)))
+
+    def write_end_received(self, learners: Collection[int]) -> None:
+        self._put(self.directory / END_RECEIVED, small_file(json.dumps({"learners": sorted(learners)})))
 
     def write_head(self, head: Mapping[str, Any]) -> None:
         self._put(self.directory / HEAD, small_file(json.dumps(dict(head))))
@@ -267,6 +272,11 @@ class Store:
     def controls(self) -> dict[str, Any] | None:
         """What `write_controls` wrote; None when nobody has ever asked for anything."""
         return self._small(CONTROLS, "remove it: nothing is paused or changed then")
+
+    def end_received(self) -> set[int]:
+        """Return the learners that have acknowledged the end of the run, as far as earlier syncers wrote it down."""
+        kept = self._small(END_RECEIVED, "remove it: the end is served to all learners again")
+        return set(kept["learners"]) if kept is not None else set()
 
     def head(self) -> dict[str, Any] | None:
         """What `write_head` wrote."""

@@ -32,6 +32,7 @@ from atoll.core.protocol import (
     MessageArrived,
     Persist,
     Refuse,
+    RefuseContribution,
     Say,
     Send,
     SnapshotRecord,
@@ -56,7 +57,7 @@ from atoll.net.durable import StoreDamaged
 from atoll.net.fragment_keeper import FragmentKeeper, Payload
 from atoll.net.held_fragments import HeldFragment, Measured
 from atoll.net.lease import BEAT_EVERY_S
-from atoll.net.logs import Named, about
+from atoll.net.logs import WARNINGS, Named, ReasonLog
 from atoll.net.memory_gate import MemoryGate
 from atoll.net.run_clock import RunClock
 from atoll.net.run_settings import RunSettings
@@ -92,6 +93,7 @@ class SyncerProcess:
         self.directory = directory
         self.settings = settings
         self.log = Named(log if log is not None else logging.getLogger("atoll.syncer"))
+        self._reasons = ReasonLog(self.log)
         self.core: SyncerCore | None = None  # from the founding on
         self.plan: FragmentPlan | None = None
         self.links: dict[LinkKey, SyncerLink] = {}
@@ -103,6 +105,8 @@ class SyncerProcess:
         self.merged_contributions = 0  # by this process
         self.merges_before = 0  # by its predecessors
         self.over = asyncio.Event()  # the run has ended, or this syncer has been superseded
+        self.end_delivered = asyncio.Event()  # to every learner that may come back; or this syncer must stop
+        self._informed: set[LearnerId] = set()  # learners whose new process was answered that the run is over
         self.halted_because = ""
         self.superseded = ""  # by whom, in words: this process must not serve any more
         self.snapshots = SnapshotNews()
@@ -128,6 +132,7 @@ class SyncerProcess:
         limits = self.settings.config.limits
         self.wishes = Wishes.checked(self.store.controls() or {}, self.store.directory / CONTROLS, limits)
         self._controlling = asyncio.Lock()
+        self._end_received = self.store.end_received()  # learners that acknowledged the end to an earlier syncer
         self._gathered: dict[FragmentId, Tensor] = {}  # from the shards, at the end
 
     # ---------------------------------------------------------------------------------------------------- starting
@@ -215,6 +220,7 @@ class SyncerProcess:
             self.log.critical("the syncer has failed and stops; start it again on its directory", exc_info=wrong)
             self.failed = wrong
             self.over.set()
+            self.end_delivered.set()
 
     def _handle(self, event: SyncerEvent, payload: Payload | None) -> None:
         """Its entry is on the tape before any of its effects is carried out."""
@@ -235,6 +241,8 @@ class SyncerProcess:
                 if carry_out is not None:
                     carry_out(self, effect)
         self._hold_versions(self.core)
+        if self.core.stage is Stage.FINISHED and not self.missing_end():
+            self.end_delivered.set()
         self._arm()
 
     def _arm(self) -> None:
@@ -264,12 +272,22 @@ class SyncerProcess:
         link = self.links.get((envelope.learner, envelope.incarnation, envelope.session))
         if link is not None:
             link.post(envelope)
-        if type(body) is Refuse:
+        learner, incarnation = envelope.learner, envelope.incarnation
+        if type(body) is RefuseContribution and body.reason.code in WARNINGS:
+            p = body.round.fragment
+            prefix = f"learner {learner}: contribution to fragment {p} refused: "
+            self._reasons.write(body.reason, ("learner", learner), prefix, incarnation=incarnation, fragment=p)
+        elif type(body) is Refuse:
             self.refused[body.reason.code] += 1
+            if body.reason.code == "refused-finished":
+                self._informed.add(envelope.learner)
+            # About the run, not the learner: a process without a place in it could take any number of numbers.
+            prefix = f"learner {learner}: refused by the run in {self.directory}: "
+            self._reasons.write(body.reason, ("run", 0), prefix, learner=learner, incarnation=incarnation)
             if link is not None and body.final:
                 link.close(str(body.reason))
         elif type(body) is Welcome:
-            self._close_older(envelope.learner, envelope.incarnation)
+            self._close_older(learner, incarnation)
 
     def _close_older(self, learner: LearnerId, incarnation: Incarnation) -> None:
         """A process that has a successor is told so when it dials again; on its old link nobody listens to it."""
@@ -280,14 +298,14 @@ class SyncerProcess:
     def _say(self, effect: Say) -> None:
         kind, number = effect.subject
         self.snapshots.note(effect.reason)
-        named: dict[str, Any] = {"code": effect.reason.code}
+        named: dict[str, Any] = {}
         if kind == "fragment":
             assert self.core is not None
             named["version"] = self.core.fragments[number].version
         elif kind == "learner" and self.core is not None and number in self.core.members:
             named["incarnation"] = self.core.members[number].incarnation
-        subject = f"{kind} {number}" if kind != "run" else kind
-        self.log.info("%s: %s", subject, effect.reason, extra=about(kind, number, **named))
+        prefix = f"{kind} {number}: " if kind != "run" else "run: "
+        self._reasons.write(effect.reason, effect.subject, prefix, **named)
 
     def _hang_up(self, effect: Hangup) -> None:
         link = self.links.pop((effect.learner, effect.incarnation, effect.session), None)
@@ -426,6 +444,24 @@ class SyncerProcess:
     def finished(self) -> bool:
         return self.core is not None and self.core.stage is Stage.FINISHED
 
+    def missing_end(self) -> list[LearnerId]:
+        """Return the learners that may come back and have not received the end of the run."""
+        missing = self.core.missing_end() if self.core is not None else []
+        return [learner for learner in missing if learner not in self._end_received | self._informed]
+
+    def _write_end_received(self) -> None:
+        """For a syncer that is started on the finished run: it serves the end only while a learner misses it."""
+        assert self.core is not None
+        acknowledged = {member.id for member in self.core.members.values() if member.finish_acked}
+        try:
+            self.store.write_end_received(self._end_received | acknowledged)
+        except (Fenced, OSError, StoreDamaged) as error:
+            self.log.warning("cannot write which learners have received the end: %s", error)
+
+    @property
+    def is_sending(self) -> bool:
+        return any(held.is_being_sent for held in self.fragments.values())
+
     async def gather(self) -> None:
         """For `published`: the final values, from wherever they are."""
         if self.shards is not None and self.core is not None and self.plan is not None:
@@ -433,7 +469,7 @@ class SyncerProcess:
             self._gathered = await self.shards.values(self.plan, versions)
 
     def published(self) -> dict[str, Tensor]:
-        """The published model by tensor name, in f32 and in the shapes of the plan; complex numbers are pairs."""
+        """Return the published model by tensor name, in f32 and in the shapes of the plan."""
         assert self.plan is not None
         found: dict[str, list[tuple[int, Tensor]]] = {}
         values = {p: held.served.value for p, held in self.fragments.items()} or self._gathered
@@ -443,9 +479,7 @@ class SyncerProcess:
         model = {}
         for name, pieces in found.items():
             flat = torch.cat([rows for _, rows in sorted(pieces, key=lambda piece: piece[0])])
-            info = self.plan.by_name[name]
-            pair = (2,) if info.dtype.startswith("complex") else ()
-            model[name] = flat.reshape(*info.shape, *pair)
+            model[name] = flat.reshape(self.plan.by_name[name].shape)
         return model
 
     # ---------------------------------------------------------------------------------------------------- stopping
@@ -467,6 +501,7 @@ class SyncerProcess:
         if self.core is not None:
             self.tell(StoreFenced(fenced.epoch))
         self.over.set()
+        self.end_delivered.set()
 
     def _spawn(self, task: Any) -> None:
         spawned = self._loop.create_task(task)
@@ -485,6 +520,8 @@ class SyncerProcess:
         await asyncio.gather(*(link.closed() for link in list(self.links.values())), return_exceptions=True)
         self.links.clear()
         await self.keeper.stop()
+        if self.finished:
+            await asyncio.to_thread(self._write_end_received)
         if self._tape is not None:
             self._tape.close()
         await asyncio.to_thread(self.metrics.close)

@@ -20,7 +20,7 @@ from atoll.core.protocol import Contribution, Envelope, MessageArrived
 from atoll.core.types import MOST_TOKENS, FragmentId, Incarnation, LearnerId
 from atoll.ml.codecs import Codec, codec
 from atoll.ml.plan import FragmentPlan
-from atoll.ml.robust import size_of
+from atoll.ml.robust import unfit_in_fragment
 from atoll.net.arrivals import ArrivalKey, Arrivals, Claim
 from atoll.net.byte_buffers import CHUNK_BYTES, SMALL_BYTES, ByteBuffers
 from atoll.net.fragment_keeper import Payload
@@ -146,12 +146,17 @@ class Bulk:
     async def _take(self, brought: Brought, data: Tensor, give_back: Callable[[], None]) -> bool:
         """Values are checked before the core hears of them: a bad one must be refused with its reason."""
         syncer, envelope = self.syncer, brought.envelope
-        problem, norm = await computed(data.numel(), brought.up.examine, data, brought.numel)
-        syncer.bytes_up += data.numel()
         assert isinstance(envelope.body, Contribution)
+        p = envelope.body.round.fragment
+        usual = syncer.fragments[p].usual
+        problem, norm = await computed(data.numel(), usual.examine, brought.up, data, brought.numel)
+        syncer.bytes_up += data.numel()
         if problem is None:
-            usual = syncer.fragments[envelope.body.round.fragment].usual
-            problem = usual.problem(size_of(norm, envelope.body.steps))
+            problem = usual.problem(usual.size_of(norm, envelope.body.steps))
+        else:
+            assert syncer.plan is not None
+            named = await computed(data.numel(), unfit_in_fragment, syncer.plan, p, brought.up, data)
+            problem = f"not finite: {named}"
         envelope = envelope._replace(body=envelope.body._replace(problem=problem))
         payload = Payload(data, brought.up.name, norm, give_back)
         syncer.tell(MessageArrived(envelope), payload)
@@ -163,10 +168,10 @@ class Bulk:
         if type(body) is not Contribution:
             raise WireError(f"a contribution was due, found {type(body).__name__}", "type")
         self.check_link(envelope.learner, envelope.incarnation, envelope.session)
-        numel = self._numel_of(body.round.fragment)
-        ups = {CODEC_NUMBERS[up]: up for up in self.syncer.settings.numerics.ups}
+        numel, allowed = self._traits_of(body.round.fragment)
+        ups = {CODEC_NUMBERS[up]: up for up in allowed}
         if head.codec not in ups:
-            raise WireError(f"codec {head.codec}, the run's contributions are {' or '.join(ups.values())}", "codec")
+            raise WireError(f"codec {head.codec}, the run's contributions are {' or '.join(allowed)}", "codec")
         up = codec(ups[head.codec])
         size = up.size(numel)
         if head.payload_bytes not in (0, size):
@@ -175,11 +180,12 @@ class Bulk:
             raise WireError("a learner does not say this of its own contribution", "type")
         return envelope, numel, up
 
-    def _numel_of(self, p: int) -> int:
+    def _traits_of(self, p: int) -> tuple[int, tuple[str, ...]]:
+        """Return the size of a fragment and the codecs of contributions to it."""
         plan = self.syncer.plan
         if plan is None or not 0 <= p < len(plan.fragments):
             raise WireError(f"there is no fragment {p}", "type")
-        return plan.numel(p)
+        return plan.numel(p), plan.codecs(p, self.syncer.settings.numerics.ups)
 
     def check_link(self, learner: int, incarnation: int, session: int) -> None:
         check_speaker(learner)
@@ -192,8 +198,8 @@ class Bulk:
         def accept(head: FrameHead, header: bytes) -> Any:
             said = SliceHeader.decode(header)
             self.check_link(said.learner, said.incarnation, said.session)
-            numel = self._numel_of(said.round.fragment)
-            sizes = [codec(up).size(numel) for up in self.syncer.settings.numerics.ups]
+            numel, allowed = self._traits_of(said.round.fragment)
+            sizes = [codec(up).size(numel) for up in allowed]
             end = said.begin + head.payload_bytes
             if said.of not in sizes or not said.begin < end <= said.of:
                 has = " or ".join(map(str, sizes))

@@ -11,12 +11,16 @@ from aiohttp import WebSocketError, WSCloseCode, WSMsgType, web
 from torch import Tensor
 
 from atoll.core.protocol import Contribution, Envelope, FetchTime, Hello, InnerState, MessageArrived
-from atoll.core.types import FragmentId
-from atoll.ml.plan import FragmentPlan
+from atoll.core.reasons import Reason
+from atoll.core.types import FragmentId, first_difference
+from atoll.ml.codecs import F32
+from atoll.ml.plan import FragmentPlan, settled_plan
+from atoll.ml.robust import unfit_in_fragment
 from atoll.net.controls import control, who_problem
 from atoll.net.guard import guard_of
 from atoll.net.identity import NotYours, Turned, alike, check_speaker, own_number
 from atoll.net.prometheus import MISSING, exposition
+from atoll.net.run_settings import start_anew
 from atoll.net.shards import ShardsMissing
 from atoll.net.snapshot_files import snapshot_info
 from atoll.net.spool import Spool, SpoolFile
@@ -35,6 +39,7 @@ from atoll.net.wire import (
     parse_json,
 )
 
+MAX_LEARNER = 1_000_000
 MOST_METRICS_BYTES = 4096
 MOST_PLAN_BYTES = 256 * 2**20
 MOST_MODEL_BYTES = 2**40
@@ -83,7 +88,13 @@ class Paths:
     # ---------------------------------------------------------------------------------------------------- joining
 
     async def run(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response(self.syncer.settings.told())
+        """Answer with the settings of the run. A learner names its number: one that its key is not for is refused here,
+        before it founds a run that it could not join."""
+        text = request.query.get("learner")
+        if text is not None:
+            number = int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else 0
+            own_number(_learner_number(number), self.syncer.present())
+        return web.json_response(self.syncer.settings.told() | {"directory": str(self.syncer.directory.absolute())})
 
     async def shards(self, request: web.Request) -> web.StreamResponse:
         """Where the shards are, by their numbers; null: it is away."""
@@ -92,9 +103,7 @@ class Paths:
 
     async def join(self, request: web.Request) -> web.StreamResponse:
         raw = parse_json(await request.read())
-        wanted = raw.get("learner") if isinstance(raw, dict) else 0
-        if wanted is not None and (type(wanted) is not int or not 1 <= wanted <= 1_000_000):
-            raise WireError("a learner's number is a whole number from 1, or null for any", "type")
+        wanted = _learner_number(raw.get("learner") if isinstance(raw, dict) else 0)
         learner, incarnation = self.syncer.hand_out(own_number(wanted, self.syncer.present()))
         return web.json_response({"learner": learner, "incarnation": incarnation})
 
@@ -130,16 +139,18 @@ class Paths:
         settings = self.syncer.settings
         if plan.total_numel * 4 > MOST_MODEL_BYTES:
             return Refused(413, f"a model of {plan.total_numel} parameters is larger than this syncer takes")
-        if plan.how != settings.numerics.plan or len(plan.fragments) > settings.config.fragments:
-            wanted = f"{settings.numerics.plan} with at most {settings.config.fragments} fragments"
-            return Refused(409, f"the plan is {plan.how} with {len(plan.fragments)} fragments, the run's is {wanted}")
+        wanted = settled_plan(plan.tensors, settings.config.fragments, settings.numerics.plan)
+        if plan != wanted:
+            given, due = (f"{each.how} with {len(each.fragments)} fragments" for each in (plan, wanted))
+            if given == due:
+                due += " that hold other tensors; use one version of Atoll everywhere"
+            return Refused(409, f"the plan is {given}, the run's is {due}")
         if self.syncer.plan is None:
             return None
-        for ours, theirs in zip(self.syncer.plan.fingerprint(), plan.fingerprint(), strict=False):
-            if ours != theirs:
-                return Refused(409, f"another model: {theirs!r} where the run has {ours!r}")
-        if len(self.syncer.plan.tensors) != len(plan.tensors):
-            return Refused(409, f"another model: {len(plan.tensors)} tensors, the run has another number")
+        ours, theirs = self.syncer.plan.fingerprint(), plan.fingerprint()
+        if ours != theirs:
+            reason = Reason("refused-fingerprint", (first_difference(ours, theirs),))
+            return Refused(409, f"{reason}; {start_anew(str(self.syncer.directory.absolute()))}")
         return None
 
     async def _read_value(self, frames: Frames, plan: FragmentPlan, p: FragmentId) -> Tensor:
@@ -156,7 +167,12 @@ class Paths:
 
         await frames.next(Kind.MODEL, accept)
         if not torch.isfinite(value.sum()):
-            raise WireError(f"fragment {p} of the model holds values that are not finite", "type")
+            named = unfit_in_fragment(plan, p, F32(), value.view(torch.uint8))
+            raise WireError(
+                f"the model holds values that are not finite: {named}; initialize it before joining, and register"
+                " constants such as attention masks as buffers with persistent=False, which are not sent",
+                "type",
+            )
         return value
 
     # ---------------------------------------------------------------------------------------------------- the link
@@ -329,6 +345,12 @@ class Paths:
     async def clean_up(self, app: web.Application) -> None:
         self.bulk.arrivals.close()
         self.spool.clear()
+
+
+def _learner_number(told: object) -> int | None:
+    if told is None or (type(told) is int and 1 <= told <= MAX_LEARNER):
+        return told
+    raise WireError(f"a learner's number is a whole number from 1 to {MAX_LEARNER}, or null for any", "type")
 
 
 def _accept_plan(head: FrameHead, header: bytes) -> Any:

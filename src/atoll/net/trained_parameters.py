@@ -1,7 +1,8 @@
-"""What of a model trains was settled at the join: it travels. What is unfrozen later would be trained and never travel.
+"""What of a model travels was settled at the join. What is unfrozen, added or replaced later would be trained and never
+travel.
 
-To look at every parameter costs a microsecond for about ten of them, so that it is done now and then, and whenever
-the optimizer has got other ones.
+A look at all parameters and modules costs about 0.3 ms for 1,600 parameters in 1,100 modules, so it is taken every 32
+steps (10 us per step), and whenever the number of the optimizer's parameters has changed.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import logging
 
 from torch import nn
-from torch.optim import Optimizer
 
 from atoll.ml.plan import named_tensors
+from atoll.ml.shares import is_sharded
+from atoll.ml.wrapped import Optimizers, optimizers_of
 
 EVERY = 32
 """Steps between two looks."""
@@ -23,31 +25,61 @@ PERSISTS = 100
 class TrainedParameters:
     """Of one model. Only the training thread uses it."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, log: logging.Logger) -> None:
+    def __init__(self, model: nn.Module, optimizers: Optimizers, log: logging.Logger) -> None:
         self._log = log
+        self._model = model
         found = {name: each for name, each in named_tensors(model).items() if isinstance(each, nn.Parameter)}
         self._names = tuple(found)
         self._parameters = tuple(found.values())
+        self._known = {id(each): each for each in self._parameters}
         self._at_the_join = self._now()
-        self._optimizer = optimizer
+        self._optimizers = optimizers_of(optimizers)
         self._held = self._count()
-        self._left = 0  # steps until it looks
+        self._steps = 0
+        self._left = 0  # steps until it looks at what is frozen
         self._is_said = False
         self._frozen_for: dict[str, int] = {}  # steps in a row, of those that were not at the join
+
+    def _check_objects(self) -> None:
+        """Raise ValueError where the model trains a parameter that was not in it at the join.
+
+        Objects are compared, not names: a module that was wrapped has other names, and its parameters travel.
+        """
+        waiting: list[nn.Module | None] = [self._model]
+        held: list[nn.Parameter | None] = []
+        while waiting:
+            module = waiting.pop()
+            if module is not None:
+                held += module._parameters.values()
+                waiting += module._modules.values()
+        new = {id(each): each for each in held if each is not None and id(each) not in self._known}
+        if not any(each.requires_grad for each in new.values()):
+            return
+        known = dict(zip(self._names, self._parameters, strict=True))
+        for name, each in named_tensors(self._model).items():
+            if id(each) in new and each.requires_grad:
+                before = known.get(name)
+                if before is None or not is_sharded(before):
+                    raise ValueError(_changed(name, "added" if before is None else "replaced"))
+                assert isinstance(each, nn.Parameter)
+                self._known[id(each)] = each  # FSDP2 puts the gathered parameter in the place of the sharded one
 
     def _now(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters]
 
     def _count(self) -> int:
-        return sum([len(group["params"]) for group in self._optimizer.param_groups])
+        return sum([len(group["params"]) for each in self._optimizers for group in each.param_groups])
 
     def check(self) -> None:
-        """At every step. ValueError where something was unfrozen; what was frozen and stays so is said once, as nothing
-        is lost by it."""
-        if self._left and self._count() == self._held:
+        """At every step. Raise ValueError where a parameter was unfrozen, added or replaced. One that was frozen and
+        stays so is logged once: nothing is lost by it."""
+        before, self._held = self._held, self._count()
+        if self._steps % EVERY == 0 or self._held != before:
+            self._check_objects()
+        self._steps += 1
+        if self._left and self._held == before:
             self._left -= 1
             return
-        self._held = self._count()
         now, frozen_for = self._now(), {}
         if now != self._at_the_join:
             for name, is_trained, was_trained in zip(self._names, now, self._at_the_join, strict=True):
@@ -60,6 +92,14 @@ class TrainedParameters:
                         self._log.warning("%s", _sentence(name, "frozen", "goes on with what others train"))
         self._frozen_for = frozen_for
         self._left = 0 if frozen_for and not self._is_said else EVERY - 1
+
+
+def _changed(name: str, what: str) -> str:
+    return (
+        f"a parameter was {what} after the join: {name}. What travels was settled then, and this one would be trained"
+        " here alone: make all changes of the model before the Learner is made; to go on with it as it is now, start a"
+        " new run from its weights (atoll syncer --init)"
+    )
 
 
 def _sentence(name: str, what: str, then: str) -> str:

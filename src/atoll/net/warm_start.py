@@ -12,7 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from atoll.ml.codecs import F32
 from atoll.ml.plan import FragmentPlan
+from atoll.ml.robust import unfit_in_fragment
 
 INIT = "init.safetensors"
 
@@ -36,13 +38,13 @@ def warm_values(directory: Path, plan: FragmentPlan) -> list[Tensor] | None:
                     if tuple(tensor.shape) != shape:
                         raise ValueError(f"{path}: {piece.tensor} is {tuple(tensor.shape)}, the model has {shape}")
                     rows = (tensor if shape else tensor.unsqueeze(0))[piece.start : piece.stop]
-                    plain = torch.view_as_real(rows) if rows.is_complex() else rows
-                    value[begin:end].copy_(plain.reshape(-1))
+                    value[begin:end].copy_(rows.reshape(-1))
     except SafetensorError as wrong:
         raise ValueError(f"{path} is damaged: {wrong}") from None
     for p, value in enumerate(values):
         if not torch.isfinite(value.sum()):
-            raise ValueError(f"{path} holds values that are not finite, in {plan.spans(p)[0][0].tensor} or after it")
+            named = unfit_in_fragment(plan, p, F32(), value.view(torch.uint8))
+            raise ValueError(f"{path} holds values that are not finite: {named}")
     return values
 
 

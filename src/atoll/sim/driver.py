@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 from atoll.core.learner import LearnerCore
+from atoll.core.messages import NO_RUN_DIRECTORY
 from atoll.core.protocol import (
     Contribution,
     Dial,
@@ -456,6 +457,8 @@ class Driver:
         event: Event = SnapshotSaved(effect.snapshot)
         if not self.healed and self.rng.random() < 0.05:
             event = SnapshotSaveFailed(effect.snapshot, "no space left on device")
+        elif proc.actor.learner % 4 == 0:
+            event = SnapshotSaveFailed(effect.snapshot, NO_RUN_DIRECTORY)
         else:
             self.parts[proc.actor.learner] = effect.snapshot
         self.engine.at(when, self._deliver, proc, event)

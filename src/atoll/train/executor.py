@@ -10,7 +10,7 @@ What happens when:
               Lease arrived           they are known
               Published arrived       the published value is rebuilt from the update, as a learner does
               CopyFragment            theta_p is kept
-              Send(Contribution)      A_p - theta_p is encoded, with error feedback
+              Send(Contribution)      A_p - theta_p is encoded, with error feedback; of buffers theta_p, in f32
               AdoptFragment           the new value is taken over; the residual of what was sent is settled
               Send(InnerState)        the optimizer's state is taken, and given to its receiver at StartTraining
               SaveSnapshot            the same, for who starts from it after everybody has died
@@ -63,7 +63,7 @@ from atoll.ml import inner_state, outer
 from atoll.ml.codecs import Codec, Feedback, codec
 from atoll.ml.model import ModelView
 from atoll.ml.plan import FragmentPlan
-from atoll.ml.robust import Sums, UsualSize, size_of, sums_of
+from atoll.ml.robust import Sums, UsualSize, sums_of
 from atoll.ml.settings import Numerics
 
 KEPT_PARTS = 4
@@ -143,7 +143,8 @@ class SyncerTensors:
         self.versions: list[Version] = [0] * len(states)
         self.updates: list[tuple[Codec, Tensor] | None] = [None] * len(states)  # from the version before
         self.downs: dict[RoundId, Codec] = {}  # of rounds that are being merged: of their update, if it was chosen
-        self.rounds: dict[RoundId, tuple[Sums, list[float], list[float]]] = {}  # sums, sizes and breadths in them
+        # Of open rounds: sums, sizes of the contributions and tokens per step of each learner.
+        self.rounds: dict[RoundId, tuple[Sums, list[float], dict[LearnerId, float]]] = {}
         self.usual: list[UsualSize] = []
         self.merged: dict[FragmentId, tuple[Tensor, tuple[Codec, Tensor]]] = {}  # value and update, not durable yet
         self._undo: dict[FragmentId, tuple[RoundId, FragmentState]] = {}  # of those: from what the outer step was made
@@ -160,7 +161,7 @@ class SyncerTensors:
         step = outer.OuterStep(self._plan, p, self._numerics, state.value.clone())
         if state.momentum:
             step.load(state.momentum)
-        usual = UsualSize()
+        usual = UsualSize(self._plan.holds_buffers(p))
         if state.usual is not None:
             usual.load(state.usual)
         return step, usual
@@ -173,20 +174,22 @@ class SyncerTensors:
     def accumulate(self, round_id: RoundId, up: Codec, data: Tensor, accepted: Accepted) -> None:
         p = round_id.fragment
         if round_id not in self.rounds:
-            self.rounds[round_id] = (sums_of(self._plan, p, self._numerics.merge), [], [])
-        sums, sizes, breadths = self.rounds[round_id]
-        size = size_of(up.examine(data, self._plan.numel(p))[1], accepted.steps)
-        sums.add_encoded(up, data, accepted.weight, self.usual[p].scale(size, self._numerics.norm_clip))
+            self.rounds[round_id] = (sums_of(self._plan, p, self._numerics.merge), [], {})
+        sums, sizes, rates = self.rounds[round_id]
+        usual = self.usual[p]
+        size = usual.size_of(usual.examine(up, data, self._plan.numel(p))[1], accepted.steps)
+        sums.add_encoded(up, data, accepted.weight, usual.scale(size, self._numerics.norm_clip))
         sizes.append(size)
-        breadths.append(accepted.tokens / accepted.steps)
+        rates[accepted.learner] = accepted.tokens / accepted.steps
 
     def step(self, round_id: RoundId) -> None:
         p = round_id.fragment
-        sums, sizes, breadths = self.rounds.pop(round_id)
+        sums, sizes, rates = self.rounds.pop(round_id)
         self._undo[p] = round_id, self.state(p, self.published[p])
-        self.outer[p].step(sums.result(), sum(breadths))
+        self.outer[p].step(sums.result(), rates)
         self.usual[p].note(sizes)
-        moving = outer.Published(self.downs.pop(round_id, self._down), self.published[p].clone())
+        down = self.downs.pop(round_id, self._down)
+        moving = outer.Published(codec(*self._plan.codecs(p, (down.name,))), self.published[p].clone())
         update = moving.advance(self.outer[p].value)
         self.merged[p] = (moving.value, (moving.codec, update))
 
@@ -453,7 +456,7 @@ class Execution:
         if kept is None:
             kept = learner.copies[p] = torch.empty(self.plan.numel(p))
         learner.view.read(p, kept)
-        learner.codecs[p] = codec(effect.codec) if effect.codec is not None else self.up
+        learner.codecs[p] = codec(*self.plan.codecs(p, (effect.codec or self.up.name,)))
         learner.sent.pop(p, None)
 
     def _send(self, learner: LearnerTensors, effect: Send) -> None:
@@ -470,9 +473,11 @@ class Execution:
         if sent is None or sent[0] != round_id:
             feedback = learner.feedback.get(p)
             if feedback is None:
-                feedback = learner.feedback[p] = Feedback(self.up, self.plan.numel(p))
+                feedback = learner.feedback[p] = Feedback(learner.codecs[p], self.plan.numel(p))
             feedback.settle(False)  # an older answer with the same anchor was in no version
-            data = feedback.encode(learner.anchors[p] - learner.copies[p], by=learner.codecs[p])
+            copy = learner.copies[p]
+            given = copy if self.plan.holds_buffers(p) else learner.anchors[p] - copy
+            data = feedback.encode(given, by=learner.codecs[p])
             sent = learner.sent[p] = (round_id, learner.codecs[p], data)
         self.bytes_up += sent[2].numel()
         self._contributions[learner.actor, p] = sent

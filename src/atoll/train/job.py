@@ -115,7 +115,7 @@ def _carry_out(settings: JobSettings, run: Path, view: LiveView, corpus: Text) -
 
             evaluations = Evaluations(settings, run, corpus)
             Supervisor(settings, run, view, title_of(settings, corpus), evaluations=evaluations).train()
-    view.say("The run is over; its model is judged on held-out text.")
+    view.say("The run is over; evaluating its model on held-out text.")
     return finish(settings, run, corpus)
 
 

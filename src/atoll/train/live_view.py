@@ -138,7 +138,7 @@ def plain_line(status: Mapping[str, Any], watched: Watched) -> str:
     if status.get("paused"):
         parts.append("paused")
     if status.get("merges"):
-        parts.append(f"{status['merges']:,} merges")
+        parts.append("1 merge" if status["merges"] == 1 else f"{status['merges']:,} merges")
     if watched.goodput is not None:
         parts.append(f"goodput {100.0 * watched.goodput:.0f} %")
     return " | ".join(parts)

@@ -1,7 +1,8 @@
-"""The published model judged on held-out text while the run goes, for the curve; nobody waits for it.
+"""Evaluations of the published model on held-out text during the run, for its curve; training does not wait for them.
 
-`metrics/eval.jsonl`: a line per evaluation, at every tenth of the run by default. It is done by a thread of the process
-that watches the others, at a low priority and on few tokens: islands have the cores.
+`metrics/eval.jsonl`: a line per evaluation, at every tenth of the run by default. A thread of the supervisor reads the
+model and evaluates it at a low priority and on few tokens, because the learners need the cores. If an evaluation takes
+longer than a tenth of the run, points are left out. Each line has the moment at which its versions were published.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -18,11 +20,23 @@ from atoll.train.data import Text
 from atoll.train.evaluation import held_out_loss
 from atoll.train.job_settings import JobSettings
 from atoll.train.loop import METRICS
-from atoll.train.published import published_model
+from atoll.train.models import GPT
+from atoll.train.published import is_finished, plan_of, published_model, published_versions
 
 NAME = "eval.jsonl"
-MOST_TOKENS = 8192
+MAX_TOKENS = 8192
+MAX_READS = 5
+"""Attempts to read a model whose versions are replaced meanwhile; the point is left out after these."""
+
 NICE = 15
+
+
+class PublishedModel(NamedTuple):
+    """A model that was the published one at this moment, in seconds of the Unix epoch."""
+
+    at: float
+    versions: tuple[int, ...]
+    model: GPT
 
 
 class Evaluations:
@@ -39,29 +53,46 @@ class Evaluations:
         if self._thread is not None and self._thread.is_alive():
             return
         self._next = int(progress * count) + 1
-        self._thread = threading.Thread(target=self._evaluate, args=(progress,), name="evaluation", daemon=True)
+        self._thread = threading.Thread(target=self._evaluate, name="evaluation", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
         if self._thread is not None:
             self._thread.join()
 
-    def _evaluate(self, progress: float) -> None:
-        try:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # on Linux: of this thread alone
-        except OSError:
-            return  # it would compete with the islands
+    def _evaluate(self) -> None:
         torch.set_num_threads(1)
-        at = time.time()
         try:
-            model = published_model(self._run, self._settings)
+            point = self._read()  # before the priority falls: on busy cores the versions would be gone
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # on Linux: of this thread alone
         except (OSError, ValueError):
-            return  # no version of some fragment yet, or it was replaced under our hands: the next one will do
-        tokens = min(MOST_TOKENS, self._settings.eval_tokens)
-        found = held_out_loss(model, self._corpus, model.config.context, tokens)
-        line = {"at": at, "loss": found.loss, "tokens": found.tokens, "progress": progress}
+            return  # no version of some fragment yet, or an evaluation would compete with the learners
+        if point is None:
+            return
+        at, versions, model = point
+        found = held_out_loss(model, self._corpus, model.config.context, min(MAX_TOKENS, self._settings.eval_tokens))
+        line = {"at": at, "loss": found.loss, "tokens": found.tokens, "versions": versions}
         try:
             with open(self._run / METRICS / NAME, "ab", buffering=0) as file:
                 file.write(json.dumps(line).encode() + b"\n")
         except OSError:
             return  # the record is worth less than the run
+
+    def _read(self) -> PublishedModel | None:
+        """Read the published model and the moment at which it was that; None if there is no such point on the way.
+
+        Versions are listed twice. If nothing was replaced in between, they were the published ones between the lists.
+        """
+        plan = plan_of(self._run)
+        for _ in range(MAX_READS):
+            versions = tuple(published_versions(self._run, plan))
+            at = time.time()
+            if is_finished(self._run):
+                return None  # the report has this point
+            if tuple(published_versions(self._run, plan)) != versions:
+                continue
+            try:
+                return PublishedModel(at, versions, published_model(self._run, self._settings, versions))
+            except (OSError, ValueError):
+                continue  # a version was removed before it was read
+        return None

@@ -96,10 +96,8 @@ def restore(source: Source, run: Path, settings: JobSettings, run_id: str, say: 
         if was_there:
             run.mkdir()
         raise
-    say(
-        f"restored from snapshot {source.info.number} of {source.run}: {done:,} tokens are done, inner state of"
-        f" {len(parts)} learners is there"
-    )
+    inner = f"inner state of {len(parts)} learners is there" if parts else "learners start with fresh inner state"
+    say(f"restored from snapshot {source.info.number} of {source.run}: {done:,} tokens are done, {inner}")
     return done
 
 

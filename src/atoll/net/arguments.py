@@ -1,0 +1,89 @@
+"""Checks of what a script passes to `atoll.Learner`: each mistake is a ValueError that says what to pass instead."""
+
+from __future__ import annotations
+
+import math
+import operator
+from numbers import Real
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+def check_model(model: object, optimizer: object) -> None:
+    """Raise where these are not a model and its optimizer, or a list of optimizers."""
+    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    if isinstance(model, Optimizer) and any(isinstance(each, nn.Module) for each in optimizers):
+        raise ValueError("model and optimizer are swapped: write atoll.Learner(model, optimizer, ...)")
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"model must be a torch.nn.Module, got {_described(model)}; give the module whose parameters the optimizer"
+            " updates"
+        )
+    for each in optimizers:
+        if not isinstance(each, Optimizer):
+            raise ValueError(
+                f"optimizer must be a torch.optim.Optimizer, got {_described(each)}; give the one that updates the"
+                " model, such as torch.optim.AdamW(model.parameters())"
+            )
+
+
+def _described(value: object) -> str:
+    if value is None:
+        return "None"
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+
+
+def whole_number(value: Any) -> int | None:
+    """Return an integer of any kind as an int, also one of numpy or a 0-dimensional tensor; None for all else.
+
+    >>> import numpy
+    >>> whole_number(numpy.int64(64)), whole_number(torch.tensor(64)), whole_number(True), whole_number(64.0)
+    (64, 64, None, None)
+    """
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or (isinstance(value, Tensor) and (value.dim() > 0 or value.dtype is torch.bool)):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def check_learner(value: Any) -> int:
+    number = whole_number(value)
+    if number is None or number < 1:
+        raise ValueError(f"learners are numbered from 1: learner must be a whole number of at least 1, got {value!r}")
+    return number
+
+
+def check_seconds(name: str, meaning: str, value: Any) -> float:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not (is_number and 0 < float(value) < math.inf):
+        raise ValueError(f"{name} is {meaning}, in seconds above 0; got {value!r}")
+    return float(value)
+
+
+def check_path(name: str, value: Any) -> Path:
+    if not isinstance(value, str | PathLike):
+        raise ValueError(f"{name} is a path, got {_described(value)}")
+    return Path(value)
+
+
+def check_directory(name: str, value: Any) -> Path:
+    """Raise where no directory can be made at this path."""
+    path = check_path(name, value)
+    for each in (path, *path.parents):
+        if each.exists():
+            if not each.is_dir():
+                raise ValueError(f"{name} is {path}, but {each} is a file: give a directory, or a path to make one at")
+            break
+    return path
+
+
+__all__ = ["check_directory", "check_learner", "check_model", "check_path", "check_seconds", "whole_number"]
