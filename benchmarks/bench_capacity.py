@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from atoll.core.types import RunConfig
-from atoll.ml.codecs import codec
-from atoll.net.run_settings import RunSettings
+from atoll.store.run_settings import RunSettings
+from atoll.tensors.codecs import codec
 from benchmarks.light_learner import LightLearner, even_plan
 from benchmarks.measuring import Syncer, as_json, begin, cpu_s, describe, resident_mib, syncer
 

@@ -10,14 +10,14 @@ import sys
 import time
 from collections.abc import Callable
 
-from atoll.core.learner import LearnerCore
+from atoll.core.learner.core import LearnerCore
 from atoll.core.protocol import Event
-from atoll.core.syncer import SyncerCore
-from atoll.core.tape import Entry
+from atoll.core.syncer.core import SyncerCore
 from atoll.core.types import SYNCER
 from atoll.sim.decoupled import DecoupledConfig, DecoupledRun, quick
 from atoll.sim.fleet import FleetConfig
 from atoll.sim.swarm import run_seed, sweep
+from atoll.tape.format import Entry
 
 LEARNERS = 16
 

@@ -28,7 +28,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts its threads
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from atoll.dash.picture import RunPicture
+from atoll.dashboard.picture import RunPicture
 from benchmarks.measuring import as_json, begin, cpu_s, describe
 
 STEP_S = 0.1
@@ -135,7 +135,7 @@ def _step_s(picture: RunPicture, span: tuple[float, float]) -> float:
 async def answers(run: Path, repeats: int) -> dict[str, Any]:
     from aiohttp.test_utils import TestClient, TestServer
 
-    from atoll.dash.server import Dash, Watched
+    from atoll.dashboard.server import Dash, Watched
 
     watched = Watched(run)
     async with TestClient(TestServer(Dash([watched], None).app())) as client:

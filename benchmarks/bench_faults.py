@@ -32,7 +32,7 @@ from atoll.chaos.job import run_chaos
 from atoll.chaos.judge import Verdict
 from atoll.chaos.plan import draw_plan
 from atoll.chaos.scenario import Scenario, load, seconds
-from atoll.train.live_view import LiveView
+from atoll.reference.live_view import LiveView
 from benchmarks.measuring import as_json, begin, describe
 
 FAULTS = Path(__file__).resolve().parent / "faults"

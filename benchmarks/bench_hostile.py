@@ -36,11 +36,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from atoll.chaos.hostile import ATTACKS, Prey, Storm
 from atoll.chaos.recorder import Recorder
 from atoll.core.types import Limits, RunConfig
-from atoll.ml.plan import make_plan, tensors_of
-from atoll.net.keys import Authority
-from atoll.net.learner import Learner
-from atoll.net.run_settings import RunSettings
-from atoll.train.models import SIZES, build, inner_optimizer
+from atoll.learner.api import Learner
+from atoll.reference.models import SIZES, build, inner_optimizer
+from atoll.store.run_settings import RunSettings
+from atoll.tensors.plan import make_plan, tensors_of
+from atoll.transport.keys import Authority
 from benchmarks.bench_unequal import Island, Step, together
 from benchmarks.measuring import Spread, Syncer, as_json, begin, cpu_s, describe, end, resident_mib, spread, syncer
 

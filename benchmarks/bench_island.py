@@ -35,11 +35,11 @@ from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 from atoll.core.types import Limits, RunConfig
-from atoll.net.learner import Learner
-from atoll.net.rank_lines import Ask, Told
-from atoll.net.ranks import Ranks, meet
-from atoll.net.run_settings import RunSettings
-from atoll.train.models import SIZES, build, inner_optimizer, parameter_count
+from atoll.island.rank_connection import Ask, Told
+from atoll.island.topology import Ranks, meet
+from atoll.learner.api import Learner
+from atoll.reference.models import SIZES, build, inner_optimizer, parameter_count
+from atoll.store.run_settings import RunSettings
 from benchmarks.bench_overhead import batches
 from benchmarks.measuring import as_json, begin, cpu_s, describe, rest, spread, syncer
 

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atoll.ml import merge, outer
-from atoll.ml.codecs import Codec, codec
-from atoll.ml.merge import Accumulator
-from atoll.ml.outer import OuterStep, Published
-from atoll.ml.plan import FragmentPlan, TensorInfo, make_plan
-from atoll.ml.robust import sums_of
-from atoll.ml.settings import Numerics
+from atoll.tensors import merge, outer
+from atoll.tensors.codecs import Codec, codec
+from atoll.tensors.merge import Accumulator
+from atoll.tensors.outer import OuterStep, Published
+from atoll.tensors.plan import FragmentPlan, TensorInfo, make_plan
+from atoll.tensors.robust_merge import sums_of
+from atoll.tensors.settings import Numerics
 
 MIB = 1 << 20
 NUMERICS = Numerics(merge="radial", outer_lr=0.4, outer_momentum=0.9)  # the codecs are those of the table

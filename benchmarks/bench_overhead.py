@@ -29,9 +29,9 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.types import Limits, RunConfig
-from atoll.net.learner import Learner
-from atoll.net.run_settings import RunSettings
-from atoll.train.models import SIZES, build, clip_, inner_optimizer, parameter_count
+from atoll.learner.api import Learner
+from atoll.reference.models import SIZES, build, clip_, inner_optimizer, parameter_count
+from atoll.store.run_settings import RunSettings
 from benchmarks.measuring import as_json, begin, cpu_s, describe, rest, spread, syncer
 
 FRAGMENTS = EVERY_STEPS = 24

@@ -3,7 +3,7 @@
     python benchmarks/bench_page.py [--json] [--learners 64] [--rounds 2000] [--repeats 40] [--slow 1]
     python benchmarks/bench_page.py --run DIR                   a run with tapes, by the real server
 
-A real Chromium without a window looks at an invented run (tests/dash/fake_dash.py), or at a run. An interaction is
+A real Chromium without a window looks at an invented run (tests/dashboard/fake_dash.py), or at a run. An interaction is
 dispatched inside the page; its time is from there until the frame that shows it is done, so it includes the wait for
 the next frame, up to 17 ms. `script` is the part of it in which the page's own code runs. `--slow 4` slows the
 processor down four times, as of an old laptop. Needs `playwright` and a Chromium.
@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from playwright.sync_api import Page, sync_playwright
 
-from tests.dash.fake_dash import FakeDash
-from tests.dash.invented_run import InventedRun
-from tests.dash.served import RealDash, ServedInThread
+from tests.dashboard.fake_dash import FakeDash
+from tests.dashboard.invented_run import InventedRun
+from tests.dashboard.served import RealDash, ServedInThread
 
 TARGET_MS = 100.0
 NAMES = ("chromium", "chromium-browser", "google-chrome")

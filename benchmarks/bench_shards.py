@@ -37,13 +37,13 @@ import torch
 from atoll.chaos import wan
 from atoll.chaos.netns import enter
 from atoll.core.types import RunConfig
-from atoll.ml.codecs import codec
-from atoll.ml.settings import Numerics
-from atoll.net.addresses import place
-from atoll.net.learner_link import Refusal
-from atoll.net.reaching import ask
-from atoll.net.run_settings import RunSettings
-from atoll.net.shard_serving import serve_shard
+from atoll.store.run_settings import RunSettings
+from atoll.syncer.shards.main import serve_shard
+from atoll.tensors.codecs import codec
+from atoll.tensors.settings import Numerics
+from atoll.transport.address_file import ask
+from atoll.transport.endpoint import place
+from atoll.transport.http_client import Refusal
 from benchmarks.light_learner import LightLearner, even_plan
 from benchmarks.measuring import (
     Syncer,

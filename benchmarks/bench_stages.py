@@ -30,16 +30,16 @@ from torch import Tensor, nn
 
 from atoll.core.protocol import Accumulate, CopyFragment, MessageArrived, Persisted, Published
 from atoll.core.types import Limits, RoundId, RunConfig
-from atoll.ml.codecs import codec
-from atoll.ml.settings import CodecWish, Numerics
-from atoll.net import fragment_traffic
-from atoll.net.growing import Told
-from atoll.net.island_tensors import Copied, FragmentTensors
-from atoll.net.learner import Learner
-from atoll.net.learner_bulk import Fetched
-from atoll.net.rates import rate_of
-from atoll.net.run_settings import RunSettings
-from atoll.tape_files import RunTapes
+from atoll.learner import fragment_transfer
+from atoll.learner.api import Learner
+from atoll.learner.bulk_transfer import Fetched
+from atoll.learner.fragments import Copied, FragmentTensors
+from atoll.store.run_settings import RunSettings
+from atoll.tape.files import RunTapes
+from atoll.tensors.codecs import codec
+from atoll.tensors.settings import CodecWish, Numerics
+from atoll.transport.rates import rate_of
+from atoll.transport.streaming_buffer import Told
 from benchmarks.measuring import as_json, begin, describe, spread, syncer
 
 STEP_S = 0.05
@@ -80,7 +80,7 @@ def is_apart(version: int) -> bool:
 
 
 def take_turns() -> None:
-    encode, on_bytes = FragmentTensors.encode, fragment_traffic._Arriving.on_bytes
+    encode, on_bytes = FragmentTensors.encode, fragment_transfer._Arriving.on_bytes
 
     def encode_in_turns(self: FragmentTensors, copied: Copied, growing: Told) -> None:
         if not is_apart(copied.round.base + 1):
@@ -95,7 +95,7 @@ def take_turns() -> None:
             on_bytes(self, fetched, first_bytes)
 
     FragmentTensors.encode = encode_in_turns  # type: ignore[method-assign]
-    fragment_traffic._Arriving.on_bytes = on_bytes_in_turns  # type: ignore[method-assign]
+    fragment_transfer._Arriving.on_bytes = on_bytes_in_turns  # type: ignore[method-assign]
 
 
 def measure(values: int, rate: str, by: CodecWish, rounds: int) -> dict[str, Any]:

@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from atoll.core.types import Limits, RunConfig
-from atoll.net.keys import Authority
-from atoll.net.learner import Learner
-from atoll.net.run_settings import RunSettings
-from atoll.train.models import SIZES, build, inner_optimizer, parameter_count
+from atoll.learner.api import Learner
+from atoll.reference.models import SIZES, build, inner_optimizer, parameter_count
+from atoll.store.run_settings import RunSettings
+from atoll.transport.keys import Authority
 from benchmarks.measuring import MIB, as_json, begin, cpu_s, describe, rest, spread, syncer
 
 FRAGMENTS = EVERY_STEPS = 24

@@ -37,10 +37,10 @@ from torch import Tensor
 
 from atoll.core.protocol import Contribution, Envelope
 from atoll.core.types import Limits, RoundId, RunConfig
-from atoll.ml.codecs import codec
-from atoll.ml.settings import Numerics
-from atoll.net.run_settings import RunSettings
-from atoll.net.wire import as_bytes, digest
+from atoll.store.run_settings import RunSettings
+from atoll.tensors.codecs import codec
+from atoll.tensors.settings import Numerics
+from atoll.transport.wire import as_bytes, digest
 from benchmarks.light_learner import LightLearner, even_plan
 from benchmarks.measuring import (
     MIB,

@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from atoll.core.types import Limits, RunConfig
-from atoll.net.learner import Learner
-from atoll.net.run_settings import RunSettings
-from atoll.train.models import SIZES, build
+from atoll.learner.api import Learner
+from atoll.reference.models import SIZES, build
+from atoll.store.run_settings import RunSettings
 from benchmarks.bench_overhead import batches, stepper
 from benchmarks.measuring import Spread, Syncer, as_json, begin, describe, end, spread, start_python, syncer
 

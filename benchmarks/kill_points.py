@@ -31,11 +31,11 @@ from torch import Tensor
 
 from atoll.core.protocol import ManifestRecord, MembersRecord, SnapshotPart, SnapshotRecord, VersionRecord
 from atoll.core.types import Accepted, Mark, RoundId, RunConfig
-from atoll.ml.inner_state import Taken
-from atoll.net import durable
-from atoll.net.durable import read_file, read_tensor_file
-from atoll.net.parts import TakenPart, list_parts, part_path, read_part, write_part
-from atoll.net.store import Store, StoreDamaged
+from atoll.store import atomic
+from atoll.store.atomic import read_file, read_tensor_file
+from atoll.store.learner_parts import TakenPart, list_parts, part_path, read_part, write_part
+from atoll.store.version_store import Store, StoreDamaged
+from atoll.tensors.optimizer_state import Taken
 
 FRAGMENTS = 2
 NUMEL = 1024
@@ -242,7 +242,7 @@ def problems(run: Path, told: dict[tuple[str, int], int]) -> Iterator[str]:
                 if not same(read_tensor_file(read_file(path))[1], fragment, version):
                     yield f"snapshot {number} has other values"
         yield from _problems_of_parts(run, told)
-        left = sorted(path.name for path in (run / "store").rglob(f".*{durable.UNFINISHED}"))
+        left = sorted(path.name for path in (run / "store").rglob(f".*{atomic.UNFINISHED}"))
         if left:
             yield f"left over: {left}"
         if founded and store.manifest() is None:

@@ -17,7 +17,7 @@ import aiohttp
 import torch
 from torch import Tensor
 
-from atoll.core.learner import LearnerCore
+from atoll.core.learner.core import LearnerCore
 from atoll.core.protocol import (
     AdoptFragment,
     Contribution,
@@ -40,13 +40,13 @@ from atoll.core.protocol import (
     TimerFired,
 )
 from atoll.core.types import FragmentId
-from atoll.ml.plan import FragmentPlan, TensorInfo, make_plan
-from atoll.net.door import fragment_sizes
-from atoll.net.growing import Growing
-from atoll.net.learner_bulk import LearnerBulk
-from atoll.net.learner_link import LearnerLink, Refusal
-from atoll.net.run_settings import RunSettings
-from atoll.net.wire import CODEC_NUMBERS, Kind, WireError, encode_message
+from atoll.learner.bulk_transfer import LearnerBulk
+from atoll.learner.join import fragment_sizes
+from atoll.store.run_settings import RunSettings
+from atoll.tensors.plan import FragmentPlan, TensorInfo, make_plan
+from atoll.transport.http_client import LearnerLink, Refusal
+from atoll.transport.streaming_buffer import Growing
+from atoll.transport.wire import CODEC_NUMBERS, Kind, WireError, encode_message
 
 LOG = logging.getLogger("atoll.light")
 STATE = b"inner state of a learner that has none"

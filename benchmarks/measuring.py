@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from atoll.net.reaching import ask, where
-from atoll.net.run_settings import RunSettings
-from atoll.net.serving import serve_syncer
-from atoll.net.tls import key_files
+from atoll.store.run_settings import RunSettings
+from atoll.syncer.main import serve_syncer
+from atoll.transport.address_file import ask, where
+from atoll.transport.tls import key_files
 
 START_S = 60.0
 END_S = 10.0

@@ -32,14 +32,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from atoll.commands.simulate_run import simulate_run
-from atoll.commands.simulate_wish import Wish
+from atoll.cli.simulate_run import simulate_run
+from atoll.cli.simulate_wish import Wish
+from atoll.reference.job_settings import ADAMW_BETA2, ADAMW_LR, FOR_ADAMW, JobSettings
+from atoll.reference.loop import model_config
+from atoll.reference.synthetic import Trained, train_simulated, with_fitting_plan
 from atoll.sim.decoupled import DecoupledConfig
 from atoll.sim.fleet import FleetConfig
-from atoll.tape_files import RunTapes
-from atoll.train.job_settings import ADAMW_BETA2, ADAMW_LR, FOR_ADAMW, JobSettings
-from atoll.train.loop import model_config
-from atoll.train.synthetic import Trained, train_simulated, with_fitting_plan
+from atoll.tape.files import RunTapes
 from benchmarks.many_runs import read_results, setting_in, work_through
 
 USUAL = JobSettings()

@@ -43,16 +43,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import nn
 
-from atoll.core.syncer import SyncerCore
-from atoll.core.tape import Actor
+from atoll.core.syncer.core import SyncerCore
 from atoll.core.types import Limits, RunConfig
-from atoll.ml.plan import make_plan, tensors_of
-from atoll.ml.settings import Numerics
-from atoll.train.data import Sampler, Text, dealt
-from atoll.train.executor import Execution, StepInfo, Trainee, initial_values, load_values, mean_of_learners
-from atoll.train.job_settings import ADAMW_BETA2, ADAMW_LR
-from atoll.train.lockstep import PATIENT, Lockstep, Paced
-from atoll.train.models import SIZES, build, clip_, inner_optimizer, parameter_count, schedule, set_lr
+from atoll.reference.data import Sampler, Text, dealt
+from atoll.reference.executor import Execution, StepInfo, Trainee, initial_values, load_values, mean_of_learners
+from atoll.reference.job_settings import ADAMW_BETA2, ADAMW_LR
+from atoll.reference.lockstep import PATIENT, Lockstep, Paced
+from atoll.reference.models import SIZES, build, clip_, inner_optimizer, parameter_count, schedule, set_lr
+from atoll.tape.format import Actor
+from atoll.tensors.plan import make_plan, tensors_of
+from atoll.tensors.settings import Numerics
 from benchmarks.many_runs import read_results, setting_in, work_through
 
 METHODS = ("ddp", "single", "diloco", "streaming", "decoupled")

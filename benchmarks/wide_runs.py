@@ -33,18 +33,18 @@ from atoll.chaos import wan
 from atoll.chaos.netns import enter
 from atoll.chaos.relay import Relay, Relays
 from atoll.chaos.wan import Link, Wan
+from atoll.checkpoint.published import run_settings
 from atoll.core.protocol import Delivered, MessageArrived, Persist, Persisted, Say, VersionRecord
 from atoll.core.types import SYNCER
-from atoll.ml.settings import Numerics
-from atoll.tape_files import RunTapes
-from atoll.train.baselines import RENDEZVOUS, train_baseline
-from atoll.train.children import FINE, Child, JobFailed, end_all, processes, signal_name, wait_for_any
-from atoll.train.island import train_island
-from atoll.train.job_settings import CONFIG, JobSettings, Method
-from atoll.train.live_view import LiveView
-from atoll.train.loop import newest_metrics, read_metrics
-from atoll.train.published import run_settings
-from atoll.train.supervisor import Supervisor
+from atoll.reference.baselines import RENDEZVOUS, train_baseline
+from atoll.reference.children import FINE, Child, JobFailed, end_all, processes, signal_name, wait_for_any
+from atoll.reference.island import train_island
+from atoll.reference.job_settings import CONFIG, JobSettings, Method
+from atoll.reference.live_view import LiveView
+from atoll.reference.loop import newest_metrics, read_metrics
+from atoll.reference.supervisor import Supervisor
+from atoll.tape.files import RunTapes
+from atoll.tensors.settings import Numerics
 
 LOOK_S = 0.25
 COUNT_EVERY_S = 0.5

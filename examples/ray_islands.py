@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
-from atoll.engines.engine import Standing
-from atoll.engines.fleet import Fleet, Look
-from atoll.engines.islands_file import IslandsFile
-from atoll.net.reaching import NoAnswer, ask, where
+from atoll.launch.engine import Standing
+from atoll.launch.fleet import Fleet, Look
+from atoll.launch.islands_file import IslandsFile
+from atoll.transport.address_file import NoAnswer, ask, where
 
 ISLANDS_FILE = """
 run = "ray-islands"

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from atoll.engines.engine import Standing, Unit
-from atoll.engines.slurm import SlurmEngine
-from atoll.engines.slurm_own import OwnSlurm
+from atoll.launch.engine import Standing, Unit
+from atoll.launch.slurm import SlurmEngine
+from atoll.launch.slurm_own import OwnSlurm
 
 SCRIPT = Path(__file__).resolve().with_name("many_ranks.py")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
@@ -39,9 +39,9 @@ import os, sys
 from pathlib import Path
 
 from atoll.core.types import RunConfig
-from atoll.net.run_settings import RunSettings
-from atoll.net.serving import serve_syncer
-from atoll.train.model_file import save_tensors
+from atoll.store.run_settings import RunSettings
+from atoll.syncer.main import serve_syncer
+from atoll.checkpoint.model_file import save_tensors
 
 out, port, merges = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 settings = RunSettings(RunConfig(run_id="slurm-islands", quorum=3, budget_merges=merges))

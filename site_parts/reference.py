@@ -14,7 +14,7 @@ from typing import Any
 
 import typer.main
 
-from atoll.cli import COMMANDS, build_app
+from atoll.cli.main import COMMANDS, build_app
 
 SOURCES = Path(__file__).resolve().parent.parent / "src/atoll"
 SHOWN_METHODS = ("__init__",)  # with underscores; entering and leaving is told by the class
@@ -23,9 +23,9 @@ SHOWN_METHODS = ("__init__",)  # with underscores; entering and leaving is told 
 def python_api() -> str:
     lines = ["# `atoll` for scripts", ""]
     lines += ["Made from the docstrings. `import atoll` alone loads no torch; `atoll.Learner` does.", ""]
-    lines += _class("atoll.Learner", "net/learner.py")
-    lines += _class("atoll.LearnerStats", "net/learner_stats.py")
-    errors = ast.parse((SOURCES / "net/learner_errors.py").read_text(encoding="utf-8"))
+    lines += _class("atoll.Learner", "learner/api.py")
+    lines += _class("atoll.LearnerStats", "learner/stats.py")
+    errors = ast.parse((SOURCES / "errors.py").read_text(encoding="utf-8"))
     story = ast.get_docstring(errors) or ""
     first, _, tree = story.partition("\n\n")
     lines += ["## Errors", "", first, "", "```text", tree, "```", ""]

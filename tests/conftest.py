@@ -4,8 +4,8 @@ Hypothesis draws the same examples on every run, so that a red build is red agai
 examples: `pytest --hypothesis-profile=explore`.
 
 `pytest --rewrite-scenarios` writes what the cores do into tests/scenarios. Read the difference before you commit it.
-`pytest --rewrite-vectors` does the same for the golden bytes in tests/net/vectors: a difference there means that other
-programs no longer understand us, and that the wire version has to rise.
+`pytest --rewrite-vectors` does the same for the golden bytes in tests/transport/vectors: a difference there means that
+other programs no longer understand us, and that the wire version has to rise.
 """
 
 from __future__ import annotations
@@ -45,5 +45,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--rewrite-scenarios", action="store_true", help="write down what the cores do in tests/scenarios/*.scenario"
     )
     parser.addoption(
-        "--rewrite-vectors", action="store_true", help="write down what travels in tests/net/vectors/*.json"
+        "--rewrite-vectors", action="store_true", help="write down what travels in tests/transport/vectors/*.json"
     )

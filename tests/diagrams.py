@@ -22,7 +22,7 @@ from typing import Any, get_args
 
 from atoll.core import protocol
 from atoll.core.reasons import REASONS, Reason
-from atoll.core.tables import TABLES
+from atoll.core.states import TABLES
 from atoll.core.types import Accepted, Mark, RoundId
 
 PART = re.compile(r"<!-- generated: (?P<name>[^>]*) -->\n(?P<text>.*?)<!-- end -->", re.DOTALL)

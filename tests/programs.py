@@ -11,7 +11,7 @@ import shutil
 from functools import cache
 
 from atoll.chaos import netns, wan
-from atoll.engines.slurm_own import why_not
+from atoll.launch.slurm_own import why_not
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import atoll
-from atoll.net import learner_errors
+from atoll import errors
 
 KEPT = Path(__file__).with_name("public_api.txt")
 CONTEXT = ("__init__", "__enter__", "__exit__")  # the only methods with underscores that a script calls
@@ -25,7 +25,7 @@ CONTEXT = ("__init__", "__enter__", "__exit__")  # the only methods with undersc
 def described() -> str:
     lines = [f"atoll.{name}" for name in atoll.__all__ if not inspect.isclass(getattr(atoll, name))]
     lines += [line for name in atoll.__all__ for line in of_class(f"atoll.{name}", getattr(atoll, name))]
-    lines += list(of_module(learner_errors))
+    lines += list(of_module(errors))
     return "\n".join(lines) + "\n"
 
 

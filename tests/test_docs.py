@@ -13,12 +13,12 @@ import pytest
 import typer
 
 from atoll.chaos.scenario import shipped
-from atoll.cli import COMMANDS, build_app
-from atoll.commands.keys import ACTIONS
+from atoll.cli.keys import ACTIONS
+from atoll.cli.main import COMMANDS, build_app
 from atoll.core import protocol
-from atoll.core.learner import LearnerCore
+from atoll.core.learner.core import LearnerCore
 from atoll.core.reasons import REASONS, Reason
-from atoll.core.tables import TABLES
+from atoll.core.states import TABLES
 from atoll.core.types import Limits, Mark, RoundId, RunConfig, weight_of
 from atoll.sim.checkers import all_checkers
 from tests.diagrams import PART, filled
@@ -275,7 +275,7 @@ def test_relative_links_lead_somewhere(page):
     ("link", "complaints"),
     [
         ("[x](design.md)", 0),
-        ("[x](../src/atoll/core/tables.py)", 0),
+        ("[x](../src/atoll/core/states.py)", 0),
         ("[x](#grace)", 0),
         ("[x](#a-learner-in-the-syncers-eyes)", 0),
         ("[x](https://example.org/nothing)", 0),

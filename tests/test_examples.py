@@ -162,8 +162,8 @@ import sys
 from pathlib import Path
 
 from atoll.core.types import RunConfig
-from atoll.net.run_settings import RunSettings
-from atoll.net.serving import serve_syncer
+from atoll.store.run_settings import RunSettings
+from atoll.syncer.main import serve_syncer
 
 settings = RunSettings(RunConfig(run_id="example", quorum=2, budget_merges=60))
 sys.exit(not serve_syncer(Path(sys.argv[1]), settings, port=0, on_ready=lambda where: print(where, flush=True)))

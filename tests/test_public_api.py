@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import atoll
-from atoll.net import learner_errors
-from atoll.net.learner_stats import LearnerStats
+from atoll import errors as error_module
+from atoll.learner.stats import LearnerStats
 from tests.public_api import KEPT, described, of_class, untyped
 
 ADVICE = "if it is meant: python -m tests.public_api --write, and a line in CHANGELOG.md"
@@ -70,9 +70,9 @@ def test_a_parameter_without_a_type_is_noticed():
 
 
 def test_every_error_and_the_stats_are_exported():
-    errors = {name for name, kind in vars(learner_errors).items() if inspect.isclass(kind)}
+    errors = {name for name, kind in vars(error_module).items() if inspect.isclass(kind)}
     assert errors <= set(atoll.__all__)
-    assert all(getattr(atoll, name) is getattr(learner_errors, name) for name in errors)
+    assert all(getattr(atoll, name) is getattr(error_module, name) for name in errors)
     assert atoll.LearnerStats is LearnerStats
     with pytest.raises(AttributeError, match="module 'atoll' has no attribute 'Lerner'"):
         _ = atoll.Lerner

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import atoll
-from atoll.cli import COMMANDS
+from atoll.cli.main import COMMANDS
 from site_parts import pictures, reference
 
 ROOT = Path(__file__).resolve().parent.parent

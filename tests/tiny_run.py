@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from pathlib import Path
 
-from atoll.core.learner import LearnerCore
+from atoll.core.learner.core import LearnerCore
 from atoll.core.protocol import (
     ControlRequested,
     Dial,
@@ -40,11 +40,11 @@ from atoll.core.protocol import (
     TimerFired,
     VersionRecord,
 )
-from atoll.core.syncer import SyncerCore
-from atoll.core.syncer_state import Restored
-from atoll.core.tape import Actor, Entry, Header
+from atoll.core.syncer.core import SyncerCore
+from atoll.core.syncer.state import Restored
 from atoll.core.types import SYNCER, ControlWhat, RunConfig
-from atoll.tape_files import TapeWriter, new_header, tape_path
+from atoll.tape.files import TapeWriter, new_header, tape_path
+from atoll.tape.format import Actor, Entry, Header
 
 DELAY_S, WORK_S, STEP_S, TOKENS = 0.05, 0.01, 1.0, 100
 SAMPLES = 4  # of one step, in a run with leases

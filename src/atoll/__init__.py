@@ -9,15 +9,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from atoll.net.learner import Learner as Learner
-    from atoll.net.learner_errors import AtollError as AtollError
-    from atoll.net.learner_errors import BackgroundFailed as BackgroundFailed
-    from atoll.net.learner_errors import IslandBroken as IslandBroken
-    from atoll.net.learner_errors import JoinTimeout as JoinTimeout
-    from atoll.net.learner_errors import KeysRefused as KeysRefused
-    from atoll.net.learner_errors import LearnerRefused as LearnerRefused
-    from atoll.net.learner_errors import SyncerUnreachable as SyncerUnreachable
-    from atoll.net.learner_stats import LearnerStats as LearnerStats
+    from atoll.errors import AtollError as AtollError
+    from atoll.errors import BackgroundFailed as BackgroundFailed
+    from atoll.errors import IslandBroken as IslandBroken
+    from atoll.errors import JoinTimeout as JoinTimeout
+    from atoll.errors import KeysRefused as KeysRefused
+    from atoll.errors import LearnerRefused as LearnerRefused
+    from atoll.errors import SyncerUnreachable as SyncerUnreachable
+    from atoll.learner.api import Learner as Learner
+    from atoll.learner.stats import LearnerStats as LearnerStats
 
 try:  # a file and not the metadata of the package, which takes 40 ms to read
     from atoll._version import version as __version__
@@ -36,13 +36,13 @@ __all__ = [
     "SyncerUnreachable",
     "__version__",
 ]
-_MODULES = {"Learner": "atoll.net.learner", "LearnerStats": "atoll.net.learner_stats"}
+_MODULES = {"Learner": "atoll.learner.api", "LearnerStats": "atoll.learner.stats"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'atoll' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES.get(name, "atoll.net.learner_errors")), name)
+    return getattr(importlib.import_module(_MODULES.get(name, "atoll.errors")), name)
 
 
 def __dir__() -> list[str]:

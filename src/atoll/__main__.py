@@ -6,9 +6,9 @@ import sys
 def main() -> int:
     """Loads the command only here, so that Ctrl-C is answered in one line even while modules are imported."""
     try:
-        from atoll import cli
+        from atoll.cli.main import main
 
-        return cli.main()
+        return main()
     except KeyboardInterrupt:
         print("atoll: interrupted", file=sys.stderr)
         return 130

@@ -14,20 +14,20 @@ from typing import Any
 
 import pytest
 
-from atoll.accounting.lives import Life
 from atoll.chaos import disks, netns
 from atoll.chaos.facts import Facts, read_facts
 from atoll.chaos.struck import read_log
-from atoll.cli import main
+from atoll.cli.main import main
 from atoll.core.protocol import ShardBack, ShardLost
 from atoll.core.types import SYNCER
-from atoll.dash.picture import RunPicture
-from atoll.dash.shown import picture_at
-from atoll.tape_files import RunTapes
-from atoll.train.job_settings import JobSettings
-from atoll.train.report import Judged, decoupled_report
+from atoll.dashboard.picture import RunPicture
+from atoll.dashboard.shown import picture_at
+from atoll.reference.job_settings import JobSettings
+from atoll.reference.report import Judged, decoupled_report
+from atoll.tape.files import RunTapes
+from atoll.tape.learner_processes import Life
 from tests.chaos.small_chaos import schedule, small_scenario
-from tests.train.small_jobs import processes_of, small_text
+from tests.reference.small_jobs import processes_of, small_text
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 from atoll.chaos.elastic import _pids, figures, read_steps, train_elastic
 from atoll.chaos.faults import Target
 from atoll.chaos.plan import Plan, Planned
-from tests.train.small_jobs import corpus_of, silent_view, small_settings, small_text
+from tests.reference.small_jobs import corpus_of, silent_view, small_settings, small_text
 
 
 def test_a_step_that_is_taken_again_is_useful_once():

@@ -16,8 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.accounting.lives import Life
-from atoll.accounting.shares import Shares, clip, overlap_s, shares_of, states_of
 from atoll.chaos import judge as judging
 from atoll.chaos.facts import read_facts
 from atoll.chaos.faults import KINDS, Target
@@ -27,9 +25,11 @@ from atoll.chaos.plan import Plan, Planned
 from atoll.chaos.scenario import EXPECTABLE, Expectation, shipped
 from atoll.chaos.struck import Log, Struck
 from atoll.core.protocol import MergeRound, StepTaken
-from atoll.core.tape import Actor
-from atoll.tape_files import tape_path
-from atoll.train.report import note_fault
+from atoll.reference.report import note_fault
+from atoll.tape.files import tape_path
+from atoll.tape.format import Actor
+from atoll.tape.learner_processes import Life
+from atoll.tape.time_shares import Shares, clip, overlap_s, shares_of, states_of
 from tests.tiny_run import STEP_S, TinyRun, eventful_run
 
 FOUNDED = 1000.0

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from atoll.chaos.faults import KINDS
 from atoll.chaos.plan import SETTLE_S, Plan, arrivals, draw_plan
 from atoll.chaos.scenario import Scenario, ScenarioError, load, read
-from atoll.cli import main
+from atoll.cli.main import main
 
 SEEDS = st.integers(0, 10**6)
 NAMES = st.sampled_from(["storm-light", "storm-heavy", "everything", "churn", "flaky-links", "kill-all-but-one"])

@@ -9,7 +9,7 @@ import pytest
 from atoll.chaos import netns
 from benchmarks.bench_links import cell
 from benchmarks.wide_runs import Carried, Mark, Seen, Shape, marks_of, paced_job
-from tests.train.small_jobs import small_text
+from tests.reference.small_jobs import small_text
 
 
 @pytest.mark.needs_root

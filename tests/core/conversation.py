@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Self, TypeVar
 
-from atoll.core.learner import LearnerCore
+from atoll.core.learner.core import LearnerCore
 from atoll.core.protocol import (
     Body,
     Contribution,
@@ -52,10 +52,10 @@ from atoll.core.protocol import (
     Welcome,
 )
 from atoll.core.reasons import Reason, because
-from atoll.core.syncer import SyncerCore
-from atoll.core.syncer_state import Restored
-from atoll.core.tape import encode
+from atoll.core.syncer.core import SyncerCore
+from atoll.core.syncer.state import Restored
 from atoll.core.types import NOTHING, FragmentId, LearnerId, Mark, RoundId, RunConfig, Version
+from atoll.tape.format import encode
 
 T = TypeVar("T")
 

@@ -39,7 +39,7 @@ from atoll.core.protocol import (
     Welcome,
 )
 from atoll.core.reasons import because
-from atoll.core.tables import Link
+from atoll.core.states import Link
 from atoll.core.types import NOTHING, Limits, Mark, RoundId, RunConfig
 from tests.core.conversation import LearnerTalk
 from tests.core.machine import STORY, WILD, Machine, look

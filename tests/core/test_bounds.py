@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from atoll.core.learner_joining import MOST_GIVING
+from atoll.core.learner.joining import MOST_GIVING
 from atoll.core.policy import backoff_s
 from atoll.core.protocol import (
     Dial,

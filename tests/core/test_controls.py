@@ -25,7 +25,7 @@ from atoll.core.protocol import (
     Stop,
 )
 from atoll.core.reasons import because
-from atoll.core.syncer import SyncerCore
+from atoll.core.syncer.core import SyncerCore
 from atoll.core.types import ControlWhat, Limits, RunConfig
 from tests.core.conversation import LearnerTalk, SyncerTalk
 

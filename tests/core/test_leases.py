@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.core.leases import MOST_AT_ONCE, MOST_HELD, LeaseBooks, SampleLine, count_of
+from atoll.core.data_leases import MOST_AT_ONCE, MOST_HELD, LeaseBooks, SampleLine, count_of
 from atoll.core.protocol import (
     Contribution,
     Lease,
@@ -22,7 +22,7 @@ from atoll.core.protocol import (
     StartTraining,
 )
 from atoll.core.reasons import because
-from atoll.core.syncer import SyncerCore
+from atoll.core.syncer.core import SyncerCore
 from atoll.core.types import RoundId, RunConfig
 from tests.core.conversation import LearnerTalk, SyncerTalk, Voice
 

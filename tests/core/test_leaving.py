@@ -19,7 +19,7 @@ from atoll.core.protocol import (
     Stop,
 )
 from atoll.core.reasons import because
-from atoll.core.syncer_leavers import MOST_PUSHES
+from atoll.core.syncer.leaving import MOST_PUSHES
 from atoll.core.types import RoundId, RunConfig
 from tests.core.conversation import TOKENS, LearnerTalk, SyncerTalk, Voice
 

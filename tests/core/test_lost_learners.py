@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from atoll.core.data_history import DataHistory
 from atoll.core.protocol import (
     FinishRequested,
     Halt,
@@ -20,6 +19,7 @@ from atoll.core.protocol import (
 )
 from atoll.core.reasons import because
 from atoll.core.types import Limits, RunConfig
+from atoll.tape.samples import DataHistory
 from tests.core.conversation import LearnerTalk, SyncerTalk, Voice
 
 LIMIT_S = 100.0

@@ -19,8 +19,8 @@ from atoll.core.protocol import (
     Welcome,
 )
 from atoll.core.reasons import because
-from atoll.core.tape import encode
 from atoll.core.types import RunConfig
+from atoll.tape.format import encode
 from tests.core.conversation import LearnerTalk, SyncerTalk
 
 

@@ -32,10 +32,10 @@ from atoll.core.protocol import (
     SyncerEvent,
 )
 from atoll.core.reasons import because
-from atoll.core.story import story
-from atoll.core.syncer import SyncerCore
-from atoll.core.tape import Actor, Entry
+from atoll.core.syncer.core import SyncerCore
 from atoll.core.types import Limits, RoundId, RunConfig
+from atoll.tape.format import Actor, Entry
+from atoll.tape.story import story
 from tests.core.conversation import SyncerTalk, Voice
 
 TWO = RunConfig(fragments=2, every_steps=2, grace_margin=0.0, rounds_in_flight=2)

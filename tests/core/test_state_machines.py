@@ -12,10 +12,10 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from atoll.core.learner import LearnerCore
+from atoll.core.learner.core import LearnerCore
 from atoll.core.protocol import Lease, Published
-from atoll.core.syncer import SyncerCore
-from atoll.core.tables import Link
+from atoll.core.states import Link
+from atoll.core.syncer.core import SyncerCore
 from tests.core.learner_machine import LearnerMachine, QuietLearner
 from tests.core.machine import Machine
 from tests.core.syncer_machine import QuietSyncer, SyncerMachine

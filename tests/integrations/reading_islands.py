@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from atoll.integrations.data import epochs, go_to, leased, place_of
-from atoll.net.learner import Learner
-from atoll.net.parts import list_parts
-from tests.net.runs import LIMIT_S, Child, Run, _begin
+from atoll.learner.api import Learner
+from atoll.store.learner_parts import list_parts
+from tests.learner.runs import LIMIT_S, Child, Run, _begin
 
 ROWS, BATCH, SEED = 60, 4, 5
 

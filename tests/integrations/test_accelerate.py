@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader
 
 from atoll.integrations.accelerate import AcceleratedLearner
 from atoll.integrations.batches import tokens_of
-from atoll.ml import inner_state
-from atoll.ml.plan import named_tensors
-from atoll.ml.wrapped import plain_optimizer
-from atoll.net.learner import Learner
+from atoll.learner.api import Learner
+from atoll.tensors import optimizer_state
+from atoll.tensors.optimizers import plain_optimizer
+from atoll.tensors.plan import named_tensors
 from tests.integrations.small_texts import gpt2, texts
-from tests.net.runs import LIMIT_S, Run, config, endless
-from tests.net.test_published_values import same
+from tests.learner.runs import LIMIT_S, Run, config, endless
+from tests.learner.test_published import same
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left", "one_thread", "accelerate_anew")
 
@@ -93,10 +93,10 @@ def test_inner_state_is_that_of_the_optimizer_and_not_of_what_is_around_it():
     assert plain_optimizer(own) is own
     plain = gpt2(2)
     other = AdamW(plain.parameters(), lr=1e-2)
-    inner_state.unpack(inner_state.pack(own, job.model), other, plain)
+    optimizer_state.unpack(optimizer_state.pack(own, job.model), other, plain)
     assert {float(state["step"]) for state in other.state.values()} == {1.0}
     with pytest.raises(ValueError, match="AcceleratedOptimizer"):  # without taking it off
-        inner_state.unpack(inner_state.pack(job.optimizer, job.model), other, plain)
+        optimizer_state.unpack(optimizer_state.pack(job.optimizer, job.model), other, plain)
 
 
 def test_a_loop_that_tells_of_a_micro_batch_as_of_a_step_is_refused(tmp_path):

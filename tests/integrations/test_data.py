@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from atoll.cli import main
+from atoll.cli.main import main
 from atoll.integrations.data import epochs, go_to, leased, place_of, read, shuffled, written
 from tests.integrations.reading_islands import (
     BATCH,
@@ -28,7 +28,7 @@ from tests.integrations.reading_islands import (
     read_file,
     start,
 )
-from tests.net.runs import Run, endless
+from tests.learner.runs import Run, endless
 
 # --------------------------------------------------------------------------------------------------------------------
 # Places

@@ -29,7 +29,7 @@ from atoll.integrations.data import leased
 from atoll.integrations.lightning import READ, AtollCallback
 from atoll.integrations.schedules import by_progress, linear
 from tests.integrations.reading_islands import PartWanted
-from tests.net.runs import LIMIT_S, Run, config, endless
+from tests.learner.runs import LIMIT_S, Run, config, endless
 
 # Lightning warns of whatever it would do otherwise (workers, Slurm, directories), torchdata of what torch deprecates.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("nothing_is_left")]

@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 
 from atoll.core.types import RunConfig
-from atoll.net.run_settings import RunSettings
-from atoll.net.serving import serve_syncer
+from atoll.store.run_settings import RunSettings
+from atoll.syncer.main import serve_syncer
 
 settings = RunSettings(RunConfig(
     run_id="lightning", fragments=4, every_steps=8, quorum=2, budget_merges=28, lease_samples=2000

@@ -9,15 +9,15 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
+from atoll.checkpoint.published import plan_of, published_tensors
+from atoll.errors import LearnerRefused
 from atoll.integrations.transformers import AtollCallback
-from atoll.ml.plan import named_tensors, tensors_of
-from atoll.net.learner import Learner
-from atoll.net.learner_errors import LearnerRefused
-from atoll.net.trained_parameters import EVERY
-from atoll.train.published import plan_of, published_tensors
+from atoll.learner.api import Learner
+from atoll.learner.trained_parameters import EVERY
+from atoll.tensors.plan import named_tensors, tensors_of
 from tests.integrations.small_texts import gpt2, trainer
-from tests.net.runs import LIMIT_S, Run, config, endless
-from tests.net.test_published_values import same
+from tests.learner.runs import LIMIT_S, Run, config, endless
+from tests.learner.test_published import same
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left", "one_thread")
 

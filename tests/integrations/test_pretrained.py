@@ -13,16 +13,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, ResNetConfig, ResNetForImageClassification
 
-from atoll.cli import main
+from atoll.cli.main import main
 from atoll.integrations.pretrained import export_pretrained
 from atoll.integrations.transformers import AtollCallback
-from atoll.ml.plan import named_tensors, tensors_of
-from atoll.net.learner import Learner
-from atoll.net.warm_start import INIT
+from atoll.learner.api import Learner
+from atoll.syncer.initial_model import INIT
+from atoll.tensors.plan import named_tensors, tensors_of
 from tests.integrations.small_texts import gpt2, texts, trainer
 from tests.integrations.test_peft import with_lora
-from tests.net.runs import LIMIT_S, Run, config
-from tests.net.test_published_values import same
+from tests.learner.runs import LIMIT_S, Run, config
+from tests.learner.test_published import same
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left", "one_thread")
 

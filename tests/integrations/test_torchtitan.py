@@ -23,9 +23,9 @@ with warnings.catch_warnings():
 
 from atoll.integrations.schedules import linear
 from atoll.integrations.torchtitan import OnAnIsland, _plain
-from atoll.net.parts import list_parts, part_path, read_part
+from atoll.store.learner_parts import list_parts, part_path, read_part
 from tests.integrations.reading_islands import PartWanted
-from tests.net.runs import LIMIT_S, Run, config, endless
+from tests.learner.runs import LIMIT_S, Run, config, endless
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 

@@ -20,10 +20,10 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import atoll
 from atoll.integrations import transformers as integration
 from atoll.integrations.transformers import AtollCallback
-from atoll.ml.plan import named_tensors
+from atoll.tensors.plan import named_tensors
 from tests.integrations.small_texts import LENGTH, arguments, gpt2, texts, trainer
-from tests.net.runs import LIMIT_S, Run, config, endless
-from tests.net.test_published_values import are_published, same
+from tests.learner.runs import LIMIT_S, Run, config, endless
+from tests.learner.test_published import are_published, same
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left", "one_thread")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from atoll.core.learner import LearnerCore
-from atoll.core.learner_state import Copy
-from atoll.core.leases import Key, LeaseBooks
+from atoll.core.data_leases import Key, LeaseBooks
+from atoll.core.learner.core import LearnerCore
+from atoll.core.learner.state import Copy
 from atoll.core.protocol import (
     AdoptFragment,
     Contribution,
@@ -27,9 +27,9 @@ from atoll.core.protocol import (
     Welcome,
 )
 from atoll.core.reasons import Reason
-from atoll.core.syncer import SyncerCore
-from atoll.core.syncer_state import Fragment, Member, Restored
-from atoll.core.tables import Link, Mode, Phase, Stage, Standing
+from atoll.core.states import Link, Mode, Phase, Stage, Standing
+from atoll.core.syncer.core import SyncerCore
+from atoll.core.syncer.state import Fragment, Member, Restored
 from atoll.core.types import Accepted, Interval, RoundId, RunConfig
 
 

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.ml.codecs import CODECS
 from atoll.sim.bandwidth import (
     CODEC_BITS,
     UTILISATIONS,
@@ -33,6 +32,7 @@ from atoll.sim.bandwidth import (
     utilisation,
 )
 from atoll.sim.published import PUBLISHED_RATE_PARAMS, PUBLISHED_RATE_STEP_S, PUBLISHED_RATES_GBIT_S
+from atoll.tensors.codecs import CODECS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/plan.md"
 CELLS = [

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.commands.swarm import _kept
+from atoll.cli.swarm import _kept
 from atoll.sim.draws import draw
 from atoll.sim.swarm import SLICE, Coverage, SeedResult, digest_of, run_seed, sweep
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from atoll.core.causality import Missing
 from atoll.core.protocol import Halt
-from atoll.core.tape import Actor, Entry
 from atoll.core.types import SYNCER
 from atoll.sim.checkers import Checker, Violation, Watch
-from atoll.tape_files import RunTapes
+from atoll.tape.files import RunTapes
+from atoll.tape.format import Actor, Entry
+from atoll.tape.ordering import Missing
 
 Watched = Callable[[Iterable[Entry]], Iterator[Entry]]
 """Entries pass through it on their way to the checkers: a progress bar, perhaps."""

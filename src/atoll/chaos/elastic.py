@@ -21,10 +21,10 @@ from typing import Any
 
 from atoll.chaos.elastic_worker import CHECKPOINT_S, pid_path, steps_path
 from atoll.chaos.plan import Plan, Planned
-from atoll.train.data import Text
-from atoll.train.job import judge
-from atoll.train.job_settings import CONFIG, JobSettings
-from atoll.train.live_view import LiveView
+from atoll.reference.data import Text
+from atoll.reference.job import judge
+from atoll.reference.job_settings import CONFIG, JobSettings
+from atoll.reference.live_view import LiveView
 
 FOLDER = "ddp"
 LOG = "torchrun.log"

@@ -32,10 +32,10 @@ def train(folder: Path, owner: int) -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from atoll.train.data import dealt
-    from atoll.train.job_settings import CONFIG, JobSettings
-    from atoll.train.loop import InnerLoop
-    from atoll.train.model_file import save_model
+    from atoll.checkpoint.model_file import save_model
+    from atoll.reference.data import dealt
+    from atoll.reference.job_settings import CONFIG, JobSettings
+    from atoll.reference.loop import InnerLoop
 
     settings = JobSettings.load(folder / CONFIG)
     rank, restart = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])

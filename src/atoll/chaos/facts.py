@@ -11,13 +11,13 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from atoll.accounting.books import Books, read_books
-from atoll.accounting.lives import Life
-from atoll.accounting.merges import Merge
-from atoll.accounting.reigns import Reign, Word
-from atoll.accounting.shares import overlap_s
-from atoll.accounting.steps import Span
 from atoll.core.ledger import Line
+from atoll.tape.learner_processes import Life
+from atoll.tape.merges import Merge
+from atoll.tape.steps import Span
+from atoll.tape.syncer_tenures import Reign, Word
+from atoll.tape.time_shares import overlap_s
+from atoll.tape.timeline import Books, read_books
 
 
 class SyncerLife(NamedTuple):

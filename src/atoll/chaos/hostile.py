@@ -29,10 +29,10 @@ from atoll.chaos.stranger import Stranger
 from atoll.core.protocol import Contribution, Ping, Pong, Pull, Ready, Report
 from atoll.core.reasons import Reason
 from atoll.core.types import RoundId
-from atoll.ml.plan import FragmentPlan
-from atoll.net.run_settings import RunSettings
-from atoll.net.tls import ClientTls
-from atoll.net.wire import Kind, frame_head
+from atoll.store.run_settings import RunSettings
+from atoll.tensors.plan import FragmentPlan
+from atoll.transport.tls import ClientTls
+from atoll.transport.wire import Kind, frame_head
 
 TICK_S = 0.02
 DRIP_S = 0.5

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from atoll.chaos.netns import enter
-from atoll.net.growing import Told
-from atoll.net.island_tensors import Copied, FragmentTensors
-from atoll.train.island import train_island
-from atoll.train.job_settings import JobSettings
-from atoll.train.supervisor import serve_job
+from atoll.learner.fragments import Copied, FragmentTensors
+from atoll.reference.island import train_island
+from atoll.reference.job_settings import JobSettings
+from atoll.reference.supervisor import serve_job
+from atoll.transport.streaming_buffer import Told
 
 FOLDER = "chaos"
 POISONS = ("nan", "infinity", "wild")

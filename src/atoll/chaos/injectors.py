@@ -18,7 +18,7 @@ from atoll.chaos.in_process import Orders
 from atoll.chaos.netns import Namespaces
 from atoll.chaos.plan import Planned
 from atoll.chaos.relay import Relay
-from atoll.train.supervisor import Member
+from atoll.reference.supervisor import Member
 
 
 class World(Protocol):

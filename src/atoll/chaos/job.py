@@ -20,14 +20,14 @@ from atoll.chaos.plan import Plan
 from atoll.chaos.scenario import Scenario
 from atoll.chaos.struck import PLAN
 from atoll.chaos.supervisor import ChaosSupervisor
-from atoll.core.tape import TapeError
-from atoll.train.children import JobFailed, terminated_like_interrupted
-from atoll.train.data import Text
-from atoll.train.job import finish, start_job
-from atoll.train.job_settings import CONFIG, JobSettings, check_new
-from atoll.train.live_view import LiveView
-from atoll.train.published import run_settings
-from atoll.train.report import REPORT
+from atoll.checkpoint.published import run_settings
+from atoll.reference.children import JobFailed, terminated_like_interrupted
+from atoll.reference.data import Text
+from atoll.reference.job import finish, start_job
+from atoll.reference.job_settings import CONFIG, JobSettings, check_new
+from atoll.reference.live_view import LiveView
+from atoll.reference.report import REPORT
+from atoll.tape.format import TapeError
 
 LINKS = ("auto", "relay", "netns")
 START_S = 90.0

@@ -11,18 +11,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atoll.accounting.merges import Merge
-from atoll.accounting.shares import Shares, states_of
-from atoll.accounting.steps import Span
 from atoll.chaos.checking import judge as check_tapes
 from atoll.chaos.facts import Facts, nothing, read_facts, worst_pause
 from atoll.chaos.faults import Target
 from atoll.chaos.plan import Plan, Planned
 from atoll.chaos.scenario import EXPECTABLE, Expectation
 from atoll.chaos.struck import Struck, read_log
+from atoll.reference.report import read_faults
 from atoll.sim.checkers import all_checkers
-from atoll.tape_files import RunTapes
-from atoll.train.report import read_faults
+from atoll.tape.files import RunTapes
+from atoll.tape.merges import Merge
+from atoll.tape.steps import Span
+from atoll.tape.time_shares import Shares, states_of
 
 FORMAT = 1
 VERDICT = "verdict.json"

@@ -10,7 +10,7 @@ from typing import Any
 
 from atoll.chaos.faults import Target
 from atoll.chaos.judge import FaultReport, Verdict
-from atoll.dash.page_style import STYLE
+from atoll.dashboard.page_style import STYLE
 
 PAGE = "verdict.html"
 

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from atoll.chaos.faults import KINDS, SEVERAL, FaultKind, TargetKind
-from atoll.train.job_settings import FOR_ADAMW, JobSettings
+from atoll.reference.job_settings import FOR_ADAMW, JobSettings
 
 DURATION_S = 60.0
 MOST_DURATION_S = 7 * 24 * 3600.0

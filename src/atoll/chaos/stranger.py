@@ -16,10 +16,10 @@ from torch import Tensor
 
 from atoll.core.protocol import Body, Contribution, Envelope, Hello, InnerState, Pull, Welcome
 from atoll.core.types import NOTHING
-from atoll.ml.codecs import codec
-from atoll.ml.plan import FragmentPlan
-from atoll.net.run_settings import RunSettings
-from atoll.net.wire import CODEC_NUMBERS, Kind, decode_message, encode_message, frame_head
+from atoll.store.run_settings import RunSettings
+from atoll.tensors.codecs import codec
+from atoll.tensors.plan import FragmentPlan
+from atoll.transport.wire import CODEC_NUMBERS, Kind, decode_message, encode_message, frame_head
 
 ENOUGH_S = 30.0
 """Of every single wait."""

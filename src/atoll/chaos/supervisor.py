@@ -19,11 +19,11 @@ from atoll.chaos.netns import Namespaces
 from atoll.chaos.plan import Plan, Planned
 from atoll.chaos.relay import Relay, Relays
 from atoll.chaos.struck import Log, Struck
-from atoll.net.snapshot_files import STORE
-from atoll.train.children import Child, JobFailed
-from atoll.train.job_settings import JobSettings
-from atoll.train.live_view import LiveView
-from atoll.train.supervisor import Member, Supervisor, new_run_id
+from atoll.reference.children import Child, JobFailed
+from atoll.reference.job_settings import JobSettings
+from atoll.reference.live_view import LiveView
+from atoll.reference.supervisor import Member, Supervisor, new_run_id
+from atoll.store.snapshots import STORE
 
 LOOK_S = 0.1
 ASK_EVERY_S = 0.2

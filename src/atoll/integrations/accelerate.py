@@ -10,8 +10,8 @@ from typing import Any, SupportsIndex
 from torch import Tensor, nn
 
 from atoll.integrations.batches import total
-from atoll.ml.wrapped import Optimizers, was_skipped
-from atoll.net.learner import Learner
+from atoll.learner.api import Learner
+from atoll.tensors.optimizers import Optimizers, was_skipped
 
 
 class AcceleratedLearner(Learner):

@@ -21,7 +21,7 @@ from atoll.integrations.batches import TokenCount, tokens_of
 from atoll.integrations.data import go_to, next_epoch, place_of
 from atoll.integrations.schedules import ProgressSchedule
 from atoll.integrations.settings import check_settings
-from atoll.net.learner import Learner
+from atoll.learner.api import Learner
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable
 
-from atoll.net.learner import Learner
+from atoll.learner.api import Learner
 
 GIVEN_BY_THE_TRAINER = {"model", "optimizer"}
 

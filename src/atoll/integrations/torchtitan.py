@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from atoll.integrations.batches import TokenCount
 from atoll.integrations.data import go_to, place_of
 from atoll.integrations.schedules import ProgressSchedule, Shape
-from atoll.net.learner import Learner
+from atoll.learner.api import Learner
 
 Batches: TypeAlias = Iterator[tuple[dict[str, Tensor], Tensor]]
 

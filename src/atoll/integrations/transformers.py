@@ -21,8 +21,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from atoll.integrations.batches import TokenCount, tokens_of
 from atoll.integrations.schedules import FollowedSchedule, ProgressSchedule
 from atoll.integrations.settings import check_settings
-from atoll.ml.wrapped import was_skipped
-from atoll.net.learner import Learner
+from atoll.learner.api import Learner
+from atoll.tensors.optimizers import was_skipped
 
 log = logging.getLogger("atoll.transformers")
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from atoll.core.protocol import Body, Effect, Event, MessageArrived, Send
-from atoll.core.syncer_state import Restored
-from atoll.core.tape import Actor, Entry
+from atoll.core.syncer.state import Restored
 from atoll.core.types import SYNCER, RunConfig
+from atoll.tape.format import Actor, Entry
 
 Subject = tuple[str, int]
 Handler = Callable[[Entry, Any], None]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from atoll.core.protocol import ControlRequested, Envelope, Held, Leave, Leaving, Pull, Say, StepTaken
-from atoll.core.syncer_state import Restored
-from atoll.core.tape import Actor, Entry
+from atoll.core.syncer.state import Restored
 from atoll.core.types import FragmentId, LearnerId, RoundId, RunConfig
 from atoll.sim.checkers import Checker, is_syncer
+from atoll.tape.format import Actor, Entry
 
 
 class InForce(Checker):

@@ -20,10 +20,10 @@ from atoll.core.protocol import (
     VersionRecord,
     Welcome,
 )
-from atoll.core.tape import Actor, Entry
 from atoll.core.types import SYNCER, FragmentId, LearnerId, RunConfig, Version
 from atoll.sim.checkers import Checker, is_syncer
 from atoll.sim.checkers_of_rounds import Durable
+from atoll.tape.format import Actor, Entry
 
 Who = tuple[LearnerId, int]
 

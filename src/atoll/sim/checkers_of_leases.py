@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from atoll.core.leases import Key, joined
+from atoll.core.data_leases import Key, joined
 from atoll.core.protocol import (
     Contribution,
     Envelope,
@@ -22,11 +22,11 @@ from atoll.core.protocol import (
     StepTaken,
     VersionRecord,
 )
-from atoll.core.syncer_state import Restored
-from atoll.core.tape import Actor, Entry
+from atoll.core.syncer.state import Restored
 from atoll.core.types import SYNCER, Interval, RunConfig
 from atoll.sim.checkers import Checker
 from atoll.sim.checkers_of_rounds import Durable
+from atoll.tape.format import Actor, Entry
 
 
 class Leases(Durable):

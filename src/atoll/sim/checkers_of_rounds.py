@@ -26,11 +26,11 @@ from atoll.core.protocol import (
     VersionRecord,
     Welcome,
 )
-from atoll.core.syncer_state import Restored
-from atoll.core.tape import Actor, Entry
+from atoll.core.syncer.state import Restored
 from atoll.core.types import SYNCER, Accepted, FragmentId, LearnerId, RoundId, RunConfig, Version
 from atoll.sim.checkers import Checker
 from atoll.sim.checkers_of_controls import InForce
+from atoll.tape.format import Actor, Entry
 
 
 class Quorum(InForce):

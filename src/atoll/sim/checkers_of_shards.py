@@ -14,10 +14,10 @@ from atoll.core.protocol import (
     ShardLost,
     VersionRecord,
 )
-from atoll.core.syncer_state import Restored
-from atoll.core.tape import Actor, Entry
+from atoll.core.syncer.state import Restored
 from atoll.core.types import SYNCER, FragmentId, RoundId, RunConfig
 from atoll.sim.checkers import Checker
+from atoll.tape.format import Actor, Entry
 
 
 class Shards(Checker):

@@ -38,11 +38,11 @@ from atoll.core.protocol import (
     VersionRecord,
     Welcome,
 )
-from atoll.core.syncer_state import Restored
-from atoll.core.tape import Actor, Entry
+from atoll.core.syncer.state import Restored
 from atoll.core.types import SYNCER, FragmentId, LearnerId, RoundId, RunConfig, Version
 from atoll.sim.checkers import Checker
 from atoll.sim.checkers_of_rounds import Durable
+from atoll.tape.format import Actor, Entry
 
 
 class SnapshotCut(Checker):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from atoll.core.learner import LearnerCore
+from atoll.core.learner.core import LearnerCore
 from atoll.core.protocol import (
     AdoptFragment,
     Contribution,
@@ -42,13 +42,13 @@ from atoll.core.protocol import (
     StepTaken,
     TimerFired,
 )
-from atoll.core.syncer import SyncerCore
-from atoll.core.syncer_state import Restored
-from atoll.core.tables import Mode
-from atoll.core.tape import Actor, Entry
+from atoll.core.states import Mode
+from atoll.core.syncer.core import SyncerCore
+from atoll.core.syncer.state import Restored
 from atoll.core.types import SYNCER, Limits, RunConfig
 from atoll.sim.engine import Engine
 from atoll.sim.fleet import ExtraLearners, FleetConfig, Island, Segment, State, build_islands
+from atoll.tape.format import Actor, Entry
 
 _PATIENT = Limits(first_wait_s=86_400.0, least_wait_s=86_400.0, most_wait_s=86_400.0)
 """Of a lockstep run. Whoever waits for others is silent, and would be taken for lost if silence meant anything: then no

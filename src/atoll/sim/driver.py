@@ -7,7 +7,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from atoll.core.learner import LearnerCore
+from atoll.core.learner.core import LearnerCore
 from atoll.core.messages import NO_RUN_DIRECTORY
 from atoll.core.protocol import (
     Contribution,
@@ -49,15 +49,15 @@ from atoll.core.protocol import (
     TimerFired,
     VersionRecord,
 )
-from atoll.core.syncer import SyncerCore
-from atoll.core.syncer_state import Restored
-from atoll.core.tables import Mode, Standing
-from atoll.core.tape import Actor, Entry
+from atoll.core.states import Mode, Standing
+from atoll.core.syncer.core import SyncerCore
+from atoll.core.syncer.state import Restored
 from atoll.core.types import SYNCER, FragmentId, LearnerId
 from atoll.sim.checkers import Violation, Watch, all_checkers
 from atoll.sim.draws import LinkDraw, Plan
 from atoll.sim.engine import Engine
 from atoll.sim.processes import Conn, Disk, Process
+from atoll.tape.format import Actor, Entry
 
 BULK = (Contribution, Published, InnerState)
 

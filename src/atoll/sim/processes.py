@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from atoll.core.learner import LearnerCore
+from atoll.core.learner.core import LearnerCore
 from atoll.core.protocol import (
     ControlRequested,
     LeaseRecord,
@@ -13,10 +13,10 @@ from atoll.core.protocol import (
     Record,
     VersionRecord,
 )
-from atoll.core.syncer import SyncerCore
-from atoll.core.syncer_state import Restored
-from atoll.core.tape import Actor
+from atoll.core.syncer.core import SyncerCore
+from atoll.core.syncer.state import Restored
 from atoll.core.types import FragmentId, Version
+from atoll.tape.format import Actor
 
 
 class Process:

@@ -11,15 +11,15 @@ from hashlib import sha256
 from itertools import islice
 from typing import NamedTuple
 
-from atoll.core.learner import LearnerCore
+from atoll.core.learner.core import LearnerCore
 from atoll.core.reasons import REASONS
-from atoll.core.syncer import SyncerCore
-from atoll.core.tables import TABLES
-from atoll.core.tape import Entry
+from atoll.core.states import TABLES
+from atoll.core.syncer.core import SyncerCore
 from atoll.sim.checkers import Violation
 from atoll.sim.draws import FAULTS, draw
 from atoll.sim.forks import forks
 from atoll.sim.world import World
+from atoll.tape.format import Entry
 
 SLICE = 2_000
 """Seeds that are given to the processes at a time."""

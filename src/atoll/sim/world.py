@@ -23,7 +23,7 @@ from atoll.core.protocol import (
     StoreFenced,
     VersionRecord,
 )
-from atoll.core.tables import Mode, Stage, Standing
+from atoll.core.states import Mode, Stage, Standing
 from atoll.core.types import ControlWhat, FragmentId, LearnerId
 from atoll.sim.checkers import Violation
 from atoll.sim.draws import Fault

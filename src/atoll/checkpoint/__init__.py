@@ -1,0 +1,1 @@
+"""Models and snapshots out of a run and into another: export, import, restore. Starts no process."""

@@ -1,0 +1,97 @@
+"""`model.safetensors` of a run: the model as it was last published, and nothing else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import xxhash
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from atoll.reference.job_settings import CONFIG, JobSettings
+from atoll.reference.loop import model_config
+from atoll.reference.models import GPT, build
+from atoll.syncer.initial_model import INIT
+from atoll.tensors.plan import named_tensors
+
+MODEL = "model.safetensors"
+
+
+def model_digest(model: nn.Module) -> str:
+    """xxh3 over names, shapes, dtypes and bytes of everything that is trained: two equal models have the same."""
+    return tensors_digest(named_tensors(model))
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """The same of a model's tensors, in the order of their names."""
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted(tensors.items()):
+        plain = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {tuple(plain.shape)} {plain.dtype}\n".encode())
+        if plain.numel():
+            digest.update(plain.view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def save_model(model: nn.Module, run: Path) -> Path:
+    """Write it whole or not at all. What is tied is written once."""
+    return save_tensors(named_tensors(model), run)
+
+
+def save_tensors(model: Mapping[str, Tensor], run: Path) -> Path:
+    return write_tensors(model, run / MODEL)
+
+
+def write_tensors(model: Mapping[str, Tensor], path: Path) -> Path:
+    half = path.with_name(f".{path.name}.{os.getpid()}")
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.items()}
+    try:
+        save_file(tensors, half, metadata={"format": "pt", "digest": tensors_digest(tensors)})
+        os.replace(half, path)
+    finally:
+        half.unlink(missing_ok=True)
+    return path
+
+
+def load_model(run: Path) -> tuple[JobSettings, GPT]:
+    """The model that a run left, built by its own settings."""
+    if not run.is_dir():
+        raise ValueError(f"{run}: no such run directory")
+    if not (run / CONFIG).is_file():
+        raise ValueError(f"{run}: not a run directory of atoll train, it has no {CONFIG}")
+    if not (run / MODEL).is_file():
+        raise ValueError(f"{run} has no {MODEL} yet: finish the run with atoll train --out {run} --resume")
+    settings = JobSettings.load(run / CONFIG)
+    model = build(model_config(settings), settings.seed)
+    _fill_from(run / MODEL, model)
+    return settings, model
+
+
+def first_model(settings: JobSettings, run: Path) -> GPT:
+    """What the run began with: the values of --init, or those of its seed."""
+    model = build(model_config(settings), settings.seed)
+    if (run / INIT).is_file():
+        _fill_from(run / INIT, model)
+    return model
+
+
+def _fill_from(path: Path, model: GPT) -> None:
+    with safe_open(path, framework="pt") as file:
+        fill(model, {name: file.get_tensor(name) for name in file.keys()}, str(path))  # noqa: SIM118
+
+
+@torch.no_grad()
+def fill(model: nn.Module, values: Mapping[str, Tensor], whose: str) -> None:
+    """Set every tensor of the model; names and shapes must be exactly its own."""
+    tensors = named_tensors(model)
+    if set(tensors) != set(values):
+        odd = min(set(tensors) ^ set(values))
+        raise ValueError(f"{whose} {'lacks' if odd in tensors else 'has an unknown'} tensor {odd!r}: of another model")
+    for name, tensor in tensors.items():
+        if tensor.shape != values[name].shape:
+            raise ValueError(f"{whose}: {name} is {tuple(values[name].shape)}, the model has {tuple(tensor.shape)}")
+        tensor.copy_(values[name])

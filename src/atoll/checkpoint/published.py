@@ -1,0 +1,119 @@
+"""The published model of a decoupled run, read from the syncer's store without disturbing whoever owns it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from atoll.core.protocol import ManifestRecord, MembersRecord
+from atoll.reference.job_settings import JobSettings
+from atoll.reference.loop import model_config
+from atoll.reference.models import GPT, build
+from atoll.store.atomic import read_file, read_small_file, read_tensor_file, small_file_text
+from atoll.store.run_settings import RunSettings
+from atoll.store.snapshots import STORE, stores_of
+from atoll.store.version_store import END_RECEIVED
+from atoll.tape.format import decode
+from atoll.tensors.model_view import ModelView
+from atoll.tensors.plan import FragmentPlan
+
+_VERSION = re.compile(r"(\d+)\.safetensors")
+
+
+def run_settings(run: Path) -> RunSettings | None:
+    """What the run was founded with; None where no learner has brought a model yet."""
+    path = run / STORE / "run.json"
+    if not path.exists():
+        return None
+    return RunSettings.from_json(read_small_file(path.read_bytes()))
+
+
+def is_finished(run: Path) -> bool:
+    """The syncer has made the final manifest durable: no version will change any more."""
+    return (run / STORE / "manifest.json").exists()
+
+
+def learners_without_end(run: Path) -> list[int]:
+    """Return the learners of a finished run that may come back and have not received its end."""
+    path = run / STORE / "members.json"
+    if not path.exists():
+        return []
+    members = decode(small_file_text(path.read_bytes()))
+    assert isinstance(members, MembersRecord)
+    path = run / STORE / END_RECEIVED
+    received = read_small_file(path.read_bytes())["learners"] if path.exists() else []
+    gone = {*members.left, *members.lost, *received}
+    return [learner for learner, _ in members.incarnations if learner not in gone]
+
+
+def published_versions(run: Path, plan: FragmentPlan) -> Iterator[int]:
+    """Find the newest durable version of every fragment, one after the other, or those with which the run ended.
+
+    A shard that was away at the end may hold a later one, which no learner has received.
+    """
+    if is_finished(run):
+        manifest = decode(small_file_text((run / STORE / "manifest.json").read_bytes()))
+        assert isinstance(manifest, ManifestRecord)
+        yield from manifest.versions
+    else:
+        yield from (_newest(run, p) for p in range(len(plan.fragments)))
+
+
+def published_model(run: Path, settings: JobSettings, versions: Iterable[int] | None = None) -> GPT:
+    """Load these versions of the fragments, or else the published ones, into a model of the job's shape."""
+    plan = plan_of(run)
+    model = build(model_config(settings), settings.seed)
+    view = ModelView(model, plan)
+    for p, version in enumerate(published_versions(run, plan) if versions is None else versions):
+        view.write(p, _read(run, p, version))
+    return model
+
+
+def published_tensors(run: Path) -> dict[str, Tensor]:
+    """The same by name, in the shapes and dtypes of the run's plan, whatever model it is that was trained."""
+    plan = plan_of(run)
+    return assembled(plan, ((p, _read(run, p, version)) for p, version in enumerate(published_versions(run, plan))))
+
+
+def assembled(plan: FragmentPlan, values: Iterable[tuple[int, Tensor]]) -> dict[str, Tensor]:
+    """Whole tensors by name, in their shapes and dtypes, from the flat fragments of a plan."""
+    model = {info.name: torch.empty(info.shape) for info in plan.tensors if info.travels}
+    for p, flat in values:
+        for piece, begin, end in plan.spans(p):
+            whole = model[piece.tensor]
+            rows = (whole if plan.by_name[piece.tensor].shape else whole.unsqueeze(0))[piece.start : piece.stop]
+            rows.copy_(flat[begin:end].view(rows.shape))
+    return {name: value.to(getattr(torch, plan.by_name[name].dtype)) for name, value in model.items()}
+
+
+def plan_of(run: Path) -> FragmentPlan:
+    kept = run_settings(run)
+    if kept is None or kept.plan is None:
+        raise ValueError(f"{run} has no model yet: no learner has joined")
+    return kept.plan
+
+
+def _folder(run: Path, p: int) -> Path:
+    folders = [store / "fragments" / f"{p:03d}" for store in stores_of(run)]
+    return next((each for each in folders if each.is_dir()), folders[0])
+
+
+def _newest(run: Path, p: int) -> int:
+    folder = _folder(run, p)
+    names = filter(None, (_VERSION.fullmatch(each.name) for each in folder.iterdir()))
+    newest = max((int(name[1]) for name in names), default=None)
+    if newest is None:
+        raise ValueError(f"{folder} has no version of its fragment: bring it back from a copy")
+    return newest
+
+
+def _read(run: Path, p: int, version: int) -> Tensor:
+    path = _folder(run, p) / f"{version:09d}.safetensors"
+    if not path.exists() and is_finished(run):
+        raise ValueError(f"{path} is not there, and the run has ended with it: bring it back from a copy")
+    _, tensors = read_tensor_file(read_file(path))
+    return tensors["published"]

@@ -1,0 +1,210 @@
+"""A new run that starts from a snapshot of another: published values, outer optimizer, inner state, tokens done.
+
+Nothing of the other run is changed, and it may go on. What is taken over:
+
+| of the snapshot | becomes, in the new run |
+|---|---|
+| value, precise value, outer state and usual size of every fragment | version 1; version 0 is the same value |
+| tokens that were merged into it | tokens that are done already, of the budget and in the books |
+| parts of learners | parts of the new run: whoever finds no peer starts from one, whatever its number |
+
+Work that was in flight or not merged is in the parts of the old run and in no published value: it is not taken over.
+
+The new run keeps what it began with in `beginning`, under second names, so that it can be replayed when its store and
+its learners hold none of it any more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from atoll.checkpoint.published import run_settings
+from atoll.core.protocol import LeaseRecord, MembersRecord, VersionRecord
+from atoll.core.types import FragmentId, RoundId
+from atoll.reference.job_settings import CONFIG, JobSettings, check_new
+from atoll.store.atomic import make_folder, put_file, read_file, read_tensor_file, tensor_file
+from atoll.store.learner_parts import Part, list_parts, part_path, read_part, shards_path
+from atoll.store.run_settings import RunSettings
+from atoll.store.snapshots import SHARDS, STORE, SnapshotInfo, list_snapshots, version_of_snapshot
+from atoll.store.version_store import Store
+from atoll.tape import format
+
+BEGINNING = "beginning"
+"""Within a run that was restored: what it began with."""
+
+
+class Source(NamedTuple):
+    """A snapshot of a run, named as RUN or RUN@N."""
+
+    run: Path
+    info: SnapshotInfo
+    settings: JobSettings
+    kept: RunSettings
+
+
+def find_source(text: str) -> Source:
+    """Raises ValueError with what is missing and what there is."""
+    name, at, number = text.rpartition("@")
+    if not at or Path(text).is_dir():
+        name, number = text, ""
+    run = Path(name)
+    if number and not number.isdigit():
+        raise ValueError(f"--restore {text}: after the @ comes a number of those in atoll snapshot {run} --list")
+    kept = run_settings(run) if run.is_dir() else None
+    if kept is None or kept.plan is None or not (run / CONFIG).is_file():
+        raise ValueError(f"--restore {run}: no run of atoll train or atoll syncer is there, or it has no model yet")
+    found = list_snapshots(run)
+    if not found:
+        raise ValueError(f"{run} has no snapshot; take one while it trains: atoll snapshot {run}")
+    wanted = int(number) if number else found[-1].number
+    info = next((each for each in found if each.number == wanted), None)
+    if info is None:
+        there = ", ".join(str(each.number) for each in found)
+        raise ValueError(f"{run} has no snapshot {wanted}; it has {there}")
+    if info.record is None:
+        raise ValueError(f"{info.problem}; choose an older one, see atoll snapshot {run} --list")
+    return Source(run, info, JobSettings.load(run / CONFIG), kept)
+
+
+def restore(source: Source, run: Path, settings: JobSettings, run_id: str, say: Callable[[str], None]) -> int:
+    """Make the directory of the new run. Returns the tokens that it has done already. Leaves nothing if it fails."""
+    check_new(run)
+    fragments = [_fragment(source, p) for p in range(len(source.info.record.versions))] if source.info.record else []
+    done = max((record.merged_tokens for record, _ in fragments if record is not None), default=0)
+    if done >= settings.tokens:
+        raise ValueError(
+            f"the snapshot has {done:,} of {settings.tokens:,} tokens already: nothing would be left to train;"
+            " give more with --tokens"
+        )
+    was_there = run.exists()
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        _write_store(source, run, settings, run_id, fragments, done)
+        parts = _write_parts(source, run, run_id, say)
+        settings.save(run / CONFIG)
+    except BaseException:
+        shutil.rmtree(run, ignore_errors=True)
+        if was_there:
+            run.mkdir()
+        raise
+    inner = f"inner state of {len(parts)} learners is there" if parts else "learners start with fresh inner state"
+    say(f"restored from snapshot {source.info.number} of {source.run}: {done:,} tokens are done, {inner}")
+    return done
+
+
+def _fragment(source: Source, p: FragmentId) -> tuple[VersionRecord | None, dict[str, Tensor]]:
+    path = version_of_snapshot(source.run, source.info.number, p)
+    try:
+        note, tensors = read_tensor_file(read_file(path))
+        record = format.decode(note) if note else None
+    except (OSError, ValueError) as wrong:
+        what = wrong.strerror if isinstance(wrong, OSError) else str(wrong)
+        raise ValueError(f"{path}: {what}; choose another snapshot") from None
+    assert source.info.record is not None
+    if record is not None and not isinstance(record, VersionRecord):
+        raise ValueError(f"{path} holds {type(record).__name__}, no version; choose another snapshot")
+    if (record.version if record is not None else 0) != source.info.record.versions[p]:
+        raise ValueError(f"{path} holds another version than the snapshot says; choose another snapshot")
+    return record, tensors
+
+
+def _write_store(
+    source: Source,
+    run: Path,
+    settings: JobSettings,
+    run_id: str,
+    fragments: list[tuple[VersionRecord | None, dict[str, Tensor]]],
+    done: int,
+) -> None:
+    plan = source.kept.plan
+    assert plan is not None
+    config = replace(settings.run_config(run_id), fragments=len(plan.fragments), fingerprint=plan.fingerprint())
+    shards = settings.shards
+    made = RunSettings(config, settings.numerics, settings.to_json(), plan, time.time(), shards)
+    for k in range(shards):
+        with Store.open(run / SHARDS / str(k) / STORE) as store:
+            for p in range(k, len(fragments), shards):
+                _write_fragment(store, p, *fragments[p], kept_fragment(run, p))
+            store.write_settings(made.to_json())
+    with Store.open(run / STORE) as store:
+        for p in range(len(fragments) if not shards else 0):
+            _write_fragment(store, p, *fragments[p], kept_fragment(run, p))
+        store.write(MembersRecord(1, (), (), done))
+        cut = source.info.record
+        if cut is not None and cut.next_sample:
+            # What was trained after the cut is not in this model: it is leased again, with all that nobody had merged.
+            left = sum(end - begin for begin, end in cut.unmerged)
+            store.write(LeaseRecord(1, cut.next_sample, cut.unmerged, (), cut.next_sample - left))
+        store.write_settings(made.to_json())
+
+
+def _write_fragment(
+    store: Store, p: FragmentId, record: VersionRecord | None, tensors: dict[str, Tensor], kept: Path
+) -> None:
+    store.write_initial(p, {"published": tensors["published"]})
+    if record is not None:
+        round_id = RoundId(p, 0, store.epoch, 1)
+        store.write(VersionRecord(p, 1, round_id, (), (), record.merged_tokens), tensors)
+    _keep(store.version_path(p, 0 if record is None else 1), kept)
+
+
+def _write_parts(source: Source, run: Path, run_id: str, say: Callable[[str], None]) -> list[int]:
+    """Learners whose inner state could be taken over. A part that is missing or damaged is said, and goes without."""
+    assert source.info.record is not None
+    there = list_parts(source.run)
+    taken = []
+    for learner, _ in source.info.record.parts:
+        # That part, or the newest before it: of the few that a learner keeps, some are of snapshots that failed.
+        numbers = [number for number in there.get(learner, []) if number <= source.info.number]
+        for number in reversed(numbers):
+            path = part_path(source.run, learner, number)
+            try:
+                part = read_part(path)
+                _keep_shards(part, run, learner)
+            except (OSError, ValueError) as wrong:
+                say(f"{path}: {wrong}; trying an older one")
+                continue
+            target, kept = part_path(run, learner, number), part_path(run / BEGINNING, learner, number)
+            make_folder(target.parent)
+            note = json.dumps({**part.note, "run": run_id}, separators=(",", ":"))
+            put_file(target, tensor_file(note, part.tensors), lambda: None, replace=True)
+            _keep(target, kept)
+            taken.append(learner)
+            break
+        else:
+            say(f"learner {learner} has no part of snapshot {source.info.number} in {source.run}")
+    return taken
+
+
+def _keep_shards(part: Part, run: Path, learner: int) -> None:
+    """What ranks have written of a part, if they have, in the new run and in what is kept of its beginning."""
+    if part.shards is None:
+        return
+    from atoll.store.sharded_parts import copy_shards
+
+    for place in (run, run / BEGINNING):
+        target = shards_path(part_path(place, learner, part.snapshot))
+        make_folder(target.parent)
+        copy_shards(part.shards, target, _keep)
+
+
+def kept_fragment(run: Path, p: FragmentId) -> Path:
+    return run / BEGINNING / f"{p:03d}.safetensors"
+
+
+def _keep(path: Path, name: Path) -> None:
+    """Under a second name, which costs nothing; a copy where there are no links."""
+    make_folder(name.parent)
+    try:
+        os.link(path, name)
+    except OSError:
+        put_file(name, [read_file(path)], lambda: None, replace=True)

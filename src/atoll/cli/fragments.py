@@ -1,0 +1,280 @@
+"""`atoll fragments`: how a model would be cut into fragments, and how even they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from atoll.cli.output import JsonOption, print_json
+
+if TYPE_CHECKING:
+    from atoll.tensors.plan import FragmentPlan, TensorInfo
+
+EXAMPLE = "atoll fragments 1m --fragments 24 --plan rows"
+
+EMBEDDINGS = ("*embed*", "*wte*")
+"""Names of embeddings in a file, which does not say what its tensors are for."""
+
+MOST_HEADER_BYTES = 100 << 20  # what the safetensors library reads, too
+
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "C64": "complex64",
+}
+_PARTS = {"weight": "█", "embedding": "▒", "buffer": "░"}
+_PLAIN_PARTS = {"weight": "#", "embedding": "=", "buffer": "."}
+
+
+class Shares(NamedTuple):
+    """One fragment: its tensors (or parts of them), its numbers, and how many of these are of which kind."""
+
+    tensors: int
+    parameters: int
+    kinds: dict[str, int]
+
+
+def run(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A size of the reference model (100k, 360k, 1m, 5m, 10m, moe), a .safetensors file, or a run.",
+        ),
+    ],
+    fragments: Annotated[int, typer.Option("--fragments", metavar="P", help="Fragments of the model.")] = 24,
+    how: Annotated[
+        str,
+        typer.Option(
+            "--plan",
+            metavar="NAME",
+            help="balanced: whole tensors, by size. layers: layer i into fragment i mod P. "
+            "rows: as balanced, with large tensors cut by rows.",
+        ),
+    ] = "balanced",
+    embeddings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--embeddings",
+            metavar="PATTERN",
+            help=f"Names that count as embeddings. Repeatable. [default for files: {', '.join(EMBEDDINGS)}]",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show how a model is cut into fragments.
+
+    One line per fragment: its tensors, parameters and bytes, and a bar that shows what they are. Balance is the largest
+    fragment over the mean: all fragments have the same time to travel in, so the largest decides what the link needs.
+    """
+    from atoll.tensors.plan import make_plan
+
+    tensors = read_tensors(model, embeddings)
+    plan = make_plan(tensors, fragments, how)
+    shares = [_shares(plan, fragment) for fragment in range(len(plan.fragments))]
+    if as_json:
+        print_json(_fields(model, fragments, plan, shares))
+    else:
+        _show(model, fragments, plan, shares)
+
+
+# ---------------------------------------------------------------------------------------------------------- the model
+
+
+def read_tensors(model: str, embeddings: Sequence[str] | None) -> tuple[TensorInfo, ...]:
+    """From a file, without reading its values, or from a reference model that is built for it."""
+    path = Path(model) / "model.safetensors" if Path(model).is_dir() else Path(model)
+    if path.suffix == ".safetensors":
+        return read_header(path, EMBEDDINGS if embeddings is None else embeddings)
+    try:
+        from atoll.reference.models import SIZES, build
+        from atoll.tensors.plan import tensors_of
+    except ModuleNotFoundError as missing:
+        raise ValueError(
+            f"a reference model needs {missing.name}, which comes with the extra 'train': pip install 'atoll[train]'"
+        ) from None
+    if model not in SIZES:
+        raise ValueError(f"there is no model {model!r}; give a .safetensors file or one of {', '.join(SIZES)}")
+    return tensors_of(build(SIZES[model], 0), embeddings or ())
+
+
+def read_header(path: Path, embeddings: Sequence[str]) -> tuple[TensorInfo, ...]:
+    """Names, shapes and dtypes in a safetensors file. Whole numbers in it are counters and masks: they stay local."""
+    from atoll.tensors.plan import MOST_NUMEL, TensorInfo
+
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(MOST_HEADER_BYTES, os.fstat(file.fileno()).st_size - 8):
+            raise ValueError(f"{path} is not a safetensors file, or was cut short")
+        raw = file.read(length)
+    try:
+        header = json.loads(raw)
+    except (ValueError, RecursionError):
+        header = None
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} is not a safetensors file: its header is not JSON")
+    made = []
+    for name, about in header.items():
+        if name == "__metadata__":
+            continue
+        shape = about.get("shape") if isinstance(about, dict) else None
+        if not isinstance(shape, list) or not all(type(size) is int and 0 <= size <= MOST_NUMEL for size in shape):
+            raise ValueError(f"{path} is damaged: {name[:100]!r} has no shape")
+        dtype = about.get("dtype")
+        if not isinstance(dtype, str):
+            raise ValueError(f"{path} is damaged: {name[:100]!r} has no dtype")
+        if dtype in _DTYPES:
+            kind = "embedding" if any(fnmatchcase(name, pattern) for pattern in embeddings) else "weight"
+            made.append(TensorInfo(name, tuple(shape), _DTYPES[dtype], kind))
+    if not any(tensor.travels for tensor in made):
+        raise ValueError(f"{path} has no floating-point tensors, so that there is nothing to cut")
+    return tuple(made)
+
+
+# --------------------------------------------------------------------------------------------------------- the picture
+
+
+def _shares(plan: FragmentPlan, fragment: int) -> Shares:
+    kinds: dict[str, int] = {}
+    for piece in plan.fragments[fragment]:
+        kinds[piece.kind] = kinds.get(piece.kind, 0) + piece.numel
+    return Shares(len({piece.tensor for piece in plan.fragments[fragment]}), plan.numel(fragment), kinds)
+
+
+def _fields(model: str, asked: int, plan: FragmentPlan, shares: Sequence[Shares]) -> dict[str, object]:
+    return {
+        "model": writable(model),
+        "plan": plan.how,
+        "asked": asked,
+        "parameters": plan.total_numel,
+        "tensors": sum(tensor.travels for tensor in plan.tensors),
+        "frozen": sum(tensor.kind == "frozen" for tensor in plan.tensors),
+        "balance": plan.balance,
+        "embeddings": [place for place, each in enumerate(shares) if "embedding" in each.kinds],
+        "fragments": [
+            {
+                "fragment": place,
+                "tensors": each.tensors,
+                "parameters": each.parameters,
+                "bytes_f32": 4 * each.parameters,
+                "kinds": each.kinds,
+                "pieces": [[writable(piece.tensor), piece.start, piece.stop] for piece in plan.fragments[place]],
+            }
+            for place, each in enumerate(shares)
+        ],
+    }
+
+
+def _show(model: str, asked: int, plan: FragmentPlan, shares: Sequence[Shares]) -> None:
+    from atoll.tensors.plan import ROWS_BALANCE
+
+    width = min(max(shutil.get_terminal_size((80, 24)).columns, 40), 200)
+    parts = _parts_of_this_terminal()
+    count = len(plan.fragments)
+    sentences = [f"{writable(model)}: {_plural(count, 'fragment')}, {short(plan.total_numel)} parameters, {plan.how}"]
+    if count < asked:
+        sentences.append(f"Fewer than the {asked} asked for: there is no more to deal out.")
+    _say(sentences, width)
+    print()
+    rows = [
+        (str(place), str(each.tensors), short(each.parameters), f"{short(4 * each.parameters)}B")
+        for place, each in enumerate(shares)
+    ]
+    head = ("p", "tensors", "params", "as f32") if width >= 60 else ("p", "n", "params", "as f32")
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(4)]
+    print(" ".join(cell.rjust(size) for cell, size in zip(head, widths, strict=True)))
+    room = width - sum(widths) - 5
+    largest = max(each.parameters for each in shares)
+    for row, each in zip(rows, shares, strict=True):
+        print(" ".join(cell.rjust(size) for cell, size in zip(row, widths, strict=True)), end=" ")
+        print(bar(each.kinds, largest, room, parts))
+    print()
+    kinds = [kind for kind in parts if any(kind in each.kinds for each in shares)]
+    sentences = ["  ".join(f"{parts[kind]} {kind}s" for kind in kinds)]
+    sentences.append(f"balance {plan.balance:.2f} (the largest over the mean)")
+    where = [place for place, each in enumerate(shares) if "embedding" in each.kinds]
+    if where:
+        sentences.append(f"embeddings in {'fragment' if len(where) == 1 else 'fragments'} {spans(where)}")
+    if plan.how != "rows" and plan.balance > ROWS_BALANCE:
+        sentences.append("--plan rows would cut the large tensors")
+    _say(sentences, width)
+
+
+def _say(sentences: Sequence[str], width: int) -> None:
+    for sentence in sentences:
+        print(textwrap.fill(sentence, width, subsequent_indent="  ", break_on_hyphens=False))
+
+
+def writable(text: str) -> str:
+    """Names of files and of tensors may hold what no encoding can write."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def bar(kinds: dict[str, int], largest: int, room: int, parts: dict[str, str]) -> str:
+    """As long as the fragment is large, and at least one sign; each kind has its share of it.
+
+    >>> bar({"embedding": 3, "weight": 3}, 12, 8, {"weight": "#", "embedding": "="})
+    '##=='
+    """
+    drawn, so_far, made = 0, 0, ""
+    for kind, sign in parts.items():
+        so_far += kinds.get(kind, 0)
+        end = round(room * so_far / largest)
+        made += sign * (end - drawn)
+        drawn = end
+    return made or next(parts[kind] for kind in parts if kind in kinds)
+
+
+def short(count: int) -> str:
+    """
+    >>> short(999), short(1_536), short(32_768), short(999_950), short(7_240_000_000)
+    ('999', '1.54k', '32.8k', '1.00M', '7.24G')
+    """
+    size, unit = float(count), ""
+    for unit in ("", "k", "M", "G", "T", "P"):
+        if size < 999.5 or unit == "P":
+            break
+        size /= 1000
+    if not unit:
+        return str(count)
+    return f"{size:.{2 if size < 9.995 else 1 if size < 99.95 else 0}f}{unit}"
+
+
+def spans(places: Sequence[int]) -> str:
+    """
+    >>> spans([0, 1, 2, 5])
+    '0-2, 5'
+    """
+    made: list[list[int]] = []
+    for place in places:
+        if made and made[-1][1] == place - 1:
+            made[-1][1] = place
+        else:
+            made.append([place, place])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in made)
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _parts_of_this_terminal() -> dict[str, str]:
+    """Blocks where they can be written, letters of the alphabet of a teletype elsewhere."""
+    try:
+        "".join(_PARTS.values()).encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return _PLAIN_PARTS
+    return _PARTS

@@ -1,0 +1,188 @@
+"""`atoll learner`: one island of a run whose syncer is somewhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from atoll.cli.access_options import Ca, Keys, Token
+from atoll.cli.log_format import LogFormat, say
+from atoll.cli.output import ExitCode, JsonOption, complain, print_json
+
+if TYPE_CHECKING:
+    from atoll.learner.api import Learner
+    from atoll.reference.loop import Step
+
+EXAMPLE = "atoll learner --syncer head:7400 --keys keys/far"
+
+SAY_EVERY_S = 5.0
+
+
+def run(  # long: its options
+    syncer: Annotated[
+        str,
+        typer.Option(
+            "--syncer",
+            envvar="ATOLL_SYNCER",
+            metavar="HOST:PORT",
+            help="Where atoll syncer listens; with standbys: A:PORT,B:PORT.",
+        ),
+    ],
+    token: Token = None,
+    keys: Keys = None,
+    ca: Ca = None,
+    number: Annotated[
+        int | None,
+        typer.Option(
+            "--learner",
+            envvar="ATOLL_LEARNER",
+            metavar="N",
+            min=1,
+            help="Number of this island, from 1. Give it again to come back as the same one. [default: the next free "
+            "one]",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            envvar="ATOLL_RUN_DIRECTORY",
+            metavar="DIR",
+            help="Directory for this island's tape and metrics. [default: runs/ and the run's name]",
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option("--data", metavar="PATH", help="Where the run's data is on this machine.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", metavar="N", min=1, help="Threads of torch. [default: 1]")
+    ] = None,
+    max_rate: Annotated[
+        str | None,
+        typer.Option(
+            "--max-rate",
+            metavar="RATE",
+            help="Most that values take of this island's link, each way: 2gbit, 500mbit, 10MB/s. "
+            "[default: what the run says]",
+        ),
+    ] = None,
+    streams: Annotated[
+        int | None,
+        typer.Option(
+            "--streams",
+            metavar="N",
+            help="Connections over which a large value of this island goes, from 1 to 16. [default: what the run says]",
+        ),
+    ] = None,
+    notice: Annotated[
+        float | None,
+        typer.Option(
+            "--notice",
+            envvar="ATOLL_NOTICE_S",
+            metavar="SECONDS",
+            help="From SIGTERM until this machine is gone: in this time what is not merged yet is merged. "
+            "[default: SIGTERM leaves at once]",
+        ),
+    ] = None,
+    log_format: LogFormat = "text",
+    as_json: JsonOption = False,
+) -> None:
+    """Train as one island of a run: the syncer says what, and gives the model.
+
+    The island dials out, so it may be behind a router. It never waits for others: while the syncer cannot be reached it
+    trains on, and what it trained is merged later. Ctrl-C leaves the run, the others go on; come back with the same
+    --learner and --out. With --notice the first SIGTERM says that this machine is taken away: the island ends its step,
+    has all that it trained merged, and leaves with exit code 0. Which samples it trains on is leased to it: any number
+    of islands may come, at any time, and what one of them leaves untrained is given to others. To another machine it
+    speaks TLS: with --keys, or with --ca and the token.
+    """
+    import logging
+    from dataclasses import replace
+
+    from atoll.errors import AtollError
+    from atoll.learner.preemption import check_notice
+    from atoll.logs import check_format, set_up
+    from atoll.reference.children import terminated_like_interrupted
+    from atoll.reference.island import ask_for_job, train_island
+    from atoll.transport.endpoint import place
+
+    check_notice(notice)
+    token = token or None  # an empty variable is no token
+    if check_format(log_format) == "json":
+        set_up(log_format, logging.INFO)
+    job = ask_for_job(place(syncer, keys, ca), token, lambda: complain(f"waiting for a syncer at {syncer}"))
+    settings = job.settings
+    if data is not None:
+        settings = replace(settings, data=str(data.absolute()))
+    if threads is not None:
+        settings = replace(settings, threads=threads)
+    if max_rate is not None:
+        settings = replace(settings, max_rate=max_rate)
+    if streams is not None:
+        settings = replace(settings, streams=streams)
+    directory = out if out is not None else Path("runs") / job.run_id
+    directory.mkdir(parents=True, exist_ok=True)
+    watch = LearnerWatch(log_format, shown=not as_json, takes_notice=notice is not None)
+    try:
+        with terminated_like_interrupted(watch.takes_notice):
+            is_over = train_island(settings, number, syncer, token, directory, watch, keys, ca, notice)
+    except AtollError as wrong:
+        complain(str(wrong))
+        raise typer.Exit(ExitCode.FAILED) from None
+    except KeyboardInterrupt:
+        if watch.learner:
+            complain(f"left the run; come back with: --learner {watch.learner} --out {directory}")
+        raise
+    if as_json:
+        told = {"learner": watch.learner, "steps": watch.steps, "tokens": watch.tokens, "drained": not is_over}
+        print_json({**told, "unmerged": watch.unmerged, "directory": str(directory)})
+    else:
+        what = "The run is over." if is_over else "This island was asked to leave; the run goes on."
+        lost = "" if is_over else f" Of those, {watch.unmerged:,} are not merged everywhere."
+        print(f"{what} Learner {watch.learner} took {watch.steps:,} steps here, {watch.tokens:,} tokens.{lost}")
+
+
+class LearnerWatch:
+    """Says on stderr how the island is getting on, now and then."""
+
+    def __init__(self, log_format: str, shown: bool, takes_notice: bool) -> None:
+        self._log_format = log_format
+        self._takes_notice = takes_notice
+        self.noticed_at: float | None = None
+        self.unmerged = 0
+        self.learner = 0
+        self.steps = 0
+        self.tokens = 0
+        self._shown = shown
+        self._said_at = float("-inf")
+
+    def takes_notice(self) -> bool:
+        """Is a SIGTERM that comes now the learner's business? Not while it joins, and not a second one."""
+        import time
+
+        from atoll.learner.preemption import SAME_NOTICE_S
+
+        if not self._takes_notice or not self.steps:
+            return False
+        now = time.monotonic()
+        self.noticed_at = self.noticed_at if self.noticed_at is not None else now
+        return now - self.noticed_at <= SAME_NOTICE_S
+
+    def __call__(self, link: Learner, step: Step) -> None:
+        import time
+
+        self.learner = link.id
+        self.steps += 1
+        self.tokens += step.tokens
+        self.unmerged = link.stats().unmerged
+        now = time.monotonic()
+        if not self._shown or now - self._said_at < SAY_EVERY_S:
+            return
+        self._said_at = now
+        say(
+            self._log_format,
+            f"learner {link.id}: {100.0 * link.progress:3.0f} % of the run | step {self.steps:,} | loss {step.loss:.3f}"
+            f" | {step.tokens / max(step.step_s, 1e-9):,.0f} tokens/s | link {link.stats().link}",
+        )

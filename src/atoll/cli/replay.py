@@ -1,0 +1,184 @@
+"""`atoll replay`: does the core, told the same again, do the same? And does training end with the same bits?
+
+Tapes of a simulated run have no bits to compare with; a model can be trained on them, see `replay_simulated`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from atoll.cli import job_options as options
+from atoll.cli import replay_simulated
+from atoll.cli.output import ExitCode, JsonOption, print_json
+from atoll.cli.progress import reading, training_again
+from atoll.cli.story import RunArgument
+
+if TYPE_CHECKING:
+    from atoll.reference.replaying import Replayed
+    from atoll.reference.synthetic import Trained
+    from atoll.tape.replay import ReplayDifference
+
+EXAMPLE = "atoll replay runs/first"
+
+
+# long: the list of options
+def run(
+    context: typer.Context,
+    run: RunArgument,
+    effects_only: Annotated[
+        bool, typer.Option("--effects-only", help="Do not train again: compare only what the processes did.")
+    ] = False,
+    tokens: options.Tokens = None,
+    model: options.Model = None,
+    experts: options.Experts = None,
+    context_tokens: options.Context = None,
+    data: options.Data = None,
+    batch: options.Batch = None,
+    seed: options.Seed = 0,
+    inner: options.Inner = None,
+    lr: options.Lr = None,
+    beta2: options.Beta2 = None,
+    merge: options.Merge = None,
+    norm_clip: options.NormClip = None,
+    plan: options.Plan = None,
+    outer: options.Outer = None,
+    outer_lr: options.OuterLr = None,
+    outer_momentum: options.OuterMomentum = None,
+    outer_ramp: options.OuterRamp = None,
+    outer_breadth: options.OuterBreadth = None,
+    up: options.Up = None,
+    down: options.Down = None,
+    eval_tokens: options.EvalTokens = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Derive every effect of a run anew from its tapes, and train its model again to the last bit.
+
+    First each process is told what it was told, and must do what it did. Then the training of a run of atoll train is
+    executed again from tapes and data, on this machine, one learner after the other: faults, merges and all. It ends
+    with the digest that the run had, given the same build of torch and the same kind of processor. That takes as long
+    as all islands trained together. Stops at the first difference, with exit code 1.
+
+    Tapes of atoll simulate have no model. Say what to train, and a real model is trained under the failures of the
+    simulated chips: --model 100k --batch 2 --tokens 2M. The batch is that of an island with all its slices. Training
+    ends after the tokens or with the tapes. All options from --tokens to --eval-tokens are for such tapes only.
+    """
+    from atoll.tape.files import RunTapes
+    from atoll.tape.replay import ReplayDifference, replay
+
+    tapes = RunTapes(run)
+    wished = replay_simulated.settings_for(context, tapes)
+    entries = 0
+    found: ReplayDifference | None = None
+    with reading("replaying", tapes) as watched:
+        for reader in tapes.readers.values():
+            try:
+                entries += replay(reader.header, watched(reader))
+            except ReplayDifference as difference:
+                entries += difference.tick
+                found = difference
+                break
+    gaps = tapes.gaps()
+    if not as_json:
+        if found is None:
+            rest = ", as far as the tapes go" if gaps else ""
+            print(
+                f"{len(tapes.readers)} tapes, {entries:,} entries: every effect came out as recorded{rest}", flush=True
+            )
+        else:
+            _show(found)
+        for gap in gaps:
+            print(f"incomplete: {gap}", flush=True)
+    trained: Replayed | None = None
+    simulated: Trained | None = None
+    why = ""
+    if found is None and wished is not None:
+        simulated = replay_simulated.train(tapes, wished)
+    elif found is None and not effects_only:
+        trained, why = _train(run)
+    if as_json:
+        training = trained and {**trained._asdict(), "same": trained.is_same}
+        print_json(
+            {
+                "tapes": len(tapes.readers),
+                "entries": entries,
+                "difference": found and _fields(found),
+                "complete": not gaps,
+                "incomplete": gaps,
+                "training": training if simulated is None else replay_simulated.fields(simulated),
+                "not_trained": why or None,
+            }
+        )
+    elif simulated is not None:
+        for line in replay_simulated.told(simulated):
+            print(line)
+    elif trained is not None:
+        print(_told(trained))
+    elif why:
+        print(f"training cannot be replayed: {why}")
+    if found is not None or (trained is not None and not trained.is_same):
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def _train(run: Path) -> tuple[Replayed | None, str]:
+    """The training, or why there is none; nothing of both for tapes that are no training run of ours."""
+    from atoll.tape.files import RunTapes
+
+    tapes = RunTapes(run)  # from the beginning
+    if tapes.is_simulated:
+        return None, replay_simulated.what_to_add(tapes)
+    try:
+        from atoll.reference.replaying import CannotReplay, can_replay, replay_training
+    except ModuleNotFoundError:  # the tools that need no tensors are installed alone
+        return None, ""
+    if not can_replay(run):
+        return None, ""
+    with training_again(tapes) as watched:
+        try:
+            return replay_training(run, tapes, watched), ""
+        except CannotReplay as cannot:
+            return None, str(cannot)
+
+
+def _told(trained: Replayed) -> str:
+    done = f"trained again: {trained.steps:,} steps, {trained.tokens:,} tokens, {trained.contributions:,} contributions"
+    if trained.recorded is None:
+        return f"{done}; digest {trained.digest}. The run has not finished, so there is none to compare it with"
+    if trained.is_same:
+        return f"{done}; the model is the same to the last bit, digest {trained.digest}"
+    return f"{done}; the model is another one: digest {trained.digest}, the run left {trained.recorded}"
+
+
+def _fields(difference: ReplayDifference) -> dict[str, object]:
+    import json
+
+    from atoll.tape.format import canonical
+
+    derived = difference.derived
+    return {
+        "actor": str(difference.actor),
+        "tick": difference.tick,
+        "at": difference.at,
+        "event": json.loads(canonical(difference.event)),
+        "recorded": json.loads(canonical(difference.recorded)),
+        "derived": None if derived is None else json.loads(canonical(derived)),
+        "raised": difference.raised or None,
+        "first": difference.first_place(),
+    }
+
+
+def _show(difference: ReplayDifference) -> None:
+    from atoll.tape.format import canonical
+
+    print(f"{difference.actor}, tick {difference.tick} at {difference.at:.3f} s: the replay does something else")
+    print(f"  event     {canonical(difference.event)}")
+    first = difference.first_place()
+    for word, effects in (("recorded", difference.recorded), ("derived", difference.derived)):
+        if effects is None:
+            print(f"  {word:<9} raised {difference.raised}")
+            continue
+        print(f"  {word:<9} {len(effects)} effects")
+        for place, effect in enumerate(effects):
+            print(f"  {'>' if place == first else ' '} {place + 1:>3}     {canonical(effect)}")

@@ -1,0 +1,437 @@
+"""`atoll syncer`: the syncer of a run whose learners are anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from atoll.cli import job_options as options
+from atoll.cli.access_options import Token, port_option
+from atoll.cli.log_format import LogFormat, say
+from atoll.cli.output import ExitCode, JsonOption, complain, print_json
+from atoll.cli.page_beside import Dash, DashPort, Page, PageRules, PageWebhook, page_beside
+
+if TYPE_CHECKING:
+    from socket import socket
+
+    from atoll.reference.job_settings import JobSettings
+    from atoll.syncer.process import SyncerProcess
+    from atoll.transport.tls import KeyFiles
+
+EXAMPLE = "atoll syncer --host 0.0.0.0 --keys keys/syncer --out runs/two-hosts"
+
+RESUMED = {
+    "out",
+    "resume",
+    "standby",
+    "take_over_after",
+    "host",
+    "port",
+    "token",
+    "keys",
+    "certificate",
+    "private_key",
+    "plain_text",
+    "dash",
+    "dash_port",
+    "rules",
+    "webhook",
+    "log_format",
+    "serve_end",
+    "as_json",
+}
+"""Options that a run which goes on does not have settings of its own for."""
+
+REPEATED = RESUMED - {"out", "resume", "standby", "take_over_after"}
+"""Those of them that have to be given again when a syncer goes on with a run."""
+
+TOKEN_NOTE = "token-required"
+"""File in the directory of a run whose syncer was started with a token."""
+
+
+# long: the list of options, with what each one means
+def run(
+    context: typer.Context,
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="Directory of the run: every durable version, tape, model.")
+    ],
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that --out holds.")] = False,
+    or_resume: Annotated[
+        bool,
+        typer.Option(
+            "--or-resume",
+            help="Found the run if --out holds none, otherwise go on with it, by its own settings: one command for "
+            "whoever starts the syncer again.",
+        ),
+    ] = False,
+    standby: Annotated[
+        bool,
+        typer.Option(
+            "--standby",
+            help="Wait until the syncer that serves the run in --out is gone or stands still, then go on in its place.",
+        ),
+    ] = False,
+    take_over_after: Annotated[
+        float,
+        typer.Option(
+            "--take-over-after", metavar="SECONDS", min=3.0, help="Without a sign of life; for --standby. At least 3."
+        ),
+    ] = 15.0,
+    host: Annotated[
+        str, typer.Option("--host", metavar="HOST", help="Address to listen on; beyond this machine it needs keys.")
+    ] = "127.0.0.1",
+    port: Annotated[int, port_option("--port", "Port to listen on; 0: a free one.")] = 7400,
+    token: Token = None,
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            "--keys",
+            metavar="DIR",
+            help="TLS with the syncer's key, as atoll keys init has made it; only those with a key of the same "
+            "authority are let in, and with the token as well where there is one.",
+        ),
+    ] = None,
+    certificate: Annotated[
+        Path | None,
+        typer.Option(
+            "--certificate", metavar="FILE", help="TLS with this certificate, in PEM, for those who have the token."
+        ),
+    ] = None,
+    private_key: Annotated[
+        Path | None, typer.Option("--private-key", metavar="FILE", help="Of --certificate, in PEM.")
+    ] = None,
+    plain_text: Annotated[
+        bool,
+        typer.Option(
+            "--plain-text",
+            help="Listen beyond this machine without TLS: whoever is on the network can read and change everything. "
+            "For networks with nobody else on them.",
+        ),
+    ] = False,
+    init: options.Init = None,
+    learners: Annotated[
+        int | None,
+        typer.Option("--learners", metavar="M", help="Learners among which the data is divided. [default: 4]"),
+    ] = None,
+    tokens: options.Tokens = None,
+    model: options.Model = None,
+    experts: options.Experts = None,
+    context_tokens: options.Context = None,
+    data: options.Data = None,
+    batch: options.Batch = None,
+    seed: options.Seed = 0,
+    inner: options.Inner = None,
+    lr: options.Lr = None,
+    beta2: options.Beta2 = None,
+    max_rate: options.MaxRate = None,
+    streams: options.Streams = None,
+    step_time: options.StepTime = None,
+    speeds: options.Speeds = None,
+    shards: options.Shards = None,
+    fragments: options.Fragments = None,
+    every: options.Every = None,
+    tau: options.Tau = None,
+    quorum: options.Quorum = None,
+    grace: options.Grace = None,
+    snapshot_every: options.SnapshotEvery = None,
+    adopt: options.Adopt = None,
+    merge: options.Merge = None,
+    norm_clip: options.NormClip = None,
+    plan: options.Plan = None,
+    outer: options.Outer = None,
+    outer_lr: options.OuterLr = None,
+    outer_momentum: options.OuterMomentum = None,
+    outer_ramp: options.OuterRamp = None,
+    outer_breadth: options.OuterBreadth = None,
+    up: options.Up = None,
+    down: options.Down = None,
+    eval_tokens: options.EvalTokens = None,
+    dash: Dash = False,
+    dash_port: DashPort = None,
+    rules: PageRules = None,
+    webhook: PageWebhook = None,
+    serve_end: Annotated[
+        float,
+        typer.Option(
+            "--serve-end",
+            metavar="SECONDS",
+            min=0.0,
+            help="After the end of the run: keep serving it for so long while learners that took part have not received"
+            " it. With --resume, also for a run that is over.",
+        ),
+    ] = 600.0,
+    log_format: LogFormat = "text",
+    as_json: JsonOption = False,
+) -> None:
+    """Serve a run to learners on any machine that can reach this one.
+
+    Learners dial in by themselves (atoll learner), take the job from here, and may come and go. The syncer trains
+    nothing: it merges what they send, and makes every version durable before anybody sees it. Stop it when you like,
+    and go on with --resume. A second one with --standby on the same directory, here or on a machine that shares it,
+    takes over by itself; learners are told both addresses. docs/several-hosts.md shows two hosts step by step,
+    docs/recovery.md the rest. Without keys (atoll keys init) it listens to this machine only.
+    """
+    from atoll.logs import check_format
+    from atoll.reference.job_settings import CONFIG, JobSettings, check_new
+    from atoll.reference.loop import model_config
+    from atoll.syncer.main import bound
+    from atoll.transport.auth import check_access
+    from atoll.transport.tls import ServerTls
+
+    token = token or None  # an empty variable is no token
+    files = _key_files(keys, certificate, private_key)
+    check_access(host, token, ServerTls(files) if files is not None else None, plain_text)
+    check_format(log_format)
+    page = Page(dash, dash_port, rules, webhook)
+    page.check()
+    if options.is_given(context, "take_over_after") and not standby:
+        raise ValueError("--take-over-after means nothing without --standby")
+    if or_resume and (resume or standby):
+        raise ValueError("--or-resume means nothing with --resume or --standby: leave one of them out")
+    is_new = False
+    if resume or standby:
+        options.refuse_with_resume(context, RESUMED)
+        if not (out / CONFIG).is_file():
+            raise ValueError(f"{out} holds no run (it has no {CONFIG}): leave --resume out to start one")
+        settings = JobSettings.load(out / CONFIG)
+        _check_shards(settings, files)
+    else:
+        given = {"learners": learners, "seed": seed, **{name: context.params[name] for name in options.SHARED}}
+        settings = options.make_settings(given)
+        model_config(settings)  # refuses a model that there is not
+        _check_shards(settings, files)
+        if or_resume and (out / CONFIG).is_file():
+            settings = _kept_settings(out, settings)
+        else:
+            # A launcher that starts the syncer with --or-resume has created the directory and keeps files in it.
+            (_check_empty if or_resume else check_new)(out)
+            is_new = True
+    with ExitStack() as stack:
+        # Before the directory is created: a port in use must not leave one behind.
+        sock = stack.enter_context(bound(host, port, listens=True)) if is_new else None
+        if is_new:
+            _begin(out, settings, init)
+        _check_token(out, token)
+        stack.enter_context(page_beside(page, out, token))
+        wait_s = take_over_after if standby else None
+        again = partial(_resume_command, context)
+        _serve(out, settings, host, port, token, files, plain_text, wait_s, serve_end, sock, again, log_format, as_json)
+
+
+def _check_shards(settings: JobSettings, files: KeyFiles | None) -> None:
+    if settings.shards and files is not None and files.authority is None:
+        raise ValueError("a syncer and its shards know each other by keys: give --keys in place of --certificate")
+
+
+def _kept_settings(out: Path, asked: JobSettings) -> JobSettings:
+    from atoll.reference.job_settings import CONFIG, JobSettings
+
+    settings = JobSettings.load(out / CONFIG)
+    if settings != asked:
+        complain(f"the run in {out} goes on by its own settings, and was founded with others than are given now")
+    return settings
+
+
+def _check_empty(out: Path) -> None:
+    from atoll.store.snapshots import STORE
+
+    if (out / STORE).exists():
+        raise ValueError(f"{out} holds a store and no settings of a run: choose another --out")
+
+
+def _begin(out: Path, settings: JobSettings, init: Path | None) -> None:
+    """Create the directory of a new run, or nothing. A learner that brings the model shows whether --init fits it."""
+    from atoll.reference.job_settings import CONFIG
+
+    values = None
+    if init is not None:
+        from atoll.checkpoint.formats import read_checkpoint
+
+        values = read_checkpoint(init).tensors
+    missing = [path for path in (out, *out.parents) if not path.exists()]
+    others = set(out.iterdir()) if not missing else set()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if values is not None:
+            from atoll.checkpoint.model_file import write_tensors
+            from atoll.syncer.initial_model import INIT
+
+            write_tensors(values, out / INIT)
+        settings.save(out / CONFIG)
+    except BaseException:
+        with suppress(OSError):
+            for path in set(out.iterdir()) - others:
+                path.unlink()
+        for path in missing:
+            with suppress(OSError):
+                path.rmdir()
+        raise
+
+
+def _check_token(out: Path, token: str | None) -> None:
+    """Refuse to serve a run without a token that was served with one; note that this run is."""
+    note = out / TOKEN_NOTE
+    if token is not None:
+        note.write_text("The syncer of this run was started with a token and must be given one again.\n")
+    elif note.exists():
+        raise ValueError(
+            f"the run in {out} was served with a token, and none is given now: set ATOLL_TOKEN or give --token; to"
+            f" serve it without one, remove {note} first"
+        )
+
+
+def _resume_command(context: typer.Context, address: str | None) -> str:
+    """Return the command that goes on with this run where learners expect it, without its secrets."""
+    import shlex
+
+    words = ["atoll", "syncer", "--out", str(context.params["out"]), "--resume"]
+    for option in context.command.params:
+        if option.name not in REPEATED or not options.is_given(context, option.name):
+            continue
+        value = context.params[option.name]
+        if option.name in ("token", "webhook"):
+            value = option.metavar
+        elif option.name == "port" and address is not None:
+            value = address.rpartition(":")[2]  # learners know this one, also where --port 0 was given
+        words += [option.opts[0]] if value is True else [option.opts[0], str(value)]
+    source = context.get_parameter_source("token")
+    from_environment = context.params["token"] and source is not None and source.name == "ENVIRONMENT"
+    return shlex.join(words) + (", with the same ATOLL_TOKEN" if from_environment else "")
+
+
+def _key_files(keys: Path | None, certificate: Path | None, private_key: Path | None) -> KeyFiles | None:
+    from atoll.transport.tls import KeyFiles, key_files
+
+    if keys is not None:
+        if certificate is not None or private_key is not None:
+            raise ValueError("--keys brings its own certificate: leave --certificate and --private-key out")
+        return key_files(keys, of_syncer=True)
+    if certificate is None and private_key is None:
+        return None
+    if certificate is None or private_key is None:
+        raise ValueError("--certificate and --private-key go together")
+    return KeyFiles(certificate, private_key)
+
+
+def _keep_model(out: Path, shards: int, syncer: SyncerProcess) -> None:
+    """As soon as the run is over: its end may be served for long."""
+    from atoll.checkpoint.model_file import save_tensors
+    from atoll.checkpoint.published import published_tensors
+
+    # Of whatever the learners train: it need not be our model. What shards hold was gathered at the end.
+    save_tensors(syncer.published() if shards else published_tensors(out), out)
+
+
+# long: from the wait of a standby to the model
+def _serve(
+    out: Path,
+    settings: JobSettings,
+    host: str,
+    port: int,
+    token: str | None,
+    keys: KeyFiles | None,
+    plain_text: bool,
+    take_over_after: float | None,
+    serve_end_s: float,
+    sock: socket | None,
+    again: Callable[[str | None], str],
+    log_format: str,
+    as_json: bool,
+) -> None:
+    import logging
+    import sys
+
+    import torch
+
+    from atoll.checkpoint.model_file import MODEL, load_model, save_tensors
+    from atoll.checkpoint.published import is_finished, learners_without_end, published_tensors
+    from atoll.logs import set_up
+    from atoll.reference.supervisor import new_run_id, run_of
+    from atoll.store.version_store import InUse
+    from atoll.syncer.main import Superseded, serve_syncer, wait_to_take_over
+    from atoll.syncer.shards.coordinator import ShardsMissing
+
+    set_up(log_format, logging.WARNING)
+    for name in ("atoll.syncer", "atoll.command"):
+        logging.getLogger(name).setLevel(logging.INFO)
+    torch.set_num_threads(1)
+
+    addresses: list[str] = []
+
+    def told(address: str) -> None:
+        addresses.append(address)
+        if as_json:
+            return
+        print(f"The syncer listens on {address}.")
+        port = address.rpartition(":")[2]
+        given, written = "", ""
+        if keys is not None:
+            by_key = keys.authority is not None
+            given = " --keys DIR" if by_key else " --ca FILE"
+            written = ', keys="DIR"' if by_key else ', ca="FILE", token=...'
+        print(f"On each island: atoll learner --syncer HOST:{port}{given}")
+        print(f'Or in a loop of your own: atoll.Learner(model, optimizer, syncer="HOST:{port}"{written})')
+        sys.stdout.flush()
+
+    def told_of_end(address: str) -> None:
+        missing = ", ".join(map(str, learners_without_end(out)))
+        print(f"The run in {out} is over, and its end has not reached learners {missing}.")
+        print(f"Serving the end on {address} for up to {serve_end_s:g} s (--serve-end); Ctrl-C stops it.", flush=True)
+
+    def waits() -> None:
+        say(log_format, f"Standing by: a syncer serves {out}.")
+
+    run = run_of(settings, new_run_id(out))
+    while True:
+        turn = wait_to_take_over(out, take_over_after, waits) if take_over_after is not None else None
+        # Without the model that its shards hold it is served again, so that they can bring it.
+        has_model = take_over_after is not None or not settings.shards or (out / MODEL).exists()
+        was_finished = is_finished(out) and has_model
+        # The syncer that a standby watches serves the end itself.
+        serves_end = take_over_after is None and serve_end_s > 0 and was_finished and learners_without_end(out)
+        if turn is not None:
+            say(log_format, f"Taking over: {turn.reason}.")
+        finished = was_finished and not serves_end
+        if finished:
+            break
+        on_ready = told_of_end if was_finished and not as_json else told
+        on_finished = None if was_finished else partial(_keep_model, out, settings.shards)
+        try:
+            by_force = turn is not None and turn.by_force
+            finished = was_finished | serve_syncer(
+                *(out, run, host, port, token, on_ready, on_finished),
+                take_over=by_force,
+                keys=keys,
+                plain_text=plain_text,
+                serve_end_s=serve_end_s,
+                sock=sock,
+            )
+            break
+        except InUse:
+            if take_over_after is None:
+                raise  # otherwise somebody was quicker, and is stood by
+        except ShardsMissing as missing:
+            start = f"start it, and then again: {again(None)}"
+            raise ValueError(f"{missing}; {start}") from None
+        except Superseded as superseded:
+            complain(str(superseded))
+            raise typer.Exit(ExitCode.FAILED) from None
+    if not finished:
+        address = addresses[-1] if addresses else None
+        complain(f"stopped before the end; learners train on and wait for: {again(address)}")
+        raise KeyboardInterrupt
+    path = out / MODEL
+    if was_finished and not settings.shards:
+        save_tensors(published_tensors(out), out)
+    if as_json:
+        print_json({"finished": True, "model": str(path)})
+        return
+    print(f"The run in {out} {'was finished before' if was_finished else 'is finished'}; its model is {path}.")
+    with suppress(ValueError):  # learners with loops of their own train models of their own
+        load_model(out)
+        print(f'Ask it: atoll generate {out} "def main():"')

@@ -1,0 +1,145 @@
+"""What a learner remembers, and the small helpers that its parts share."""
+
+from __future__ import annotations
+
+import heapq
+from enum import StrEnum
+from typing import NamedTuple
+
+from atoll.core.policy import Estimate
+from atoll.core.protocol import Body, LearnerEffect, Say, SnapshotPart, StateWanted, send
+from atoll.core.reasons import Reason
+from atoll.core.states import LEARNER_TABLE, LINK_TABLE, Link, Mode, moved
+from atoll.core.types import NOTHING, FragmentId, Incarnation, Interval, LearnerId, Mark, RoundId, RunConfig, Version
+
+
+class Copy(NamedTuple):
+    """A fragment as it stood at the step boundary at which it was pulled."""
+
+    round: RoundId
+    step: int
+    trained: int
+    steps: int
+    tokens: int
+    dropped: int
+    taken: int = 0
+
+
+class Giving(NamedTuple):
+    wanted: StateWanted
+    due: float  # whoever wanted it waits no longer
+
+
+class LearnerState:
+    """State and helpers; the parts of the learner build on it. Only `LearnerCore.handle` may change it."""
+
+    # long: all that it remembers, a line each
+    def __init__(self, config: RunConfig, learner: LearnerId, incarnation: Incarnation) -> None:
+        self.config = config
+        self.limits = config.limits
+        self.id = learner
+        self.incarnation = incarnation
+        self.now = 0.0
+        self.tick = 0
+        self.seen = 0  # newest tick of the syncer that reached us
+        self.epoch = 0  # newest syncer that welcomed us
+        self.session = 0
+        self.marker = 0  # newest snapshot whose cut we have passed: the colour of what we send
+        self.seen_marker = 0  # newest snapshot that we know of
+        self.mode = Mode.NEW
+        self.link = Link.DOWN
+        self.reason = Reason("link-dialing", (0.0, 1))
+        self.step = 0
+        self.trained = 0
+        self.progress = 0.0
+        ids = config.fragment_ids()
+        self.fragments = ids
+        self.versions: dict[FragmentId, Version] = dict.fromkeys(ids, NOTHING)  # adopted: the anchor's version
+        self.received: dict[FragmentId, Version] = dict.fromkeys(ids, NOTHING)  # arrived, adopted or not
+        self.marks: dict[FragmentId, Mark | None] = dict.fromkeys(ids, None)  # with the newest arrival
+        self.arrivals: dict[FragmentId, None] = {}  # arrived and not adopted, in order of arrival
+        self.base_step: dict[FragmentId, int] = dict.fromkeys(ids, 0)  # steps up to here are settled
+        self.settled: dict[FragmentId, int] = dict.fromkeys(ids, 0)  # tokens merged or dropped
+        self.dropped: dict[FragmentId, int] = dict.fromkeys(ids, 0)  # of those, dropped
+        self.pulls: dict[FragmentId, RoundId] = {}  # asked for and not answered yet
+        self.copies: dict[FragmentId, Copy] = {}  # answered, and not known to be merged or refused for good
+        self.codec: str | None = None  # that was chosen for contributions; None: the one that they begin with
+        self.up_rates: tuple[float, ...] = ()  # bytes per second, since it was chosen; the newest few
+        self.down_rates: tuple[float, ...] = ()  # the same of the way down; the newest few
+        self.step_time = Estimate()
+        self.cut_due = 0  # snapshot to save at the next step boundary
+        self.part: SnapshotPart | None = None  # saved or being saved
+        self.part_saved = False  # the driver has answered for it
+        self.giving: dict[LearnerId, Giving] = {}  # joining learners that wait for our inner state
+        self.wanted: tuple[Version, ...] = ()  # while joining: what must arrive before training starts
+        self.moments: Reason | None = None  # while joining: where inner state comes from, once known
+        self.saved_moments: Reason | None = None  # while joining: what the driver holds in case no peer gives any
+        self.warmup_steps = 0
+        self.tried: tuple[LearnerId, ...] = ()  # peers that did not deliver
+        self.peer: LearnerId = 0  # the peer that was asked last; 0 while unknown
+        self.asked_peers = 0
+        self.state_due = 0.0  # while joining: when the next peer is asked
+        self.state_wait_s = 0.0
+        self.lease_samples = config.lease_samples
+        self.lease_low = config.leases_ahead * config.lease_samples  # with fewer samples ahead it asks for more
+        self.leases: dict[int, Interval] = {}  # by number: those that are not used up, and at least the last
+        self.lease_count = 0  # leases that have arrived
+        self.lease_first = 0  # number of the first that is kept
+        self.lease_passed = 0  # samples of those before it
+        self.held = 0  # samples of all leases that have arrived
+        self.taken = 0  # of those, samples that it has had
+        self.repeated = 0  # steps on samples that it had had before
+        self.is_dry = False  # its last steps were such
+        self.lease_tries = 0  # requests since leases ran low; 0: nothing is asked for
+        self.lease_asked_at = 0.0
+        self.lease_due = 0.0  # when it asks again
+        self.lease_time = Estimate()  # from a request to a lease
+        self.paused = False  # the run is paused, as far as we were told: stand still at a step boundary
+        self.hold_serial = 0  # of the newest word about that from this syncer
+        self.leaving = False  # it has taken its last step, and leaves when all of it is merged
+        self.leave_why = ""
+        self.leaving_due = 0.0  # when it says so again
+        self.final: tuple[Version, ...] = ()
+        self.final_merges = 0
+        self.refused_for: Incarnation | None = None  # the newest incarnation, if we were refused for our number
+        self.dials = 0
+        self.hellos = 0
+        self.pings = 0
+        self.ping_serial = 0
+        self.ping_sent_at = 0.0
+        self.last_heard = 0.0
+        self.quiet_at = 0.0  # when the syncer's silence is looked at next
+        self.gap = Estimate()
+        self.round_trip = Estimate()
+        self.ignored: dict[str, int] = {}
+        self.fired: dict[tuple[StrEnum, str], int] = {}
+        self.said: dict[str, int] = {}
+        self._timers: list[tuple[float, int, str, int]] = []
+        self._timer_serial = 0
+        self._out: list[LearnerEffect] = []
+
+    def _send(self, body: Body) -> None:
+        place = (self.id, self.incarnation, self.session, self.epoch, self.tick, self.seen, self.marker, body)
+        self._out.append(send(place))
+
+    def _say(self, code: str, *args: object) -> Reason:
+        reason = self._note(Reason(code, args))
+        self._out.append(Say(("learner", self.id), reason))
+        return reason
+
+    def _note(self, reason: Reason) -> Reason:
+        self.said[reason.code] = self.said.get(reason.code, 0) + 1
+        return reason
+
+    def _ignore(self, cause: str) -> None:
+        self.ignored[cause] = self.ignored.get(cause, 0) + 1
+
+    def _arm(self, at: float, kind: str, key: int = 0) -> None:
+        self._timer_serial += 1
+        heapq.heappush(self._timers, (at, self._timer_serial, kind, key))
+
+    def _turn(self, trigger: str) -> None:
+        self.mode = moved(LEARNER_TABLE, self.mode, trigger, self.fired)
+
+    def _relink(self, trigger: str) -> None:
+        self.link = moved(LINK_TABLE, self.link, trigger, self.fired)

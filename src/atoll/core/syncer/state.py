@@ -1,0 +1,468 @@
+"""What a syncer remembers, and the small helpers that its parts share."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from atoll.core.data_leases import Key, LeaseBooks
+from atoll.core.ledger import SyncerLedger
+from atoll.core.policy import Estimate, budget_progress, flight_limit, middle, patience
+from atoll.core.protocol import (
+    Body,
+    Hello,
+    LeaseRecord,
+    ManifestRecord,
+    MembersRecord,
+    Say,
+    SnapshotPart,
+    SyncerEffect,
+    VersionRecord,
+    send,
+)
+from atoll.core.reasons import Reason
+from atoll.core.states import MEMBER_TABLE, ROUND_TABLE, RUN_TABLE, Phase, Stage, Standing, moved
+from atoll.core.types import (
+    MOST_TOKENS,
+    MOST_TOKENS_PER_STEP,
+    NOTHING,
+    Accepted,
+    FragmentId,
+    Incarnation,
+    LearnerId,
+    Mark,
+    RoundId,
+    RunConfig,
+    Version,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a syncer finds in its directory when it starts again."""
+
+    versions: Mapping[FragmentId, VersionRecord] = field(default_factory=dict)  # the newest durable one of each
+    members: MembersRecord | None = None
+    manifest: ManifestRecord | None = None
+    leases: LeaseRecord | None = None
+
+
+class Owed(NamedTuple):
+    """A version that was sent to a learner and not yet acknowledged."""
+
+    version: Version
+    sent_at: float
+    tries: int  # sendings; 0: its shard is away, and it waits for that
+
+
+class Fragment:
+    """A fragment in the syncer's hands."""
+
+    __slots__ = (
+        "asked",
+        "attempt",
+        "away",
+        "contributions",
+        "final",
+        "final_tries",
+        "grace_until",
+        "id",
+        "in_turn",
+        "last_contributors",
+        "latest_round",
+        "marks",
+        "merge_s",
+        "merged",
+        "missed",
+        "need_steps",
+        "open_steps",
+        "opened_at",
+        "phase",
+        "published_at",
+        "pull_again_at",
+        "pull_tries",
+        "quorum",
+        "reason",
+        "round",
+        "round_is_final",
+        "save_tries",
+        "sealed_at",
+        "turned_at",
+        "version",
+    )
+
+    def __init__(self, fragment: FragmentId, offset_steps: int) -> None:
+        self.id = fragment
+        self.version: Version = 0  # newest durable version
+        self.phase = Phase.IDLE
+        self.away = False  # the shard that holds it cannot be reached
+        self.round: RoundId | None = None  # the open round; None exactly while IDLE
+        self.latest_round: RoundId | None = None  # the last one that was opened in this epoch, open or not
+        self.attempt = 0  # openings on this version in this epoch
+        self.opened_at = 0.0
+        self.turned_at = -math.inf  # the same, of the last one in turn: steps towards the next count from there
+        self.in_turn = True  # the last one that was opened, was; one for a learner that leaves is not
+        self.need_steps = (
+            offset_steps  # steps that make it ripe: first its offset, then H, few after an abandoned round
+        )
+        self.open_steps: dict[LearnerId, int] = {}  # local step of each live or suspected learner at the last opening
+        self.asked: dict[LearnerId, float] = {}  # learners pulled in the open round: when first asked
+        self.contributions: dict[LearnerId, Accepted] = {}  # accepted in the open round
+        self.missed: dict[LearnerId, float] = {}  # awaited in vain by the last merge: when first asked
+        self.pull_tries = 0
+        self.pull_again_at = 0.0
+        self.grace_until = 0.0
+        self.quorum = 0  # K when the open round had its quorum; an operator may change it later
+        self.sealed_at = 0.0  # when the open round was sealed
+        self.merge_s = 0.0  # from the seal of the newest version to its publication
+        self.published_at = -1.0  # of the newest version, in this epoch
+        self.save_tries = 0
+        self.merged = False  # the outer step of the open round is done
+        self.marks: dict[LearnerId, Mark] = {}  # last merged contribution of every learner
+        self.last_contributors: tuple[LearnerId, ...] = ()
+        self.final = False  # its last merge is done or given up
+        self.round_is_final = False  # the open round was opened after the budget was reached
+        self.final_tries = 0
+        self.reason: Reason | None = None
+
+
+class Member:
+    """A learner in the syncer's eyes."""
+
+    __slots__ = (
+        "ack",
+        "admitted_by",
+        "answer",
+        "answers_s",
+        "away_since",
+        "back_at",
+        "control_due",
+        "control_tries",
+        "counted",
+        "drained_by",
+        "fetch_s",
+        "finish_acked",
+        "finish_due",
+        "finish_tries",
+        "gap",
+        "gone_at",
+        "gone_timer",
+        "heard_rounds",
+        "held",
+        "hello",
+        "first_step",
+        "id",
+        "incarnation",
+        "last_heard",
+        "leaving",
+        "leaving_tick",
+        "owed",
+        "pace",
+        "publish_timer",
+        "pushes",
+        "quick_s",
+        "reason",
+        "received",
+        "reported_at",
+        "seen",
+        "session",
+        "silence_at",
+        "standing",
+        "step",
+        "strikes",
+        "sync",
+        "training",
+        "unmerged",
+    )
+
+    def __init__(self, learner: LearnerId, incarnation: Incarnation, session: int) -> None:
+        self.id = learner
+        self.incarnation = incarnation
+        self.session = session
+        self.standing = Standing.UNKNOWN
+        self.step = 0  # newest local step that it told of
+        self.first_step = 0  # local step when it joined: its count begins there for fragments not opened since
+        self.counted = False  # it has been welcomed in this epoch
+        self.gone_at = 0.0  # when it was last lost
+        self.away_since = 0.0  # the same, and later by as long as the syncer itself stood still since
+        self.back_at = 0.0  # when it was last welcomed, or heard again after a silence
+        self.reported_at = -1.0  # when it told of that step
+        self.quick_s = 0.0  # a low estimate of its step time: one long step hardly raises it
+        self.training = False  # it has said that it trains
+        self.fetch_s = 0.0  # how long it fetches the largest fragment in bf16, as it says; 0: unknown
+        self.last_heard = 0.0
+        self.received: dict[FragmentId, Version] = {}  # newest version that it has acknowledged
+        self.owed: dict[FragmentId, Owed] = {}  # sent and not acknowledged
+        self.heard_rounds: dict[FragmentId, RoundId] = {}  # newest contribution that arrived, accepted or not
+        self.hello: Hello | None = None  # waiting for its admission to be durable
+        self.admitted_by = 0  # serial of the members record that admits it, or says that it is lost
+        self.gap = Estimate()  # between two of its messages
+        self.pace = Estimate()  # its step time
+        self.answer = Estimate()  # from a pull to its contribution
+        self.answers_s = 0.0  # what an answer takes at least: none of the newest was much quicker
+        self.ack = Estimate()  # from sending a version to its acknowledgement
+        self.sync = Estimate()  # from the seal of a round to its acknowledgement of the version
+        self.strikes = 0
+        self.reason: Reason | None = None  # why it is away, out or in quarantine
+        self.finish_acked = False
+        self.finish_tries = 0  # on this link
+        self.finish_due = 0.0  # when it is told again
+        self.held = 0  # serial of the newest word about a pause that it has heard, as it said on this link
+        self.drained_by = ""  # who has asked it to leave
+        self.control_tries = 0  # sendings of what it has not answered
+        self.control_due = 0.0  # when it is told again
+        self.leaving = False  # it has taken its last step, and leaves when all that it trained is merged
+        self.leaving_tick = 0  # of its newest word about that
+        self.unmerged: dict[FragmentId, None] = {}  # of which it has something to be merged, as it says
+        self.pushes: dict[FragmentId, int] = {}  # rounds in which it was asked for that
+        self.seen = 0  # its newest tick that reached us
+        self.silence_at: float | None = None  # when its silence is looked at next
+        self.publish_timer = False
+        self.gone_timer = False  # it is looked at whether it was away for too long
+
+
+class Cut:
+    """A snapshot that is being taken."""
+
+    __slots__ = (
+        "deadline", "id", "in_flight", "left_out", "next_sample", "parts", "saving", "unmerged", "versions", "wanted",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        snapshot: int,
+        versions: tuple[Version, ...],
+        leases: LeaseBooks,
+        wanted: set[LearnerId],
+        deadline: float,
+    ) -> None:
+        self.id = snapshot
+        self.versions = versions  # of every owned fragment at the syncer's cut
+        self.next_sample = leases.next  # at the syncer's cut, as all that follows
+        self.unmerged = leases.unmerged()
+        self.wanted = wanted  # learners whose part is not complete
+        self.parts: dict[LearnerId, SnapshotPart] = {}
+        self.in_flight: dict[tuple[LearnerId, RoundId], None] = {}  # arrived after our cut, sent before the learner's
+        self.left_out: list[LearnerId] = []
+        self.deadline = deadline
+        self.saving = False
+
+
+class SyncerState:
+    """State and helpers; the parts of the syncer build on it. Only `SyncerCore.handle` may change it."""
+
+    def __init__(self, config: RunConfig, epoch: int, restored: Restored | None = None) -> None:
+        self.config = config
+        self.limits = config.limits
+        self.epoch = epoch
+        self.now = 0.0
+        self.tick = 0
+        self.stage = Stage.RUNNING
+        ids = config.fragment_ids()
+        self.fragments: dict[FragmentId, Fragment] = {p: Fragment(p, config.offset_steps(p)) for p in ids}
+        # Fragments by their last opening. The one that opened longest ago becomes ripe first, whoever is counted,
+        # because step counts only rise: looking at the front is enough.
+        self.by_opening: dict[FragmentId, Fragment] = dict(self.fragments)
+        self.retrying: dict[FragmentId, Fragment] = {}  # after an abandoned round; ripe again after few steps
+        self.in_flight = 0  # fragments that are not IDLE
+        self.unsaved: dict[FragmentId, None] = {}  # merged, refused by the disk, and waiting to be written again
+        self.unheard: dict[FragmentId, None] = {}  # merged, and only a shard that is away knows whether it is durable
+        self.pulling: dict[FragmentId, Fragment] = {}  # of those in flight, PULLING
+        self.members: dict[LearnerId, Member] = {}
+        self.live: dict[LearnerId, Member] = {}  # standing LIVE, by id
+        self.leavers: dict[LearnerId, Member] = {}  # leaving, with something that is not merged
+        self.ledger = SyncerLedger(ids)
+        self.quorum_time = Estimate()  # xi_quorum
+        self.flight_limit = flight_limit(config, 0.0, self.quorum_time, Estimate())
+        self.codec: str | None = None  # that was chosen for updates; None: the one that they begin with
+        self.fetches_known = False  # somebody has said how long a fetch takes
+        self.merges = 0  # sum of all versions
+        self.marker = epoch * 1_000_000  # newest snapshot; rises across restarts because the epoch does
+        self.cut: Cut | None = None
+        self.merges_at_cut = 0
+        self.paused = False  # by an operator
+        self.pause_serial = 0  # of the newest word about it; 0: nobody has ever asked
+        self.leases = LeaseBooks()
+        self.lease_wants: dict[Key, int] = {}  # asked for leases, with so many samples taken
+        self.lease_closing: dict[Key, int] = {}  # gone, and by which members record; not settled yet
+        self.leases_saving: LeaseRecord | None = None
+        self.leases_dirty = False
+        self.leases_serial = 0
+        self.leases_tries = 0
+        self.members_serial = 0
+        self.members_durable = 0  # newest serial that is durable
+        self.members_saving = False
+        self.members_dirty = False
+        self.members_tries = 0
+        self.finish_by = 0.0
+        self.manifest: ManifestRecord | None = None
+        self.manifest_tries = 0
+        self.halted = False
+        self.ignored: dict[str, int] = {}  # messages that were dropped, by cause
+        self.fired: dict[tuple[StrEnum, str], int] = {}  # rows of the transition tables that were taken
+        self.said: dict[str, int] = {}  # reason codes that were said
+        self._timers: list[tuple[float, int, str, int]] = []
+        self._timer_serial = 0
+        self._progress_tick = -1
+        self._progress_now = 0.0
+        self._out: list[SyncerEffect] = []
+        if restored is not None:
+            self._restore(restored)
+
+    def _restore(self, restored: Restored) -> None:
+        if restored.members is not None:
+            self.members_serial = self.members_durable = restored.members.serial
+            for learner, incarnation in restored.members.incarnations:
+                member = Member(learner, incarnation, session=-1)
+                self.members[learner] = member
+                if learner in restored.members.lost:
+                    self._stand(member, "known to be lost")
+                elif learner in restored.members.left:
+                    self._stand(member, "known to have left")
+                else:
+                    self.ledger.open(learner, incarnation)
+                    self._stand(member, "known")
+        for p, record in restored.versions.items():
+            f = self.fragments[p]
+            f.version = record.version
+            f.marks = dict(record.marks)
+            f.last_contributors = tuple(a.learner for a in record.contributions)
+            self.merges += record.version
+        self.ledger.restore(
+            restored.members.retired_tokens if restored.members is not None else 0,
+            {p: restored.versions[p].merged_tokens if p in restored.versions else 0 for p in self.fragments},
+            {p: f.marks for p, f in self.fragments.items()},
+        )
+        if restored.leases is not None:
+            self._restore_leases(restored.leases)
+        # The fragment that lags most is offered first: a syncer that is restarted more often than every H steps would
+        # otherwise never come to the last ones.
+        behind = sorted(self.fragments.values(), key=lambda f: (f.version, f.id))
+        for place, f in enumerate(behind):
+            f.need_steps = 1 + place * self.config.every_steps // len(behind)
+        self.by_opening = {f.id: f for f in behind}
+        self.merges_at_cut = self.merges
+        if restored.manifest is not None:
+            self.manifest = restored.manifest
+            self.stage = Stage.FINISHED
+
+    def _restore_leases(self, record: LeaseRecord) -> None:
+        """What is merged follows from the marks; open rounds have ended with the process that held them."""
+        self.leases_serial = record.serial
+        self.leases.restore(record)
+        for f in self.fragments.values():
+            for learner, mark in f.marks.items():
+                self.leases.merge((learner, mark.incarnation), mark.taken)
+        for key in list(self.leases.holders):
+            account = self.ledger.accounts.get(key[0])
+            if account is None or account.incarnation != key[1]:
+                self.leases.close(key)
+
+    # ---------------------------------------------------------------------------------------------------- speaking
+
+    def _send(self, member: Member, body: Body) -> None:
+        place = (member.id, member.incarnation, member.session, self.epoch, self.tick, member.seen, self.marker, body)
+        self._out.append(send(place))
+
+    def _say(self, kind: str, number: int, code: str, *args: object) -> Reason:
+        reason = Reason(code, args)
+        self.said[code] = self.said.get(code, 0) + 1
+        self._out.append(Say((kind, number), reason))
+        return reason
+
+    def _note(self, reason: Reason) -> Reason:
+        """Count a sentence that travels inside another effect or message."""
+        self.said[reason.code] = self.said.get(reason.code, 0) + 1
+        return reason
+
+    def _ignore(self, cause: str) -> None:
+        self.ignored[cause] = self.ignored.get(cause, 0) + 1
+
+    # ---------------------------------------------------------------------------------------------------- moving
+
+    def _phase(self, f: Fragment, trigger: str) -> None:
+        was_idle = f.phase is Phase.IDLE
+        f.phase = moved(ROUND_TABLE, f.phase, trigger, self.fired)
+        if f.phase is Phase.PULLING:
+            self.pulling[f.id] = f
+        else:
+            self.pulling.pop(f.id, None)
+        if was_idle is not (f.phase is Phase.IDLE):
+            self.in_flight += 1 if was_idle else -1
+
+    def _stand(self, member: Member, trigger: str) -> None:
+        was_live = member.standing is Standing.LIVE
+        member.standing = moved(MEMBER_TABLE, member.standing, trigger, self.fired)
+        if was_live is not (member.standing is Standing.LIVE):
+            if was_live:
+                del self.live[member.id]
+            else:
+                self.live[member.id] = member
+                self.live = dict(sorted(self.live.items()))  # a fixed order, whoever came first
+
+    def _advance(self, trigger: str) -> None:
+        self.stage = moved(RUN_TABLE, self.stage, trigger, self.fired)
+
+    # ---------------------------------------------------------------------------------------------------- timers
+
+    def _arm(self, at: float, kind: str, key: int = 0) -> None:
+        """A timer is not cancelled: when it fires, its handler looks whether it still means something."""
+        self._timer_serial += 1
+        heapq.heappush(self._timers, (at, self._timer_serial, kind, key))
+
+    def next_deadline(self) -> float | None:
+        return self._timers[0][0] if self._timers else None
+
+    # ---------------------------------------------------------------------------------------------------- reading
+
+    def _places_taken(self) -> int:
+        """Rounds that keep others from opening. One that waits for the word of a shard that is away keeps nobody."""
+        return self.in_flight - len(self.unheard)
+
+    def _progress(self) -> float:
+        """Of the budget. The same for all who are told in one event."""
+        if self._progress_tick != self.tick:
+            self._progress_tick = self.tick
+            self._progress_now = budget_progress(self.config, self.merges, self.ledger.trained)
+        return self._progress_now
+
+    def _step_s(self) -> float:
+        """xi_step: the median of the live learners' moving averages. One that stood still for minutes, or says so, has
+        not made the run's steps longer, nor anybody's grace."""
+        return middle([m.pace.mean for m in self.live.values() if m.pace.count])
+
+    def _sync_time(self) -> Estimate:
+        """xi_sync: of the live learner in the middle. One whose link is slow, or was cut while a version was on its
+        way, has not made the run's synchronisations longer, and takes nobody's grace away."""
+        known = sorted((m.sync for m in self.live.values() if m.sync.count), key=lambda each: each.mean)
+        return known[(len(known) - 1) // 2] if known else Estimate()
+
+    def _versions(self) -> tuple[Version, ...]:
+        return tuple(f.version for f in self.fragments.values())
+
+    def _received(self, member: Member, fragment: FragmentId) -> Version:
+        return member.received.get(fragment, NOTHING)
+
+    def _rests(self, member: Member) -> bool:
+        """It stands still because it was told to, or may still: how often it speaks now says nothing about later."""
+        return self.paused or member.leaving or member.held != self.pause_serial
+
+    def _baseline(self, f: Fragment, member: Member) -> int:
+        """The learner's local step from which its steps count towards the next round of this fragment."""
+        return f.open_steps.get(member.id, member.first_step)
+
+    def _is_plausible(self, member: Member, step: int, trained: int) -> bool:
+        """May a learner that was where we last heard it have trained so much by this step?"""
+        news = trained - self.ledger.accounts[member.id].trained
+        return 0 <= trained <= MOST_TOKENS and news <= max(1, step - member.step) * MOST_TOKENS_PER_STEP
+
+    def _pull_patience(self, member: Member) -> float:
+        """A pull is answered at a step boundary: no patience is shorter than a few of the learner's own steps."""
+        steps_s = patience(member.pace, 4, self.limits) if member.pace.count else 0.0
+        if member.answer.count == 0 and steps_s:
+            return min(2 * steps_s, self.limits.most_wait_s)
+        return max(patience(member.answer, 2, self.limits), steps_s)

@@ -1,0 +1,212 @@
+"""Curves: every figure of a run over time or tokens, thinned out to what a picture can show."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+from atoll.dashboard.picture import RunPicture
+from atoll.dashboard.told import Track
+from atoll.tape.merges import Merge
+
+GRID = 600
+"""Moments at which figures are taken that have none of their own."""
+
+
+class Series(NamedTuple):
+    name: str
+    group: str
+    label: str
+    unit: str
+
+
+class Curve(NamedTuple):
+    x: Sequence[float]
+    y: Sequence[float]
+
+
+_Of = Callable[[RunPicture, float, float], Curve]
+
+MERGE_FIGURES: dict[str, tuple[str, str, str]] = {
+    "delta_norm": ("norms", "merged delta", ""),
+    "step_norm": ("norms", "published step", ""),
+    "momentum_norm": ("momentum", "outer momentum", ""),
+    "cosine": ("cosine", "between learners' deltas", ""),
+    "quantisation_error": ("quantisation", "of the published update", "share"),
+}
+"""Of metrics/syncer.jsonl, by their names there."""
+
+OF_MERGES: dict[str, tuple[str, str, str, Callable[[Merge], float | None]]] = {
+    "merges.contributions": ("merges", "merged", "learners", lambda m: m.merged),
+    "merges.asked": ("merges", "asked", "learners", lambda m: m.asked),
+    "merges.alive": ("merges", "alive", "learners", lambda m: m.alive),
+    "merges.steps": ("effective-h", "steps since the last merge", "steps", lambda m: m.steps),
+    "grace.used": ("grace", "grace used", "s", lambda m: m.waited_s if m.slack_s is not None else None),
+    "grace.slack": ("grace", "slack", "s", lambda m: m.slack_s),
+}
+
+
+def catalogue(picture: RunPicture) -> list[Series]:
+    """What there is of this run."""
+    found = [Series("goodput", "goodput", "goodput of all islands", "share")]
+    found.append(Series("throughput", "throughput", "all islands", "tokens/s"))
+    learners = picture.learners()
+    found += [Series(f"throughput.learner.{n}", "throughput", f"learner {n}", "tokens/s") for n in learners]
+    for name, (group, label, unit, _) in OF_MERGES.items():
+        found.append(Series(name, group, label, unit))
+    tracks = picture.lines.tracks
+    if any(f"loss.learner.{n}" in tracks for n in learners):
+        found.append(Series("loss", "loss", "mean of the islands", "nats"))
+    if _published(picture).x:
+        found.append(Series("loss.published", "loss", "published model, held-out text", "nats"))
+    found += [
+        Series(f"loss.learner.{n}", "loss", f"learner {n}", "nats") for n in learners if f"loss.learner.{n}" in tracks
+    ]
+    for name, label in (("bytes_up", "up"), ("bytes_down", "down")):
+        if any(f"{name}.learner.{n}" in tracks for n in learners):
+            found.append(Series(name, "bytes", label, "bytes/s"))
+    for name, (group, label, unit) in MERGE_FIGURES.items():
+        if f"merge.{name}" in tracks:
+            found.append(Series(f"merge.{name}", group, label, unit))
+    for n in learners:
+        if f"norm.learner.{n}" in tracks:
+            found.append(Series(f"norm.learner.{n}", "norms", f"learner {n}'s delta", ""))
+    return found
+
+
+def curve(
+    picture: RunPicture,
+    name: str,
+    x: str = "time",
+    begin: float | None = None,
+    end: float | None = None,
+    points: int = 600,
+) -> Curve:
+    """One of the catalogue; KeyError where there is none of this name. `x` is time or tokens."""
+    begin = picture.begin if begin is None else max(begin, picture.begin)
+    end = picture.to if end is None else min(end, picture.to)
+    found = thinned(_whole(picture, name, begin, end), points)
+    if x == "time":
+        return found
+    return Curve([picture.tokens_until(at) for at in found.x], found.y)
+
+
+def _whole(picture: RunPicture, name: str, begin: float, end: float) -> Curve:
+    if name in OF_MERGES:
+        figure = OF_MERGES[name][3]
+        merges = sorted(picture.merges(begin, end), key=lambda merge: merge.at)
+        pairs = [(m.at, value) for m in merges if (value := figure(m)) is not None]
+        return Curve([at for at, _ in pairs], [value for _, value in pairs])
+    if name == "goodput":
+        return _on_grid(picture, begin, end, picture.goodput)
+    if name == "throughput":
+        return _throughput(picture, None, begin, end)
+    found = re.fullmatch(r"throughput\.learner\.([0-9]{1,9})", name)
+    if found is not None:
+        return _throughput(picture, int(found[1]), begin, end)
+    if name in ("bytes_up", "bytes_down"):
+        return _bytes(picture, name, begin, end)
+    if name == "loss.published":
+        return _published(picture)
+    if name == "loss":
+        return _on_grid(picture, begin, end, lambda at: _mean_loss(picture, at))
+    track = picture.lines.tracks[name]
+    return _part(track, begin, end)
+
+
+def _part(track: Track, begin: float, end: float) -> Curve:
+    first, last = bisect_left(track.at, begin), bisect_right(track.at, end)
+    pairs = [
+        (at, value) for at, value in zip(track.at[first:last], track.value[first:last], strict=True) if value == value
+    ]
+    return Curve([at for at, _ in pairs], [value for _, value in pairs])
+
+
+def _grid(begin: float, end: float) -> Iterator[float]:
+    if end > begin:
+        for index in range(GRID + 1):
+            yield begin + (end - begin) * index / GRID
+
+
+def _on_grid(picture: RunPicture, begin: float, end: float, figure: Callable[[float], float | None]) -> Curve:
+    pairs = [(at, value) for at in _grid(begin, end) if (value := figure(at)) is not None]
+    return Curve([at for at, _ in pairs], [value for _, value in pairs])
+
+
+def _throughput(picture: RunPicture, learner: int | None, begin: float, end: float) -> Curve:
+    span_s = max(picture.rate_span_s(end), (end - begin) / GRID)
+
+    def done(at: float) -> float:
+        return picture.tokens_until(at) if learner is None else picture.progress_of(learner, at)[1]
+
+    first = picture.begin
+
+    def rate(at: float) -> float | None:
+        since = max(at - span_s, first)
+        return (done(at) - done(since)) / (at - since) if at > since else None
+
+    return _on_grid(picture, begin, end, rate)
+
+
+def _bytes(picture: RunPicture, name: str, begin: float, end: float) -> Curve:
+    span_s = max(picture.rate_span_s(end), 2 * (end - begin) / GRID)
+
+    def rate(at: float) -> float | None:
+        found = [picture.lines.rate(name, learner, at - span_s, at) for learner in picture.learners()]
+        known = [each for each in found if each is not None]
+        return sum(known) if known else None
+
+    return _on_grid(picture, begin, end, rate)
+
+
+def _mean_loss(picture: RunPicture, at: float) -> float | None:
+    losses = [picture.lines.value("loss", learner, at) for learner in picture.learners()]
+    known = [loss for loss in losses if loss is not None]
+    return fmean(known) if known else None
+
+
+def _published(picture: RunPicture) -> Curve:
+    """Measured before the run and after it; in between by `eval` lines where the job evaluates on the way."""
+    report = picture.told.report
+    track = picture.lines.tracks.get("eval.loss")
+    at = list(track.at) if track is not None else []
+    loss = list(track.value) if track is not None else []
+    since = picture.trains_since()
+    if report is not None and since is not None:
+        before, after = report.get("eval_loss_before"), report.get("eval_loss")
+        if isinstance(before, float):
+            at, loss = [since, *at], [before, *loss]
+        if isinstance(after, float):
+            at, loss = [*at, picture.ended()], [*loss, after]
+    return Curve(at, loss)
+
+
+def thinned(found: Curve, points: int) -> Curve:
+    """At most so many points: means of neighbours."""
+    count = len(found.x)
+    if count <= points:
+        return Curve(list(found.x), list(found.y))
+    x, y = [], []
+    for index in range(points):
+        first, last = index * count // points, (index + 1) * count // points
+        x.append(sum(found.x[first:last]) / (last - first))
+        y.append(sum(found.y[first:last]) / (last - first))
+    return Curve(x, y)
+
+
+def as_csv(picture: RunPicture, names: Sequence[str], x: str) -> str:
+    """All points of some curves, one per line."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["series", x, "value"])
+    for name in names:
+        found = curve(picture, name, x, points=1_000_000)
+        digits = "{:.3f}" if x == "time" else "{:.0f}"
+        rows = zip(found.x, found.y, strict=True)
+        writer.writerows((name, digits.format(at), f"{value:.6g}") for at, value in rows)
+    return out.getvalue()

@@ -1,0 +1,346 @@
+"""A run as people look at it: everything that tapes and metrics say, at any moment of it, while it grows.
+
+`RunPicture.grow` reads what is new, for as long as it is given. Nothing is computed that a tape does not say: the state
+of rounds, members and books is that of the syncer's own core, told again what it was told; the rest is sums and rates.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from atoll.core.types import SYNCER, RunConfig
+from atoll.dashboard.alerts import Rules
+from atoll.dashboard.samples import Sample, Samples, sample_of
+from atoll.dashboard.told import Lines, Told
+from atoll.tape.downsampling import KEEP
+from atoll.tape.files import FOLDER, SIMULATED_NOTE, Place, TapeTail, tapes_in
+from atoll.tape.format import Actor, Entry, TapeError
+from atoll.tape.steps import Span
+from atoll.tape.syncer_tenures import Reign
+from atoll.tape.time_shares import Shares
+from atoll.tape.timeline import Books, asked_for
+
+RATE_S = 10.0
+"""Rates are of so long; simulated runs take so many steps."""
+
+RECENT_MERGES = 3
+"""Of every fragment: who weighs how much lately."""
+
+JOINED_LATER_S = 60.0
+"""After the others: such a learner was added to the run, and did not just start slowly."""
+
+STANDINGS = {
+    "live": "training",
+    "suspect": "suspected",
+    "joining": "recovering",
+    "admitting": "recovering",
+    "away": "gone",
+    "left": "left",
+    "lost": "gone",
+    "quarantined": "quarantined",
+}
+
+PLACE_ENTRIES = 256
+MOST_PLACES = 4096
+"""Of a tape, from which it can be read again: so many entries apart, and twice as many when there are too many."""
+
+STALE_S = 5.0
+"""A run without a new entry for so long is perhaps not being written."""
+
+
+class Mark(NamedTuple):
+    at: float
+    who: str
+    kind: str
+    text: str
+
+
+class Band(NamedTuple):
+    begin: float
+    end: float
+    state: str
+
+
+class RunPicture(Books):
+    """One run directory: of this machine, of a syncer that serves islands elsewhere, or simulated."""
+
+    def __init__(self, run: Path, rules: Rules | None = None, keep: int | None = KEEP) -> None:
+        """`keep`: see `Books`; so much of every curve too."""
+        super().__init__(keep)
+        self.run = run
+        self.rules = rules if rules is not None else Rules()
+        self.samples = Samples()
+        self.told = Told(run)
+        self.config: RunConfig | None = None
+        self.simulated = False
+        self.version = 0  # rises whenever something new was read
+        self.damaged: list[str] = []  # tapes that cannot be read any further
+        self._tails: dict[Actor, TapeTail] = {}
+        self._takes: dict[Actor, Callable[[Entry], None]] = {}
+        self.places: dict[Actor, list[tuple[float, Place]]] = {}  # every so many entries: the time before, and where
+        self._grew_at: float | None = None  # on the monotonic clock; None until all that there was is read
+        self._every: dict[Actor, int] = {}  # how many
+        self.lines = Lines(self.told, self.moment_of, keep)
+        list(self._find())  # a wrong directory is told now, not when somebody looks
+
+    # ---------------------------------------------------------------------------------------------------- growing
+
+    def grow(self, for_s: float = 0.5) -> bool:
+        """Read on. True: there is still more than that time allowed."""
+        until = time.monotonic() + for_s
+        for actor in self._find():
+            if not self._read(actor, until):
+                self._settle()
+                self.version += 1
+                return True
+        self.end_reigns()
+        self._settle()
+        if self._grew_at is None:
+            self._grew_at = time.monotonic() - self._silent_s()
+        read = self.lines.read
+        more = self.lines.look(until)
+        if self.lines.read > read:
+            self.version += 1
+        self.told.look()
+        return more
+
+    def _settle(self) -> None:
+        self.asked_for = asked_for(self.run) if self.lives else 0
+        self.settle()
+
+    def _silent_s(self) -> float:
+        """Since the newest tape was written, when nobody has seen it grow yet: by the clock of its disk."""
+        return max(0.0, time.time() - max((_written(tail.reader.path) for tail in self._tails.values()), default=0.0))
+
+    def age_s(self) -> float:
+        """Since a tape has grown, as it was seen from here: clocks of other hosts do not matter."""
+        return time.monotonic() - self._grew_at if self._grew_at is not None else 0.0
+
+    def loading(self) -> float | None:
+        """How much of the tapes is read, as a share; None where it is all."""
+        whole = sum(_size(tail.reader.path) for tail in self._tails.values())
+        done = sum(tail.offset for tail in self._tails.values())
+        return done / whole if whole - done > 4 * 2**20 else None
+
+    def _find(self) -> Iterator[Actor]:
+        """All tapes, those of syncers first: they say what the others mean."""
+        found = tapes_in(self.run)
+        if not found:
+            raise TapeError("there are no tapes here", str(self.run / FOLDER))
+        for actor, path in sorted(found):
+            if actor not in self._tails:
+                try:
+                    tail = TapeTail(path)
+                    if not tail.reader.started():
+                        continue
+                    take = self._taker(actor, tail)
+                except (TapeError, OSError) as wrong:
+                    self._note_damage(wrong)
+                    continue
+                self._tails[actor] = tail
+                self._takes[actor] = take
+            yield actor
+
+    def _note_damage(self, wrong: Exception) -> None:
+        if str(wrong) not in self.damaged:
+            self.damaged.append(str(wrong))
+            self.version += 1
+
+    def _taker(self, actor: Actor, tail: TapeTail) -> Callable[[Entry], None]:
+        header = tail.reader.header
+        if self.config is None:
+            self.config = header.config
+            self.simulated = header.note == SIMULATED_NOTE
+        if actor.learner != SYNCER:
+            self.here.add(actor.learner)
+            self.seen.pop(actor.learner, None)
+            return lambda entry: self.take_learner(actor.learner, actor.start, entry)
+        reign = self.new_reign(header)
+        return lambda entry: self._take_syncer(reign, entry)
+
+    def _read(self, actor: Actor, until: float) -> bool:
+        """All of one tape that is new; False: time is over."""
+        take = self._takes.get(actor)
+        if take is None:
+            return True
+        count, tail = 0, self._tails[actor]
+        try:
+            for entry in tail.new_entries():
+                take(entry)
+                count += 1
+                if entry.tick % PLACE_ENTRIES == 0:
+                    self._note_place(actor, entry)
+                    if time.monotonic() > until:
+                        return False
+        except TapeError as wrong:
+            self._note_damage(wrong)
+            del self._takes[actor]  # it is read no further; all others are
+        except OSError as wrong:
+            self._note_damage(wrong)  # a disk far away, perhaps: the next look tries again
+        if count:
+            self.version += 1
+            if self._grew_at is not None:
+                self._grew_at = time.monotonic()
+        return True
+
+    def _note_place(self, actor: Actor, entry: Entry) -> None:
+        every = self._every.setdefault(actor, PLACE_ENTRIES)
+        if entry.tick % every:
+            return
+        places = self.places.setdefault(actor, [])
+        places.append((entry.at, self._tails[actor].place()))
+        if len(places) >= MOST_PLACES:
+            self.places[actor] = places[1::2]  # those that twice the distance would have had
+            self._every[actor] = 2 * every
+
+    def _take_syncer(self, reign: Reign, entry: Entry) -> None:
+        if self.samples.is_due(entry.at) and reign.first is not None and not reign.is_over:
+            self.samples.add(sample_of(reign, entry.at))
+        self.take_syncer(reign, entry)
+
+    def entries(self, actor: Actor, begin: float, end: float) -> Iterator[Entry]:
+        """Of one tape, in this span of time, read again from the file."""
+        places = self.places.get(actor, [])
+        lead_s = self.lead_of(actor.learner, actor.start)
+        index = bisect_left(places, begin + lead_s, key=lambda each: each[0])
+        tail = TapeTail(self._tails[actor].reader.path, places[index - 1][1] if index else None)
+        for entry in tail.new_entries():
+            if entry.at - lead_s > end:
+                return
+            if entry.at - lead_s >= begin:
+                yield entry._replace(at=entry.at - lead_s) if lead_s else entry
+
+    def actors(self) -> list[Actor]:
+        return list(self._tails)
+
+    # ---------------------------------------------------------------------------------------------------- looking
+
+    @property
+    def begin(self) -> float:
+        """Where the run begins on its own clock."""
+        firsts = [reign.first for reign in self.reigns if reign.first is not None]
+        return min(firsts, default=0.0)
+
+    @property
+    def wall0(self) -> float | None:
+        return None if self.simulated else self.told.founded_at
+
+    def sample(self, at: float | None) -> Sample | None:
+        """The syncer's own view: now, or the newest one that was kept before this moment."""
+        if at is not None and at < self.to:
+            return self.samples.before(at)
+        reign = self.reign
+        return sample_of(reign, reign.last) if reign is not None and reign.first is not None else None
+
+    def bands(self, learner: int, begin: float, end: float) -> list[Band]:
+        """What an island did when, without gaps: its own tapes where they are here, else what the syncer saw."""
+        states = self._own_bands(learner) if self.lives.get(learner) else self._seen_bands(learner)
+        found: list[Band] = []
+        for band in states:
+            clipped = Band(max(band.begin, begin), min(band.end, end), band.state)
+            if clipped.end <= clipped.begin:
+                continue
+            if found and found[-1].state == clipped.state and clipped.begin - found[-1].end < 1e-9:
+                found[-1] = found[-1]._replace(end=clipped.end)
+            else:
+                found.append(clipped)
+        return found
+
+    def _seen_bands(self, learner: int) -> Iterator[Band]:
+        changes = [each for reign in self.reigns for each in reign.standings.get(learner, ())]
+        for change, following in zip(changes, [*changes[1:], None], strict=True):
+            state = STANDINGS.get(change.standing, change.standing)
+            yield from self._with_pauses(Band(change.at, following.at if following else self.to, state))
+
+    def _own_bands(self, learner: int) -> Iterator[Band]:
+        """Joining, training and being away from its tapes; what the syncer thinks of it lies over its training."""
+        lives = self.lives[learner]
+        alone = [span for life in lives for span in life.all_alone()]
+        if lives[-1].alone_since is not None:
+            alone[-1] = lives[-1].alone_since, self.to  # it still is, also since its newest entry
+        covers = sorted([*((span, "alone") for span in alone), *self._suspicions(learner)])
+        at = lives[0].first
+        for life in lives:
+            if life.first > at:
+                yield Band(at, life.first, "gone")
+            yield Band(life.first, life.joined, "recovering")
+            yield from self._covered(Band(life.joined, life.until, "training"), covers)
+            at = max(at, life.until)
+        if at < self.to:
+            last = self.standing(learner, self.to)
+            state = last.standing if last is not None and last.standing in ("left", "quarantined") else "gone"
+            yield Band(at, self.to, state)
+
+    def _suspicions(self, learner: int) -> Iterator[tuple[Span, str]]:
+        changes = [each for reign in self.reigns for each in reign.standings.get(learner, ())]
+        for change, following in zip(changes, [*changes[1:], None], strict=True):
+            if change.standing in ("suspect", "quarantined"):
+                yield (change.at, following.at if following else self.to), STANDINGS[change.standing]
+
+    def _covered(self, band: Band, covers: list[tuple[Span, str]]) -> Iterator[Band]:
+        at = band.begin
+        for (begin, end), state in covers:
+            begin, end = max(begin, at), min(end, band.end)
+            if end <= begin:
+                continue
+            if begin > at:
+                yield from self._with_pauses(Band(at, begin, band.state))
+            yield Band(begin, end, state)
+            at = end
+        if at < band.end:
+            yield from self._with_pauses(Band(at, band.end, band.state))
+
+    def _with_pauses(self, band: Band) -> Iterator[Band]:
+        if band.state != "training":
+            yield band
+            return
+        at = band.begin
+        for begin, end in self.pauses():
+            begin, end = max(begin, at), min(end, band.end)
+            if end <= begin:
+                continue
+            if begin > at:
+                yield Band(at, begin, band.state)
+            yield Band(begin, end, "paused")
+            at = end
+        if at < band.end:
+            yield Band(at, band.end, band.state)
+
+    def state(self, learner: int, at: float) -> Band:
+        """What it does at this moment, and since when."""
+        newest = Band(at, at, "gone")
+        for band in self.bands(learner, self.begin, max(at, self.begin) + 1e-6):
+            if band.begin <= at:
+                newest = band
+        return newest
+
+    def shares(self, learner: int, at: float) -> Shares | None:
+        """Where its time went until then, with what it told of waiting and copying."""
+        waited_s, copied_s = (self.lines.value(name, learner, at) or 0.0 for name in ("waited_s", "boundary_s"))
+        return self.split(learner, at, (), waited_s, copied_s)
+
+    def rate_span_s(self, at: float) -> float:
+        """Over which rates are taken: long enough for some steps, and not longer than somebody trained."""
+        steps = [s for s in (self.usual_step_s(learner, at) for learner in self.learners()) if s is not None]
+        wished_s = max(RATE_S, 5 * median(steps)) if steps else RATE_S
+        since = self.trains_since()
+        return wished_s if since is None or at <= since else min(wished_s, at - since)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _written(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,403 @@
+"""`atoll report --html`: a run, or several compared, on one page of HTML that can be sent to somebody.
+
+No script and nothing from elsewhere: figures, timeline and curves are text and SVG.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import Any, NamedTuple
+
+from atoll.chaos.checking import Verdict
+from atoll.dashboard.figures import Curve, catalogue, curve
+from atoll.dashboard.page_style import STYLE
+from atoll.dashboard.picture import RunPicture
+from atoll.dashboard.shown import picture_at, timeline
+from atoll.dashboard.terminal import clock, figure, share
+
+WIDTH = 960
+LEFT = 92
+RIGHT = 16
+LANE = 22
+CHART = 170
+POINTS = 300
+TICKS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400)
+
+LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a6d00", "#7f7f7f")
+"""Told apart also by those who see red and green alike; beyond them lines are dashed."""
+
+STATES = {
+    "training": "in steps, with a link to the syncer",
+    "alone": "in steps, without a link",
+    "suspected": "in steps, but silent for the syncer",
+    "recovering": "fetches the model and a peer's inner state",
+    "paused": "somebody asked the run to stand still",
+    "gone": "no process, or one that is only starting",
+    "left": "left for good, or done",
+    "quarantined": "what it sent was refused",
+}
+
+_MORE = """
+.run { margin-top: 8px; } dl { columns: 3 240px; column-gap: 24px; font-size: 13px; margin: 0; }
+dl div { display: flex; gap: 10px; justify-content: space-between; break-inside: avoid; }
+dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; text-align: right; }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 8px 24px; }
+.pair svg { min-width: 0; } h3 { font-size: 14px; margin: 14px 0 2px; }
+.split { display: flex; height: 12px; border-radius: 3px; overflow: hidden; min-width: 160px; }
+.split span { display: block; }
+@media print { body { max-width: none; } .wide { overflow: visible; } }
+"""
+
+CHARTS = (
+    ("loss", "Loss", "nats per token"),
+    ("throughput", "Throughput", "tokens/s"),
+    ("goodput", "Goodput", "share of the islands' time in steps, since the beginning"),
+    ("merges", "Merges", "learners alive, asked and merged"),
+    ("norms", "Norms", "of deltas and of the published step"),
+    ("cosine", "Cosine", "between learners' deltas"),
+)
+
+
+class Reported(NamedTuple):
+    """A run with what was found about it."""
+
+    name: str
+    picture: RunPicture
+    verdict: Verdict | None  # of the checkers; None: they were not asked
+
+
+def page(runs: Sequence[Reported]) -> str:
+    title = "atoll report: " + ", ".join(run.name for run in runs)
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(title)}</title><style>{STYLE}{_MORE}</style></head><body>",
+    ]
+    if len(runs) > 1:
+        parts += [f"<h1>{len(runs)} runs compared</h1>", *_comparison(runs), *_charts(runs)]
+    for run in runs:
+        parts += _run(run, alone=len(runs) == 1)
+    parts.append("<footer>Everything here is read from the tapes and metrics of the run; docs/report.md says what each")
+    parts.append(" figure means.</footer></body></html>")
+    return "\n".join(parts) + "\n"
+
+
+def headline(run: Reported) -> dict[str, str]:
+    """The figures that people ask for first, in words."""
+    shown = picture_at(run.picture)
+    head, report = shown["headline"], run.picture.told.report or {}
+    loss = report.get("eval_loss")
+    return {
+        "state": shown["stage"],
+        "held-out loss": f"{loss:.4f}" if loss is not None else "-",
+        "training loss": f"{head['loss']:.4f}" if head["loss"] is not None else "-",
+        "tokens": f"{head['tokens']:,}",
+        "time": clock(shown["to"] - shown["from"]),
+        "islands": str(head["learners"]),
+        "goodput": share(report.get("goodput", head["goodput"])),
+        "uptime": share(report.get("uptime", head["uptime"])),
+        "merges": f"{head['merges']:,}",
+        "merged of asked": _merged(run.picture),
+        "invariants": verdict_word(run.verdict),
+        "books": _books_word(shown["ledger"]),
+    }
+
+
+def _books_word(ledger: dict[str, Any] | None) -> str:
+    if ledger is None:
+        return "-"
+    return "balanced" if ledger["balanced"] else "out of balance"
+
+
+def verdict_word(verdict: Verdict | None) -> str:
+    if verdict is None:
+        return "not checked"
+    if verdict.violation is not None:
+        return "violated"
+    return "hold" if not verdict.incomplete else "hold as far as the tapes go"
+
+
+def _merged(picture: RunPicture) -> str:
+    merges = list(picture.merges(picture.begin - 1.0, picture.to))
+    if not merges:
+        return "-"
+    asked = sum(m.asked for m in merges)
+    return f"{sum(len(m.contributors) for m in merges) / len(merges):.2f} of {asked / len(merges):.2f}"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Parts
+
+
+def _comparison(runs: Sequence[Reported]) -> Iterator[str]:
+    told = [headline(run) for run in runs]
+    yield "<div class='wide'><table><tr><th></th>"
+    yield "".join(f"<th class='n'>{escape(run.name)}</th>" for run in runs) + "</tr>"
+    for name in told[0]:
+        yield f"<tr><td>{escape(name)}</td>" + "".join(f"<td class='n'>{escape(t[name])}</td>" for t in told) + "</tr>"
+    yield "</table></div>"
+    configs = [_flat(run.picture.told.config or {}) for run in runs]
+    names = list(dict.fromkeys(name for config in configs for name in config))
+    differ = [n for n in names if len({config.get(n) for config in configs}) > 1]
+    if differ:
+        yield "<h2>What differs in their settings</h2><div class='wide'><table>"
+        for name in differ:
+            cells = "".join(f"<td class='n'>{escape(config.get(name, '-'))}</td>" for config in configs)
+            yield f"<tr><td>{escape(name)}</td>{cells}</tr>"
+        yield "</table></div>"
+
+
+def _run(run: Reported, alone: bool) -> Iterator[str]:
+    shown = picture_at(run.picture)
+    stage = shown["stage"]
+    kind = "good" if stage == "finished" else "unknown"
+    level = "h1" if alone else "h2"
+    word = f"<span class='verdict {kind}'>{escape(stage)}</span>"
+    yield f"<section class='run'><{level}>{escape(run.name)} {word}</{level}>"
+    yield "<div class='cards'>"
+    for name, value in headline(run).items():
+        yield f"<div class='card'><b>{escape(value)}</b><span>{escape(name)}</span></div>"
+    yield "</div>"
+    yield from _verdict(run.verdict)
+    yield from _timeline(run.picture)
+    if alone:
+        yield from _charts([run])
+    yield from _islands(shown)
+    yield from _faults(run.picture)
+    yield from _books(shown["ledger"])
+    yield from _config(run.picture)
+    yield "</section>"
+
+
+def _verdict(verdict: Verdict | None) -> Iterator[str]:
+    if verdict is None:
+        return
+    yield "<h2>Verdict</h2>"
+    if verdict.violation is not None:
+        yield f"<p class='bad'>An invariant of the protocol is violated: {escape(str(verdict.violation))}</p>"
+    else:
+        yield f"<p class='good'>Every invariant of the protocol holds over {verdict.entries:,} entries.</p>"
+    for gap in verdict.incomplete[:20]:
+        yield f"<p class='soft'>{escape(gap)}</p>"
+
+
+def _islands(shown: dict[str, Any]) -> Iterator[str]:
+    yield "<h2>Islands</h2><div class='wide'><table><tr><th>island</th><th class='n'>incarnations</th>"
+    for name in ("tokens", "step", "weight", "goodput"):
+        yield f"<th class='n'>{name}</th>"
+    yield "<th>where its time went</th></tr>"
+    for each in shown["islands"]:
+        yield (
+            f"<tr><td>learner {each['learner']}</td><td class='n'>{each['incarnation'] or '-'}</td>"
+            f"<td class='n'>{each['tokens']:,}</td><td class='n'>{each['step']:,}</td>"
+            f"<td class='n'>{share(each['weight'])}</td><td class='n'>{share(each['goodput'])}</td>"
+            f"<td>{_split(each['split'])}{' (derived)' if each['derived'] else ''}</td></tr>"
+        )
+    yield "</table></div>"
+
+
+_PARTS = {
+    "stepping": "training",
+    "waiting": "alone",
+    "copying": "asked",
+    "recovering": "recovering",
+    "paused": "paused",
+    "gone": "away",
+}
+
+
+def _split(split: dict[str, float] | None) -> str:
+    if not split or not sum(split.values()):
+        return "-"
+    whole = sum(split.values())
+    words = ", ".join(f"{name} {100 * part / whole:.1f} %" for name, part in split.items() if part > 0.0005 * whole)
+    bars = "".join(
+        f"<span style='width:{100 * part / whole:.3f}%;background:var(--{_PARTS[name]})'></span>"
+        for name, part in split.items()
+        if part > 0
+    )
+    told = escape(words)
+    return f"<div class='split' role='img' aria-label='{told}'>{bars}</div><span class='soft'>{told}</span>"
+
+
+def _faults(picture: RunPicture) -> Iterator[str]:
+    marks = timeline(picture, None, None, 1000)["marks"]
+    told = [mark for mark in marks if mark["kind"] not in ("left",)]
+    if not told:
+        return
+    yield "<h2>What happened</h2><div class='wide'><table><tr><th class='n'>at</th><th>who</th><th>what</th></tr>"
+    for mark in told[:200]:
+        at = clock(mark["at"] - picture.begin)
+        what = f"{escape(mark['kind'])}: {escape(mark['text'])}"
+        yield f"<tr><td class='n'>{at}</td><td>{escape(mark['who'])}</td><td>{what}</td></tr>"
+    yield "</table></div>"
+    if len(told) > 200:
+        yield f"<p class='soft'>and {len(told) - 200:,} more</p>"
+
+
+def _books(ledger: dict[str, Any] | None) -> Iterator[str]:
+    if ledger is None:
+        return
+    yield "<h2>Where the tokens went</h2><div class='wide'><table>"
+    rows = [("trained", ledger["trained"]), ("merged into the model", ledger["merged"]), ("pending", ledger["pending"])]
+    rows += [(f"dropped: {why}", count) for why, count in ledger["dropped"].items()]
+    for words, count in rows:
+        yield f"<tr><td>{escape(words)}</td><td class='n'>{count:,}</td></tr>"
+    yield "</table></div>"
+
+
+def _config(picture: RunPicture) -> Iterator[str]:
+    told = _flat(picture.told.config or {})
+    if not told:
+        return
+    yield "<h2>Configuration</h2><dl>"
+    for name, value in told.items():
+        yield f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
+    yield "</dl>"
+
+
+def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            found |= _flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value if isinstance(value, str) else json.dumps(value)
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Pictures
+
+
+def _timeline(picture: RunPicture) -> Iterator[str]:
+    told = timeline(picture, None, None, 800)
+    if not told["islands"]:
+        return
+    begin: float = told["from"]
+    span: float = max(told["to"] - begin, 1e-9)
+
+    def x(at: float) -> float:
+        return round(LEFT + (at - begin) / span * (WIDTH - LEFT - RIGHT), 2)
+
+    lanes = ["syncer", *(f"learner {each['learner']}" for each in told["islands"])]
+    height = LANE * len(lanes) + 34
+    yield "<h2>Timeline</h2><div class='wide'>"
+    yield f"<svg viewBox='0 0 {WIDTH} {height}' role='img' aria-label='bands of states of every island over time'>"
+    yield from _time_axis(span, lambda at: x(begin + at), 0, height - 18, height - 4)
+    for number, name in enumerate(lanes):
+        yield f"<text x='0' y='{LANE * number + 15}'>{name}</text>"
+    for a, b, state in told["syncer"]:
+        if state == "up":
+            size = f"width='{max(x(b) - x(a), 0.5):.2f}' height='{LANE - 6}'"
+            yield f"<rect x='{x(a)}' y='2' {size} fill='var(--card)' stroke='var(--line)'/>"
+    ticks = "".join(f"M{x(each['at'])} 4v{LANE - 10}" for each in told["rounds"])
+    if ticks:
+        yield f"<path d='{ticks}' stroke='var(--soft)' stroke-width='1' opacity='0.6'/>"
+    for number, each in enumerate(told["islands"], 1):
+        for a, b, state in each["bands"]:
+            tip = f"<title>{state}, {clock(a - begin)} to {clock(b - begin)}</title>"
+            yield (
+                f"<rect x='{x(a)}' y='{LANE * number + 2}' width='{max(x(b) - x(a), 0.6):.2f}' height='{LANE - 6}'"
+                f" fill='var(--{state if state != 'gone' else 'away'})'>{tip}</rect>"
+            )
+    for mark in told["marks"]:
+        lane = lanes.index(mark["who"]) if mark["who"] in lanes else 0
+        if mark["kind"] in ("killed", "failed", "quarantined", "syncer-restarted"):
+            tip = f"<title>{escape(mark['kind'])}: {escape(mark['text'])}</title>"
+            yield f"<text class='mark' x='{x(mark['at'])}' y='{LANE * lane + 15}' text-anchor='middle'>✕{tip}</text>"
+    yield "</svg></div><div class='legend'>"
+    used = {band[2] for each in told["islands"] for band in each["bands"]}
+    for state, meaning in STATES.items():
+        if state in used:
+            shade = state if state != "gone" else "away"
+            yield f"<span><i style='background:var(--{shade})'></i>{state}: {escape(meaning)}</span>"
+    yield "<span>ticks on the syncer's lane are merges, ✕ is a process that died</span></div>"
+
+
+def _time_axis(span: float, x: Any, top: float, bottom: float, text: float) -> Iterator[str]:
+    every = next((step for step in TICKS if span / step <= 10), 86400 * math.ceil(span / 864000))
+    at = 0
+    while at <= span:
+        yield f"<line x1='{x(at)}' x2='{x(at)}' y1='{top}' y2='{bottom}' stroke='var(--line)'/>"
+        yield f"<text class='soft' x='{x(at)}' y='{text}' text-anchor='middle'>{clock(at)}</text>"
+        at += every
+
+
+def _charts(runs: Sequence[Reported]) -> Iterator[str]:
+    drawn = [chart for group, title, unit in CHARTS if (chart := _chart(runs, group, title, unit))]
+    if drawn:
+        yield "<h2>Curves</h2><div class='pair'>"
+        yield from drawn
+        yield "</div>"
+
+
+def _chart(runs: Sequence[Reported], group: str, title: str, unit: str) -> str:
+    """All series of one group; of several runs only those that stand for a whole run."""
+    lines: list[tuple[str, Curve, str]] = []
+    for run in runs:
+        found = [each for each in catalogue(run.picture) if each.group == group]
+        if len(runs) > 1:
+            found = [each for each in found if ".learner." not in each.name] or found[:1]
+        for each in found[:12]:
+            points = curve(run.picture, each.name, points=POINTS)
+            if len(points.x) > 1:
+                label = each.label if len(runs) == 1 else f"{run.name}: {each.label}"
+                since = run.picture.begin
+                lines.append((label, Curve([at - since for at in points.x], points.y), each.name))
+    if not lines:
+        return ""
+    wide, left = 460, 46
+    span = max(line.x[-1] for _, line, _ in lines) or 1.0
+    low, high = _range([value for _, line, _ in lines for value in line.y])
+
+    def x(at: float) -> float:
+        return round(left + at / span * (wide - left - 8), 2)
+
+    def y(value: float) -> float:
+        return round(8 + (high - min(max(value, low), high)) / (high - low) * (CHART - 34), 2)
+
+    parts = [f"<div><h3>{escape(title)} <span class='soft'>{escape(unit)}</span></h3>"]
+    parts.append(f"<svg viewBox='0 0 {wide} {CHART}' role='img' aria-label='{escape(title)} over time'>")
+    parts += _time_axis_of_chart(span, x)
+    for value in (low, (low + high) / 2, high):
+        parts.append(f"<line x1='{left}' x2='{wide - 8}' y1='{y(value)}' y2='{y(value)}' stroke='var(--line)'/>")
+        parts.append(f"<text class='soft' x='{left - 6}' y='{y(value) + 4}' text-anchor='end'>{figure(value)}</text>")
+    for number, (label, line, name) in enumerate(lines):
+        colour, dash = LINES[number % len(LINES)], "4 3" if number >= len(LINES) else "none"
+        if name == "loss.published":
+            for at, value in zip(line.x, line.y, strict=True):
+                tip = f"<title>{escape(label)}: {figure(value)}</title>"
+                parts.append(f"<circle cx='{x(at)}' cy='{y(value)}' r='3.5' fill='{colour}'>{tip}</circle>")
+            continue
+        path = " ".join(f"{x(at)},{y(value)}" for at, value in zip(line.x, line.y, strict=True))
+        tip = f"<title>{escape(label)}</title>"
+        parts.append(
+            f"<polyline points='{path}' fill='none' stroke='{colour}' stroke-width='1.4'"
+            f" stroke-dasharray='{dash}'>{tip}</polyline>"
+        )
+    parts.append("</svg><div class='legend'>")
+    for number, (label, _, _) in enumerate(lines):
+        parts.append(f"<span><i style='background:{LINES[number % len(LINES)]}'></i>{escape(label)}</span>")
+    parts.append("</div></div>")
+    return "".join(parts)
+
+
+def _time_axis_of_chart(span: float, x: Any) -> Iterator[str]:
+    every = next((step for step in TICKS if span / step <= 5), 86400 * math.ceil(span / 432000))
+    at = 0
+    while at <= span:
+        yield f"<text class='soft' x='{x(at)}' y='{CHART - 6}' text-anchor='middle'>{clock(at)}</text>"
+        at += every
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    """From the smallest to the largest, without the wildest hundredth, and never empty."""
+    ordered = sorted(values)
+    cut = len(ordered) // 100
+    low, high = ordered[cut], ordered[-1 - cut]
+    return (low, high) if high > low else (low - 0.5, low + 0.5)

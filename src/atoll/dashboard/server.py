@@ -1,0 +1,454 @@
+"""`atoll dash` over HTTP: static files, what a picture shows as JSON, live updates, and controls for whoever may.
+
+Tapes are read and pictures drawn in one thread beside the event loop, so that nobody sees half of an update; the loop
+only sends. docs/dash.md has the paths.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeVar
+
+from aiohttp import ClientError, ClientSession, ClientTimeout, web
+
+from atoll import __version__
+from atoll.dashboard import control, figures, stories
+from atoll.dashboard.alerts import Alert, Rules
+from atoll.dashboard.picture import RunPicture
+from atoll.dashboard.shown import picture_at, timeline, told_config
+from atoll.tape.format import TapeError
+from atoll.tape.story import Subject, shown
+
+log = logging.getLogger("atoll.dash")
+
+LOOK_S = 0.5
+"""How often tapes are looked at for more, while somebody watches; four times as seldom otherwise."""
+
+READ_S = 0.2
+"""Of a long tape at a time: a request waits no longer than this for its turn."""
+
+LIVE_S = 1.0
+REDRAWN_S = 3.0
+COMMENT_S = 10.0
+MOST_POINTS = 5000
+MOST_LINES = 1000
+MOST_NAMES = 80
+MOST_BODY_BYTES = 4096
+ALERTS_S = 5.0
+HOOK_WAITS_S = (0.0, 5.0, 30.0, 120.0)
+"""Before each try to tell the webhook."""
+
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
+
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self';"
+        " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+T = TypeVar("T")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Watched:
+    """One run, its picture, and whoever waits for news of it. The directory may still be empty."""
+
+    def __init__(self, run: Path, rules: Rules | None = None) -> None:
+        self.run = run
+        self.name = run.resolve().name
+        self._rules = rules
+        self.picture: RunPicture | None = None
+        self.drawn: bytes | None = None  # the newest picture as JSON
+        self.news = asyncio.Condition()
+        self.watchers = 0
+        self.is_live = False
+        self._drawn_version = -1
+        self._drawn_at = 0.0
+
+    def begin(self) -> None:
+        """TapeError where there is nothing to show."""
+        self.picture = RunPicture(self.run, self._rules)
+
+    def open(self) -> RunPicture | None:
+        """The picture, as soon as there is a tape."""
+        if self.picture is None:
+            with suppress(TapeError):
+                self.begin()
+        return self.picture
+
+    def draw(self, may_control: Callable[[Path], bool]) -> bool:
+        """In the reading thread: the newest picture, if something is new."""
+        if self.picture is None:
+            return False
+        stale = self.is_live and time.monotonic() - self._drawn_at > REDRAWN_S  # silence has to be seen too
+        if self.picture.version == self._drawn_version and not stale:
+            return False
+        self._drawn_version, self._drawn_at = self.picture.version, time.monotonic()
+        shown = picture_at(self.picture)
+        self.is_live = shown["live"]
+        self.drawn = _dumps(shown | {"controls": may_control(self.run)})
+        return True
+
+
+class Dash:
+    def __init__(
+        self, runs: list[Watched], token: str | None, webhook: str | None = None, own_token: bool = False
+    ) -> None:
+        """`own_token`: it was made for this page by whoever started the run beside it, and is not the run's."""
+        self.runs = runs
+        self._token = token
+        self._own_token = own_token
+        self._webhook = webhook
+        self._thread = ThreadPoolExecutor(1, "reading")
+        self._tasks: list[asyncio.Task[None]] = []
+        self._known: dict[tuple[int, str, str], Alert] = {}
+        self._posts: set[asyncio.Task[None]] = set()
+        self.static = Path(str(files("atoll.dash") / "static"))
+
+    # ---------------------------------------------------------------------------------------------------- the app
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[self._guard], client_max_size=MOST_BODY_BYTES)
+        app.router.add_get("/", self._index)
+        app.router.add_get("/api/runs", self._runs)
+        for path, handler in (
+            ("picture", self._picture),
+            ("live", self._live),
+            ("timeline", self._timeline),
+            ("series", self._series),
+            ("series.csv", self._csv),
+            ("story", self._story),
+            ("config", self._config),
+        ):
+            app.router.add_get("/api/run/{run:[01]}/" + path, handler)
+        app.router.add_post("/api/run/{run:[01]}/control", self._control)
+        app.router.add_get("/{name:[A-Za-z0-9_.-]+(?:/[A-Za-z0-9_.-]+)?}", self._file)
+        app.on_response_prepare.append(_add_headers)
+        app.cleanup_ctx.append(self._background)
+        return app
+
+    async def _background(self, app: web.Application) -> AsyncIterator[None]:
+        self._tasks = [asyncio.create_task(self._follow(watched)) for watched in self.runs]
+        self._tasks.append(asyncio.create_task(self._watch_alerts()))
+        yield
+        ending = [*self._tasks, *self._posts]
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _in_turn(self, work: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+    async def _follow(self, watched: Watched) -> None:
+        """Read on for ever. What goes wrong with one look is told once, and the next one tries again."""
+        told = ""
+        while True:
+            more = False
+            try:
+                picture = await self._in_turn(watched.open)
+                if picture is not None:
+                    more = await self._in_turn(picture.grow, READ_S)
+                    if await self._in_turn(watched.draw, self._may_control):
+                        async with watched.news:
+                            watched.news.notify_all()
+            except Exception as wrong:
+                if repr(wrong) != told:
+                    log.exception("%s cannot be read", watched.run)
+                told = repr(wrong)
+            if not more:
+                await asyncio.sleep(LOOK_S if watched.watchers else 4 * LOOK_S)
+
+    # ---------------------------------------------------------------------------------------------------- access
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if self._token is None and _host(request) not in LOOPBACK:
+            return _error(403, "without a token this page is for this machine only: open it by localhost")
+        if request.headers.get("Sec-Fetch-Site") == "cross-site":
+            return _error(403, "another site asks: open the page itself")
+        if request.path.startswith("/api/") and not self._is_allowed(request):
+            return _error(401, "the token is missing or wrong: open the page by the address that atoll dash printed")
+        try:
+            return await handler(request)
+        except web.HTTPNotFound:
+            return _error(404, "there is nothing here")
+        except web.HTTPMethodNotAllowed:
+            return _error(405, "not in this way")
+        except web.HTTPRequestEntityTooLarge:
+            return _error(413, f"more than {MOST_BODY_BYTES} bytes")
+        except _Bad as wrong:
+            return _error(wrong.status, str(wrong))
+        except ConnectionResetError:
+            raise  # it has gone away
+        except Exception:
+            log.exception("%s %s has failed", request.method, request.path)
+            return _error(500, "atoll dash has failed on this; its log says how")
+
+    def _may_control(self, run: Path) -> bool:
+        return self._token is not None and control.is_reachable(run, None if self._own_token else self._token)
+
+    def _is_allowed(self, request: web.Request) -> bool:
+        if self._token is None:
+            return True
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        return hmac.compare_digest(given, f"Bearer {self._token}".encode())
+
+    # ---------------------------------------------------------------------------------------------------- files
+
+    async def _index(self, request: web.Request) -> web.StreamResponse:
+        return self._static("index.html")
+
+    async def _file(self, request: web.Request) -> web.StreamResponse:
+        return self._static(request.match_info["name"])
+
+    def _static(self, name: str) -> web.StreamResponse:
+        path = (self.static / name).resolve()
+        if not path.is_relative_to(self.static.resolve()) or not path.is_file():
+            raise web.HTTPNotFound
+        return web.FileResponse(path)
+
+    # ---------------------------------------------------------------------------------------------------- reading
+
+    async def _runs(self, request: web.Request) -> web.StreamResponse:
+        runs = []
+        for index, watched in enumerate(self.runs):
+            picture = watched.picture
+            runs.append(
+                {
+                    "index": index,
+                    "name": watched.name,
+                    "simulated": picture.simulated if picture is not None else False,
+                    "controls": self._may_control(watched.run),
+                }
+            )
+        return _json({"runs": runs, "version": __version__})
+
+    def _watched(self, request: web.Request) -> Watched:
+        index = int(request.match_info["run"])
+        if index >= len(self.runs):
+            raise _Bad(404, f"there is no run {index} here")
+        return self.runs[index]
+
+    def _open(self, request: web.Request) -> RunPicture:
+        picture = self._watched(request).picture
+        if picture is None:
+            raise _Bad(503, "the run has not begun: there are no tapes yet")
+        return picture
+
+    async def _picture(self, request: web.Request) -> web.StreamResponse:
+        at = _number(request, "at")
+        return _json(await self._in_turn(picture_at, self._open(request), at))
+
+    async def _timeline(self, request: web.Request) -> web.StreamResponse:
+        width = int(_number(request, "width") or 1000)
+        begin, end = _number(request, "from"), _number(request, "to")
+        return _json(await self._in_turn(timeline, self._open(request), begin, end, width))
+
+    async def _series(self, request: web.Request) -> web.StreamResponse:
+        picture = self._open(request)
+        if "names" not in request.query:
+            known = await self._in_turn(figures.catalogue, picture)
+            return _json({"series": [{**each._asdict(), "x": ["time", "tokens"]} for each in known]})
+        names, x = _names(request)
+        points = min(int(_number(request, "points") or 600), MOST_POINTS)
+        begin, end = _number(request, "from"), _number(request, "to")
+
+        def draw() -> list[dict[str, Any]]:
+            curves = ((name, figures.curve(picture, name, x, begin, end, max(2, points))) for name in names)
+            return [{"name": name, "x": list(found.x), "y": list(found.y)} for name, found in curves]
+
+        return _json({"x": x, "series": await self._curves(draw)})
+
+    async def _csv(self, request: web.Request) -> web.StreamResponse:
+        picture = self._open(request)
+        names, x = _names(request)
+        text = await self._curves(lambda: figures.as_csv(picture, names, x))
+        headers = {"Content-Disposition": f'attachment; filename="atoll-{x}.csv"'}
+        return web.Response(text=text, content_type="text/csv", headers=headers)
+
+    async def _curves(self, draw: Callable[[], T]) -> T:
+        try:
+            return await self._in_turn(draw)
+        except KeyError as unknown:
+            raise _Bad(404, f"there is no series {unknown}") from None
+
+    async def _story(self, request: web.Request) -> web.StreamResponse:
+        subject: Subject = ("run", 0)
+        for kind in ("learner", "fragment"):
+            number = _number(request, kind)
+            if number is not None:
+                subject = (kind, int(number))
+        limit = min(int(_number(request, "limit") or 200), MOST_LINES)
+        until = _number(request, "until")
+        told = await self._in_turn(stories.story_until, self._open(request), subject, until, max(1, limit))
+        lines = [{"at": line.at, "about": shown(line.subject), "text": line.sentence} for line in told.lines]
+        return _json({"lines": lines, "more": told.more})
+
+    async def _config(self, request: web.Request) -> web.StreamResponse:
+        return _json(await self._in_turn(told_config, self._open(request)))
+
+    # ---------------------------------------------------------------------------------------------------- live
+
+    async def _live(self, request: web.Request) -> web.StreamResponse:
+        watched = self._watched(request)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
+        await response.prepare(request)
+        loop = asyncio.get_running_loop()
+        sent: bytes | None = None
+        watched.watchers += 1
+        try:
+            while True:
+                if watched.drawn is not None and watched.drawn is not sent:
+                    sent = watched.drawn
+                    began = loop.time()
+                    await response.write(b"event: picture\ndata: " + sent + b"\n\n")
+                    await asyncio.sleep(max(0.0, LIVE_S - (loop.time() - began)))
+                try:
+                    async with asyncio.timeout(COMMENT_S), watched.news:
+                        while watched.drawn is sent:
+                            await watched.news.wait()
+                except TimeoutError:
+                    await response.write(b": still here\n\n")
+        except (ConnectionResetError, ConnectionError):
+            return response
+        finally:
+            watched.watchers -= 1
+
+    # ---------------------------------------------------------------------------------------------------- controls
+
+    async def _control(self, request: web.Request) -> web.StreamResponse:
+        """Only with a token, from this page itself, and asked twice."""
+        watched = self._watched(request)
+        if self._token is None:
+            raise _Bad(401, "this page only shows; start atoll dash with the run's token to control it")
+        if not self._may_control(watched.run):
+            raise _Bad(503, "no syncer of this run can be reached from here with this token")
+        origin = request.headers.get("Origin", "")
+        if origin.partition("://")[2] != request.host:
+            raise _Bad(403, "this must come from the page itself")
+        if request.content_type != "application/json":
+            raise _Bad(415, "this must be JSON")
+        try:
+            wish = control.Wish.parse(json.loads(await request.read()))
+        except RecursionError:
+            raise _Bad(400, "this is no wish") from None
+        except ValueError as wrong:
+            raise _Bad(400, str(wrong)) from None
+        if not wish.sure:
+            return _json({"ask": wish.question()}, 409)
+        try:
+            done = await asyncio.get_running_loop().run_in_executor(None, control.carry_out, watched.run, wish)
+        except control.Refused as refused:
+            raise _Bad(refused.status, str(refused)) from None
+        log.warning("%s: %s, asked for by %s", watched.name, done, wish.who)
+        return _json({"done": done})
+
+    # ---------------------------------------------------------------------------------------------------- alerts
+
+    async def _watch_alerts(self) -> None:
+        """New alerts and those that are over go to the log and, if there is one, to the webhook."""
+        while True:
+            await asyncio.sleep(ALERTS_S)
+            for index, watched in enumerate(self.runs):
+                if watched.picture is None or watched.drawn is None:
+                    continue
+                shown_now = json.loads(watched.drawn)
+                alerts = shown_now["alerts"] if shown_now["live"] else []  # with the run its alerts are over
+                now = {(index, each["rule"], each["subject"]): Alert(**each) for each in alerts}
+                for key, alert in now.items():
+                    if key not in self._known:
+                        log.warning("%s: %s", watched.name, alert.text)
+                        self._post(watched, alert, "raised")
+                for key in [key for key in self._known if key[0] == index and key not in now]:
+                    log.warning("%s: over: %s", watched.name, self._known[key].text)
+                    self._post(watched, self._known.pop(key), "over")
+                self._known |= now
+
+    def _post(self, watched: Watched, alert: Alert, what: str) -> None:
+        """In a task of its own: a hook that does not answer must not keep the rules from being looked at."""
+        if self._webhook is not None:
+            task = asyncio.create_task(self._tell(watched, alert, what))
+            self._posts.add(task)
+            task.add_done_callback(self._posts.discard)
+
+    async def _tell(self, watched: Watched, alert: Alert, what: str) -> None:
+        assert self._webhook is not None
+        told = {"run": watched.name, "what": what, **alert._asdict()}
+        why = ""
+        for wait_s in HOOK_WAITS_S:
+            await asyncio.sleep(wait_s)
+            try:
+                async with (
+                    ClientSession(timeout=ClientTimeout(total=10)) as session,
+                    session.post(self._webhook, json=told) as answer,
+                ):
+                    if answer.status < 400:
+                        return
+                    why = f"it answers {answer.status}"
+            except (ClientError, OSError, TimeoutError) as wrong:
+                why = str(wrong) or type(wrong).__name__
+        log.warning("the webhook was not told of %s: %s", alert.rule, why)
+
+
+class _Bad(Exception):  # noqa: N818 - an answer
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update({name: value for name, value in HEADERS.items() if name not in response.headers})
+
+
+def _host(request: web.Request) -> str:
+    host = request.host
+    return host if host.endswith("]") else host.rpartition(":")[0] or host
+
+
+def _number(request: web.Request, name: str) -> float | None:
+    text = request.query.get(name, "")
+    if not text:
+        return None
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not math.isfinite(found):
+        raise _Bad(400, f"{name} is {text[:40]!r}; give a number")
+    return found
+
+
+def _names(request: web.Request) -> tuple[list[str], str]:
+    x = request.query.get("x", "time")
+    if x not in ("time", "tokens"):
+        raise _Bad(400, f"x is {x[:40]!r}; give time or tokens")
+    return list(dict.fromkeys(filter(None, request.query.get("names", "").split(","))))[:MOST_NAMES], x
+
+
+def _dumps(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=_dumps(value), status=status, content_type="application/json")
+
+
+def _error(status: int, sentence: str) -> web.Response:
+    return _json({"error": sentence}, status)

@@ -1,0 +1,361 @@
+"""A picture as JSON, in the shapes of docs/dash.md. Figures that nobody knows are null."""
+
+from __future__ import annotations
+
+from statistics import fmean, median
+from typing import Any
+
+from atoll.core.types import RunConfig
+from atoll.dashboard.alerts import alerts_at
+from atoll.dashboard.picture import JOINED_LATER_S, RECENT_MERGES, STALE_S, Mark, RunPicture
+from atoll.dashboard.samples import Sample
+from atoll.tape.merges import Merge
+from atoll.tape.time_shares import Shares
+
+TRAINS = ("training", "alone", "suspected")
+MOST_ROUNDS = 2000
+"""Of a timeline, drawn one by one."""
+
+
+def picture_at(picture: RunPicture, at: float | None = None) -> dict[str, Any]:
+    """The run at a moment; None: now."""
+    now = at is None or at >= picture.to
+    when = picture.to if at is None else min(max(at, picture.begin), picture.to)
+    sample = picture.sample(None if now else when)
+    live = now and is_live(picture, sample)
+    span_s = picture.rate_span_s(when)
+    recent = picture.newest_merges(when, _recent_count(picture))
+    islands = [_island(picture, learner, when, sample, span_s, recent) for learner in _known(picture, when)]
+    _add_speeds(islands)
+    return {
+        "at": when,
+        "wall0": picture.wall0,
+        "from": picture.begin,
+        "to": picture.to,
+        "now": now,
+        "sample_age_s": when - sample.at if sample is not None else None,
+        "live": live,
+        "age_s": _age_s(picture) if live else None,
+        "loading": picture.loading(),
+        "damaged": picture.damaged,
+        "stage": sample.view.stage if sample is not None else "waiting",
+        "progress": sample.view.progress if sample is not None else 0.0,
+        "paused": picture.is_paused(when),
+        "headline": _headline(picture, when, sample, islands, span_s, recent),
+        "syncer": _syncer(picture, when, live),
+        "islands": islands,
+        "fragments": [] if sample is None else _fragments(sample, when),
+        "ledger": None if sample is None else _ledger(sample),
+        "alerts": [each._asdict() for each in alerts_at(picture, when, sample, islands, live)],
+    }
+
+
+def is_live(picture: RunPicture, sample: Sample | None) -> bool:
+    """Somebody still writes it, as far as one can tell from here."""
+    if picture.simulated or picture.told.report is not None:
+        return False
+    return sample is None or sample.view.stage != "finished"
+
+
+def _age_s(picture: RunPicture) -> float | None:
+    return picture.age_s() if picture.wall0 is not None else None
+
+
+def _known(picture: RunPicture, at: float) -> list[int]:
+    """Learners that had come by then."""
+    known = []
+    for learner in picture.learners():
+        lives = picture.lives_of(learner)
+        if picture.standing(learner, at) is not None or (lives and lives[0].first <= at):
+            known.append(learner)
+    return known
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Parts
+
+
+def _headline(
+    picture: RunPicture,
+    at: float,
+    sample: Sample | None,
+    islands: list[dict[str, Any]],
+    span_s: float,
+    recent: list[Merge],
+) -> dict[str, Any]:
+    view = sample.view if sample is not None else None
+    done = picture.tokens_until(at)
+    per_s = (done - picture.tokens_until(at - span_s)) / span_s if at > picture.begin else None
+    losses = [each["loss"] for each in islands if each["loss"] is not None and each["state"] in TRAINS]
+    budget = picture.config.budget_tokens if picture.config is not None else None
+    remaining_s = None
+    if budget is not None and per_s and view is not None and view.stage == "running":
+        remaining_s = max(0.0, budget - view.trained) / per_s
+    return {
+        "loss": fmean(losses) if losses else _last_loss(islands),
+        "tokens": int(done),
+        "tokens_per_s": per_s,
+        "goodput": picture.goodput(at),
+        "uptime": picture.uptime(at),
+        "derived": any(each["derived"] for each in islands),
+        "alive": view.alive if view is not None else None,
+        "asked": _mean(recent, "asked"),
+        "merged": _mean(recent, "merged"),
+        "learners": len(islands),
+        "bytes_up_per_s": _rate(picture, "bytes_up", at, span_s),
+        "bytes_down_per_s": _rate(picture, "bytes_down", at, span_s),
+        "effective_h": _effective_h(recent),
+        "remaining_s": remaining_s,
+        "merges": picture.merges_until(at),
+        "rounds_in_flight": view.rounds_in_flight if view is not None else None,
+        "quorum": sample.quorum if sample is not None else None,
+        "grace_margin": sample.grace_margin if sample is not None else None,
+    }
+
+
+def _last_loss(islands: list[dict[str, Any]]) -> float | None:
+    """Of a run that is over: what they ended with."""
+    losses = [each["loss"] for each in islands if each["loss"] is not None]
+    return fmean(losses) if losses else None
+
+
+def _recent_count(picture: RunPicture) -> int:
+    fragments = len(picture.config.fragment_ids()) if picture.config is not None else 1
+    return RECENT_MERGES * fragments
+
+
+def _effective_h(recent: list[Merge]) -> float | None:
+    """Steps that a contributor had taken since its last merge of the same fragment."""
+    return _mean([m for m in recent if m.contributors], "steps")
+
+
+def _mean(merges: list[Merge], name: str) -> float | None:
+    """Over all merges, of which some stand for several."""
+    whole = sum(m.stands_for for m in merges)
+    return sum(getattr(m, name) * m.stands_for for m in merges) / whole if whole else None
+
+
+def _rate(picture: RunPicture, name: str, at: float, span_s: float) -> float | None:
+    rates = [picture.lines.rate(name, learner, at - span_s, at) for learner in picture.learners()]
+    known = [rate for rate in rates if rate is not None]
+    return sum(known) if known else None
+
+
+def _island(
+    picture: RunPicture, learner: int, at: float, sample: Sample | None, span_s: float, recent: list[Merge]
+) -> dict[str, Any]:
+    band = picture.state(learner, at)
+    member = sample.members.get(learner) if sample is not None else None
+    step, tokens = picture.progress_of(learner, at)
+    per_s = (tokens - picture.progress_of(learner, at - span_s)[1]) / span_s
+    shares = picture.shares(learner, at)
+    trains = band.state in TRAINS
+    return {
+        "learner": learner,
+        "state": band.state,
+        "since": band.begin,
+        "incarnation": member.incarnation if member is not None else None,
+        "step": step,
+        "tokens": int(tokens),
+        "tokens_per_s": per_s if trains else 0.0,
+        "step_s": picture.usual_step_s(learner, at) if trains else None,
+        "speed": None,
+        "loss": picture.lines.value("loss", learner, at),
+        "link": _link(member.standing if member is not None else None, band.state),
+        "staleness_s": _staleness_s(learner, at, sample),
+        "weight": _weight(learner, recent),
+        "derived": picture.is_derived(learner),
+        "goodput": shares.goodput if shares is not None else None,
+        "split": split_of(shares) if shares is not None else None,
+        "reason": member.reason if member is not None else None,
+        "last_words": _last_words(picture, learner, at, band.state),
+    }
+
+
+def _add_speeds(islands: list[dict[str, Any]]) -> None:
+    steps = [each["step_s"] for each in islands if each["step_s"]]
+    usual = median(steps) if steps else None
+    for each in islands:
+        if usual and each["step_s"]:
+            each["speed"] = usual / each["step_s"]
+
+
+def split_of(shares: Shares) -> dict[str, float]:
+    return {
+        "stepping": shares.stepping_s,
+        "waiting": shares.waiting_s,
+        "copying": shares.copying_s + shares.between_s,
+        "recovering": shares.joining_s,
+        "paused": shares.paused_s + shares.stopped_s,
+        "gone": shares.away_s,
+    }
+
+
+def _link(standing: str | None, state: str) -> str | None:
+    if state == "alone":
+        return "down"
+    return None if standing is None else "up" if standing in ("live", "suspect", "joining", "admitting") else "down"
+
+
+def _staleness_s(learner: int, at: float, sample: Sample | None) -> float | None:
+    """Since it was last in a merge: so long nothing of its work has come into the model."""
+    merged_at = sample.merged_with.get(learner) if sample is not None else None
+    return at - merged_at if merged_at is not None else None
+
+
+def _weight(learner: int, recent: list[Merge]) -> float | None:
+    """Its share in the newest merges, those without it counted as nothing."""
+    if not recent:
+        return None
+    mine = whole = 0.0
+    for merge in recent:
+        whole += merge.stands_for
+        for (who, _), weight in zip(merge.contributors, merge.weights, strict=True):
+            mine += weight * merge.stands_for if who == learner else 0.0
+    return mine / whole
+
+
+def _last_words(picture: RunPicture, learner: int, at: float, state: str) -> str | None:
+    """Of the newest process of it that died, while it has not come back."""
+    if state not in ("gone", "recovering", "quarantined"):
+        return None
+    died = [fault for fault in picture.told.faults if fault.who == f"learner {learner}" and fault.at <= at]
+    if not died:
+        return None
+    came_back = any(life.first > died[-1].at for life in picture.lives_of(learner))
+    words = picture.told.last_words(died[-1].who) if not came_back else None  # the log goes on after it
+    return f"{died[-1].what} at {died[-1].at:.1f} s" + (f": {words}" if words else "")
+
+
+def _syncer(picture: RunPicture, at: float, live: bool) -> dict[str, Any]:
+    bands = [band for band in syncer_bands(picture, live) if band[0] <= at]
+    state = bands[-1][2] if bands else "down"
+    reigns = [reign for reign in picture.reigns if reign.first is not None and reign.first <= at]
+    epoch = reigns[-1].epoch if reigns else None
+    return {"state": state, "epoch": epoch, "since": bands[-1][0] if bands else picture.begin}
+
+
+def syncer_bands(picture: RunPicture, live: bool) -> list[list[Any]]:
+    """Up from the first to the last entry of each of its processes."""
+    bands: list[list[Any]] = []
+    for number, reign in enumerate(picture.reigns):
+        if reign.first is None:
+            continue
+        if bands and reign.first > bands[-1][1]:
+            bands.append([bands[-1][1], reign.first, "down"])
+        end = reign.last
+        newest = number == len(picture.reigns) - 1
+        age_s = _age_s(picture) if live and newest else None
+        if newest and (not live or age_s is None or age_s < STALE_S):
+            end = max(end, picture.to)
+        bands.append([reign.first, end, "up"])
+        if newest and end < picture.to:
+            bands.append([end, picture.to, "down"])
+    return bands
+
+
+def _fragments(sample: Sample, at: float) -> list[dict[str, Any]]:
+    return [
+        {
+            "fragment": each.fragment,
+            "version": each.version,
+            "phase": each.phase,
+            "away": each.away,
+            "age_s": at - sample.merged_at[each.fragment] if each.fragment in sample.merged_at else None,
+            "contributors": list(each.last_contributors),
+            "asked": each.asked,
+            "contributions": each.contributions,
+            "waiting_for": list(each.waiting_for),
+            "reason": each.reason,
+        }
+        for each in sample.fragments
+    ]
+
+
+def _ledger(sample: Sample) -> dict[str, Any]:
+    books = sample.books
+    return {**books._asdict(), "balanced": sample.is_balanced}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The timeline
+
+
+def timeline(picture: RunPicture, begin: float | None, end: float | None, width: int) -> dict[str, Any]:
+    begin = picture.begin if begin is None else max(begin, picture.begin)
+    end = picture.to if end is None else min(end, picture.to)
+    live = is_live(picture, picture.sample(None))
+    return {
+        "from": begin,
+        "to": end,
+        "islands": [
+            {"learner": learner, "bands": [list(band) for band in picture.bands(learner, begin, end)]}
+            for learner in picture.learners()
+        ],
+        "syncer": [
+            [max(b, begin), min(e, end), state] for b, e, state in syncer_bands(picture, live) if e > begin and b < end
+        ],
+        "marks": [mark._asdict() for mark in marks(picture) if begin <= mark.at <= end],
+        "rounds": rounds(picture, begin, end, min(max(width, 50), MOST_ROUNDS)),
+    }
+
+
+def rounds(picture: RunPicture, begin: float, end: float, width: int) -> list[dict[str, Any]]:
+    """Merges in this span; where there are more than `width`, neighbours are joined."""
+    found = sorted(picture.merges(begin, end), key=lambda merge: merge.at)
+    if len(found) <= width:
+        return [_round([merge]) for merge in found]
+    span = (end - begin) / width or 1.0
+    joined: dict[int, list[Merge]] = {}
+    for merge in found:
+        joined.setdefault(int((merge.at - begin) / span), []).append(merge)
+    return [_round(each) for each in joined.values()]
+
+
+def _round(merges: list[Merge]) -> dict[str, Any]:
+    count = sum(m.stands_for for m in merges)
+    return {
+        "at": fmean(m.at for m in merges),
+        "fragment": merges[0].fragment if count == 1 else None,
+        "contributions": _mean(merges, "merged"),
+        "asked": _mean(merges, "asked"),
+        "alive": _mean(merges, "alive"),
+        "count": count,
+    }
+
+
+def marks(picture: RunPicture) -> list[Mark]:
+    """Faults and returns, from what the supervisor wrote and from the tapes."""
+    found = [
+        Mark(fault.at, fault.who, "killed" if fault.what.startswith("SIG") else "failed", fault.what)
+        for fault in picture.told.faults
+    ]
+    for learner in picture.learners():
+        who = f"learner {learner}"
+        for number, life in enumerate(picture.lives_of(learner)):
+            if number:
+                found.append(Mark(life.first, who, "restarted", f"incarnation {life.incarnation} begins"))
+            elif picture.reigns and life.first > picture.begin + JOINED_LATER_S:
+                found.append(Mark(life.first, who, "joined", "a new learner"))
+        before = ""
+        for change in (each for reign in picture.reigns for each in reign.standings.get(learner, ())):
+            if change.standing != before:  # a new syncer begins by knowing what the old one knew
+                kind = {"suspect": "suspected", "quarantined": "quarantined", "left": "left"}.get(change.standing)
+                if kind is not None:
+                    found.append(Mark(change.at, who, kind, change.sentence or kind))
+            before = change.standing
+    for word in (word for reign in picture.reigns for word in reign.controls):
+        who = "syncer" if word.subject[0] == "run" else f"{word.subject[0]} {word.subject[1]}"
+        found.append(Mark(word.at, who, "control", word.sentence))
+    for reign in picture.reigns[1:]:
+        if reign.first is not None:
+            found.append(Mark(reign.first, "syncer", "syncer-restarted", f"epoch {reign.epoch} begins"))
+    return sorted(found)
+
+
+def told_config(picture: RunPicture) -> dict[str, Any]:
+    config: RunConfig | None = picture.config
+    told = picture.told.config
+    if told is None and config is not None:
+        told = {"run": config.run_id, "fragments": config.fragments, "every_steps": config.every_steps}
+    return {"config": told, "report": picture.told.report}

@@ -1,0 +1,340 @@
+"""Fragments of an island whose ranks send and fetch their own rows.
+
+`RowWork` is what every rank does: it brings the bytes of its strips to the syncer in slices, and fetches those that
+hold its rows. `RowTraffic` is the leader's: it asks all ranks for that, says the words for which the syncer waits, and
+has a version checked when everybody has its rows. Bytes, digests and retries are those of the wire: the syncer does not
+know how many processes an island has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import aiohttp
+
+from atoll.core.protocol import Contribution, Envelope
+from atoll.core.types import FragmentId, RoundId, Version
+from atoll.errors import IslandBroken
+from atoll.island.rank_rpc import Hands
+from atoll.island.row_fragment import LedRows, RowFragment
+from atoll.learner.bulk_transfer import RETRY_S, TRIES, Fetching, LearnerBulk
+from atoll.learner.fragments import Buffer, Copied
+from atoll.learner.join import fragment_sizes
+from atoll.tensors.codecs import CODECS
+from atoll.tensors.row_sharding import Laid, Stretch, Strip, cover, lay
+from atoll.transport.buffers import ByteBuffers
+from atoll.transport.byte_ranges import Spans
+from atoll.transport.http_client import LearnerLink, Refusal
+from atoll.transport.wire import (
+    CODEC_NUMBERS,
+    FragmentHeader,
+    FrameHead,
+    Kind,
+    SliceHeader,
+    WireError,
+    as_bytes,
+    encode_message,
+)
+
+LOST_S = 120.0
+"""For so long a rank has brought and got nothing, while rank 0 has: it has lost its own way to the syncer."""
+
+AT_ONCE = 8
+"""Parts of one slice that travel at once: rows are cut as tensors are, and a part may be small."""
+
+
+class Sending(NamedTuple):
+    """What a rank has to know to bring its strips. `at`: where the fragment is; `missing`: bytes of the whole."""
+
+    fragment: FragmentId
+    generation: int
+    serial: int
+    learner: int
+    incarnation: int
+    session: int
+    round: tuple[int, ...]
+    of: int
+    at: str
+    missing: list[list[int]]
+
+
+class Getting(NamedTuple):
+    """What it has to know to fetch its rows."""
+
+    fragment: FragmentId
+    generation: int  # of incarnations
+    version: Version
+    base: Version | None
+    downs: tuple[str, ...]
+    at: str
+
+
+class RowFetching(Fetching):
+    """What is here of this rank's rows. The first slice is one byte: its header says in what the rows are."""
+
+    def __init__(self, version: Version, base: Version | None, numel: int, stretches: Sequence[Stretch]) -> None:
+        super().__init__(version, base)
+        self._numel = numel
+        self._stretches = stretches
+        self.strips: list[Strip] = []
+        self.laid = Laid(0, (), ())
+
+    def memory(self, head: FrameHead, said: FragmentHeader, buffers: ByteBuffers) -> Any:
+        if self.header is None:
+            return bytearray(head.payload_bytes)
+        if self.data is None:
+            self.data = buffers.take(self.laid.size)
+        ((own, end),) = self.laid.owned(said.begin, said.begin + head.payload_bytes)
+        return as_bytes(self.data)[own:end]
+
+    def came(self, head: FrameHead, said: FragmentHeader) -> None:
+        if self.header is None:
+            by = CODECS[head.codec]
+            self.header, self.codec = said, head.codec
+            self.strips = cover(by, self._numel, self._stretches)
+            self.laid = lay(by, self._numel, self.strips)
+            for part in self.laid.parts:
+                self.missing.add(part.own, part.own + part.size)
+
+
+class RowWork:
+    """At one rank. `fragments`: those of an incarnation, which this rank may yet have to hear of, so it may wait;
+    `hold`: the rows of a version that is here."""
+
+    def __init__(
+        self,
+        link: LearnerLink,
+        bulk: LearnerBulk,
+        compute: ThreadPoolExecutor,
+        fragments: Callable[[int], Sequence[RowFragment]],
+        hold: Callable[[RowFragment, Version], Buffer | None],
+    ) -> None:
+        self._link = link
+        self._bulk = bulk
+        self._compute = compute
+        self._fragments = fragments
+        self._hold = hold
+        self._fetching: dict[FragmentId, RowFetching] = {}
+        self._under_way = 0
+
+    async def carry_out(self, word: str, what: dict[str, Any]) -> Any:
+        """As the leader asks another rank for it."""
+        if not self._under_way:
+            await self._link.renew_keys()  # no link is dialled here, at which that would be done
+        self._under_way += 1
+        try:
+            if word == "send":
+                return await self.send(Sending(**what))
+            return await self.fetch(Getting(**what))
+        finally:
+            self._under_way -= 1
+
+    async def _fragment(self, p: FragmentId, generation: int) -> RowFragment:
+        fragments = await asyncio.get_running_loop().run_in_executor(None, self._fragments, generation)
+        return fragments[p]
+
+    async def send(self, what: Sending) -> dict[str, int]:
+        """How many bytes it was."""
+        fragment = await self._fragment(what.fragment, what.generation)
+        strips = await asyncio.shield(asyncio.wrap_future(fragment.strips(what.serial)))
+        laid, data = strips
+        view, round_id = as_bytes(data), RoundId(*what.round)
+        missing = Spans()
+        for begin, end in what.missing:
+            for own in laid.owned(begin, end):
+                missing.add(*own)
+
+        async def put(begin: int, own: int, size: int) -> None:
+            header = SliceHeader(what.learner, what.incarnation, what.session, round_id, begin, what.of)
+            await self._bulk.put("/v1/slice", Kind.SLICE, 0, header.encode(), view[own : own + size], what.at)
+
+        async def move(begin: int, end: int) -> None:
+            await _few_at_once([lambda part=part: put(*part) for part in laid.cut(begin, end)])  # type: ignore[misc]
+
+        moved = missing.bytes
+        await self._bulk.up.carry(missing, move)
+        return {"moved": moved}
+
+    async def fetch(self, what: Getting) -> dict[str, Any]:
+        """Its rows are in the fragment when this returns; the digest is that of the whole value."""
+        fragment = await self._fragment(what.fragment, what.generation)
+        digest = fragment.fetched_digest(what.version)
+        return {"digest": digest, "moved": 0} if digest is not None else await self._fetch(fragment, what)
+
+    async def _fetch(self, fragment: RowFragment, what: Getting) -> dict[str, Any]:
+        p, asked = what.fragment, (what.version, what.base)
+        under_way = self._fetching.get(p)
+        if under_way is None or under_way.asked != asked or under_way.is_stale:
+            under_way = self._fetching[p] = RowFetching(*asked, fragment.dealt.numel, fragment.stretches)
+        under_way.place = what.at
+        fetching = under_way
+        sizes = fragment_sizes(fragment.dealt.numel, fragment.codecs(what.downs))
+
+        async def get(begin: int, own: int, size: int) -> None:
+            await self._bulk.fetch_slice(p, fetching, sizes, begin, begin + size)
+
+        async def move(begin: int, end: int) -> None:
+            parts = fetching.laid.cut(begin, end)
+            await _few_at_once([lambda part=part: get(*part) for part in parts])  # type: ignore[misc]
+
+        try:
+            if under_way.header is None:
+                await get(0, 0, 1)
+            moved = under_way.missing.bytes
+            await self._bulk.down.carry(under_way.missing, move)
+        except (Refusal, WireError):
+            self._fetching.pop(p, None)
+            raise
+        self._fetching.pop(p, None)
+        return {"digest": await self._decode(fragment, fetching, what.version), "moved": moved}
+
+    async def _decode(self, fragment: RowFragment, came: RowFetching, version: Version) -> str:
+        header, data = came.header, came.data
+        assert header is not None and data is not None
+        base = self._hold(fragment, header.base) if header.base is not None else None
+        if header.base is not None and base is None:
+            raise WireError(f"an update to version {header.base}, which is not here", "type")
+        made = came.codec, came.strips, came.laid, data, base, version, header.value_digest
+        decoding = self._compute.submit(fragment.decode, *made)
+        decoding.add_done_callback(lambda _: fragment.release(base))
+        await asyncio.wrap_future(decoding)
+        self._bulk.give_back_bytes(data)
+        return header.value_digest
+
+
+async def _few_at_once(jobs: list[Callable[[], Any]]) -> None:
+    waiting = iter(jobs)
+
+    async def work() -> None:
+        for job in waiting:
+            await job()
+
+    tasks = [asyncio.ensure_future(work()) for _ in range(min(AT_ONCE, len(jobs)))]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class RowTraffic:
+    def __init__(
+        self, link: LearnerLink, bulk: LearnerBulk, compute: ThreadPoolExecutor, hands: Hands, work: RowWork
+    ) -> None:
+        self._link = link
+        self._bulk = bulk
+        self._compute = compute
+        self._hands = hands
+        self._work = work
+        self._begun: dict[FragmentId, RoundId] = {}  # contributions of which the syncer may have a part
+        self._lost_since: dict[int, float] = {}  # ranks whose transfers fail, and not rank 0's
+
+    async def contribute(
+        self, fragment: LedRows, copied: Copied, envelope: Envelope, body: Contribution, held: ExitStack
+    ) -> None:
+        """All ranks encode and bring their strips; the word that says so is the leader's. `held`: what is let go when
+        they are encoded."""
+        encoding = self._compute.submit(fragment.encode_rows, copied)
+        encoding.add_done_callback(lambda _: held.close())
+        await asyncio.wrap_future(encoding)
+        number, header = CODEC_NUMBERS[copied.codec.name], encode_message(envelope)
+        of = copied.codec.size(fragment.dealt.numel)
+        said = fragment.p, fragment.generation, copied.serial, envelope.learner, envelope.incarnation, envelope.session
+        missing = Spans([(0, of)]) if self._begun.get(fragment.p) != body.round else None
+        self._begun[fragment.p] = body.round
+        for attempt in range(TRIES):
+            try:
+                at = await self._at(fragment.p)
+                if missing is None:  # some of it may be there
+                    missing = await self._bulk.say_contributed(number, header, at)
+                if missing:
+                    spans = [list(span) for span in missing]
+                    sending = Sending(*said, tuple(body.round), of, at, spans)
+                    with self._bulk.measured("up", lambda: of):
+                        await self._all(fragment, "send", sending._asdict(), self._work.send(sending), "up")
+                    missing = await self._bulk.say_contributed(number, header, at)
+                if not missing:
+                    return
+            except (Refusal, aiohttp.ClientError, OSError, TimeoutError) as wrong:
+                is_damaged = isinstance(wrong, Refusal) and wrong.code == "digest"
+                if (isinstance(wrong, Refusal) and not is_damaged) or attempt == TRIES - 1:
+                    raise
+                missing = None
+                self._bulk.forget_places()
+                await asyncio.sleep(RETRY_S * 2**attempt)
+        raise ConnectionError(f"{missing.bytes if missing else 0} bytes of it are missing")
+
+    async def fetch(
+        self, fragment: LedRows, version: Version, base: Version | None, downs: tuple[str, ...]
+    ) -> tuple[Buffer | None]:
+        """The leader's rows, when every rank has its own; None: together they are not what was published."""
+        getting = Getting(fragment.p, fragment.generation, version, base, downs, await self._at(fragment.p))
+        try:
+            answers: list[Any] = []
+            with self._bulk.measured("down", lambda: sum(answer["moved"] for answer in answers)):
+                answers += await self._all(fragment, "fetch", getting._asdict(), self._work.fetch(getting), "down")
+        except (aiohttp.ClientError, OSError):
+            self._bulk.forget_places()  # a shard may be somewhere else by now
+            raise
+        digests = {answer["digest"] for answer in answers}
+        if len(digests) != 1:
+            raise WireError(f"ranks were told of different values: {sorted(digests)}", "digest")
+        passing = self._compute.submit(fragment.pass_on, version, digests.pop())
+        try:
+            return (await asyncio.shield(asyncio.wrap_future(passing)),)
+        except asyncio.CancelledError:
+            passing.add_done_callback(lambda done: fragment.release(done.result()) if not done.exception() else None)
+            raise
+
+    async def _at(self, p: FragmentId) -> str:
+        return await self._bulk.place(p) or self._link.asked
+
+    async def _all(self, fragment: LedRows, word: str, what: dict[str, Any], own: Any, way: str) -> list[Any]:
+        """Of the ranks that have something to do. What they have moved counts for the island."""
+        ranks = {stretch.rank for stretch in fragment.dealt.stretches}
+        if word == "send":
+            ranks = {rank for rank, strips in enumerate(fragment.dealt.strips) if strips}
+        asked = [asyncio.ensure_future(self._hands.ask(rank, word, what)) for rank in sorted(ranks) if rank]
+        mine = [asyncio.ensure_future(own)] if 0 in ranks else []
+        if not mine:
+            own.close()
+        try:
+            # All come to their end: what one of them has to bring again is no reason for the others to begin anew.
+            ended = await asyncio.gather(*mine, *asked, return_exceptions=True)
+        finally:
+            for each in (*mine, *asked):
+                each.cancel()
+        if mine and not isinstance(ended[0], BaseException):
+            self._watch(dict(zip((rank for rank in sorted(ranks) if rank), ended[1:], strict=True)))
+        found: list[Any] = []
+        for each in ended:
+            if isinstance(each, BaseException):
+                raise each
+            found.append(each)
+        theirs = found[len(mine) :]
+        direction = self._bulk.up if way == "up" else self._bulk.down
+        moved = sum(answer["moved"] for answer in theirs)
+        direction.moved_elsewhere += moved
+        self._link.count(way, moved)
+        return found
+
+    def _watch(self, theirs: dict[int, Any]) -> None:
+        """Rank 0 has done its own. An island of which one rank never can would train on, and take part in nothing."""
+        now = time.monotonic()
+        for rank, ended in theirs.items():
+            if not isinstance(ended, ConnectionError):
+                self._lost_since.pop(rank, None)
+            elif now - self._lost_since.setdefault(rank, now) > LOST_S:
+                raise IslandBroken(
+                    f"{ended}; it has not reached the syncer for {LOST_S:.0f} s, and rank 0 has: start the island"
+                    " again, and rank 0 will send and fetch for it"
+                )
+
+
+__all__ = ["RowTraffic", "RowWork"]

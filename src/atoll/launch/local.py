@@ -1,0 +1,247 @@
+"""This machine as an engine: a keeper process for each unit, which goes on when whoever started it has gone.
+
+All that is known of a unit is in its directory (`atoll.launch.keeper`), so nothing has to run between two commands.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from atoll.launch.engine import Standing, Status, Unit
+from atoll.launch.islands_file import SHARD, SYNCER
+from atoll.launch.keeper import LOGS, SPEC, STATE, read_state, write_whole
+from atoll.launch.processes import LOOK_S, MARK, Process, end, is_alive, marked, tell
+
+START_S = 60.0
+RESERVE_S = 15.0
+"""For the keeper, after the notice: it kills what is left and writes that down."""
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_OVER = (Standing.ENDED, Standing.FAILED, Standing.STOPPED)
+
+
+class LocalEngine:
+    name = "local"
+
+    def __init__(self) -> None:
+        self._asked: dict[str, int] = {}  # devices, by unit
+        self._there: list[str] | None = None
+
+    # ------------------------------------------------------------------------------------------------------ starting
+
+    def check(self, unit: Unit) -> None:
+        if unit.nodes != 1:
+            raise ValueError(f"{unit.name}: nodes is {unit.nodes}, and engine local has this machine only: give 1")
+        if unit.options:
+            raise ValueError(f"{unit.name}: engine local has no options; leave {', '.join(unit.options)} out")
+        if shutil.which(unit.command[0], path=_path(unit)) is None:
+            raise ValueError(
+                f"{unit.name}: there is no program {unit.command[0]!r} on this machine: write its path, or ./NAME if"
+                f" it is beside the file"
+            )
+        _check_directory(unit)
+        self._asked[unit.name] = unit.devices
+        wanted, there = sum(self._asked.values()), self._devices() if unit.devices else None
+        if there is not None and wanted > len(there):
+            raise ValueError(
+                f"{unit.name}: the local units want {wanted} devices together, and this machine has {len(there)}:"
+                f" give some of them fewer"
+            )
+
+    def render(self, unit: Unit) -> str:
+        told = {name: "(secret)" if name in unit.secret else value for name, value in unit.environment.items()}
+        words = [f"{name}={shlex.quote(value)}" for name, value in sorted(told.items())]
+        if unit.devices:
+            words.append(f"{VISIBLE}=({unit.devices} that are free)")
+        kept = f"# {unit.name}, on this machine; restarts: {unit.restarts}, notice: {unit.notice_s:g} s"
+        return "\n".join([kept, f"cd {shlex.quote(str(unit.directory))}", *words, shlex.join(unit.command)])
+
+    def start(self, unit: Unit) -> dict[str, Any]:
+        unit.directory.mkdir(parents=True, exist_ok=True)
+        handle = {"directory": str(unit.directory), "host": socket.gethostname(), "notice_s": unit.notice_s}
+        syncer = unit.directory.parent / SYNCER if unit.name != SYNCER else None
+        spec = {
+            "command": list(unit.command),
+            "restarts": unit.restarts,
+            "notice_s": unit.notice_s,
+            "syncer": str(syncer) if syncer is not None else None,
+            "ends_with_syncer": unit.name.startswith(SHARD),
+        }
+        if (told := read_state(unit.directory)) is not None:
+            if self._status(unit.directory).standing not in _OVER:
+                self._adopt(unit, spec, told)
+                return handle
+            _wait_for_end(Process.from_json(told["keeper"]), RESERVE_S)  # it has said its last word
+            self._end_what_is_left(told, unit.notice_s, unit.directory)
+        environment = _environment(unit)
+        devices = self._take(unit)
+        if devices:
+            environment[VISIBLE] = ",".join(devices)
+        write_whole(unit.directory / SPEC, {**spec, "devices": devices})
+        self._keep(unit, environment)
+        return handle
+
+    def _adopt(self, unit: Unit, spec: Mapping[str, Any], told: Mapping[str, Any]) -> None:
+        """Whoever started it was killed before that was written down: it is this very unit, unless it has changed."""
+        kept = json.loads((unit.directory / SPEC).read_text(encoding="utf-8"))
+        if {**kept, **spec} != kept:
+            keeper = told["keeper"]["pid"]
+            raise ValueError(f"{unit.name} is kept already, as another command, by process {keeper}: kill {keeper}")
+
+    def _keep(self, unit: Unit, environment: dict[str, str]) -> None:
+        keeper = subprocess.Popen(
+            [sys.executable, "-m", "atoll.launch.keeper", str(unit.directory)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        try:
+            said, wrong = keeper.communicate(timeout=START_S)
+        except subprocess.TimeoutExpired:
+            keeper.kill()
+            keeper.communicate()
+            raise OSError(f"{unit.name}: its keeper did not start within {START_S:g} s") from None
+        if keeper.returncode != 0:
+            raise OSError(f"{unit.name} cannot be kept: {said.strip() or wrong.strip()[-500:]}")
+
+    # ------------------------------------------------------------------------------------------------------- looking
+
+    def status(self, handle: Mapping[str, Any]) -> Status:
+        return self._status(_here(handle))
+
+    def _status(self, directory: Path) -> Status:
+        told = read_state(directory)
+        if told is None:
+            return Status(Standing.GONE, why=f"nothing is known of it in {directory}")
+        standing, restarts, why = Standing(told["standing"]), int(told["restarts"]), str(told["why"])
+        if standing not in _OVER:
+            keeper = Process.from_json(told["keeper"])
+            if keeper is None or not is_alive(keeper):
+                told = read_state(directory) or told  # it may have ended between the two looks
+                standing, why = Standing(told["standing"]), str(told["why"])
+                if standing not in _OVER:
+                    left = len(marked(str(directory)))
+                    also = f"; {left} of its processes are left" if left else ""
+                    return Status(Standing.FAILED, restarts, f"its keeper was killed{also}")
+        if told["again_at"] is not None:
+            why = f"{why}; starts again in {max(0.0, told['again_at'] - time.time()):.0f} s"
+        return Status(standing, int(told["restarts"]), why)
+
+    def log(self, handle: Mapping[str, Any]) -> list[Path]:
+        directory = _here(handle)
+        return sorted(directory.glob(LOGS), key=lambda path: (len(path.name), path.name))
+
+    # ------------------------------------------------------------------------------------------------------ stopping
+
+    def stop(self, handle: Mapping[str, Any]) -> None:
+        directory = _here(handle)
+        told = read_state(directory)
+        if told is None:
+            return
+        notice_s = float(told["notice_s"])
+        keeper = Process.from_json(told["keeper"])
+        if keeper is not None and tell(keeper, signal.SIGTERM):
+            _wait_for_end(keeper, notice_s + RESERVE_S)
+            tell(keeper, signal.SIGKILL)
+            told = read_state(directory) or told
+        killed = self._end_what_is_left(told, notice_s, directory)
+        if Standing(told["standing"]) not in _OVER:
+            why = "its keeper was killed before" + (", and it did not end by itself" if killed else "")
+            write_whole(directory / STATE, {**told, "standing": "stopped", "why": why, "child": None, "again_at": None})
+
+    def _end_what_is_left(self, told: Mapping[str, Any], notice_s: float, directory: Path) -> int:
+        """Of a unit whose keeper is gone."""
+        child = Process.from_json(told["child"])
+        also = [child] if child is not None and is_alive(child) else []
+        return end(str(directory), notice_s, also) if also or marked(str(directory)) else 0
+
+    # ------------------------------------------------------------------------------------------------------- devices
+
+    def _devices(self) -> list[str] | None:
+        """Their numbers; None where nobody can tell."""
+        if self._there is None:
+            self._there = _devices_there()
+        return self._there
+
+    def _take(self, unit: Unit) -> list[str]:
+        """Those with the lowest numbers that no other unit of this run has."""
+        if not unit.devices:
+            return []
+        taken: set[str] = set()
+        for path in unit.directory.parent.glob(f"*/{STATE}"):
+            if path.parent != unit.directory and self._status(path.parent).standing not in _OVER:
+                taken.update((read_state(path.parent) or {}).get("devices", []))
+        there = self._devices() or [str(number) for number in range(unit.devices + len(taken))]
+        free = [number for number in there if number not in taken]
+        if len(free) < unit.devices:
+            raise ValueError(f"{unit.name} wants {unit.devices} devices, and {len(free)} of {len(there)} are free")
+        return free[: unit.devices]
+
+
+def _here(handle: Mapping[str, Any]) -> Path:
+    host = socket.gethostname()
+    if handle["host"] != host:
+        raise OSError(f"it is kept on {handle['host']}, and this is {host}: ask there")
+    return Path(handle["directory"])
+
+
+def _wait_for_end(keeper: Process | None, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while keeper is not None and is_alive(keeper) and time.monotonic() < until:
+        time.sleep(LOOK_S)
+
+
+def _path(unit: Unit) -> str:
+    """Programs of the environment in which Atoll runs come first, also where nobody has activated it."""
+    given = unit.environment.get("PATH") or os.environ.get("PATH", os.defpath)
+    return os.pathsep.join([str(Path(sys.executable).parent), given])
+
+
+def _environment(unit: Unit) -> dict[str, str]:
+    """That of whoever starts it; but what another run has told is not for this one."""
+    base = {name: value for name, value in os.environ.items() if not name.startswith("ATOLL_") and name != MARK}
+    base.setdefault("OMP_NUM_THREADS", str(unit.cpus))  # more threads than cores make everybody slow
+    return base | dict(unit.environment) | {"PATH": _path(unit)}
+
+
+def _check_directory(unit: Unit) -> None:
+    """Nothing is made: the nearest directory that is there has to take it."""
+    found = unit.directory
+    while not found.exists() and found != found.parent:
+        found = found.parent
+    if not found.is_dir():
+        raise ValueError(f"{unit.name}: {found} is no directory, and {unit.directory} is to be in it")
+    if not os.access(found, os.W_OK | os.X_OK):
+        raise ValueError(f"{unit.name}: {found} cannot be written by you: choose another directory for the run")
+
+
+def _devices_there() -> list[str] | None:
+    if os.environ.get(VISIBLE):
+        return os.environ[VISIBLE].split(",")
+    try:
+        said = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        try:
+            import torch
+        except ModuleNotFoundError:
+            return None
+        return [str(number) for number in range(torch.cuda.device_count())]
+    return [str(number) for number in range(len(said.stdout.splitlines()))] if said.returncode == 0 else None
+
+
+__all__ = ["LocalEngine"]

@@ -1,0 +1,328 @@
+"""The Ray engine: units as placement groups and actors of a Ray cluster, which starts them again and sees lost nodes.
+
+Nothing of a unit depends on the process that started it. `ray_keeper` is what lives in the cluster, `ray_driver` the
+process through which this one speaks to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any
+
+from atoll.launch.engine import Standing, Status, Unit
+from atoll.launch.islands_file import SHARD, SYNCER
+from atoll.launch.ray_files import FINAL, last_word, logs_in, write_last_word
+
+OPTIONS = ("address", "namespace", "resources", "runtime_env", "strategy")
+STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+NAMESPACE = "atoll"
+LOCAL = "local"
+UNKNOWN = "the Ray cluster does not know it"
+REACH_S = 5.0
+END_WAIT_S = 10.0
+LOOK_S = 0.2
+STOP_WAIT_S = 60.0
+"""Beyond the notice: for a keeper that waits for nodes which are lost."""
+LOCAL_START_S = 120.0
+LOCAL_OBJECTS_BYTES = 100_000_000
+"""Of the object store of a cluster of our own: nothing is put there."""
+
+
+class RayEngine:
+    """Options of a unit: `address`, `namespace`, `resources` per node, `strategy`, `runtime_env`."""
+
+    name = "ray"
+
+    def __init__(self) -> None:
+        self._drivers: dict[str, _Driver] = {}
+        self._lock = threading.Lock()
+
+    def check(self, unit: Unit) -> None:
+        if find_spec("ray") is None:
+            raise ValueError("Ray is not installed here: pip install 'atoll[ray]'")
+        _check_options(unit)
+        wanted = _wanted_address(unit)
+        if wanted == LOCAL:
+            return
+        address = _address(wanted)
+        if not _listens(address):
+            raise ValueError(
+                f"no Ray cluster answers at {address}: start it with `ray start --head`, or name another one by "
+                "`address` in the options of the unit or by RAY_ADDRESS"
+            )
+
+    def render(self, unit: Unit) -> str:
+        _check_options(unit)
+        needs = {"CPU": unit.cpus, "GPU": unit.devices, **unit.options.get("resources", {})}
+        bundle = ", ".join(f"{amount:g} {name}" for name, amount in needs.items() if amount) or "nothing"
+        lines = [
+            f"Ray cluster      {_wanted_address(unit) or 'of this machine'}",
+            f"namespace        {unit.options.get('namespace', NAMESPACE)}",
+            f"keeper           {_actor(unit)}: detached, on the head node, started again by Ray",
+            f"placement group  {_strategy(unit)}, {unit.nodes} x ({bundle})",
+            f"command          {shlex.join(unit.command)}",
+            f"restarts         {unit.restarts}",
+            f"notice           {unit.notice_s:g} s",
+            f"directory        {unit.directory}",
+        ]
+        if unit.options.get("runtime_env"):
+            lines.append(f"runtime_env      {json.dumps(unit.options['runtime_env'], sort_keys=True)}")
+        for name, value in sorted(unit.environment.items()):
+            lines.append(f"environment      {name}={'(secret)' if name in unit.secret else value}")
+        text = "\n".join(lines) + "\n"
+        for name in unit.secret:  # wherever else it may stand
+            hidden = unit.environment.get(name)
+            text = text.replace(hidden, "(secret)") if hidden else text
+        return text
+
+    def start(self, unit: Unit) -> dict[str, Any]:
+        self.check(unit)
+        wanted = _wanted_address(unit)
+        address = _local_cluster() if wanted == LOCAL else _address(wanted)
+        handle = {
+            "address": address,
+            "namespace": unit.options.get("namespace", NAMESPACE),
+            "actor": _actor(unit),
+            "directory": str(unit.directory),
+            "notice_s": unit.notice_s,
+        }
+        kept = {
+            "command": unit.command,
+            "directory": str(unit.directory),
+            "environment": dict(unit.environment),
+            "nodes": unit.nodes,
+            "cpus": unit.cpus,
+            "devices": unit.devices,
+            "resources": dict(unit.options.get("resources", {})),
+            "strategy": _strategy(unit),
+            "runtime_env": unit.options.get("runtime_env"),
+            "restarts": unit.restarts,
+            "notice_s": unit.notice_s,
+            "group": f"{handle['namespace']}/{handle['actor']}",
+            "syncer": None if unit.name == SYNCER else str(unit.directory.parent / SYNCER),
+            "ends_with_syncer": unit.name.startswith(SHARD),
+        }
+        self._driver(address).ask("start", **_name(handle), kept=kept)
+        return handle
+
+    def status(self, handle: Mapping[str, Any]) -> Status:
+        try:
+            told = self._driver(handle["address"]).ask("status", **_name(handle))
+            gone = UNKNOWN
+        except ValueError as wrong:
+            told, gone = {}, str(wrong)
+        if not told:  # what has no keeper any more has ended, or its cluster has
+            told = last_word(Path(handle["directory"]))
+            if told.get("standing") not in FINAL:
+                if gone is not UNKNOWN and not _refuses(handle["address"]):
+                    raise ValueError(gone)  # of a cluster that cannot be reached nobody knows whether it is gone
+                told |= {"standing": "gone", "why": gone}
+        return Status(Standing(told["standing"]), max(int(told.get("starts", 0)) - 1, 0), str(told["why"]))
+
+    def stop(self, handle: Mapping[str, Any]) -> None:
+        deadline = time.monotonic() + float(handle["notice_s"]) + STOP_WAIT_S
+        # A cluster that is gone has taken everything along. Asked again and again, so that others who stop units with
+        # this engine have their turn.
+        while not _refuses(handle["address"]) and self._driver(handle["address"]).ask(
+            "stop", **_name(handle), kill=time.monotonic() > deadline
+        ):
+            time.sleep(LOOK_S)
+        told = last_word(Path(handle["directory"]))
+        if told and told["standing"] not in FINAL:
+            write_last_word(Path(handle["directory"]), told | {"standing": "stopped", "why": "its keeper is lost"})
+
+    def log(self, handle: Mapping[str, Any]) -> list[Path]:
+        return logs_in(Path(handle["directory"]))
+
+    def _driver(self, address: str) -> _Driver:
+        if not _listens(address):  # a driver would wait for it for a minute, and then die of it
+            raise ValueError(f"no Ray cluster answers at {address}")
+        with self._lock:
+            driver = self._drivers.get(address)
+            if driver is None or not driver.lives:
+                driver = self._drivers[address] = _Driver(address)
+            return driver
+
+
+class _Driver:
+    """The process that is in the cluster for us. It ends when this one does: its input ends."""
+
+    def __init__(self, address: str) -> None:
+        self._lock = threading.Lock()
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - what Ray prints, as long as the process lives
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "atoll.launch.ray_driver", address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for this process alone
+            env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"},
+        )
+        self._end = weakref.finalize(self, _end, self._process, self._said)
+        self._answer()
+
+    @property
+    def lives(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, do: str, **words: Any) -> Any:
+        assert self._process.stdin is not None
+        with self._lock:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.write(json.dumps({"do": do, **words}) + "\n")
+                self._process.stdin.flush()
+            return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait()
+            self._said.seek(0)
+            said = self._said.read().decode(errors="replace").strip()
+            raise ValueError(f"the Ray cluster cannot be spoken to: {said[-2000:]}")
+        answer = json.loads(line)
+        if "wrong" in answer:
+            raise ValueError(answer["wrong"])
+        return answer["ok"]
+
+
+def _end(process: subprocess.Popen[str], said: IO[bytes]) -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired, BrokenPipeError):
+        process.communicate(timeout=END_WAIT_S)  # its input ends
+    process.kill()
+    process.wait()
+    said.close()
+
+
+def _name(handle: Mapping[str, Any]) -> dict[str, str]:
+    return {"actor": handle["actor"], "namespace": handle["namespace"]}
+
+
+def _actor(unit: Unit) -> str:
+    """The same again for the same unit; another for one of the same name in another directory."""
+    return f"{unit.run}.{unit.name}.{hashlib.sha256(str(unit.directory).encode()).hexdigest()[:8]}"
+
+
+def _strategy(unit: Unit) -> str:
+    """What is meant to be on several nodes is on different ones."""
+    return str(unit.options.get("strategy", "PACK" if unit.nodes == 1 else "STRICT_SPREAD"))
+
+
+def _check_options(unit: Unit) -> None:
+    unknown = sorted(set(unit.options) - set(OPTIONS))
+    if unknown:
+        raise ValueError(f"{unit.name}: the Ray engine has no option {unknown[0]!r}; it has {', '.join(OPTIONS)}")
+    if _strategy(unit) not in STRATEGIES:
+        raise ValueError(f"{unit.name}: strategy {_strategy(unit)!r} is none of {', '.join(STRATEGIES)}")
+    resources = unit.options.get("resources", {})
+    if not isinstance(resources, Mapping) or not all(
+        isinstance(amount, int | float) and not isinstance(amount, bool) and amount > 0 for amount in resources.values()
+    ):
+        raise ValueError(f"{unit.name}: resources are names with amounts above 0, as {{island = 1}}")
+    reserved = sorted({"CPU", "GPU", "memory"} & set(resources))
+    if reserved:
+        raise ValueError(f"{unit.name}: {reserved[0]} is no custom resource; use cpus and devices of the unit")
+    if not isinstance(unit.options.get("runtime_env", {}), Mapping):
+        raise ValueError(f"{unit.name}: runtime_env is a table, as {{working_dir = '/shared/job'}}")
+    for name in ("address", "namespace"):
+        if not isinstance(unit.options.get(name, ""), str):
+            raise ValueError(f"{unit.name}: {name} is a text")
+    if unit.nodes < 1 or unit.cpus < 0 or unit.devices < 0 or not unit.command:
+        raise ValueError(f"{unit.name}: a unit has a command and at least one node; cpus and devices are not below 0")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Where the cluster is
+
+
+def _wanted_address(unit: Unit) -> str:
+    """As the unit or the environment names it; empty or `auto` for the cluster of this machine."""
+    wanted = str(unit.options.get("address") or os.environ.get("RAY_ADDRESS", ""))
+    return "" if wanted == "auto" else wanted
+
+
+def _address(wanted: str) -> str:
+    address = wanted or _of_this_machine()
+    if not address:
+        raise ValueError(
+            "no Ray cluster runs on this machine: start one with `ray start --head`, name one by `address` in the "
+            "options of the unit or by RAY_ADDRESS, or let Atoll start one here with address = 'local'"
+        )
+    if not re.fullmatch(r"(?:ray://)?(?:[^:/\s]+|\[[^]]+\]):\d+", address):
+        raise ValueError(f"{address!r} is no address of a Ray cluster; they look like head:6379")
+    return address
+
+
+def _of_this_machine() -> str:
+    """As `ray start` has written it down."""
+    place = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray" / "ray_current_cluster"
+    try:
+        return place.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def _listens(address: str) -> bool:
+    try:
+        return not _refuses(address)
+    except ValueError:
+        return False
+
+
+def _refuses(address: str) -> bool:
+    """Its host is there, and nothing listens. ValueError where that cannot be found out."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), REACH_S):
+            return False
+    except ConnectionRefusedError:
+        return True
+    except OSError as wrong:
+        raise ValueError(f"the Ray cluster at {address} cannot be reached: {wrong}") from None
+
+
+def _local_cluster() -> str:
+    """The one that runs here, or a new one that outlives this process; `ray stop` ends it."""
+    address = _of_this_machine()
+    if address and _listens(address):
+        return address
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--port=0"]
+    command += ["--include-dashboard=false", "--disable-usage-stats", f"--object-store-memory={LOCAL_OBJECTS_BYTES}"]
+    with socket.socket() as probe:  # the usual port of Ray's client belongs to whoever was first
+        probe.bind(("", 0))
+        command.append(f"--ray-client-server-port={probe.getsockname()[1]}")
+    with tempfile.TemporaryFile() as said:  # not a pipe: what it leaves running would hold it open
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+            timeout=LOCAL_START_S,
+            check=False,
+        )
+        address = _of_this_machine()
+        if done.returncode or not address:
+            said.seek(0)
+            raise ValueError(f"`ray start --head` has failed: {said.read().decode(errors='replace')[-2000:]}")
+    return address
+
+
+__all__ = ["RayEngine"]

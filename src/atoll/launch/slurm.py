@@ -1,0 +1,449 @@
+"""Units as jobs of Slurm: queued, placed, requeued and logged by the cluster that people already have.
+
+A unit is one batch job, or one task of a job array, and stays that job while it lives: what was pre-empted, has
+reached its time limit or has failed is requeued under its number, and comes back as a new incarnation. The script that
+does this is `slurm_job.sh`; it keeps what it knows in the unit's directory, so nothing here needs Slurm's accounting.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atoll.launch.engine import Standing, Status, Unit
+
+BODY = Path(__file__).with_name("slurm_job.sh")
+SYNCER, SHARD = "syncer", "shard-"  # names of units in a run
+HANDLE, LOG = "handle.json", "slurm/slurm.log"
+ASK_TIMEOUT_S = 30.0
+SPARE_S = 15  # beyond the notice: to kill, to write down why, and to ask for the next place in the queue
+FORCED_WITHIN_S = 300.0
+SIGNAL_EVERY_S = 2.0
+UNANSWERED = r"ontroller|configuration source|timed out|transmitted|ommunication|onnection"
+"""Words of sbatch for a controller from which nothing came. What it was asked it may have done."""
+
+# Options that are those of sbatch, word for word.
+PLAIN = ("account", "constraint", "exclude", "gres", "mem", "nodelist", "partition", "qos", "reservation", "time")
+OPTIONS = (*PLAIN, "exclusive", "sbatch", "setup")
+
+WORDS = {
+    "Resources": "for nodes that are free",
+    "Priority": "for jobs that are before it",
+    "BeginTime": "until Slurm starts it again",
+    "Dependency": "for another job",
+    "JobHeldUser": "until somebody releases it (scontrol release)",
+    "JobHeldAdmin": "until an administrator releases it",
+    "PartitionDown": "for its partition, which is down",
+    "ReqNodeNotAvail": "for nodes that are not available",
+    "None": "to be looked at by the scheduler",
+}
+"""Of the reasons that Slurm gives; others are shown as they are."""
+
+WAITS = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED"})
+RUNS = frozenset({"RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "STOPPED", "RESIZING"})
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What Slurm says of it."""
+
+    state: str
+    reason: str
+    restarts: int
+    nodes: str
+
+    @property
+    def active(self) -> bool:
+        return self.state in WAITS or self.state in RUNS
+
+
+class SlurmEngine:
+    """`SlurmEngine()` speaks to the cluster of this machine, `SlurmEngine(conf)` to that of a slurm.conf."""
+
+    name = "slurm"
+
+    def __init__(self, conf: Path | None = None) -> None:
+        self.conf = conf
+
+    def check(self, unit: Unit) -> None:
+        _check(unit)
+        _check_sbatch()
+
+    def render(self, unit: Unit) -> str:
+        """The job script, and what is in the files beside it; of secrets the names."""
+        _check(unit)
+        files = {"settings": _settings(unit), "environment": _environment(unit)}
+        hidden = sorted(unit.secret & set(unit.environment))
+        parts = [_header([unit]) + "# then the lines of atoll/launch/slurm_job.sh\n"]
+        parts += [f"# {_home(unit) / name}\n{text}" for name, text in files.items()]
+        parts += [f"# {_home(unit) / 'secrets'}, for its owner only: {', '.join(hidden)}\n"] if hidden else []
+        return "\n".join(parts)
+
+    def start(self, unit: Unit) -> dict[str, Any]:
+        return self.start_array([unit])[0]
+
+    def start_array(self, units: Sequence[Unit]) -> list[dict[str, Any]]:
+        """Units that ask for the same as one job array; handles in their order. Commands may differ. Those that are
+        jobs already stay what they are, and one alone is a job of its own."""
+        for unit in units:
+            _check(unit)
+            if _wants(unit) != _wants(units[0]):
+                raise ValueError(
+                    f"{unit.name} asks for something else than {units[0].name}: tasks of one array have the same nodes,"
+                    " devices, notice and options; start them as jobs of their own"
+                )
+        _check_sbatch()  # last: errors in the units are reported on every machine
+        handles = self._running(units)
+        new = [unit for unit in units if unit.name not in handles]
+        if new:
+            handles |= self._submit(new)
+        return [handles[unit.name] for unit in units]
+
+    def status(self, handle: Mapping[str, Any]) -> Status:
+        """ConnectionError where the controller cannot be asked: nothing is known then, and nothing need be lost."""
+        home, number = Path(handle["home"]), str(handle["job"])
+        job = self._job(handle)
+        noted = _noted(home, number)
+        stopped = (home / "stopped").exists()
+        restarts = job.restarts if job is not None else max(int(noted.get("starts", 1)) - int(handle["starts"]) - 1, 0)
+        if job is not None and job.active:
+            if job.state in RUNS:
+                words = "is leaving" if stopped or job.state == "COMPLETING" else f"job {number} on {job.nodes}"
+                return Status(Standing.RUNNING, restarts, words)
+            held = "is suspended" if job.state == "SUSPENDED" else f"waits {WORDS.get(job.reason, 'for ' + job.reason)}"
+            before = f"; before: {noted['why']}" if noted.get("standing") == "waiting" else ""
+            return Status(Standing.WAITING, restarts, f"job {number} {held}{before}")
+        if noted.get("standing") in ("ended", "failed", "stopped"):  # the script knows whether it was told to leave
+            return Status(Standing(noted["standing"]), restarts, noted["why"])
+        if stopped:
+            return Status(Standing.STOPPED, restarts, noted.get("why", ""))
+        if job is None:
+            last = f"; it was {noted['standing']} last" if noted else ""
+            return Status(Standing.GONE, restarts, f"Slurm has forgotten job {number}{last}")
+        if job.state == "COMPLETED":  # the script could not write it down
+            return Status(Standing.ENDED, restarts, f"job {number}: completed")
+        if job.state == "CANCELLED":
+            return Status(Standing.STOPPED, restarts, "cancelled")
+        return Status(Standing.FAILED, restarts, f"job {number}: {job.state.lower().replace('_', ' ')}")
+
+    def stop(self, handle: Mapping[str, Any]) -> None:
+        job, home = self._job(handle), Path(handle["home"])
+        if job is None or not job.active:
+            return
+        # Before anything else: a script that reads this does not ask for another place in the queue.
+        (home / "stopped").touch()
+        notice_s = float(handle["notice_s"]) + SPARE_S
+        begun, signalled, forced = time.monotonic(), -math.inf, False
+        while (job := self._job(handle)) is not None and job.active:
+            waited = time.monotonic() - begun
+            if waited > notice_s + FORCED_WITHIN_S:
+                raise TimeoutError(f"job {handle['job']} is still {job.state} after {waited:.0f} s: ask scontrol why")
+            if job.state in WAITS or (waited > notice_s and not forced):
+                self._cancel(handle)
+                forced = True
+            elif job.state == "RUNNING" and waited - signalled > SIGNAL_EVERY_S and not forced:
+                # More than once: one that comes before the script has begun is lost. The script passes it on once.
+                self._cancel(handle, "--signal=TERM", "--batch")
+                signalled = waited
+            time.sleep(0.1)
+
+    def requeue(self, handle: Mapping[str, Any]) -> None:
+        """Takes it from its nodes, as an administrator does for maintenance: it is told to leave, and comes back."""
+        self._ask("scontrol", "requeue", str(handle["job"]), conf=handle.get("conf"))
+
+    def log(self, handle: Mapping[str, Any]) -> list[Path]:
+        home = Path(handle["home"])
+        first = int(handle["starts"])
+        files = [path for number, path in sorted(_logs(home).items()) if number > first]
+        # What Slurm itself says, for a job that never came to its script.
+        return files or [path for path in (Path(handle.get("directory", home.parent)) / LOG,) if path.exists()]
+
+    def _submit(self, units: Sequence[Unit]) -> dict[str, dict[str, Any]]:
+        script = _script(units)
+        handles = {unit.name: self._prepared(unit, units, task) for task, unit in enumerate(units)}
+        for unit in units:
+            _write(_home(unit) / "job.sh", script)
+            # Before sbatch: whoever does not live to see its answer has said what to look for.
+            _write(_home(unit) / HANDLE, json.dumps({**handles[unit.name], "job": None}) + "\n")
+        # What a unit is told it is told by its own files; what this shell has for other runs, or in secret, stays here.
+        own = ("ATOLL_", *sorted(frozenset().union(*(unit.secret for unit in units))))
+        try:
+            words = self._ask("sbatch", "--parsable", str(_home(units[0]) / "job.sh"), without=own)
+        except ConnectionError as error:
+            found = self._running(units)  # the controller may have it all the same
+            if len(found) == len(units):
+                return found
+            again = f"{_name(units)} is not in the queue now; start it again, which looks for it first"
+            raise ConnectionError(f"{error}; {again}") from error
+        number = words.strip().splitlines()[-1].split(";")[0]
+        for unit in units:
+            handle = handles[unit.name]
+            handle["job"] = number if handle["task"] is None else f"{number}_{handle['task']}"
+            _write(_home(unit) / HANDLE, json.dumps(handle) + "\n")
+        return handles
+
+    def _prepared(self, unit: Unit, units: Sequence[Unit], task: int) -> dict[str, Any]:
+        return {
+            "name": _name(units),
+            "task": None if len(units) == 1 else task,
+            "directory": str(units[0].directory),
+            "home": str(_home(unit)),
+            "notice_s": unit.notice_s,
+            "starts": _prepare(unit),
+            "wanted": _digest(unit),
+            "conf": None if self.conf is None else str(self.conf),
+        }
+
+    def _running(self, units: Sequence[Unit]) -> dict[str, dict[str, Any]]:
+        """Handles of jobs that are these units already: whoever submitted them did not live to write them down. One
+        that is not as it is wanted now is refused: two jobs would be one learner, and each would end the other's
+        link."""
+        last = {unit.name: _last_handle(unit) for unit in units}
+        queued = self._queued({str(handle["name"]) for handle in last.values()})
+        found: dict[str, dict[str, Any]] = {}
+        for unit in units:
+            handle = last[unit.name]
+            for job, state, name, directory in queued:
+                task = "" if handle["task"] is None else str(handle["task"])
+                if (name, directory, job.partition("_")[2]) != (handle["name"], handle["directory"], task):
+                    continue
+                is_leaving = (_home(unit) / "stopped").exists()
+                if is_leaving or handle["wanted"] != _digest(unit):
+                    why = "is being stopped" if is_leaving else "not as it is wanted now"
+                    raise ValueError(
+                        f"{unit.name} is job {job} already ({state.lower()}), and {why}: stop it, or scancel {job}"
+                    )
+                found[unit.name] = {**handle, "job": job}
+        return found
+
+    def _queued(self, names: set[str]) -> list[tuple[str, str, str, str]]:
+        """Jobs of these names that have not ended: number, state, name, and the directory in which they start."""
+        those = (f"--user={os.getuid()}", f"--name={','.join(sorted(names))}", "--states=all")
+        told = self._ask("squeue", *those, "--array", "--noheader", "--format=%i %T %j %Z")
+        lines = [line.split(" ", 3) for line in told.splitlines()]
+        return [(job, state, name, place) for job, state, name, place in lines if state in WAITS or state in RUNS]
+
+    def _job(self, handle: Mapping[str, Any]) -> _Job | None:
+        """None where Slurm does not know it, or where the number is another's by now."""
+        try:
+            told = self._ask("scontrol", "show", "job", "-o", str(handle["job"]), conf=handle.get("conf"))
+        except ValueError:  # scontrol has no other way to say that it does not know a job
+            return None
+        fields = dict(re.findall(r"(?:^| )(JobName|JobState|Reason|Restarts|NodeList)=(\S*)", told.partition("\n")[0]))
+        if fields.get("JobName") != handle["name"]:
+            return None
+        nodes = fields.get("NodeList", "")
+        return _Job(fields["JobState"], fields["Reason"], int(fields.get("Restarts", 0)), nodes)
+
+    def _cancel(self, handle: Mapping[str, Any], *how: str) -> None:
+        try:
+            self._ask("scancel", *how, str(handle["job"]), conf=handle.get("conf"))
+        except ValueError:
+            return  # it has ended meanwhile; who asked looks again
+
+    def _ask(self, *command: str, conf: str | None = None, without: tuple[str, ...] = ()) -> str:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(without)}
+        # As the local engine has it: `python` and `torchrun` are those beside the interpreter that submits.
+        environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
+        if conf is not None or self.conf is not None:
+            environment["SLURM_CONF"] = conf or str(self.conf)
+        try:
+            done = subprocess.run(
+                command,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=ASK_TIMEOUT_S,
+                check=False,
+                start_new_session=True,  # Ctrl-C is for this process: sbatch would die with its job half submitted
+            )
+        except FileNotFoundError as error:
+            raise ConnectionError(f"Slurm cannot be asked: {command[0]} was not found on this machine") from error
+        except subprocess.TimeoutExpired as error:
+            raise ConnectionError(f"Slurm cannot be asked: no answer of {command[0]} in {ASK_TIMEOUT_S:g} s") from error
+        if done.returncode == 0:
+            return done.stdout
+        if done.returncode < 0:
+            raise ConnectionError(f"Slurm cannot be asked: {command[0]} was ended by signal {-done.returncode}")
+        told = " ".join((done.stderr or done.stdout).split())
+        if re.search(r"Invalid job id|Job \S+ not found|already completing or completed|Job/step already", told):
+            raise ValueError(told)
+        if command[0] == "sbatch" and not re.search(UNANSWERED, told):
+            raise ValueError(f"sbatch refused it: {told}")
+        raise ConnectionError(f"Slurm cannot be asked: {told}")
+
+
+def _check_sbatch() -> None:
+    if shutil.which("sbatch") is None:
+        raise ValueError("sbatch was not found: start this where jobs are submitted, or choose another engine")
+
+
+def _check(unit: Unit) -> None:
+    for what, name in (("run", unit.run), ("unit", unit.name)):
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
+            raise ValueError(f"name of the {what}: {name!r} is not of letters, digits and dashes")
+    if not unit.command:
+        raise ValueError(f"{unit.name} has no command")
+    if not unit.directory.is_absolute():
+        raise ValueError(f"directory of {unit.name}: {unit.directory} is not absolute; all nodes have to find it")
+    if re.search(r'[\x00-\x1f"\\]', str(unit.directory)):
+        raise ValueError(f"directory of {unit.name}: sbatch takes no quote or backslash in {unit.directory}")
+    unknown = sorted(set(unit.options) - set(OPTIONS))
+    if unknown:
+        raise ValueError(
+            f"{unit.name}: the slurm engine does not know {', '.join(unknown)}; it knows {', '.join(OPTIONS)}."
+            ' Anything else that sbatch takes goes into sbatch = ["--name=value"]'
+        )
+    for name in (*PLAIN, "setup"):
+        value = unit.options.get(name, "")
+        if not isinstance(value, str | int) or isinstance(value, bool) or (name != "setup" and "\n" in str(value)):
+            raise ValueError(f"{unit.name}: {name} = {value!r} is not a word")
+    if not isinstance(unit.options.get("exclusive", False), bool):
+        raise ValueError(f"{unit.name}: exclusive is true or false")
+    more = unit.options.get("sbatch", ())
+    if isinstance(more, str) or not all(isinstance(line, str) and re.fullmatch(r"--\S.*", line) for line in more):
+        raise ValueError(f'{unit.name}: sbatch is a list of options, each as "--name=value"; it is {more!r}')
+    for line in more:
+        if re.match(r"--(array|chdir|error|job-name|no-requeue|open-mode|output|signal)\b", line):
+            raise ValueError(f"{unit.name}: {line} in sbatch: leave it out, by this the engine finds its jobs")
+    for name in unit.environment:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError(f"{unit.name}: {name!r} is no name of a variable")
+
+
+def _home(unit: Unit) -> Path:
+    return unit.directory / "slurm"
+
+
+def _name(units: Sequence[Unit]) -> str:
+    """Of the job. That of an array is of exactly these units: tasks of another one have other numbers."""
+    if len(units) == 1:
+        return f"{units[0].run}.{units[0].name}"
+    all_of_them = hashlib.sha256("\n".join(unit.name for unit in units).encode()).hexdigest()[:6]
+    return f"{units[0].run}.{units[0].name}..{units[-1].name}.{all_of_them}"
+
+
+def _wants(unit: Unit) -> tuple[Any, ...]:
+    return unit.run, unit.nodes, unit.cpus, unit.devices, unit.notice_s, dict(unit.options)
+
+
+def _digest(unit: Unit) -> str:
+    """Of all that a unit is told but secrets: a job with another one is another unit."""
+    return hashlib.sha256((_header([unit]) + _settings(unit) + _environment(unit)).encode()).hexdigest()
+
+
+def _header(units: Sequence[Unit]) -> str:
+    unit = units[0]
+    log = str(unit.directory / LOG).replace("%", "%%")
+    lines = [
+        f"--job-name={_name(units)}",
+        f'--chdir="{unit.directory}"',
+        "--requeue",
+        "--open-mode=append",
+        f'--output="{log}"',
+        f"--nodes={unit.nodes}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={unit.cpus}",
+        f"--signal=B:TERM@{math.ceil(unit.notice_s) + SPARE_S}",
+    ]
+    if len(units) > 1:
+        lines.append(f"--array=0-{len(units) - 1}")
+    if unit.devices and "gres" not in unit.options:
+        lines.append(f"--gres=gpu:{unit.devices}")
+    lines += [f"--{name}={unit.options[name]}" for name in PLAIN if name in unit.options]
+    if unit.options.get("exclusive", False):
+        lines.append("--exclusive")
+    lines += unit.options.get("sbatch", ())
+    homes = " ".join(shlex.quote(str(_home(one))) for one in units)
+    return "#!/bin/bash\n" + "".join(f"#SBATCH {line}\n" for line in lines) + f"homes=({homes})\n"
+
+
+def _settings(unit: Unit) -> str:
+    syncer = "" if unit.name == SYNCER else str(unit.directory.parent / SYNCER)
+    return (
+        f"command=({shlex.join(unit.command)})\n"
+        f"nodes={unit.nodes}\n"
+        f"notice={math.ceil(unit.notice_s)}\n"
+        f"restarts={unit.restarts}\n"
+        f"syncer={shlex.quote(syncer)}\n"
+        f"with_syncer={'yes' if unit.name.startswith(SHARD) else 'no'}\n"
+        f"setup={shlex.quote(str(unit.options.get('setup', '')))}\n"
+    )
+
+
+def _environment(unit: Unit, *, secret: bool = False) -> str:
+    chosen = {name: value for name, value in unit.environment.items() if (name in unit.secret) == secret}
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in chosen.items())
+
+
+def _script(units: Sequence[Unit]) -> str:
+    return _header(units) + BODY.read_text()
+
+
+def _prepare(unit: Unit) -> int:
+    """Files that the script reads. Returns how often the unit was started by jobs of before, whose logs are kept."""
+    home = _home(unit)
+    home.mkdir(parents=True, exist_ok=True)
+    starts = max((int(_kept(home).get("starts", 0)), *_logs(home)))
+    (home / "stopped").unlink(missing_ok=True)
+    _write(home / "state", f"starts={starts}\nfailures=0\n")
+    _write(home / "settings", _settings(unit))
+    _write(home / "environment", _environment(unit))
+    secrets = home / "secrets"
+    secrets.unlink(missing_ok=True)
+    with os.fdopen(os.open(secrets, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(_environment(unit, secret=True))
+    return starts
+
+
+def _write(path: Path, text: str) -> None:
+    """The whole of it, or what was there before."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text)
+    new.replace(path)
+
+
+def _last_handle(unit: Unit) -> dict[str, Any]:
+    """Of the job that this unit was last, or may be; `job` None: its number was not written down."""
+    try:
+        handle: dict[str, Any] = json.loads((_home(unit) / HANDLE).read_text())
+    except (FileNotFoundError, ValueError):
+        return {"job": None, "name": _name([unit]), "task": None, "directory": str(unit.directory), "wanted": None}
+    return handle
+
+
+def _logs(home: Path) -> dict[int, Path]:
+    """By the number of the start."""
+    return {int(path.stem.removeprefix("start-")): path for path in home.glob("start-*.log")}
+
+
+def _kept(home: Path) -> dict[str, str]:
+    """Nothing where it is not whole, as after a node that lost its power."""
+    try:
+        text = (home / "state").read_text()
+    except FileNotFoundError:
+        return {}
+    kept = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+    is_whole = text.endswith("\n") and all(kept.get(name, "").isdigit() for name in ("starts", "failures"))
+    return kept if is_whole else {}
+
+
+def _noted(home: Path, number: str) -> dict[str, str]:
+    """What the script of this very job has written down."""
+    kept = _kept(home)
+    return kept if kept.get("job") == number else {}
+
+
+__all__ = ["SlurmEngine"]

@@ -1,0 +1,593 @@
+"""The background thread of a learner: its connections, its encoding and decoding, its tape.
+
+Nothing here is waited for by the training thread, except while it joins. Whatever goes wrong here is either a lost
+link, which is said and dialled again, or our bug, which `check` raises in the training thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import aiohttp
+from torch import Tensor
+
+from atoll.core.protocol import (
+    AdoptFragment,
+    Contribution,
+    Dial,
+    DialFailed,
+    Effect,
+    Envelope,
+    Hangup,
+    InnerState,
+    LearnerEvent,
+    LinkClosed,
+    LinkOpened,
+    MessageArrived,
+    NoPeer,
+    Published,
+    RefuseContribution,
+    SaveSnapshot,
+    Say,
+    Send,
+    SnapshotPart,
+    StateRejected,
+    TimerFired,
+    Welcome,
+)
+from atoll.core.types import RunConfig, Version
+from atoll.errors import AtollError, BackgroundFailed, IslandBroken, SyncerUnreachable
+from atoll.island.rank_connection import Line
+from atoll.island.rank_rpc import Hands, obey
+from atoll.island.row_fragment import RowFragment
+from atoll.island.row_transfer import RowTraffic, RowWork
+from atoll.learner.boundary import Given, Saved, cause_of, state_key
+from atoll.learner.bulk_transfer import LearnerBulk
+from atoll.learner.fragment_transfer import FragmentTraffic
+from atoll.learner.fragments import Buffer, FragmentTensors
+from atoll.learner.join import SAY_EVERY_S, Door
+from atoll.learner.part_writer import PartKeeper
+from atoll.learner.stats import metrics_of
+from atoll.logs import WARNINGS, ReasonLog
+from atoll.store.learner_parts import TakenPart
+from atoll.store.optimizer_state_files import StateFile, packed
+from atoll.store.run_settings import RunSettings
+from atoll.tape.files import new_header
+from atoll.tape.format import Actor, Entry
+from atoll.tape.sink import TapeKeeper
+from atoll.tensors import optimizer_state
+from atoll.tensors.model_view import ModelView
+from atoll.tensors.plan import FragmentPlan
+from atoll.transport.endpoint import Place
+from atoll.transport.http_client import LearnerLink, Refusal, why
+from atoll.transport.wire import Kind, WireError, encode_message
+
+if TYPE_CHECKING:
+    from atoll.learner.api import Learner
+
+METRICS_EVERY_S = 1.0
+MOST_POSTED = 256
+STATE_BYTES_PER_PARAMETER = 64
+
+T = TypeVar("T")
+
+
+class Away(NamedTuple):
+    """The time since which no syncer has answered."""
+
+    since: float  # on the monotonic clock
+    date: str
+    problem: str  # the newest
+
+
+class Background:
+    """Made by the training thread, which calls the methods of the first section; the others run in the loop."""
+
+    _loop: asyncio.AbstractEventLoop  # from `start` to `stop`
+
+    def __init__(
+        self,
+        place: Place,
+        token: str | None,
+        log: logging.Logger,
+        max_rate: float | None = None,
+        streams: int | None = None,
+        away_timeout_s: float = math.inf,
+    ) -> None:
+        """`max_rate`: bytes per second of values, each way."""
+        self._away_timeout_s = away_timeout_s
+        self._away: Away | None = None
+        self.log = log
+        self._reasons = ReasonLog(log)
+        self.last_loss: float | Tensor | None = None
+        self.is_founded = False
+        self.syncer_directory = ""  # of the run, at the syncer
+        self.while_waiting: Callable[[], None] | None = None  # about once a second, in the training thread
+        told = (self._on_message, self._on_opened, self._on_closed, self._on_failed)
+        self._link = LearnerLink(place.addresses, token, log, *told, place.tls)
+        self._bulk = LearnerBulk(self._link, max_rate, streams)
+        self._door = Door(self._link, self._bulk, log)
+        self._thread = threading.Thread(target=self._run, name="atoll-background", daemon=True)
+        self._compute = ThreadPoolExecutor(1, thread_name_prefix="atoll-codec")
+        work = (self._compute, self._spawn, self._tell, self._drain)
+        self._traffic = FragmentTraffic(self._link, self._bulk, *work)
+        self._outbox: deque[tuple[Entry, list[Any]]] = deque()
+        self._drain_due = False
+        self._error: BaseException | None = None
+        self._learner: Learner | None = None
+        self._tape: TapeKeeper | None = None
+        self._fragments: list[FragmentTensors] = []
+        self._settings = RunSettings()
+        self._states: dict[tuple[int, int], Future[optimizer_state.Taken]] = {}  # promised at a step boundary
+        self._inner_state: Given | None = None
+        self._run_directory: Path | None = None
+        self._parts: PartKeeper | None = None  # of this incarnation
+        self._timer: asyncio.TimerHandle | None = None
+        self._told_at = (0.0, 0)  # when metrics were sent last, and the tokens then
+        self._complained_at, self._complained_of = 0.0, ""  # that nobody answers, and why
+        self._tasks: set[asyncio.Task[None]] = set()  # a task that nobody holds may vanish
+        self._stopping = False
+
+    # ------------------------------------------------------------------------------------ called by the training thread
+
+    def start(self) -> None:
+        assert not self._stopping and not self._thread.is_alive(), "a background starts once"
+        self._loop = asyncio.new_event_loop()
+        self._thread.start()
+        self._wait_for(self._link.start())
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        except BaseException as wrong:
+            self._failed(wrong)
+
+    def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        while not wait([future], timeout=1.0).done:
+            if not self._thread.is_alive():
+                work.close()
+                raise BackgroundFailed("the background of this learner has ended") from self._error
+            if self.while_waiting is not None:
+                try:
+                    self.while_waiting()
+                except BaseException:
+                    future.cancel()
+                    raise
+        return future.result()
+
+    @property
+    def bytes_up(self) -> int:
+        return self._link.bytes_up
+
+    @property
+    def bytes_down(self) -> int:
+        return self._link.bytes_down
+
+    def check(self) -> None:
+        if isinstance(self._error, IslandBroken):
+            raise IslandBroken(str(self._error)) from self._error
+        if self._error is not None:
+            raise BackgroundFailed(f"the background of this learner has failed: {self._error}") from self._error
+
+    def check_away(self) -> None:
+        """Raise `SyncerUnreachable` when no syncer has answered for `away_timeout_s`."""
+        away = self._away
+        if away is not None and time.monotonic() - away.since >= self._away_timeout_s:
+            raise SyncerUnreachable(
+                f"no syncer has answered at {self._link.address} since {away.date} ({away.problem}), which is longer"
+                f" than away_timeout_s = {self._away_timeout_s:g}: its machine is down, or the run is over. The model"
+                " is as the last step left it. Start the syncer again with `atoll syncer --resume` on its directory,"
+                " which also serves the end of a finished run, and then this script; or set a longer away_timeout_s"
+            )
+
+    def fetch_settings(self, wanted: int | None, join_by: float | None) -> RunSettings:
+        """Return what the run is. Wait for a syncer that is not there yet, and log that."""
+        self._settings, self.is_founded, self.syncer_directory = self._wait_for(self._door.settings(wanted, join_by))
+        self._bulk.shards = self._settings.shards
+        return self._settings
+
+    def found(self, plan: FragmentPlan, view: ModelView, join_by: float | None) -> None:
+        """Bring this learner's model. If another one was faster, that one's is the run's: ask for the settings."""
+        self._wait_for(self._door.found(plan, view, self._compute, join_by))
+
+    def ask_for_number(self, wanted: int | None, join_by: float | None) -> tuple[int, int]:
+        return self._wait_for(self._door.number(wanted, join_by))
+
+    def fetch_final(self, fragments: list[FragmentTensors], join_by: float | None) -> None:
+        """The published values of a run that is over, for a learner that came too late to take part."""
+        self._wait_for(self._door.final(fragments, self._settings.numerics.downs, join_by, self._traffic.fetch_final))
+
+    def attach(
+        self, learner: Learner, actor: Actor, config: RunConfig, fragments: list[FragmentTensors], run: Path | None
+    ) -> None:
+        """One incarnation begins."""
+        self._run_directory = run
+        tape = TapeKeeper(run, new_header(actor, config), self.log)
+        parts = PartKeeper(run, config, actor.learner, actor.start, self._tell, self.log)
+        self._wait_for(self._begin(learner, fragments, tape, parts))
+
+    # In an island whose ranks send and fetch their own rows.
+
+    @property
+    def address(self) -> str:
+        """Where the syncer answers."""
+        return self._link.asked
+
+    @property
+    def has_token(self) -> bool:
+        return self._link.has_token
+
+    def lead(self, hands: Hands, ranks: int) -> None:
+        """At rank 0. What a link may carry is for all of them together."""
+        self._bulk.share_rate(ranks)
+        work = RowWork(self._link, self._bulk, self._compute, self._own_rows, self._hold_version)
+        self._wait_for(hands.open())
+        self._traffic.rows = RowTraffic(self._link, self._bulk, self._compute, hands, work)
+
+    def obey(
+        self,
+        line: Line,
+        rows: Callable[[int], Sequence[RowFragment]],
+        hold: Callable[[RowFragment, Version], Buffer | None],
+        ranks: int,
+    ) -> None:
+        """At another rank, until the leader hangs up."""
+        self._bulk.share_rate(ranks)
+        work = RowWork(self._link, self._bulk, self._compute, rows, hold)
+        self._loop.call_soon_threadsafe(lambda: self._spawn(obey(line, work.carry_out)))
+
+    def try_reach(self, address: str) -> None:
+        """Raises where this process may not speak to the syncer."""
+        self._wait_for(self._door.reach(address))
+
+    def _own_rows(self, generation: int) -> list[RowFragment]:
+        return [fragment for fragment in self._fragments if isinstance(fragment, RowFragment)]
+
+    def _hold_version(self, fragment: RowFragment, version: Version) -> Buffer | None:
+        learner = self._learner
+        if learner is None:  # it leaves
+            return None
+        with learner._lock:
+            return fragment.hold_newest(version)
+
+    @property
+    def is_attached(self) -> bool:
+        """Between `attach` and the end of that incarnation: what the core is told is written down and sent."""
+        return self._learner is not None
+
+    def detach(self) -> None:
+        """One incarnation ends without having trained. Nothing of it may be heard by the next."""
+        self._wait_for(self._leave_off(None))
+
+    def post(self, entry: Entry, effects: list[Any]) -> None:
+        """With the learner's lock held, so that entries and messages keep the order of the core's ticks."""
+        self._outbox.append((entry, effects))
+
+    @property
+    def is_behind(self) -> bool:
+        """It has more to write and to send than it should have."""
+        return len(self._outbox) > MOST_POSTED
+
+    def kick(self) -> None:
+        if not self._drain_due and not self._stopping:
+            self._drain_due = True
+            self._loop.call_soon_threadsafe(self._drain)
+
+    def expect_state(self, envelope: Envelope) -> Future[optimizer_state.Taken]:
+        return self._states.setdefault(state_key(envelope), Future())
+
+    def expect_part(self, part: SnapshotPart) -> Future[TakenPart] | None:
+        return self._parts.expect(part) if self._parts is not None else None
+
+    def take_saved(self) -> Saved | None:
+        return self._parts.take_saved() if self._parts is not None else None
+
+    def take_inner_state(self) -> Given | None:
+        state, self._inner_state = self._inner_state, None
+        return state
+
+    def stop(self, last_words_s: float | None) -> None:
+        """Close everything; with time for last words, what was posted is sent first."""
+        if self._stopping or self._thread.ident is None:
+            return
+        for fragment in self._fragments:
+            fragment.abandon()
+        if not self._thread.is_alive():  # it has failed; what it left is cleared away all the same
+            self._thread = threading.Thread(target=self._run, name="atoll-background", daemon=True)
+            self._thread.start()
+        try:
+            self._wait_for(self._end(last_words_s))
+        finally:
+            self._stopping = True
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+            self._compute.shutdown()
+            if self._tape is not None:
+                self._tape.close()
+
+    async def _end(self, last_words_s: float | None) -> None:
+        await self._leave_off(last_words_s)
+        await self._link.close()
+        others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.to_thread(self._compute.shutdown)
+        await self._loop.shutdown_default_executor()
+
+    # ---------------------------------------------------------------------------------------------------- the core
+
+    async def _begin(
+        self, learner: Learner, fragments: list[FragmentTensors], tape: TapeKeeper, parts: PartKeeper
+    ) -> None:
+        self._learner = learner
+        self._fragments = fragments
+        self._tape = tape
+        self._parts = parts
+        self._told_at = (time.monotonic(), 0)
+        self._bulk.tell_of(self._tell, self._settings.numerics, max(fragment.whole_numel for fragment in fragments))
+        self._traffic.begin(learner, fragments, self._settings.numerics.downs)
+        self._spawn(self._tell_metrics())
+
+    async def _leave_off(self, last_words_s: float | None) -> None:
+        """What was posted is said and written down; whatever comes after is nobody's."""
+        if self._tape is not None:
+            self._drain()
+        self._learner = None
+        if last_words_s is not None:
+            await self._link.say_goodbye(last_words_s)
+        self._outbox.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._parts is not None:
+            await self._parts.close()
+            self._parts = None
+        self._traffic.end()
+        self._states.clear()
+        self._inner_state = None
+        if self._tape is not None:
+            self._tape.close()
+            self._tape = None
+
+    def _tell(self, event: LearnerEvent) -> None:
+        if self._learner is None:
+            return
+        try:
+            self._learner._tell(event)
+        except BaseException as wrong:  # our bug: the training thread raises it at its next step
+            self._failed(wrong)
+            return
+        self._drain()
+
+    def _drain(self) -> None:
+        """Entries to the tape, then their effects: what others see has its cause on the tape."""
+        self._drain_due = False
+        try:
+            while self._outbox:
+                entry, effects = self._outbox.popleft()
+                assert self._tape is not None
+                self._tape.write(entry)
+                for effect in effects:
+                    carry_out = _EFFECTS.get(type(effect))
+                    if carry_out is not None:
+                        carry_out(self, effect)
+            self._arm()
+        except Exception as wrong:  # our bug: the training thread raises it at its next step
+            self._failed(wrong)
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due_s = self._learner._due_in() if self._learner is not None else None
+        if due_s is not None:
+            self._timer = self._loop.call_later(max(0.0, due_s), self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        due_s = self._learner._due_in() if self._learner is not None else None
+        if due_s is not None and due_s <= 0:
+            self._tell(TimerFired())
+        else:
+            self._arm()
+
+    def _failed(self, wrong: BaseException) -> None:
+        if self._error is None and not self._stopping:
+            if isinstance(wrong, IslandBroken):
+                self.log.warning("%s", wrong)
+            else:
+                self.log.error("the background of this learner has failed", exc_info=wrong)
+            self._error = wrong
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        async def guarded() -> None:
+            try:
+                await work
+            except asyncio.CancelledError:
+                raise
+            except Exception as wrong:
+                self._failed(wrong)
+
+        task = self._loop.create_task(guarded())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: work.close())  # it may have been cancelled before it began
+        return task
+
+    async def _computed(self, job: Callable[..., T], *args: Any) -> T:
+        return await self._loop.run_in_executor(self._compute, job, *args)
+
+    # ---------------------------------------------------------------------------------------------------- effects
+
+    def _send(self, effect: Send) -> None:
+        envelope = effect.envelope
+        body = envelope.body
+        if type(body) is Contribution:
+            self._traffic.contribute(envelope, body)
+        elif type(body) is InnerState:
+            self._spawn(self._give_state(envelope, body))
+        else:
+            self._link.post(envelope)
+
+    def _dial(self, effect: Dial) -> None:
+        self._spawn(self._link.dial(effect.after_s))
+
+    def _hang_up(self, effect: Hangup) -> None:
+        self._link.hang_up(effect.session)
+
+    def _say(self, effect: Say) -> None:
+        self._reasons.write(effect.reason, effect.subject)
+        if effect.reason.code == "state-late":
+            self._spawn(self._seek())  # before the last peer has failed too
+
+    def _settle(self, effect: AdoptFragment) -> None:
+        future = self._compute.submit(self._fragments[effect.fragment].settle, effect.merged_copy)
+        future.add_done_callback(self._settled)
+
+    def _settled(self, done: Future[None]) -> None:
+        wrong = done.exception()
+        if wrong is not None:
+            self._failed(wrong)
+
+    def _save_part(self, effect: SaveSnapshot) -> None:
+        assert self._parts is not None
+        self._spawn(self._parts.save(effect))
+
+    # ---------------------------------------------------------------------------------------------------- sending
+
+    async def _give_state(self, envelope: Envelope, body: InnerState) -> None:
+        """Send inner state, or the answer that there is none to give: the other learner does not wait for it then."""
+        try:
+            taken = await asyncio.wrap_future(self._states.pop(state_key(envelope)))
+            file = await self._computed(packed, taken, self._run_directory)
+        except AtollError:  # the island is broken
+            raise
+        except Exception as error:
+            cause = cause_of(error)
+            self.log.warning("cannot give inner state to learner %d: %s; training goes on", body.to, cause)
+            file = packed(optimizer_state.refusal(cause), None)
+        try:
+            await self._bulk.put("/v1/state", Kind.INNER_STATE, 0, encode_message(envelope), file.view)
+        except (Refusal, aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            self.log.warning("inner state for learner %d did not arrive: %s", body.to, why(error))
+
+    async def _tell_metrics(self) -> None:
+        while True:
+            await asyncio.sleep(METRICS_EVERY_S)
+            learner = self._learner
+            if learner is None:
+                return
+            stats = learner.stats()
+            now, (then, before) = time.monotonic(), self._told_at
+            self._told_at = (now, stats.tokens)
+            told = metrics_of(stats, self.last_loss, (stats.tokens - before) / (now - then) if now > then else 0.0)
+            self._link.post_metrics(json.dumps(told))
+
+    # ---------------------------------------------------------------------------------------------------- hearing
+
+    def _on_opened(self, session: int) -> None:
+        self._tell(LinkOpened(session))
+
+    def _note_away(self, problem: str) -> Away:
+        if self._away is None:
+            self._away = Away(time.monotonic(), time.strftime("%Y-%m-%d %H:%M:%S"), problem)
+        self._away = self._away._replace(problem=problem)
+        return self._away
+
+    def _on_closed(self, session: int, reason: str) -> None:
+        self._note_away(reason)
+        self._tell(LinkClosed(session, reason))
+
+    def _on_failed(self, reason: str) -> None:
+        now, away = time.monotonic(), self._note_away(reason)
+        if now - self._complained_at >= SAY_EVERY_S or reason != self._complained_of:
+            self._complained_at, self._complained_of = now, reason
+            limit = f", for up to {self._away_timeout_s:g} s" if self._away_timeout_s < math.inf else ""
+            said = "cannot reach syncer at %s since %s (%s); retrying%s"
+            self.log.warning(said, self._link.address, away.date, reason, limit)
+        self._tell(DialFailed(reason))
+
+    def _on_message(self, envelope: Envelope) -> None:
+        body = envelope.body
+        if self._learner is None:
+            return  # it says goodbye
+        if type(body) is Welcome:
+            self._away = None
+        if type(body) is Published:
+            self._traffic.notice(envelope, body)
+        elif type(body) is InnerState:
+            self._spawn(self._fetch_state(envelope))
+        elif type(body) is NoPeer:
+            self._spawn(self._seek(envelope))
+        else:
+            if type(body) is RefuseContribution and body.reason.code in WARNINGS:
+                p = body.round.fragment
+                prefix = f"the syncer refused the contribution to fragment {p}: "
+                self._reasons.write(body.reason, ("fragment", p), prefix)
+            self._tell(MessageArrived(envelope))
+
+    async def _seek(self, no_peer: Envelope | None = None) -> None:
+        """Inner state on disk, for a learner to which nobody gives any. The core hears of it first."""
+        learner, parts = self._learner, self._parts
+        if learner is None or parts is None or learner._boundary is None:
+            return
+        if learner._is_joining():
+            await asyncio.shield(parts.seek(learner._boundary))
+        if no_peer is not None:
+            self._tell(MessageArrived(no_peer))
+
+    async def _fetch_state(self, envelope: Envelope) -> None:
+        most = STATE_BYTES_PER_PARAMETER * sum(fragment.whole_numel for fragment in self._fragments) + 2**24
+        files: list[StateFile] = []
+
+        def room(size: int) -> memoryview:
+            files.append(StateFile(size, self._run_directory))
+            return files[0].view
+
+        try:
+            await self._link.inner_state(envelope.learner, envelope.incarnation, most, room)
+        except (Refusal, WireError, aiohttp.ClientError, OSError, TimeoutError) as wrong:
+            self.log.warning("a peer's inner state could not be fetched: %s", why(wrong))  # another peer is asked
+            return
+        learner = self._learner
+        if learner is None or learner._boundary is None or not learner._is_joining():
+            self._tell(MessageArrived(envelope))
+            return
+        assert isinstance(envelope.body, InnerState)
+        try:
+            given = await asyncio.to_thread(learner._boundary.prepare_given, files[0])
+        except Exception as error:
+            await self._seek()  # before the last peer has failed too
+            self._tell(StateRejected(envelope.body.giver, cause_of(error)))
+            return
+        if self._inner_state is None:  # the core starts from the first one that it is told of
+            self._inner_state = given
+        self._tell(MessageArrived(envelope))
+
+
+_EFFECTS: dict[type[Effect], Callable[[Background, Any], None]] = {
+    Send: Background._send,
+    Dial: Background._dial,
+    Hangup: Background._hang_up,
+    Say: Background._say,
+    AdoptFragment: Background._settle,
+    SaveSnapshot: Background._save_part,
+}

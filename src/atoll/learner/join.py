@@ -1,0 +1,141 @@
+"""The door of a run: what a learner asks before it has a link. Here, and only here, somebody waits for an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from concurrent.futures import Executor
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
+
+import aiohttp
+from torch import Tensor
+
+from atoll.errors import KeysRefused, LearnerRefused, SyncerUnreachable
+from atoll.learner.bulk_transfer import LearnerBulk
+from atoll.learner.fragments import Buffer, FragmentTensors
+from atoll.store.run_settings import RunSettings
+from atoll.tensors.codecs import codec
+from atoll.tensors.model_view import ModelView
+from atoll.tensors.plan import FragmentPlan
+from atoll.transport.chunked_payload import Flow, Flowing
+from atoll.transport.http_client import LearnerLink, Refusal, why
+from atoll.transport.tls import tls_problem
+from atoll.transport.wire import CODEC_NUMBERS, WireError
+
+RETRY_S = 0.5
+SAY_EVERY_S = 10.0
+REACH_S = 15.0
+
+MAY_CHANGE = (408, 503, 507)
+"""Answers that are another one later: too slow, not ready, no room."""
+
+T = TypeVar("T")
+FetchFinal: TypeAlias = Callable[[FragmentTensors, int, tuple[str, ...]], Awaitable[Buffer | None]]
+"""All ranks have their rows when it returns; None: they are not those that were published."""
+
+
+class Door:
+    """`join_by` is a moment of the monotonic clock; None waits for as long as it takes, and says so."""
+
+    def __init__(self, link: LearnerLink, bulk: LearnerBulk, log: logging.Logger) -> None:
+        self._link = link
+        self._bulk = bulk
+        self._log = log
+
+    async def settings(self, wanted: int | None, join_by: float | None) -> tuple[RunSettings, bool, str]:
+        """Return what the run is, whether it has a model, and its directory at the syncer.
+
+        A number that the key is not for is refused already here: a learner that cannot join must not found the run.
+        """
+        asked = {"learner": str(wanted)} if wanted is not None else None
+        told = await self._patiently(lambda: self._link.ask("GET", "/v1/run", params=asked), join_by)
+        return RunSettings.from_json(told), bool(told["founded"]), str(told.get("directory", "its directory"))
+
+    async def reach(self, address: str) -> None:
+        """Does the syncer at this address answer to this process? It is not waited for."""
+        if address not in self._link.address.split(","):
+            raise SyncerUnreachable(f"{address} is none of {self._link.address}")
+        try:
+            async with asyncio.timeout(REACH_S):
+                await self._link.ask("GET", "/v1/run", address)
+        except (Refusal, aiohttp.ClientError, OSError, TimeoutError, WireError) as wrong:
+            raise SyncerUnreachable(f"{address}: {why(wrong)}") from None
+
+    async def number(self, wanted: int | None, join_by: float | None) -> tuple[int, int]:
+        """The number of this learner, and of its incarnation."""
+        told = await self._patiently(lambda: self._link.ask("POST", "/v1/join", json={"learner": wanted}), join_by)
+        return int(told["learner"]), int(told["incarnation"])
+
+    async def found(self, plan: FragmentPlan, view: ModelView, compute: Executor, join_by: float | None) -> None:
+        async def values() -> AsyncIterator[Tensor | Flow]:
+            for p in range(len(plan.fragments)):
+                if view.packed and isinstance(view, Flowing):
+                    yield Flow(4 * plan.numel(p), partial(view.flow, p), compute)
+                    continue
+                buffer = view.buffer(p)
+                await asyncio.get_running_loop().run_in_executor(compute, view.read, p, buffer)
+                yield buffer
+
+        text = json.dumps(plan.to_json(), separators=(",", ":")).encode()
+        await self._patiently(lambda: self._bring(text, values), join_by)
+
+    async def _bring(self, plan: bytes, values: Callable[[], AsyncIterator[Tensor | Flow]]) -> None:
+        try:
+            await self._link.found(plan, values)
+        except (aiohttp.ClientError, OSError):
+            # A syncer that has a model by now does not read another one to its end, and the connection may break before
+            # its answer is read.
+            if not (await self._link.ask("GET", "/v1/run")).get("founded"):
+                raise
+
+    async def final(
+        self, fragments: list[FragmentTensors], downs: tuple[str, ...], join_by: float | None, fetch: FetchFinal
+    ) -> None:
+        """The values that a run has ended with become the anchors."""
+        await self._patiently(lambda: self._fetch_final(fragments, downs, fetch), join_by)
+
+    async def _fetch_final(self, fragments: list[FragmentTensors], downs: tuple[str, ...], fetch: FetchFinal) -> None:
+        told = await self._link.ask("GET", "/v1/status")
+        if told["stage"] != "finished":
+            raise TimeoutError("the last merges are under way")
+        for fragment, shown in zip(fragments, told["fragments"], strict=True):
+            version = int(shown["version"])
+            value = await fetch(fragment, version, downs)
+            if value is None:
+                raise WireError(f"fragment {fragment.p} is not the one that was published", "digest")
+            fragment.arrived(version, value)
+            fragment.release(*fragment.will_adopt(False))
+
+    async def _patiently(self, ask: Callable[[], Coroutine[Any, Any, T]], join_by: float | None) -> T:
+        """A syncer that does not answer is asked again and again, until the time is over. A no is a no."""
+        said = 0.0
+        address = self._link.address
+        while True:
+            try:
+                async with asyncio.timeout_at(join_by):  # the loop's clock is the monotonic one
+                    return await ask()
+            except Refusal as refusal:
+                if refusal.status not in MAY_CHANGE:
+                    raise LearnerRefused(f"the syncer at {address} refused: {refusal}") from None
+                problem = str(refusal)
+            except (aiohttp.ClientError, OSError, TimeoutError, WireError) as wrong:
+                if tls_problem(wrong) is not None:
+                    raise KeysRefused(f"the syncer at {address} cannot be spoken to: {why(wrong)}") from None
+                problem = why(wrong)
+            self._link.turn()
+            now = time.monotonic()
+            if join_by is not None and now + RETRY_S >= join_by:
+                raise SyncerUnreachable(f"no syncer answers at {address}: {problem}")
+            if now - said >= SAY_EVERY_S:
+                said = now
+                self._log.warning("no syncer answers at %s yet (%s); trying again", address, problem)
+            await asyncio.sleep(RETRY_S)
+
+
+def fragment_sizes(numel: int, downs: tuple[str, ...]) -> dict[int, int]:
+    """What an update of a fragment may have, by the number of its codec; under -1 what a whole value has."""
+    return {CODEC_NUMBERS[down]: codec(down).size(numel) for down in downs} | {-1: 4 * numel}

@@ -1,0 +1,142 @@
+"""Warnings about a training loop that raises no error and is wrong: a call of `learner.step()` or `optimizer.step()`
+is missing, or `learner.step()` is called after every micro-batch.
+
+A hook counts the steps of the optimizers. It cannot see all of them: compiled steps, optimizers that the learner was
+not given, parameters that a script updates by itself. So a call of `learner.step()` counts as one without training only
+if no parameter has changed since the call before.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from atoll.tensors.sharding import local_of
+
+MAX_UNREPORTED = 128
+"""Steps of one optimizer without a `learner.step()` before it is missed: a GAN may train its critic 100 times for one
+step of the whole."""
+
+PATIENCE = 16
+"""Calls of `learner.step()` without an optimizer step before parameters are compared, and again before the warning: a
+gradient scaler (fp16) skips about as many steps when training starts. After as many calls in a row with an optimizer
+step the count starts anew."""
+
+SAMPLE_VALUES = 1024
+"""Values of each parameter that are compared."""
+
+
+class LoopCheck:
+    """Counts optimizer steps between calls of `learner.step()`; logs each kind of mistake once."""
+
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], is_finished: Callable[[], bool], log: logging.Logger
+    ) -> None:
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._is_finished = is_finished
+        self._log = log
+        self._steps = 0  # of all optimizers, since the last call of learner.step()
+        self._max_steps: float = MAX_UNREPORTED * len(optimizers)  # before a call is missed
+        self._was_called = False
+        self._idle_calls = 0  # without a step of an optimizer that was seen
+        self._busy_calls = 0  # with one, since the first idle call
+        self._busy_in_a_row = 0
+        self._unchanged_calls = 0  # idle ones since which no parameter has changed
+        self._sample: list[Tensor] | None = None
+        self._checks_calls = True
+        self._hooks = []
+        for optimizer in optimizers:
+            with suppress(AttributeError):  # a wrapper that has not called Optimizer.__init__ has no hooks
+                self._hooks.append(optimizer.register_step_post_hook(self._count))
+
+    def _count(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return  # traced, a counter would recompile the step again and again
+        self._steps += 1
+        if self._steps == self._max_steps and not self._is_finished():
+            self._max_steps = math.inf  # it is logged once
+            self._log.warning(
+                "learner.step() was not called during the last %d optimizer steps: what this learner trains is not"
+                " merged; call learner.step(tokens=...) after every optimizer.step()",
+                self._steps,
+            )
+
+    def begin_call(self) -> None:
+        """At the start of `learner.step()`, before anything is copied or adopted."""
+        self._was_called = True
+        if self._steps:
+            # A loop that takes many optimizer steps for each call is meant so: only a much longer gap is a mistake.
+            self._max_steps = max(self._max_steps, 4 * self._steps)
+            self._steps = 0
+            if self._idle_calls:
+                self._count_busy_call()
+        elif self._checks_calls:
+            self._idle_calls += 1
+            self._busy_in_a_row = 0
+            self._compare()
+
+    def _count_busy_call(self) -> None:
+        self._busy_calls += 1
+        self._busy_in_a_row += 1
+        if self._busy_in_a_row == PATIENCE:
+            self._idle_calls = self._busy_calls = self._unchanged_calls = 0
+            self._sample = None
+
+    def end_call(self) -> None:
+        """At the end of `learner.step()`: values that only training changes from now on."""
+        if self._checks_calls and self._idle_calls >= PATIENCE:
+            self._sample = self._sampled()
+
+    def _compare(self) -> None:
+        if self._sample is None:
+            return
+        if not all(map(torch.equal, self._sample, self._sampled())):
+            self._checks_calls = False  # this loop trains in a way that the hook does not see
+            self._sample = None
+            return
+        self._unchanged_calls += 1
+        if self._unchanged_calls < PATIENCE:
+            return
+        self._checks_calls = False
+        self._sample = None
+        if self._busy_calls:
+            self._log.warning(
+                "learner.step() was called %d times for %d optimizer steps: it looks like one call for every"
+                " micro-batch, so that merges are scheduled too early; call it once after every optimizer.step(), with"
+                " the tokens of all its micro-batches",
+                self._idle_calls + self._busy_calls,
+                self._busy_calls,
+            )
+        else:
+            self._log.warning(
+                "no parameter has changed during the last %d calls of learner.step(): optimizer.step() was not called"
+                " on the optimizer that was given to atoll.Learner, or a gradient scaler skips every step; call"
+                " learner.step() once after every optimizer.step(), not after every micro-batch",
+                self._idle_calls,
+            )
+
+    @torch.no_grad()
+    def _sampled(self) -> list[Tensor]:
+        found = [local_of(parameter.detach()).reshape(-1)[:SAMPLE_VALUES] for parameter in self._parameters]
+        return [values.clone() for values in found]
+
+    def close(self, ended_well: bool) -> None:
+        """Remove the hooks. A loop that has ended without any call is noticed here, however short it was."""
+        for hook in self._hooks:
+            hook.remove()
+        if ended_well and self._steps and not self._was_called and not self._is_finished():
+            self._log.warning(
+                "the loop has ended after %d optimizer steps without a call of learner.step(): none of them was merged;"
+                " call learner.step(tokens=...) after every optimizer.step()",
+                self._steps,
+            )
+
+
+__all__ = ["MAX_UNREPORTED", "PATIENCE", "LoopCheck"]

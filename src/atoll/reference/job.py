@@ -1,0 +1,214 @@
+"""`atoll train`: one job on this machine, from an empty directory (or an interrupted run) to a model and its report.
+
+runs/first/
+  config.json          the job's settings
+  init.safetensors     what the model began with, where that was given
+  store/               the syncer's: every durable version
+  tapes/               what every process was told and what it did about it
+  logs/, metrics/      of every process
+  parts/               what each learner saved for the newest snapshots
+  syncer.json          address and token of the syncer, while it runs
+  faults.jsonl         processes that ended before their time
+  model.safetensors    the final published model
+  report.json
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atoll.checkpoint.model_file import MODEL, first_model, load_model, model_digest, save_model, write_tensors
+from atoll.checkpoint.published import is_finished, published_model, run_settings
+from atoll.checkpoint.restore import find_source, restore
+from atoll.reference.baselines import RENDEZVOUS, train_baseline
+from atoll.reference.children import (
+    FINE,
+    Child,
+    JobFailed,
+    end_all,
+    processes,
+    signal_name,
+    terminated_like_interrupted,
+    wait_for_any,
+)
+from atoll.reference.data import Text
+from atoll.reference.evaluation import held_out_loss
+from atoll.reference.job_settings import CONFIG, JobSettings, check_new
+from atoll.reference.live_view import GoodputMeter, LiveView, Watched, training_count
+from atoll.reference.loop import newest_metrics
+from atoll.reference.models import parameter_count
+from atoll.reference.on_the_way import Evaluations
+from atoll.reference.report import REPORT, Judged, Report, baseline_report, decoupled_report
+from atoll.syncer.initial_model import INIT
+
+LOOK_S = 0.25
+END_WAIT_S = 8.0
+
+
+__all__ = ["AlreadyFinished", "JobFailed", "finish", "judge", "restore_job", "resume_job", "start_job", "title_of"]
+
+
+class AlreadyFinished(Exception):  # noqa: N818 - it is the answer to --resume, not an error
+    """The run came to its end before; its report is there."""
+
+
+def start_job(
+    settings: JobSettings, run: Path, view: LiveView, corpus: Text, init: Mapping[str, Tensor] | None = None
+) -> Report:
+    """A new run, from these values if there are any. Its directory must not be there yet, or be empty."""
+    check_new(run)
+    run.mkdir(parents=True, exist_ok=True)
+    if init is not None:
+        write_tensors(init, run / INIT)
+    settings.save(run / CONFIG)
+    return _carry_out(settings, run, view, corpus)
+
+
+def resume_job(run: Path, view: LiveView, learners: int | None = None) -> Report:
+    """Go on with a run that was interrupted, by its own settings, but on another number of learners if one is given."""
+    if not (run / CONFIG).is_file():
+        raise ValueError(f"{run} holds no run of atoll train (it has no {CONFIG}): leave --resume out to start one")
+    settings = JobSettings.load(run / CONFIG)
+    if (run / REPORT).is_file() and (run / MODEL).is_file():
+        raise AlreadyFinished
+    if settings.method != "decoupled":
+        raise ValueError(
+            f"a run of {settings.method} keeps nothing that it could go on from: remove {run} and start it again"
+        )
+    if learners is not None and learners != settings.learners:
+        settings = with_learners(settings, learners)
+        settings.save(run / CONFIG)
+    return _carry_out(settings, run, view, Text.load(settings.data))
+
+
+def restore_job(source: str, run: Path, view: LiveView, learners: int | None, changes: dict[str, Any]) -> Report:
+    """A new run from a snapshot of another, by that one's settings but for `changes`."""
+    from atoll.reference.supervisor import new_run_id
+
+    found = find_source(source)
+    settings = found.settings if learners is None else with_learners(found.settings, learners)
+    settings = replace(settings, **changes)
+    restore(found, run, settings, new_run_id(run), view.say)
+    return _carry_out(settings, run, view, Text.load(settings.data))
+
+
+def with_learners(settings: JobSettings, learners: int) -> JobSettings:
+    """The same job on more or fewer islands: what was planned for those that are no more goes with them."""
+    speeds = (*settings.speeds, *[1.0] * learners)[:learners] if settings.speeds else ()
+    kills = tuple(kill for kill in settings.kills if kill.learner <= learners)
+    return replace(settings, learners=learners, speeds=speeds, kills=kills)
+
+
+def _carry_out(settings: JobSettings, run: Path, view: LiveView, corpus: Text) -> Report:
+    with terminated_like_interrupted(), view:
+        if settings.method != "decoupled":
+            _train_baseline(settings, run, view, title_of(settings, corpus))
+        elif not is_finished(run):
+            from atoll.reference.supervisor import Supervisor
+
+            evaluations = Evaluations(settings, run, corpus)
+            Supervisor(settings, run, view, title_of(settings, corpus), evaluations=evaluations).train()
+    view.say("The run is over; evaluating its model on held-out text.")
+    return finish(settings, run, corpus)
+
+
+def title_of(settings: JobSettings, corpus: Text) -> str:
+    islands = "1 island" if settings.learners == 1 else f"{settings.learners} islands"
+    return f"{settings.method}, {islands}, model {settings.model}, {settings.tokens:,} tokens of {corpus.name}"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The end of every job
+
+
+def finish(settings: JobSettings, run: Path, corpus: Text) -> Report:
+    """Model, evaluation and report. May be repeated, should it be interrupted."""
+    torch.set_num_threads(1)  # of several the sums would differ in their last bits
+    if settings.method == "decoupled":
+        save_model(published_model(run, settings), run)
+    judged = judge(run, corpus)
+    if settings.method != "decoupled":
+        report = baseline_report(run, settings, judged)
+    else:
+        kept = run_settings(run)
+        assert kept is not None
+        report = decoupled_report(run, settings, judged, kept.founded_at)
+    report.save(run)
+    return report
+
+
+def judge(run: Path, corpus: Text) -> Judged:
+    """The run's model on held-out text, and the model that it began with."""
+    settings, model = load_model(run)
+    context = model.config.context
+    before = held_out_loss(first_model(settings, run), corpus, context, settings.eval_tokens)
+    after = held_out_loss(model, corpus, context, settings.eval_tokens)
+    return Judged(after.loss, after.tokens, before.loss, model_digest(model), parameter_count(model))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Baselines
+
+
+def _train_baseline(settings: JobSettings, run: Path, view: LiveView, title: str) -> None:
+    """All processes or none: one that ends before its time ends the run."""
+    (run / RENDEZVOUS).unlink(missing_ok=True)
+    context = processes()
+    learners = range(1, settings.learners + 1)
+    children = {n: Child(f"learner {n}", run, train_baseline, (settings, n, run)) for n in learners}
+    watched = Watched(title, settings.learners)
+    meter = GoodputMeter(settings.learners)
+    began = time.monotonic()
+    running = dict(children)
+    try:
+        for child in children.values():
+            child.start(context)
+        while running:
+            wait_for_any(list(running.values()), LOOK_S)
+            for number, child in list(running.items()):
+                code = child.ended()
+                if code is None:
+                    continue
+                del running[number]
+                if code != FINE:
+                    raise JobFailed(
+                        f"{child.name} ended with {signal_name(code)}, and {settings.method} cannot go on without it;"
+                        f" its log {child.log} ends with: {child.last_words()}"
+                    )
+            status = _status(settings, run)
+            watched.elapsed_s = time.monotonic() - began
+            watched.goodput = meter.look(watched.elapsed_s, training_count(status))
+            view.show(status, watched)
+    finally:
+        end_all(list(children.values()), END_WAIT_S)
+        (run / RENDEZVOUS).unlink(missing_ok=True)
+
+
+def _status(settings: JobSettings, run: Path) -> dict[str, Any]:
+    """In the shape of the syncer's, from the newest line that each process has written."""
+    learners = []
+    trained = 0
+    for number in range(1, settings.learners + 1):
+        line = newest_metrics(run, number)
+        if line is None:
+            continue
+        done = "end" in line
+        trained += line["end"]["tokens"] if done else line["tokens"]
+        learners.append(
+            {
+                "learner": number,
+                "standing": "left" if done else "live",
+                "step": line["end"]["steps"] if done else line["step"],
+                "loss": line.get("loss"),
+                "tokens_per_s": line.get("tokens_per_s"),
+                "link": "gloo" if settings.learners > 1 else "",
+            }
+        )
+    return {"progress": min(1.0, trained / settings.tokens), "learners": learners}

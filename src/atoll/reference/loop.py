@@ -1,0 +1,203 @@
+"""One island's own training: model, optimizer, data, schedule, pace and metrics. Nothing about who else there is.
+
+Every method trains through this loop, so that methods differ in how islands exchange and in nothing else.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from atoll.reference.data import Sampler, Text
+from atoll.reference.job_settings import JobSettings
+from atoll.reference.models import GPT, SIZES, GPTConfig, build, clip_, inner_optimizer, schedule, set_lr
+
+METRICS = "metrics"
+
+_LINE_S = 1.0
+_LINE_STEPS = 50
+
+
+def model_config(settings: JobSettings) -> GPTConfig:
+    """The shape of the job's model."""
+    found = SIZES.get(settings.model)
+    if found is None:
+        raise ValueError(f"there is no model {settings.model!r}; give one of {', '.join(SIZES)}")
+    found = replace(found, vocabulary=settings.vocabulary)
+    if settings.experts:
+        found = replace(found, experts=settings.experts, experts_per_token=min(2, settings.experts))
+    return found if settings.context is None else replace(found, context=settings.context)
+
+
+class Step(NamedTuple):
+    """One inner step as it went."""
+
+    loss: float
+    tokens: int
+    gradient_s: float  # forward and backward
+    work_s: float  # and the optimizer
+    step_s: float  # and the wait for its pace, where steps are paced
+    waited_s: float = 0.0  # of `gradient_s`, for data
+
+
+class InnerLoop:
+    """Model, optimizer and data of one island. `module` is what runs forward: the model, or a wrapper of it."""
+
+    def __init__(self, settings: JobSettings, corpus: Text | None = None) -> None:
+        torch.set_num_threads(settings.threads)
+        self.settings = settings
+        self.config = model_config(settings)
+        self.model: GPT = build(self.config, settings.seed)
+        self.module: nn.Module = self.model
+        self.optimizer = inner_optimizer(self.model, settings.inner, settings.lr, settings.beta2, settings.weight_decay)
+        self.corpus = Text.load(settings.data) if corpus is None else corpus
+        self.tokens_per_step = settings.tokens_per_step(self.config.context)
+        self.sampler = Sampler(self.corpus, settings.seed, self.config.context)
+        self._least_s = 0.0
+        self._waited_s = 0.0
+
+    def keep_pace_of(self, learner: int) -> None:
+        """Where steps are paced, as this learner's. Told later: who asks the syncer for a number needs its model."""
+        self._least_s = self.settings.least_step_s(learner)
+
+    def gradient(self, samples: Sequence[int]) -> float:
+        """Forward and backward on these samples, without an update: the loss."""
+        began = time.monotonic()
+        x, y = self.sampler.batch(samples)
+        self._waited_s = time.monotonic() - began
+        self.optimizer.zero_grad(set_to_none=True)
+        loss: torch.Tensor = self.module(x, y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach())
+
+    def step(self, samples: Sequence[int], progress: float, lr_scale: float = 1.0) -> Step:
+        """One inner step on these samples."""
+        settings = self.settings
+        began = time.monotonic()
+        set_lr(self.optimizer, settings.lr * schedule(progress, settings.warmup) * lr_scale)
+        loss = self.gradient(samples)
+        gradient_s = time.monotonic() - began
+        if settings.clip:
+            clip_(self.model.parameters(), settings.clip)
+        self.optimizer.step()
+        work_s = time.monotonic() - began
+        if work_s < self._least_s:
+            time.sleep(self._least_s - work_s)
+        return Step(loss, self.tokens_per_step, gradient_s, work_s, time.monotonic() - began, self._waited_s)
+
+
+class Metrics:
+    """`metrics/learner-3.jsonl`: a line about every second, each of the steps since the line before.
+
+    A line is written at once and whole, so that a reader of the growing file, or of one whose writer was killed, finds
+    at most the last line incomplete.
+    """
+
+    def __init__(self, run: Path, learner: int, start: int, extra: Callable[[], dict[str, Any]] | None = None) -> None:
+        path = metrics_path(run, learner)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+        self._extra = extra
+        self._fixed = {"learner": learner, "start": start}
+        self._lacks_end = False  # of the newest line only a part is in the file
+        self.steps = 0
+        self.tokens = 0
+        self.waited_s = 0.0
+        self._line_at = time.monotonic()
+        self._of_line: list[Step] = []
+
+    def step(self, step: Step, paused_s: float = 0.0) -> None:
+        """`paused_s`: after it the island stood still for so long, because it was told to."""
+        self.steps += 1
+        self._line_at += paused_s
+        self.tokens += step.tokens
+        self.waited_s += step.waited_s
+        self._of_line.append(step)
+        if len(self._of_line) >= _LINE_STEPS or time.monotonic() - self._line_at >= _LINE_S:
+            self.flush()
+
+    def flush(self) -> None:
+        steps = self._of_line
+        if not steps:
+            return
+        now = time.monotonic()
+        self.write(
+            {
+                "step": self.steps,
+                "tokens": self.tokens,
+                "loss": sum(s.loss for s in steps) / len(steps),
+                "step_s": sum(s.step_s for s in steps) / len(steps),
+                "work_s": sum(s.work_s for s in steps) / len(steps),
+                "tokens_per_s": sum(s.tokens for s in steps) / max(now - self._line_at, 1e-9),
+                "waited_s": self.waited_s,
+            }
+        )
+        self._line_at = now
+        self._of_line = []
+
+    def write(self, told: dict[str, Any]) -> None:
+        line = {"at": time.time(), **self._fixed, **told, **(self._extra() if self._extra is not None else {})}
+        data = json.dumps(line).encode() + b"\n"
+        try:
+            if self._lacks_end:
+                data = b"\n" + data
+            written = self._file.write(data)
+            self._lacks_end = written < len(data)  # the disk was full in the middle of the line
+        except OSError as wrong:
+            if wrong.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+                raise
+            # Training is worth more than its record: the line is lost, and a later one is written.
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self.flush()
+            self._file.close()
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def metrics_path(run: Path, learner: int) -> Path:
+    return run / METRICS / f"learner-{learner}.jsonl"
+
+
+def read_metrics(run: Path, learner: int) -> list[dict[str, Any]]:
+    """All complete lines; none where the learner never wrote one."""
+    try:
+        data = metrics_path(run, learner).read_bytes()
+    except FileNotFoundError:
+        return []
+    return list(_whole_lines(data.split(b"\n")[:-1]))
+
+
+def _whole_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Without those that a full disk has cut."""
+    for line in lines:
+        if line.endswith(b"}"):
+            yield json.loads(line)
+
+
+def newest_metrics(run: Path, learner: int, tail_bytes: int = 4096) -> dict[str, Any] | None:
+    """The last complete line, without reading the file."""
+    try:
+        with open(metrics_path(run, learner), "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - tail_bytes))
+            lines = file.read().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return None
+    return next(_whole_lines(reversed(lines)), None)

@@ -1,0 +1,320 @@
+"""Reference models: a byte-level GPT, dense or with a mixture of experts, and the inner optimizers that train it.
+
+Everything is drawn from a seed of its own and never from torch's global generator: two processes that build the same
+model hold the same bits, whatever else they have done before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class GPTConfig:
+    """The shape of a model. `experts` 0 is the dense model."""
+
+    layers: int
+    heads: int
+    width: int
+    context: int
+    vocabulary: int = 256
+    experts: int = 0
+    experts_per_token: int = 2
+    mlp_ratio: int = 4
+    tie: bool = True  # the head is the embedding
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "heads", "width", "context", "vocabulary", "experts_per_token", "mlp_ratio"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}: give each head a whole size")
+        if self.experts < 0:
+            raise ValueError(f"experts must be 0 (a dense model) or more, got {self.experts}")
+        if self.experts and self.experts_per_token > self.experts:
+            raise ValueError(f"experts_per_token {self.experts_per_token} exceeds experts {self.experts}")
+
+
+SIZES: dict[str, GPTConfig] = {
+    "100k": GPTConfig(layers=2, heads=2, width=64, context=64),
+    "360k": GPTConfig(layers=3, heads=4, width=96, context=64),
+    "1m": GPTConfig(layers=5, heads=4, width=128, context=64),
+    "5m": GPTConfig(layers=6, heads=4, width=256, context=64),
+    "10m": GPTConfig(layers=6, heads=6, width=384, context=64),
+    "moe": GPTConfig(layers=4, heads=4, width=128, context=64, experts=4, mlp_ratio=2),
+}
+"""Shapes that one CPU thread runs well: few wide layers, short contexts. The name tells the parameters."""
+
+BALANCE = 0.01
+"""Weight of the loss that keeps tokens spread over the experts; it is no part of a loss that is reported."""
+
+_STD = 0.02
+
+
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+    """Without drawing from the global generator; `build` draws."""
+    return nn.Linear(inputs, outputs, bias=False, device="meta").to_empty(device="cpu")
+
+
+def _embedding(count: int, width: int) -> nn.Embedding:
+    return nn.Embedding(count, width, device="meta").to_empty(device="cpu")
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = _linear(config.width, 3 * config.width)
+        self.out = _linear(config.width, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, T, W] -> [B, T, W]
+        b, t, w = x.shape
+        q, k, v = self.qkv(x).view(b, t, 3, self.heads, w // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # [B, heads, T, W / heads]
+        mixed: Tensor = self.out(y.transpose(1, 2).reshape(b, t, w))
+        return mixed
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up = _linear(config.width, config.mlp_ratio * config.width)
+        self.out = _linear(config.mlp_ratio * config.width, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(F.relu(self.up(x)).square())  # one pass each way; gelu is many on a CPU
+        return y
+
+
+class Experts(nn.Module):
+    """Each token goes to its `experts_per_token` best experts, weighted by the router."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.per_token = config.experts_per_token
+        self.router = _linear(config.width, config.experts)
+        self.experts = nn.ModuleList(MLP(config) for _ in range(config.experts))
+        self.balance = torch.zeros(())  # of the last forward pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])  # [N, W]
+        scores = self.router(flat).softmax(-1)  # [N, E]
+        best, chosen = scores.topk(self.per_token, dim=-1)  # [N, k]
+        best = best / best.sum(-1, keepdim=True)
+        y = torch.zeros_like(flat)
+        for e, expert in enumerate(self.experts):
+            rows, slots = (chosen == e).nonzero(as_tuple=True)
+            y = y.index_add(0, rows, expert(flat[rows]) * best[rows, slots].unsqueeze(-1))
+        # Product of the share of tokens and the share of probability, summed: least when both are even.
+        count = len(self.experts)
+        tokens = torch.bincount(chosen.reshape(-1), minlength=count) / chosen.numel()
+        self.balance = count * (tokens * scores.mean(0)).sum()
+        return y.view_as(x)
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.width, eps=1e-6)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.width, eps=1e-6)
+        self.mlp: Experts | MLP = Experts(config) if config.experts else MLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        y: Tensor = x + self.mlp(self.mlp_norm(x))
+        return y
+
+
+class GPT(nn.Module):
+    """A decoder of bytes. Make one with `build`, which also draws the parameters."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = _embedding(config.vocabulary, config.width)
+        self.positions = _embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width, eps=1e-6)
+        self.head = _linear(config.width, config.vocabulary)
+        if config.tie:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """tokens [B, T] -> logits [B, T, vocabulary]; with targets [B, T] the mean loss per token in nats."""
+        x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        if targets is None:
+            return logits
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        if self.training and self.config.experts:
+            loss = loss + BALANCE * torch.stack([m.balance for m in self.modules() if isinstance(m, Experts)]).mean()
+        return loss
+
+
+def build(config: GPTConfig, seed: int) -> GPT:
+    """The model of a config and a seed, f32, always the same bits."""
+    model = GPT(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim < 2:
+                parameter.fill_(1.0)  # gains of the norms
+            elif name.endswith("out.weight"):  # what is added to the residual stream: its sum keeps its size
+                parameter.normal_(0.0, _STD / math.sqrt(2 * config.layers), generator=generator)
+            else:
+                parameter.normal_(0.0, _STD, generator=generator)
+    return model
+
+
+def parameter_count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def schedule(progress: float, warmup: float = 0.02, floor: float = 0.1) -> float:
+    """Factor on the learning rate at a share of the run: rises over `warmup`, then a cosine down to `floor`.
+
+    >>> [schedule(x, warmup=0.1, floor=0.1) for x in (0.05, 0.1, 1.0)]
+    [0.5, 1.0, 0.1]
+    """
+    progress = min(max(progress, 0.0), 1.0)
+    if progress < warmup:
+        return progress / warmup
+    down = (progress - warmup) / (1.0 - warmup) if warmup < 1.0 else 1.0
+    return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * down))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Inner optimizers
+
+
+class Together(torch.optim.Optimizer):
+    """Several optimizers, each with parameters of its own, seen as one: one list of groups, one state."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self.parts = parts
+        self._share()
+
+    def _share(self) -> None:
+        """The parts work on the groups and the state of the whole."""
+        start = 0
+        for part in self.parts:
+            stop = start + len(part.param_groups)
+            part.param_groups = self.param_groups[start:stop]
+            part.state = self.state
+            start = stop
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        if closure is not None:
+            raise ValueError("an optimizer of several parts takes no closure: call backward() before step()")
+        for part in self.parts:
+            part.step()
+        return None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.state = defaultdict(dict, self.state)
+        self._share()
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon with its Newton-Schulz iteration in the dtype of the parameters.
+
+    `torch.optim.Muon` iterates in bfloat16, which is eight times as slow as float32 on a processor without bfloat16
+    instructions. Coefficients, momentum and learning rate scale (`match_rms_adamw`) are the same.
+    """
+
+    def __init__(self, params: list[nn.Parameter], lr: float, momentum: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                buffer = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+                buffer.lerp_(parameter.grad, 1 - group["momentum"])
+                update = orthogonalized(parameter.grad.lerp(buffer, group["momentum"]))
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(update, alpha=-0.2 * math.sqrt(max(parameter.shape)) * group["lr"])
+
+
+def orthogonalized(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
+    """Return a matrix with the singular vectors of `matrix` and singular values near 1.
+
+    Newton-Schulz: each step multiplies X by a I + b G + c G^2, where G = X X^T. These factors and G commute, so
+    the steps need only the small square G: the wide matrix is multiplied once at the start and once at the end.
+    """
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    wide = matrix.T if is_tall else matrix
+    wide = wide / wide.norm().clamp(min=1e-7)
+    gram = wide @ wide.T
+    product = identity = torch.eye(len(gram)).to(gram)
+    for step in range(steps):
+        factor = torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315).add_(identity, alpha=3.4445)
+        product = factor @ product if step else factor
+        if step < steps - 1:
+            gram = factor @ gram @ factor
+    result: Tensor = product @ wide
+    return result.T if is_tall else result
+
+
+def inner_optimizer(
+    model: nn.Module,
+    name: str = "adamw",
+    lr: float = 3e-3,
+    beta2: float = 0.95,
+    weight_decay: float = 0.1,
+    momentum: float = 0.95,
+) -> torch.optim.Optimizer:
+    """The optimizer of the inner steps: `adamw`, `sgd`, or `muon` (matrices of the blocks; AdamW for the rest).
+
+    Only matrices decay, never gains. With Muon the embeddings stay with AdamW, as its authors advise.
+    """
+    parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    matrices = [p for _, p in parameters if p.ndim >= 2]
+    vectors = [p for _, p in parameters if p.ndim < 2]
+    if name == "adamw":
+        return _adamw(matrices, vectors, lr, beta2, weight_decay)
+    if name == "sgd":
+        return torch.optim.SGD([p for _, p in parameters], lr=lr, momentum=momentum)
+    if name == "muon":
+        embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        inside = [p for p in matrices if p.ndim == 2 and id(p) not in embedded]
+        outside = [p for p in matrices if p.ndim != 2 or id(p) in embedded]
+        muon = Muon(inside, lr, momentum, weight_decay)
+        return Together(muon, _adamw(outside, vectors, lr, beta2, weight_decay))
+    raise ValueError(f"inner optimizer {name!r} is not known; choose adamw, muon or sgd")
+
+
+def _adamw(
+    matrices: list[nn.Parameter],
+    vectors: list[nn.Parameter],
+    lr: float,
+    beta2: float,
+    weight_decay: float,
+) -> torch.optim.Optimizer:
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=(0.9, beta2), eps=1e-8, fused=True)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def clip_(parameters: Iterable[nn.Parameter], most: float) -> None:
+    """Scales all gradients so that their common norm is at most `most`."""
+    torch.nn.utils.clip_grad_norm_(parameters, most, foreach=True)

@@ -1,0 +1,1 @@
+"""Durable files: atomic, checksummed, fenced. Knows neither learners nor the syncer's process."""

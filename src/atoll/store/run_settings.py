@@ -1,0 +1,89 @@
+"""The settings of a run as the syncer keeps and tells them: protocol, numerics, and the trainer's own."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from atoll.core.types import RunConfig
+from atoll.tape.format import TapeError, decode, encode
+from atoll.tensors.plan import FragmentPlan
+from atoll.tensors.settings import Numerics
+
+PROTOCOL = 2
+"""Of the paths and what is said on them. Sides with different numbers do not understand each other."""
+
+
+MOST_SHARDS = 256
+
+
+def start_anew(directory: str) -> str:
+    """Say what to do where the run in this directory of the syncer has another model than the learner."""
+    return (
+        f"the model of the run is in {directory} at the syncer: build the same model, or stop that syncer and start a"
+        " new run in another directory: atoll syncer --out DIR"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """`plan` is None until a learner has brought the model; `extra` is handed to every learner as it is."""
+
+    config: RunConfig = field(default_factory=RunConfig)
+    numerics: Numerics = field(default_factory=Numerics)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    plan: FragmentPlan | None = None
+    founded_at: float = field(default_factory=time.time)  # seconds of the Unix epoch; the run's clock starts there
+    shards: int = 0  # processes that hold the fragments, p in p % shards; 0: the syncer itself does
+
+    def resumed(self, kept: RunSettings) -> RunSettings:
+        """What the directory holds decides; only the budget may be another one than before."""
+        tokens = self.config.budget_tokens if self.config.budget_tokens is not None else kept.config.budget_tokens
+        merges = self.config.budget_merges if self.config.budget_merges is not None else kept.config.budget_merges
+        return replace(kept, config=replace(kept.config, budget_tokens=tokens, budget_merges=merges))
+
+    def to_json(self) -> dict[str, Any]:
+        return self.told() | {"plan": self.plan.to_json() if self.plan is not None else None}
+
+    def told(self) -> dict[str, Any]:
+        """What a learner is told. It makes the plan from its own model, so the plan is not part of it."""
+        return {
+            "protocol": PROTOCOL,
+            "config": json.loads(encode(self.config)),
+            "numerics": self.numerics.to_json(),
+            "extra": dict(self.extra),
+            "founded": self.plan is not None,
+            "founded_at": self.founded_at,
+            "shards": self.shards,
+        }
+
+    @classmethod
+    def from_json(cls, raw: object) -> RunSettings:
+        if not isinstance(raw, Mapping):
+            raise ValueError("the settings of a run are a JSON object")
+        if raw.get("protocol") != PROTOCOL:
+            raise ValueError(f"this run speaks protocol {raw.get('protocol')}, this Atoll {PROTOCOL}: use one version")
+        try:
+            config = decode(json.dumps(raw.get("config")))
+        except TapeError as wrong:
+            raise ValueError(f"the settings of the run were written by another Atoll: {wrong}") from None
+        if type(config) is not RunConfig:
+            raise ValueError("the settings of the run hold no RunConfig")
+        founded_at, extra, plan = raw.get("founded_at"), raw.get("extra"), raw.get("plan")
+        if type(founded_at) not in (int, float) or not isinstance(extra, Mapping):
+            raise ValueError("the settings of the run lack founded_at or extra")
+        assert isinstance(founded_at, int | float)
+        shards = raw.get("shards")
+        if type(shards) is not int or not 0 <= shards <= MOST_SHARDS:
+            raise ValueError(f"the settings of the run say {shards!r} shards; 0 to {MOST_SHARDS} are possible")
+        return cls(
+            config,
+            Numerics.from_json(raw.get("numerics")),
+            extra,
+            FragmentPlan.from_json(plan) if plan is not None else None,
+            float(founded_at),
+            shards,
+        )

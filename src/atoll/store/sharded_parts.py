@@ -1,0 +1,359 @@
+"""What of a part of a snapshot is dealt out to the ranks of an island: each writes its own, and each reads its own.
+
+    parts/learner-3/001000004.dcp/__2_0.distcp    what rank 2 owns of the inner optimizer's state
+    parts/learner-3/001000004.dcp/.metadata       for other tools
+
+The files are those of `torch.distributed.checkpoint`, and so is the way from one way of dealing out to another: an
+island that starts from them may have any shape. Its collectives are not used. They would need a group of their own, and
+the ranks have lines already: each writes by itself, and its leader, who knows what everybody holds, makes the metadata.
+
+What is needed to read them is in the note of the part under `shards`, as JSON: files with sizes and digests, and which
+rows of which tensor are where in them. `.metadata` is a pickle, and nothing here reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from xxhash import xxh3_128
+
+from atoll.store.atomic import DamageError, sync_folder
+from atoll.tensors import optimizer_state
+from atoll.tensors.sharding import Box, Boxes
+
+_PIECE_BYTES = 2**22
+
+ShardsNote = Mapping[str, Any]
+"""`tensors`: name to `[dtype, shape]` of the whole. `files`: name to bytes, digest and `chunks`, each of which is
+`[tensor, offset, shape, where it begins in the file, bytes]`."""
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+class _Copies(DefaultSavePlanner):
+    """What was copied at the step boundary. Plans are made here and not by the planner: nobody is asked."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self._tensors[write_item.index.fqn]
+
+
+def write_shard(folder: Path, rank: int, taken: optimizer_state.Taken, mine: Collection[str]) -> ShardsNote:
+    """Make durable what this rank owns of the sharded tensors. Returns the note of it. Raises OSError."""
+    taken.wait()
+    names = optimizer_state.named_numbers(taken.about)
+    items = [
+        _item(number, part, taken.tensors[number].dtype)
+        for number, part in taken.parts.items()
+        if names[number].parameter in mine
+    ]
+    note: dict[str, Any] = {"tensors": {}, "files": {}}
+    if not items:
+        return note
+    try:
+        writer = FileSystemWriter(folder, sync_files=True)
+        written = writer.write_data(SavePlan(items, _StoragePrefix(f"__{rank}_")), _Copies(taken.tensors)).wait()
+    except RuntimeError as wrong:  # torch.save says "unexpected pos" where the disk is full
+        raise _cause(wrong, folder) from wrong
+    for result in written:
+        number, where = result.index.fqn, result.storage_data
+        note["tensors"][number] = [_dtype_name(taken.tensors[number]), list(taken.parts[number].sizes)]
+        box = taken.parts[number].box
+        chunk = [number, list(box.offset), list(box.shape), where.offset, where.length]
+        note["files"].setdefault(where.relative_path, {"chunks": []})["chunks"].append(chunk)
+    for name, file in note["files"].items():
+        file["bytes"], file["digest"] = digest_of(folder / name)
+    return note
+
+
+def _item(number: str, part: optimizer_state.Part, dtype: torch.dtype) -> WriteItem:
+    offset, shape = torch.Size(part.box.offset), torch.Size(part.box.shape)
+    data = TensorWriteData(ChunkStorageMetadata(offset, shape), TensorProperties(dtype), torch.Size(part.sizes))
+    return WriteItem(MetadataIndex(number, offset), WriteItemType.SHARD, tensor_data=data)
+
+
+def _cause(wrong: RuntimeError, folder: Path) -> Exception:
+    found: BaseException | None = wrong
+    while found is not None:
+        if isinstance(found, OSError):
+            return OSError(found.errno, found.strerror, str(folder))
+        found = found.__cause__ or found.__context__
+    return wrong
+
+
+def joined(notes: Collection[ShardsNote]) -> ShardsNote:
+    """Of all ranks. Raises ValueError where they do not make the whole of every tensor."""
+    tensors = {number: about for note in notes for number, about in note["tensors"].items()}
+    files = {name: file for note in notes for name, file in note["files"].items()}
+    for number, (_, sizes) in tensors.items():
+        held = [chunk for file in files.values() for chunk in file["chunks"] if chunk[0] == number]
+        if sum(math.prod(shape) for _, _, shape, _, _ in held) != math.prod(sizes):
+            raise ValueError(f"what the ranks have written of tensor {number} does not make the whole of it")
+    return {"tensors": tensors, "files": files}
+
+
+def finish(folder: Path, shards: ShardsNote) -> None:
+    """Everybody has written: the metadata, and all names durable."""
+    results = [WriteResult(index, info.length, info) for index, info in _storage(shards).items()]
+    FileSystemWriter(folder, sync_files=True).finish(Metadata(_described(shards)), [results])
+    sync_folder(folder)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Reading
+
+
+def _described(shards: ShardsNote) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        number: TensorStorageMetadata(TensorProperties(getattr(torch, dtype)), torch.Size(sizes), [])
+        for number, (dtype, sizes) in shards["tensors"].items()
+    }
+    for file in shards["files"].values():
+        for number, offset, shape, _, _ in file["chunks"]:
+            found[number].chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)))
+    return found
+
+
+def _storage(shards: ShardsNote) -> dict[MetadataIndex, _StorageInfo]:
+    return {
+        MetadataIndex(number, offset): _StorageInfo(name, begin, length)
+        for name, file in shards["files"].items()
+        for number, offset, _, begin, length in file["chunks"]
+    }
+
+
+class _Boxes(DefaultLoadPlanner):
+    """What is loaded are plain tensors, each with the box that it is of the whole."""
+
+    def __init__(self, boxes: Mapping[str, Box]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._boxes = boxes
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        plan = LoadPlan([])
+        for number, box in self._boxes.items():
+            chunk = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
+            about: Any = self.metadata.state_dict_metadata[number]
+            items = create_read_items_for_chunk_list(number, about, [chunk])
+            if sum(math.prod(item.lengths) for item in items) != box.numel:
+                raise DamageError(f"some of tensor {number} is in none of its files")
+            plan.items += items
+        return plan
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        tensor: Tensor = self.state_dict[index.fqn]
+        return tensor
+
+
+class _Reader(FileSystemReader):
+    """By the note, and only from files that are as they were written."""
+
+    def __init__(self, folder: Path, shards: ShardsNote, checked: set[str]) -> None:
+        super().__init__(folder)
+        self._folder = folder
+        self._shards = shards
+        self._checked = checked
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata(_described(self._shards), storage_data=_storage(self._shards))
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        needed = {self.storage_data[item.storage_index].relative_path for item in plan.items}
+        for name in sorted(needed - self._checked):
+            check_file(self._folder, name, self._shards)
+            self._checked.add(name)
+        return super().read_data(plan, planner)
+
+
+class Shards:
+    """The sharded tensors of a part, on disk."""
+
+    def __init__(self, folder: Path, note: ShardsNote) -> None:
+        self.folder = folder
+        self.note = note
+        self._checked: set[str] = set()  # files whose bytes were compared
+
+    def load(self, boxes: Mapping[str, Box | None]) -> dict[str, Tensor]:
+        """These boxes of these tensors, None for all of one. Raises OSError, or ValueError for files that are
+        damaged."""
+        wanted, state = {}, {}
+        for number, box in boxes.items():
+            dtype, sizes = self.note["tensors"][number]
+            wanted[number] = box if box is not None else Box((0,) * len(sizes), tuple(sizes))
+            state[number] = torch.empty(wanted[number].shape, dtype=getattr(torch, dtype))
+        reader, planner = _Reader(self.folder, self.note, self._checked), _Boxes(wanted)
+        metadata = reader.read_metadata()
+        planner.set_up_planner(state, metadata)
+        reader.set_up_storage_reader(metadata, is_coordinator=True)
+        reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+        return state
+
+    def check_all(self) -> None:
+        """Every byte of every file."""
+        for name in self.note["files"]:
+            check_file(self.folder, name, self.note)
+            self._checked.add(name)
+
+    def check_sizes(self) -> None:
+        """Quickly, without reading them: all files are there, in their sizes."""
+        for name, file in self.note["files"].items():
+            _check_size(self.folder / name, file["bytes"])
+
+    @property
+    def bytes(self) -> int:
+        return sum(file["bytes"] for file in self.note["files"].values())
+
+
+def for_rank(about: Mapping[str, Any], here: Mapping[str, Tensor], shards: Shards, boxes: Boxes) -> dict[str, Tensor]:
+    """Of all tensors of inner state what a rank with these boxes needs: of those that are here, and from disk."""
+    try:
+        names = optimizer_state.named_numbers(about)
+        sizes = {number: tuple(about["parameters"][name]["shape"]) for number, (name, _) in names.items()}
+        wanted = {
+            number: optimizer_state.box_for(
+                tuple(shape), names[number].is_complex, sizes[number], boxes.get(names[number].parameter)
+            )
+            for number, (_, shape) in shards.note["tensors"].items()
+        }
+        found = {
+            number: optimizer_state.part_for(
+                tensor, names[number].is_complex, sizes[number], boxes.get(names[number][0])
+            )
+            for number, tensor in here.items()
+        }
+    except (KeyError, TypeError, AttributeError) as wrong:
+        raise ValueError(f"the inner state does not say what {wrong} is") from None
+    return found | shards.load(wanted)
+
+
+class WholeTensors(Mapping[str, Tensor]):
+    """Tensors by their numbers, of which those that are on disk are read when they are asked for, each time anew: one
+    after the other, nobody holds more than one of them."""
+
+    def __init__(self, here: Mapping[str, Tensor], shards: Shards) -> None:
+        self._here = here
+        self._shards = shards
+
+    def __getitem__(self, number: str) -> Tensor:
+        if number in self._here:
+            return self._here[number]
+        if number not in self._shards.note["tensors"]:
+            raise KeyError(number)
+        return self._shards.load({number: None})[number]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._here
+        yield from self._shards.note["tensors"]
+
+    def __len__(self) -> int:
+        return len(self._here) + len(self._shards.note["tensors"])
+
+
+def check_note(note: Any) -> ShardsNote:
+    """What a file says about others. Raises ValueError where it is not what `write_shard` says."""
+    try:
+        for dtype, sizes in note["tensors"].values():
+            if not isinstance(getattr(torch, dtype), torch.dtype) or not all(type(size) is int for size in sizes):
+                raise ValueError("a tensor without a type or a shape")
+        for name, file in note["files"].items():
+            if os.path.basename(name) != name or type(file["bytes"]) is not int or type(file["digest"]) is not str:
+                raise ValueError(f"a file {name!r:.60} that is none of this part")
+            for number, offset, shape, begin, length in file["chunks"]:
+                sizes = note["tensors"][number][1]
+                if len(offset) != len(sizes) or len(shape) != len(sizes) or not 0 <= begin <= begin + length:
+                    raise ValueError(f"rows of tensor {number!r:.20} that it does not have")
+    except (KeyError, TypeError, AttributeError, ValueError) as wrong:
+        raise ValueError(f"what it says about the files of its ranks cannot be read: {wrong}") from None
+    checked: ShardsNote = note
+    return checked
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def digest_of(path: Path) -> tuple[int, str]:
+    """How many bytes a file has, and their digest."""
+    state, size, piece = xxh3_128(), 0, bytearray(_PIECE_BYTES)
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(piece):
+            state.update(memoryview(piece)[:count])
+            size += count
+    return size, state.hexdigest()
+
+
+def check_file(folder: Path, name: str, shards: ShardsNote) -> None:
+    file = shards["files"][name]
+    _check_size(folder / name, file["bytes"])
+    if digest_of(folder / name) != (file["bytes"], file["digest"]):
+        raise DamageError(f"the digest of {name} is wrong: it was damaged or changed after it was written")
+
+
+def _check_size(path: Path, size: int) -> None:
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError:
+        raise DamageError(f"{path.parent.name}/{path.name}, which one of its ranks has written, is missing") from None
+    if found != size:
+        raise DamageError(f"{path.parent.name}/{path.name} has {found} of {size} bytes: it is cut short, or another")
+
+
+def copy_shards(source: Shards, target: Path, put: Callable[[Path, Path], None]) -> None:
+    """All files under other names in a new folder, which is whole or not there. Raises where one is damaged."""
+    source.check_all()
+    shutil.rmtree(target, ignore_errors=True)
+    unfinished = target.with_name(f".{target.name}.copied.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        for path in sorted(source.folder.iterdir()):
+            put(path, unfinished / path.name)
+        sync_folder(unfinished)
+        os.rename(unfinished, target)
+    except BaseException:
+        remove_folder(unfinished)
+        raise
+    sync_folder(target.parent)
+
+
+def remove_folder(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        shutil.rmtree(folder)
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,528 @@
+"""The syncer's directory: every version durable before anybody sees it, and found again by the next process.
+
+    lock                                 held by the syncer that runs here; holds its process id
+    alive                                its sign of life, for a standby (`lease`)
+    epoch                                the number of the newest syncer that ever started here
+    claims/000000005                     epoch 5 is taken: no two syncers get the same number
+    run.json                             settings of the run, written when it is founded
+    controls.json                        what operators have asked for and is in force (`controls`)
+    head.json                            of a shard: the newest syncer that it has served
+    members.json, leases.json            the newest record of each, and
+    manifest.json                        the manifest once the run is over
+    end_received.json                    learners that have acknowledged the end, written when a syncer stops after it
+    fragments/007/000000012.safetensors  version 12 of fragment 7: value, outer state, who is in it; the newest few
+    snapshots/000000004/                 a snapshot: record.json and the version of every fragment that belongs to it
+
+How files are written and read is in `durable`. A damaged file is an error that names it, never a reason to take an
+older one: learners hold the newer version already.
+
+Two syncers on one directory: on one machine the lock keeps the second away. Where locks do not work (some network file
+systems, a machine that was taken for dead), and where a standby takes over from a process that stands still, the epoch
+does: a syncer that finds a higher one than its own is `Fenced`. It looks before it writes, before it gives a file its
+name and afterwards; a version that has its name is never replaced by the syncer of another epoch. There is no moment in
+between: who takes over (1) raises the epoch, (2) removes every unfinished file, (3) reads. A write whose last look was
+before (1) has either given its file the name before (2), and is read, or finds its file gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from atoll.core.protocol import LeaseRecord, ManifestRecord, MembersRecord, Record, SnapshotRecord, VersionRecord
+from atoll.core.syncer.state import Restored
+from atoll.core.types import FragmentId, Version
+from atoll.store.atomic import (
+    UNFINISHED,
+    DamageError,
+    StoreDamaged,
+    make_folder,
+    put_file,
+    read_file,
+    read_small_file,
+    read_tensor_file,
+    small_file,
+    small_file_text,
+    sync_folder,
+    tensor_file,
+)
+from atoll.store.fencing import LOCK, lives_elsewhere, remove_sign, write_sign
+from atoll.tape import format
+
+__all__ = ["Fenced", "InUse", "Store", "StoreDamaged"]
+
+LOST_EPOCHS = 1000
+"""How far beyond the newest version's epoch a store begins that has lost its own. No run starts as often in between."""
+
+CONTROLS = "controls.json"
+HEAD = "head.json"
+END_RECEIVED = "end_received.json"
+
+_FRAGMENT = re.compile(r"\d{3,}")
+_VERSION = re.compile(r"(\d{9,})\.safetensors")
+_SNAPSHOT = re.compile(r"\d{9,}")
+_RESTORE = "bring it back from a copy"
+
+R = TypeVar("R", MembersRecord, LeaseRecord, ManifestRecord, SnapshotRecord)
+
+_NAMES: Mapping[type, str] = {
+    MembersRecord: "members.json",
+    LeaseRecord: "leases.json",
+    ManifestRecord: "manifest.json",
+}
+
+
+class Fenced(Exception):  # noqa: N818 - it is a fact about us, not an error in anything
+    """A syncer of a later epoch owns the store: this one may not write any more."""
+
+    def __init__(self, directory: Path, epoch: int, ours: int) -> None:
+        super().__init__(f"{directory} belongs to a syncer of epoch {epoch}; this one, epoch {ours}, has to stop")
+        self.epoch = epoch
+
+
+class InUse(ValueError):  # noqa: N818 - a state of things
+    """Another syncer holds the directory."""
+
+
+class Store:
+    """One syncer's hold on its directory. Made by `Store.open`; `write` and its like are called from one thread."""
+
+    def __init__(self, directory: Path, keep: int, lock: int) -> None:
+        self.directory = directory
+        self.epoch = 0
+        self._keep = keep
+        self._lock: int | None = lock
+        self._beats = 0
+        self._versions: dict[FragmentId, list[Version]] = {}  # on disk, oldest first
+
+    @classmethod
+    def open(cls, directory: str | os.PathLike[str], keep: int = 3, take_over: bool = False) -> Store:
+        """Take the directory, or make it. Raises `InUse` when another process has it.
+
+        With `take_over` it is taken all the same: the other one is fenced from the moment the epoch is raised.
+        """
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, got {keep}: the newest version is always kept")
+        path = Path(directory).absolute()
+        make_folder(path)
+        store = cls(path, keep, _taken_over(path / LOCK) if take_over else _locked(path / LOCK))
+        try:
+            if not take_over and (sign := lives_elsewhere(path)) is not None:
+                raise InUse(
+                    f"{path} is in use by the process {sign.pid} on {sign.host}: stop that syncer, or wait for its"
+                    " end with --standby"
+                )
+            for folder in ("fragments", "snapshots", "claims"):
+                make_folder(path / folder)
+            store._raise_epoch()  # before it looks: whoever was here writes nothing any more
+            store._sweep()
+            store._settle_epoch()
+            store.beat()
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    def close(self) -> None:
+        """Let the directory go. Closing twice is no mistake."""
+        if self._lock is not None:
+            remove_sign(self.directory, self.epoch)
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------------------------------------------- writing
+
+    def write_settings(self, settings: Mapping[str, Any]) -> None:
+        self._put(self.directory / "run.json", small_file(json.dumps(dict(settings), indent=1, allow_nan=False)))
+
+    def write_controls(self, controls: Mapping[str, Any]) -> None:
+        self._put(self.directory / CONTROLS, small_file(json.dumps(dict(controls), indent=1, allow_nan=False)))
+
+    def write_end_received(self, learners: Collection[int]) -> None:
+        self._put(self.directory / END_RECEIVED, small_file(json.dumps({"learners": sorted(learners)})))
+
+    def write_head(self, head: Mapping[str, Any]) -> None:
+        self._put(self.directory / HEAD, small_file(json.dumps(dict(head))))
+
+    def write_initial(self, fragment: FragmentId, tensors: Mapping[str, Tensor]) -> None:
+        """Version 0 of a fragment. May be repeated, until version 1 is there: founding a run may fail half-way."""
+        if self._newest(fragment) not in (None, 0):
+            raise ValueError(f"fragment {fragment} has version {self._newest(fragment)}: the run was founded long ago")
+        self._put_version(fragment, 0, "", tensors)
+
+    def forget_initial(self, fragment: FragmentId) -> None:
+        """It is of a model with which no run was founded."""
+        assert self._versions[fragment] == [0], f"fragment {fragment} has versions {self._versions[fragment]}"
+        self.check_epoch()
+        self.version_path(fragment, 0).unlink()
+        del self._versions[fragment]
+
+    def write(self, record: Record, tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Make a record durable, a version together with its tensors.
+
+        Raises `OSError` with the file's name when it could not (the record may be written again) and `Fenced`.
+        """
+        if isinstance(record, VersionRecord):
+            newest = self._newest(record.fragment)
+            assert tensors is not None, "a version is written together with its tensors"
+            assert newest is not None, f"fragment {record.fragment} has no initial version"
+            assert record.version == newest + 1, f"fragment {record.fragment}: {record.version} written after {newest}"
+            self._put_version(record.fragment, record.version, format.encode(record), tensors)
+        elif isinstance(record, SnapshotRecord):
+            self._put_snapshot(record)
+        else:
+            self._put(self.directory / _NAMES[type(record)], small_file(format.encode(record)))
+
+    def _put_version(self, fragment: FragmentId, version: Version, note: str, tensors: Mapping[str, Tensor]) -> None:
+        path = self.version_path(fragment, version)
+        self.check_epoch()
+        make_folder(path.parent)
+        pieces = tensor_file(note, tensors)
+        try:
+            self._put(path, pieces, replace=False)
+        except FileExistsError:
+            # An earlier try of ours that failed after its file had the name: we are not fenced, so it is not another's.
+            self._put(path, pieces)
+        kept = self._versions.setdefault(fragment, [])
+        if version not in kept:
+            kept.append(version)
+        while len(kept) > self._keep:
+            # What cannot be removed now is found and removed after the next start. The new version is durable anyway.
+            with contextlib.suppress(OSError):
+                self.version_path(fragment, kept[0]).unlink(missing_ok=True)
+            kept.pop(0)
+
+    def go_back(self, fragment: FragmentId, version: Version) -> tuple[VersionRecord | None, dict[str, Tensor]]:
+        """The one before the newest is the newest again, for good: a version that nobody has seen is of no run."""
+        found = self._read(fragment, version)  # before the other one is gone
+        kept = self._versions[fragment]
+        assert kept[-2:] == [version, version + 1], f"fragment {fragment} cannot go back to {version}: {kept}"
+        self.check_epoch()
+        path = self.version_path(fragment, version + 1)
+        path.unlink()
+        sync_folder(path.parent)
+        kept.pop()
+        return found
+
+    def hold(self, snapshot: int, versions: tuple[Version, ...]) -> None:
+        """Keep the versions of a snapshot that is being taken, however many come after them until it is complete.
+
+        `versions`: of all fragments of the run, of which some may be here. They get second names. Without a record they
+        are of no snapshot: the next process removes them.
+        """
+        folder = self._snapshot_folder(snapshot)
+        fragments = self.fragments()
+        assert not fragments or fragments[-1] < len(versions), f"a snapshot of {len(versions)} fragments: {fragments}"
+        self.check_epoch()
+        make_folder(folder)
+        for fragment in fragments:
+            name = folder / f"{fragment:03d}.safetensors"
+            if not name.exists():  # then it was held before; in the folder of this number it is no other version
+                _second_name(self.version_path(fragment, versions[fragment]), name)
+
+    def let_go(self, snapshot: int) -> None:
+        """The snapshot did not come about."""
+        folder = self._snapshot_folder(snapshot)
+        if not (folder / "record.json").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _put_snapshot(self, record: SnapshotRecord) -> None:
+        """The values are second names of files that are there already; the record, written last, makes it valid."""
+        folder = self._snapshot_folder(record.snapshot)
+        self.hold(record.snapshot, record.versions)
+        sync_folder(folder)
+        self._put(folder / "record.json", small_file(format.encode(record)))
+        for old in self.snapshots()[: -self._keep]:
+            shutil.rmtree(self._snapshot_folder(old), ignore_errors=True)
+
+    def _put(self, path: Path, pieces: list[Any], replace: bool = True) -> None:
+        assert self._lock is not None, "the store is closed"
+        self.check_epoch()
+        try:
+            put_file(path, pieces, self.check_epoch, replace)
+        except OSError:
+            self.check_epoch()  # who has taken over has removed our unfinished file
+            raise
+        self.check_epoch()
+
+    # ---------------------------------------------------------------------------------------------------- reading
+
+    def settings(self) -> dict[str, Any] | None:
+        """What `write_settings` wrote; None when the run was never founded."""
+        return self._small("run.json", _RESTORE)
+
+    def controls(self) -> dict[str, Any] | None:
+        """What `write_controls` wrote; None when nobody has ever asked for anything."""
+        return self._small(CONTROLS, "remove it: nothing is paused or changed then")
+
+    def end_received(self) -> set[int]:
+        """Return the learners that have acknowledged the end of the run, as far as earlier syncers wrote it down."""
+        kept = self._small(END_RECEIVED, "remove it: the end is served to all learners again")
+        return set(kept["learners"]) if kept is not None else set()
+
+    def head(self) -> dict[str, Any] | None:
+        """What `write_head` wrote."""
+        return self._small(HEAD, _RESTORE)
+
+    def _small(self, name: str, advice: str) -> dict[str, Any] | None:
+        path = self.directory / name
+        data = _read_if_there(path)
+        if data is None:
+            return None
+        try:
+            value: dict[str, Any] = read_small_file(data)
+        except ValueError as wrong:
+            raise StoreDamaged(path, str(wrong), advice) from None
+        return value
+
+    def restored(self) -> Restored:
+        """What a syncer core starts from. Reads and checks every newest version."""
+        versions = {}
+        for fragment in self.fragments():
+            _, record, _ = self.newest(fragment)
+            if record is not None:
+                versions[fragment] = record
+        members = self._record(_NAMES[MembersRecord], MembersRecord)
+        return Restored(versions, members, self.manifest(), self._record(_NAMES[LeaseRecord], LeaseRecord))
+
+    def manifest(self) -> ManifestRecord | None:
+        return self._record(_NAMES[ManifestRecord], ManifestRecord)
+
+    def newest(self, fragment: FragmentId) -> tuple[Version, VersionRecord | None, dict[str, Tensor]]:
+        """The newest version of a fragment. Version 0 has no record. The tensors are the caller's to change."""
+        version = self._newest(fragment)
+        if version is None:
+            raise ValueError(f"fragment {fragment} has no version in {self.directory}: the run was not founded")
+        return version, *self._read(fragment, version)
+
+    def _read(self, fragment: FragmentId, version: Version) -> tuple[VersionRecord | None, dict[str, Tensor]]:
+        path = self.version_path(fragment, version)
+        try:
+            note, tensors = read_tensor_file(read_file(path))
+            record = format.decode(note) if note else None
+        except (OSError, ValueError) as wrong:
+            raise StoreDamaged(path, _what(wrong), _advice(self._versions[fragment])) from None
+        if record is None and version == 0:
+            return None, tensors
+        if not isinstance(record, VersionRecord) or (record.fragment, record.version) != (fragment, version):
+            raise StoreDamaged(path, f"holds {record!r:.200}, another version than its name says", _RESTORE)
+        return record, tensors
+
+    def fragments(self) -> tuple[FragmentId, ...]:
+        """Those that have a version."""
+        return tuple(sorted(fragment for fragment, versions in self._versions.items() if versions))
+
+    def snapshots(self) -> tuple[int, ...]:
+        """Numbers of the complete snapshots, oldest first."""
+        folder = self.directory / "snapshots"
+        found = [int(name) for name in os.listdir(folder) if _SNAPSHOT.fullmatch(name)]
+        return tuple(sorted(number for number in found if (self._snapshot_folder(number) / "record.json").exists()))
+
+    def snapshot(self, number: int) -> SnapshotRecord | None:
+        return self._record(f"snapshots/{number:09d}/record.json", SnapshotRecord)
+
+    def check_epoch(self) -> None:
+        """Raise `Fenced` when a syncer of a later epoch has taken the directory."""
+        path = self.directory / "epoch"
+        stored = _read_epoch(path, path.read_bytes())
+        if stored > self.epoch:
+            raise Fenced(self.directory, stored, self.epoch)
+        if stored < self.epoch:
+            raise StoreDamaged(path, f"says epoch {stored} while epoch {self.epoch} runs here", _RESTORE)
+
+    def beat(self) -> None:
+        """A sign of life; raises `Fenced` like `check_epoch`. May be called from any one thread beside the writing."""
+        self.check_epoch()
+        self._beats += 1
+        write_sign(self.directory, self.epoch, self._beats)
+
+    # ---------------------------------------------------------------------------------------------------- inside
+
+    def _record(self, name: str, kind: type[R]) -> R | None:
+        path = self.directory / name
+        data = _read_if_there(path)
+        if data is None:
+            return None
+        try:
+            record = format.decode(small_file_text(data))
+            if type(record) is not kind:
+                raise DamageError(f"holds {type(record).__name__}, expected {kind.__name__}")
+        except ValueError as wrong:
+            raise StoreDamaged(path, str(wrong), _RESTORE) from None
+        found: R = record
+        return found
+
+    def _newest(self, fragment: FragmentId) -> Version | None:
+        versions = self._versions.get(fragment)
+        return versions[-1] if versions else None
+
+    def version_path(self, fragment: FragmentId, version: Version) -> Path:
+        return self.directory / "fragments" / f"{fragment:03d}" / f"{version:09d}.safetensors"
+
+    def _snapshot_folder(self, number: int) -> Path:
+        return self.directory / "snapshots" / f"{number:09d}"
+
+    def _sweep(self) -> None:
+        """Remove what a killed process left half-done, and learn which versions there are."""
+        for left in self.directory.rglob(f".*{UNFINISHED}"):
+            left.unlink(missing_ok=True)
+        for name in sorted(os.listdir(self.directory / "snapshots")):
+            folder = self.directory / "snapshots" / name
+            if _SNAPSHOT.fullmatch(name) and not (folder / "record.json").exists():
+                shutil.rmtree(folder)
+        self._look_for_versions()
+        for fragment, found in self._versions.items():
+            for old in found[: -self._keep]:
+                self.version_path(fragment, old).unlink(missing_ok=True)
+            self._versions[fragment] = found[-self._keep :]
+
+    def _look_for_versions(self) -> None:
+        for name in sorted(os.listdir(self.directory / "fragments")):
+            folder = self.directory / "fragments" / name
+            if _FRAGMENT.fullmatch(name) and folder.is_dir():
+                found = sorted(int(match[1]) for match in map(_VERSION.fullmatch, os.listdir(folder)) if match)
+                self._versions[int(name)] = found
+
+    def _raise_epoch(self) -> None:
+        stored = self._stored_epoch()
+        self.epoch = self._claim(stored + 1)
+        self._write_epoch()
+        for name in os.listdir(self.directory / "claims"):
+            if name.isdigit() and int(name) < self.epoch:
+                (self.directory / "claims" / name).unlink(missing_ok=True)
+
+    def _stored_epoch(self) -> int:
+        path = self.directory / "epoch"
+        data = _read_if_there(path)
+        return self._lost_epoch() if data is None else _read_epoch(path, data)
+
+    def _claim(self, epoch: int) -> int:
+        """The first number from this one on that nobody has: of two who start at once one is the other's successor."""
+        while True:
+            try:
+                os.close(os.open(self.directory / "claims" / f"{epoch:09d}", os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                epoch += 1
+            else:
+                sync_folder(self.directory / "claims")
+                return epoch
+
+    def _settle_epoch(self) -> None:
+        """One with a lower number that started at the same moment may have written it after ours. It did so before its
+        unfinished file was swept away, so this is the end of it."""
+        if self._stored_epoch() < self.epoch:
+            self._write_epoch()
+
+    def _write_epoch(self) -> None:
+        path = self.directory / "epoch"
+        try:
+            put_file(path, small_file(str(self.epoch)), self._is_still_higher, replace=True)
+        except FileNotFoundError:  # somebody else starts here at the same moment, and has cleared our file away
+            raise Fenced(self.directory, self._stored_epoch(), self.epoch) from None
+
+    def _is_still_higher(self) -> None:
+        stored = self._stored_epoch()
+        if stored >= self.epoch:
+            raise Fenced(self.directory, stored, self.epoch)
+
+    def _lost_epoch(self) -> int:
+        """Of a directory without an epoch: 0 for a new one. Otherwise learners may have seen a higher one than any
+        version tells of, and would take us for a ghost."""
+        self._look_for_versions()
+        if not self.fragments():
+            return 0
+        records = [self.newest(fragment)[1] for fragment in self.fragments()]
+        return max([record.round.epoch for record in records if record is not None], default=0) + LOST_EPOCHS
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Files of the store
+
+
+def _locked(path: Path) -> int:
+    """The lock, taken. It goes away with the process, however that ends."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            raise InUse(
+                f"{path.parent} is in use by the process {holder}: stop that syncer, or choose another directory"
+            ) from None
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, b"%d\n" % os.getpid(), 0)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _taken_over(path: Path) -> int:
+    """The lock, or another one in its place where a process that stands still has it."""
+    try:
+        return _locked(path)
+    except InUse:
+        path.unlink(missing_ok=True)
+        return _locked(path)
+
+
+def _read_if_there(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as wrong:
+        raise StoreDamaged(path, _what(wrong), _RESTORE) from None
+
+
+def _read_epoch(path: Path, data: bytes) -> int:
+    try:
+        epoch = read_small_file(data)
+        if type(epoch) is not int or epoch < 1:
+            raise DamageError(f"holds {epoch!r:.60}, no epoch")
+    except ValueError as wrong:
+        raise StoreDamaged(
+            path, str(wrong), "remove it while no syncer runs here: the next one begins with an epoch far beyond"
+        ) from None
+    return epoch
+
+
+def _second_name(path: Path, name: Path) -> None:
+    """The file under a second name, so that it stays when the first is removed; a copy where there are no links."""
+    name.unlink(missing_ok=True)
+    try:
+        os.link(path, name)
+    except FileNotFoundError as wrong:
+        wrong.strerror = "a version of the snapshot is no longer kept: keep more versions"
+        raise
+    except OSError:
+        put_file(name, [read_file(path)], lambda: None, replace=True)
+
+
+def _what(wrong: Exception) -> str:
+    return wrong.strerror or str(wrong) if isinstance(wrong, OSError) else str(wrong)
+
+
+def _advice(versions: list[Version]) -> str:
+    if len(versions) < 2:
+        return _RESTORE
+    return f"{_RESTORE}, or move it away to go back to version {versions[-2]}, which learners may have passed already"

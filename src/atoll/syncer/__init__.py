@@ -1,0 +1,1 @@
+"""The syncer's process: HTTP API, uploads, merging, status, metrics. Loads no code of the learner."""

@@ -1,0 +1,200 @@
+"""`GET /metrics` of a syncer in the text format of Prometheus. docs/metrics.md lists the names.
+
+Everything is read from the status that is shown to people, and from what was measured at the newest merges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from atoll import __version__
+from atoll.syncer.status import status
+
+if TYPE_CHECKING:
+    from atoll.syncer.process import SyncerProcess
+
+MISSING = "this syncer cannot answer Prometheus: prometheus_client is not installed; pip install 'atoll[dash]'"
+
+MOST_LABELLED = 256
+"""Learners, and fragments, that have series of their own; those with the lowest numbers."""
+
+
+class Kind(NamedTuple):
+    """One metric: gauge or counter, the names of its labels, what it says."""
+
+    type: str
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+METRICS: Mapping[str, Kind] = {
+    # health
+    "atoll_run_info": Kind("gauge", "1; the run and the version of Atoll are labels", ("run", "version")),
+    "atoll_run_stage": Kind("gauge", "1 for the stage that the run is in", ("stage",)),
+    "atoll_run_seconds": Kind("gauge", "the run's clock: seconds since it was founded"),
+    "atoll_run_progress_ratio": Kind("gauge", "share of the budget that is used, 0 to 1"),
+    "atoll_syncer_epoch": Kind("gauge", "rises with every syncer that takes up the run"),
+    "atoll_learners_alive": Kind("gauge", "learners that are there and train"),
+    "atoll_learners_asked": Kind("gauge", "learners that the widest open round asks"),
+    "atoll_learners_merged": Kind("gauge", "contributions in the widest of the newest merges of all fragments"),
+    "atoll_quorum_learners": Kind("gauge", "K: contributions without which nothing is merged"),
+    "atoll_learner_standing": Kind("gauge", "1 for the standing of each learner", ("learner", "standing")),
+    "atoll_learner_link_up": Kind("gauge", "1 while the learner has a link", ("learner",)),
+    "atoll_learner_incarnation": Kind("gauge", "which process trains as this learner", ("learner",)),
+    "atoll_learner_strikes": Kind("gauge", "bad messages that are held against it", ("learner",)),
+    # throughput
+    "atoll_trained_tokens": Kind("gauge", "tokens trained by all learners; may fall a little when a syncer restarts"),
+    "atoll_step_seconds": Kind("gauge", "a learner's step, as rounds are timed by it"),
+    "atoll_learner_steps": Kind("gauge", "steps of this incarnation", ("learner",)),
+    "atoll_learner_loss": Kind("gauge", "loss of its newest step", ("learner",)),
+    "atoll_learner_tokens_per_second": Kind("gauge", "tokens trained per second", ("learner",)),
+    "atoll_learner_tokens_total": Kind("counter", "tokens of this incarnation", ("learner",)),
+    "atoll_learner_boundary_seconds_total": Kind("counter", "what Atoll took of the training thread", ("learner",)),
+    # merges
+    "atoll_merges_total": Kind("counter", "merges that are durable"),
+    "atoll_contributions_total": Kind("counter", "contributions merged by this process"),
+    "atoll_merge_seconds_total": Kind("counter", "seconds in which this process merged"),
+    "atoll_last_merge_timestamp_seconds": Kind("gauge", "unix time of the newest merge of this process"),
+    "atoll_rounds_in_flight": Kind("gauge", "rounds that are open"),
+    "atoll_rounds_in_flight_limit": Kind("gauge", "rounds that may be open at once"),
+    "atoll_quorum_seconds": Kind("gauge", "from the opening of a round to its quorum, mean"),
+    "atoll_sync_seconds": Kind("gauge", "from a merge to its arrival at learners, mean"),
+    "atoll_fragment_version": Kind("gauge", "durable version", ("fragment",)),
+    "atoll_merge_delta_norm": Kind("gauge", "length of the merged delta, mean over the newest merge of each fragment"),
+    "atoll_merge_cosine": Kind("gauge", "cosine between learners' deltas, mean over fragments"),
+    "atoll_merge_momentum_norm": Kind("gauge", "length of the outer momentum, mean over fragments"),
+    "atoll_merge_step_norm": Kind("gauge", "length of the published update, mean over fragments"),
+    "atoll_merge_left_out_ratio": Kind("gauge", "quantisation error of the published update, mean over fragments"),
+    # ledger
+    "atoll_ledger_merged_tokens": Kind("gauge", "trained tokens that are in the model, mean over fragments"),
+    "atoll_ledger_pending_tokens": Kind("gauge", "trained tokens that are not merged yet, mean over fragments"),
+    "atoll_ledger_dropped_tokens": Kind("gauge", "trained tokens that are lost, mean over fragments", ("reason",)),
+    "atoll_ledger_balanced": Kind("gauge", "1: in every fragment trained = merged + pending + dropped"),
+    # links
+    "atoll_syncer_received_bytes_total": Kind("counter", "contributions that arrived at this process"),
+    "atoll_syncer_sent_bytes_total": Kind("counter", "fragments that this process sent"),
+    "atoll_learner_sent_bytes_total": Kind("counter", "sent by this incarnation", ("learner",)),
+    "atoll_learner_received_bytes_total": Kind("counter", "received by this incarnation", ("learner",)),
+    "atoll_refused_total": Kind("counter", "bad requests and messages that this process refused", ("code",)),
+    "atoll_ignored_total": Kind("counter", "messages that came too late to matter", ("reason",)),
+}
+
+Sample = tuple[str, tuple[str, ...], float | None]
+
+
+def exposition(syncer: SyncerProcess, accept: str) -> tuple[bytes, str]:
+    """The text and its content type. ImportError without prometheus_client."""
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.exposition import choose_encoder
+    from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+    from prometheus_client.registry import Collector
+
+    class Once(Collector):
+        def collect(self) -> Iterable[Metric]:
+            families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+            for name, kind in METRICS.items():
+                family = CounterMetricFamily if kind.type == "counter" else GaugeMetricFamily
+                families[name] = family(name, kind.help, labels=kind.labels)
+            for name, labels, value in samples(syncer):
+                if value is not None:
+                    families[name].add_metric(labels, float(value))
+            return families.values()
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Once())
+    encode, content_type = choose_encoder(accept)
+    return encode(registry), content_type
+
+
+def samples(syncer: SyncerProcess) -> Iterator[Sample]:
+    """Name, values of the labels, figure; None where it is not known."""
+    shown = status(syncer)
+    yield "atoll_run_info", (shown["run"], __version__), 1.0
+    yield "atoll_run_stage", (shown["stage"],), 1.0
+    yield "atoll_run_seconds", (), shown["wall_s"]
+    yield "atoll_run_progress_ratio", (), shown["progress"]
+    yield "atoll_syncer_epoch", (), shown["epoch"]
+    yield "atoll_syncer_received_bytes_total", (), shown["bytes"]["up"]
+    yield "atoll_syncer_sent_bytes_total", (), shown["bytes"]["down"]
+    for code, count in shown["refused"].items():
+        yield "atoll_refused_total", (code,), count
+    if not shown["founded"]:
+        return
+    yield from _of_the_run(shown)
+    yield "atoll_contributions_total", (), syncer.merged_contributions
+    yield from _of_merges(syncer)
+    yield from _of_the_ledger(shown["ledger"])
+    for learner in shown["learners"][:MOST_LABELLED]:
+        yield from _of_learner(learner)
+
+
+def _of_the_run(shown: Mapping[str, Any]) -> Iterator[Sample]:
+    for name in ("alive", "asked", "merged"):
+        yield f"atoll_learners_{name}", (), shown[name]
+    yield "atoll_quorum_learners", (), shown["quorum"]
+    yield "atoll_trained_tokens", (), shown["trained"]
+    yield "atoll_merges_total", (), shown["merges"]
+    yield "atoll_rounds_in_flight", (), shown["rounds_in_flight"]
+    yield "atoll_rounds_in_flight_limit", (), shown["flight_limit"]
+    for name in ("step", "quorum", "sync"):
+        yield f"atoll_{name}_seconds", (), shown[f"{name}_s"]
+    for fragment in shown["fragments"][:MOST_LABELLED]:
+        yield "atoll_fragment_version", (str(fragment["fragment"]),), fragment["version"]
+    for reason, count in shown["ignored"].items():
+        yield "atoll_ignored_total", (reason,), count
+
+
+def _of_merges(syncer: SyncerProcess) -> Iterator[Sample]:
+    metrics = syncer.metrics
+    yield "atoll_merge_seconds_total", (), metrics.merge_s
+    yield "atoll_last_merge_timestamp_seconds", (), metrics.merged_at
+    newest = list(metrics.newest.values())
+    yield "atoll_merge_delta_norm", (), _mean(measured.merged_norm for measured in newest)
+    yield "atoll_merge_cosine", (), _mean(measured.cosine for measured in newest)
+    yield "atoll_merge_momentum_norm", (), _mean(measured.momentum_norm for measured in newest)
+    yield "atoll_merge_step_norm", (), _mean(measured.step_norm for measured in newest)
+    yield "atoll_merge_left_out_ratio", (), _mean(measured.left_out for measured in newest)
+
+
+def _of_the_ledger(lines: list[Mapping[str, Any]]) -> Iterator[Sample]:
+    dropped: dict[str, float] = {}
+    for line in lines:
+        for reason, tokens in line["dropped"].items():
+            dropped[reason] = dropped.get(reason, 0.0) + tokens / len(lines)
+    yield "atoll_ledger_merged_tokens", (), _mean(line["merged"] for line in lines)
+    yield "atoll_ledger_pending_tokens", (), _mean(line["pending"] for line in lines)
+    for reason, tokens in dropped.items():
+        yield "atoll_ledger_dropped_tokens", (reason,), tokens
+    balanced = all(
+        line["pending"] >= 0 and line["trained"] == line["merged"] + line["pending"] + sum(line["dropped"].values())
+        for line in lines
+    )
+    yield "atoll_ledger_balanced", (), float(balanced)
+
+
+TOLD = {
+    "loss": "atoll_learner_loss",
+    "tokens_per_s": "atoll_learner_tokens_per_second",
+    "tokens": "atoll_learner_tokens_total",
+    "boundary_s": "atoll_learner_boundary_seconds_total",
+    "bytes_up": "atoll_learner_sent_bytes_total",
+    "bytes_down": "atoll_learner_received_bytes_total",
+    "incarnation": "atoll_learner_incarnation",
+    "strikes": "atoll_learner_strikes",
+    "step": "atoll_learner_steps",
+}
+"""Fields of a learner in the status."""
+
+
+def _of_learner(learner: Mapping[str, Any]) -> Iterator[Sample]:
+    labels = (str(learner["learner"]),)
+    yield "atoll_learner_standing", (*labels, learner["standing"]), 1.0
+    yield "atoll_learner_link_up", labels, float(learner["link"] == "up")
+    for field, name in TOLD.items():
+        yield name, labels, learner.get(field)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

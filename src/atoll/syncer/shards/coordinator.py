@@ -1,0 +1,472 @@
+"""The shards of a run, seen from its syncer: processes that hold fragments, merge them and serve them.
+
+Fragment p belongs to shard p % n. The syncer decides, as it would alone; for the fragments it has no tensors, but sends
+its effects to their shard and hears the events from there (`shard_words`). A shard that is away stops its fragments and
+nothing else; whoever holds the newest durable versions of them may come in its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from aiohttp import WSCloseCode, WSMsgType, web
+from torch import Tensor
+
+from atoll.core.protocol import (
+    Accumulate,
+    Contribution,
+    DiscardRound,
+    MergeRound,
+    MessageArrived,
+    Persist,
+    Persisted,
+    PersistFailed,
+    ShardBack,
+    ShardLost,
+    SnapshotRecord,
+    VersionRecord,
+)
+from atoll.core.types import FragmentId, Version
+from atoll.store.run_settings import RunSettings
+from atoll.syncer.learner_connection import CLOSING_S, as_last_words
+from atoll.syncer.shards.messages import (
+    MOST_WORD_BYTES,
+    Forget,
+    FromHead,
+    GoBack,
+    HeadHello,
+    HeldHere,
+    HoldCut,
+    Holds,
+    KeepVersion,
+    LetGo,
+    LetGoCut,
+    Merged,
+    OpenLinks,
+    ShardHello,
+    TakeFragments,
+    Traffic,
+    as_text,
+    heard,
+    word,
+)
+from atoll.tensors.plan import FragmentPlan, digest_of
+from atoll.transport.wire import (
+    FragmentHeader,
+    FrameHead,
+    FrameParser,
+    Kind,
+    WireError,
+    as_bytes,
+    encode_header,
+    frame_head,
+)
+
+if TYPE_CHECKING:
+    from atoll.syncer.process import SyncerProcess
+
+MOST_WAITING = 65_536
+"""Words for one shard. It has stopped reading long before."""
+
+SAME = "another process says that it is the same shard"
+
+FOUNDING_S = 600.0
+
+GATHERING_S = 60.0
+"""So long the model of a run that is over waits for a shard that is away."""
+
+
+class ShardsMissing(Exception):  # noqa: N818 - a state of things, which passes
+    """A run is founded when all its shards are there, and so is its model gathered."""
+
+
+def _into(value: Tensor, head: FrameHead, header: bytes) -> memoryview:
+    return as_bytes(value)
+
+
+class RemoteFragment:
+    """In place of a `HeldFragment`, for links that tell learners of versions."""
+
+    def __init__(self, shards: Shards, p: FragmentId) -> None:
+        self._shards = shards
+        self._p = p
+
+    def hold(self, version: Version) -> RemoteFragment | None:
+        self._shards.post(self._p, KeepVersion(self._p, version))
+        return self
+
+    def release(self, version: Version) -> None:
+        self._shards.post(self._p, LetGo(self._p, version))
+
+
+class ShardLink:
+    """One connection of one shard."""
+
+    def __init__(
+        self, hello: ShardHello, socket: web.WebSocketResponse, transport: asyncio.BaseTransport | None
+    ) -> None:
+        self.number = hello.shard
+        self.transport = transport
+        self.address = hello.address
+        self.held: dict[FragmentId, HeldHere] = {}
+        self.traffic = Traffic(0, 0)
+        self._socket = socket
+        self._waiting: asyncio.Queue[str | None] = asyncio.Queue()
+        self._task = asyncio.get_running_loop().create_task(self._write())
+
+    def post(self, said: FromHead) -> None:
+        self._waiting.put_nowait(word(said))
+        if self._waiting.qsize() > MOST_WAITING:
+            self._task.cancel()
+
+    async def _write(self) -> None:
+        try:
+            while (text := await self._waiting.get()) is not None:
+                await self._socket.send_str(text)
+        except (ConnectionError, RuntimeError):
+            return  # the reading side notices the same
+
+    def close(self, why: str) -> None:
+        self._task.cancel()
+        last = self._socket.close(code=WSCloseCode.POLICY_VIOLATION, message=as_last_words(why))
+        self._task = asyncio.get_running_loop().create_task(_ended(last))
+
+
+async def _ended(closing: Awaitable[bool]) -> None:
+    await closing
+
+
+class Shards:
+    def __init__(self, syncer: SyncerProcess, count: int) -> None:
+        self.syncer = syncer
+        self.count = count
+        self.links: dict[int, ShardLink] = {}  # of those who have said what they hold
+        self._greeted: dict[int, ShardLink] = {}  # of those who have not yet
+        self.fragments: dict[FragmentId, RemoteFragment] = {}
+        self._initial: dict[FragmentId, Tensor] = {}  # while a run is being founded
+        self._founding_at = 0.0  # of the model with which it is tried
+        self._saving: tuple[SnapshotRecord, set[int]] | None = None  # a snapshot, and whose part is not durable yet
+        self._news = asyncio.Condition()
+        self._traffic_before = Traffic(0, 0)  # of links that are gone
+
+    def __iter__(self) -> Iterator[ShardLink]:
+        return iter([*self.links.values(), *self._greeted.values()])
+
+    def begin(self, fragments: int) -> None:
+        self.fragments = {p: RemoteFragment(self, p) for p in range(fragments)}
+
+    def of(self, shard: int) -> tuple[FragmentId, ...]:
+        plan = self.syncer.settings.plan
+        return tuple(range(shard, len(plan.fragments), self.count)) if plan is not None else ()
+
+    def addresses(self) -> list[str | None]:
+        return [self.links[k].address if k in self.links else None for k in range(self.count)]
+
+    def traffic(self) -> Traffic:
+        told = [self._traffic_before, *(link.traffic for link in self.links.values())]
+        return Traffic(sum(each.bytes_up for each in told), sum(each.bytes_down for each in told))
+
+    # ---------------------------------------------------------------------------------------------------- beginning
+
+    async def found(self, settings: RunSettings, values: list[Tensor]) -> None:
+        """Every shard fetches its values and makes them durable."""
+        missing = [k for k in range(self.count) if k not in self.links]
+        if missing:
+            raise ShardsMissing(f"the run waits for its shards: {len(missing)} of {self.count} are not here")
+        self._initial = dict(enumerate(values))
+        self._founding_at = settings.founded_at
+        text = as_text(settings.to_json())
+        try:
+            for k, link in self.links.items():
+                link.held = {}
+                link.post(TakeFragments(text, tuple(range(k, len(values), self.count))))
+            async with self._news, asyncio.timeout(FOUNDING_S):
+                await self._news.wait_for(lambda: self._hold_all(len(values)) or len(self.links) < self.count)
+            if not self._hold_all(len(values)):
+                raise ShardsMissing("a shard went away while the run was founded")
+        except TimeoutError:
+            raise ShardsMissing(f"the shards did not take the model within {FOUNDING_S:g} s") from None
+        finally:
+            self._initial = {}
+
+    def founded(self) -> None:
+        """The syncer has its own record: from here on what the shards hold is of this run."""
+        for link in self.links.values():
+            link.post(self._head())
+
+    def _hold_all(self, fragments: int) -> bool:
+        return {p for link in self.links.values() for p in link.held} == set(range(fragments))
+
+    async def records(self, fragments: int) -> dict[FragmentId, VersionRecord]:
+        """When all shards are here: what they hold."""
+        async with self._news:
+            await self._news.wait_for(lambda: len(self.links) == self.count and self._hold_all(fragments))
+        held = [each for link in self.links.values() for each in link.held.values()]
+        return {each.fragment: each.record for each in held if each.record is not None}
+
+    async def initial(self, request: web.Request) -> web.StreamResponse:
+        """`GET /v1/initial/{fragment}`, while a run is being founded."""
+        value = self._initial.get(int(request.match_info["fragment"][:9]))
+        if value is None:
+            raise web.HTTPNotFound
+        header = encode_header({"fragment": int(request.match_info["fragment"])})
+        head = await asyncio.to_thread(frame_head, Kind.MODEL, 0, header, value)
+        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+        view = as_bytes(value)
+        response.content_length = len(head) + len(header) + view.nbytes
+        await response.prepare(request)
+        await response.write(head + header)
+        for begin in range(0, view.nbytes, 2**20):
+            await response.write(view[begin : begin + 2**20])
+        await response.write_eof()
+        return response
+
+    async def values(self, plan: FragmentPlan, versions: dict[FragmentId, Version]) -> dict[FragmentId, Tensor]:
+        """These versions, from the shards that hold them. Raises `ShardsMissing`."""
+        try:
+            async with self._news, asyncio.timeout(GATHERING_S):
+                if len(self.links) < self.count:
+                    self.syncer.log.warning("the model is complete when its shards are here: %s", self._missing())
+                await self._news.wait_for(lambda: len(self.links) == self.count)
+        except TimeoutError:
+            raise ShardsMissing(f"the run is over, and its model is not complete: {self._missing()}") from None
+        found = {}
+        async with self.syncer.access.client() as session:
+            for p, version in versions.items():
+                value = torch.empty(plan.numel(p))
+                parser = FrameParser(Kind.FRAGMENT, partial(_into, value))
+                url = f"{self.syncer.access.scheme}://{self.links[p % self.count].address}/v1/fragment/{p}/{version}"
+                async with session.get(url, params={"base": "whole"}) as answer:
+                    answer.raise_for_status()
+                    async for chunk in answer.content.iter_any():
+                        parser.feed(chunk)
+                header = FragmentHeader.decode(parser.finish().header)
+                if digest_of(value) != header.value_digest:
+                    raise WireError(f"fragment {p} came otherwise than it was published", "digest")
+                found[p] = value
+        return found
+
+    def _missing(self) -> str:
+        missing = [str(k) for k in range(self.count) if k not in self.links]
+        return f"shard {', '.join(missing)} of {self.count} {'is' if len(missing) == 1 else 'are'} away"
+
+    # ---------------------------------------------------------------------------------------------------- a link
+
+    async def link(self, request: web.Request) -> web.StreamResponse:
+        """`GET /v1/head`: a WebSocket of text."""
+        socket = web.WebSocketResponse(max_msg_size=MOST_WORD_BYTES, compress=False, timeout=CLOSING_S, heartbeat=10.0)
+        await socket.prepare(request)
+        link: ShardLink | None = None
+        why = "the connection was closed"
+        try:
+            async for message in socket:
+                if message.type is not WSMsgType.TEXT:
+                    continue
+                said = heard(message.data, "shard")
+                if link is None:
+                    link = self._greet(said, socket, request.transport)
+                elif self.links.get(link.number) is link:
+                    await self._hear(link, said)
+                elif self._greeted.get(link.number) is link:
+                    await self._take_in(link, said)
+        except WireError as wrong:
+            why = f"what it sent was refused: {wrong}"
+            self.syncer.refused[wrong.code] += 1
+            await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=as_last_words(str(wrong)))
+        finally:
+            if link is not None:
+                await self._gone(link, why)
+        return socket
+
+    def _greet(self, hello: Any, socket: web.WebSocketResponse, transport: asyncio.BaseTransport | None) -> ShardLink:
+        if type(hello) is not ShardHello:
+            raise WireError(f"the first word of a shard is ShardHello, found {type(hello).__name__}", "type")
+        self._check(hello)
+        older = self._greeted.get(hello.shard)
+        if older is not None:
+            older.close(SAME)
+        link = ShardLink(hello, socket, transport)
+        link.post(self._head())
+        self._greeted[hello.shard] = link
+        return link
+
+    def _head(self) -> HeadHello:
+        settings = self.syncer.settings
+        return HeadHello(self.syncer.store.epoch, settings.config.run_id if settings.plan is not None else "")
+
+    def _check(self, hello: ShardHello) -> None:
+        if hello.shards != self.count or not 0 <= hello.shard < self.count:
+            raise WireError(f"shard {hello.shard} of {hello.shards}, this run has {self.count}, from 0", "type")
+        settings = self.syncer.settings
+        if self.of(hello.shard):
+            ours = (settings.config.run_id, settings.founded_at)
+            is_ours = (hello.run_id, hello.founded_at) == ours
+        else:
+            is_ours = not hello.is_founded  # what a syncer has left half-way that never had a record of it
+        if not is_ours:
+            theirs = f"run {hello.run_id!r}" if hello.run_id else "no run"
+            run = repr(settings.config.run_id) if self.of(hello.shard) else "a new one, without a model"
+            raise WireError(
+                f"shard {hello.shard} holds {theirs}, this one is {run}: give it its own directory, or bring that back"
+                " from a copy",
+                "type",
+            )
+
+    async def _take_in(self, link: ShardLink, holds: Any) -> None:
+        """It has said what it holds, and no other syncer can change that any more."""
+        if type(holds) is not Holds:
+            raise WireError(f"the second word of a shard is Holds, found {type(holds).__name__}", "type")
+        wanted = self.of(link.number)
+        link.held = {each.fragment: each for each in holds.held} if wanted else {}
+        if set(link.held) != set(wanted):
+            found = f"{len(link.held)} fragments where {len(wanted)} are wanted"
+            raise WireError(f"shard {link.number} holds {found}: bring its directory back from a copy", "type")
+        unseen = self._unseen(link)
+        if unseen:
+            link.post(GoBack(unseen))  # and it says again what it holds
+            return
+        older = self.links.get(link.number)
+        if older is not None:
+            await self._gone(older, SAME)
+            older.close(SAME)
+        del self._greeted[link.number]
+        self.links[link.number] = link
+        self.syncer.log.info("shard %d of %d is here, at %s", link.number, self.count, link.address)
+        link.post(self._open_links())
+        if self.syncer.core is not None:
+            self.syncer.tell(ShardBack(tuple((p, each.version) for p, each in sorted(link.held.items()))))
+        await self._notify()
+
+    def _unseen(self, link: ShardLink) -> tuple[tuple[FragmentId, Version], ...]:
+        """Versions that were durable there when the run ended without them: nobody was told of them, and it goes back
+        to those that the manifest names. Whatever else differs is not of this run's making."""
+        core = self.syncer.core
+        manifest = core.manifest if core is not None else self.syncer.store.manifest()
+        if manifest is None:
+            return ()
+        final = dict(enumerate(manifest.versions))
+        wrong = {p: each.version for p, each in link.held.items() if each.version not in (final[p], final[p] + 1)}
+        if wrong and core is None:
+            p, version = min(wrong.items())
+            raise WireError(
+                f"shard {link.number} holds version {version} of fragment {p}, and the run has ended with {final[p]}:"
+                " bring its directory back from a copy",
+                "type",
+            )
+        return tuple((p, final[p]) for p, each in sorted(link.held.items()) if each.version == final[p] + 1)
+
+    async def _hear(self, link: ShardLink, said: Any) -> None:
+        syncer = self.syncer
+        if type(said) is Traffic:
+            link.traffic = said
+        elif type(said) is Holds:  # it has taken its fragments; perhaps those of a model that nobody waits for any more
+            if said.founded_at == self._founding_at:
+                link.held = {each.fragment: each for each in said.held}
+                await self._notify()
+        elif type(said) is Merged:
+            syncer.note_merge(said.fragment, said.version, said.measured)
+        elif syncer.core is None:
+            raise WireError(f"{type(said).__name__} before the run has begun", "type")
+        elif type(said) is MessageArrived:
+            self._arrived(link, said)
+        elif type(said) in (Persisted, PersistFailed) and said.key.kind == "snapshot":
+            self._part_saved(link.number, said)
+        else:
+            syncer.tell(said)
+
+    def _arrived(self, link: ShardLink, said: MessageArrived) -> None:
+        body = said.envelope.body
+        if type(body) is not Contribution or body.round.fragment % self.count != link.number:
+            raise WireError("a shard tells of contributions to its own fragments", "type")
+        if not self.syncer.tell_arrived(said):
+            link.post(Forget(said.envelope.learner, said.envelope.incarnation, body.round))
+
+    async def _gone(self, link: ShardLink, why: str) -> None:
+        if self._greeted.get(link.number) is link:
+            del self._greeted[link.number]
+        if self.links.get(link.number) is not link:
+            return
+        del self.links[link.number]
+        before = self._traffic_before
+        up, down = before.bytes_up + link.traffic.bytes_up, before.bytes_down + link.traffic.bytes_down
+        self._traffic_before = Traffic(up, down)
+        self.syncer.log.warning("shard %d is away: %s", link.number, why)
+        if self.syncer.core is not None:
+            self._give_up_snapshot(f"shard {link.number} went away")
+            self.syncer.tell(ShardLost(self.of(link.number), why))
+        await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._news:
+            self._news.notify_all()
+
+    # ---------------------------------------------------------------------------------------------------- effects
+
+    def carry_out(self, effect: Accumulate | MergeRound | DiscardRound | Persist) -> None:
+        record = effect.record if type(effect) is Persist else None
+        if isinstance(record, SnapshotRecord):
+            self._save_snapshot(record)
+            return
+        assert record is None or isinstance(record, VersionRecord)
+        self.post(record.fragment if record is not None else effect.round.fragment, effect)  # type: ignore[union-attr]
+
+    def post(self, p: FragmentId, said: FromHead) -> None:
+        """To the shard of this fragment. One that is away has lost what it is about, and says what it has."""
+        link = self.links.get(p % self.count)
+        if link is not None:
+            link.post(said)
+
+    # ---------------------------------------------------------------------------------------------------- snapshots
+
+    def hold(self, snapshot: int, versions: tuple[Version, ...]) -> None:
+        for link in self.links.values():
+            link.post(HoldCut(snapshot, versions))
+
+    def let_go(self, snapshot: int) -> None:
+        for link in self.links.values():
+            link.post(LetGoCut(snapshot))
+
+    def _save_snapshot(self, record: SnapshotRecord) -> None:
+        """Every shard makes its versions durable under the snapshot's name, and then the syncer its record: that one
+        makes it valid."""
+        self._saving = (record, set(range(self.count)))
+        if len(self.links) < self.count:
+            self._give_up_snapshot(self._missing())
+            return
+        for link in self.links.values():
+            link.post(Persist(record))
+
+    def _part_saved(self, shard: int, said: Persisted | PersistFailed) -> None:
+        if self._saving is None or self._saving[0].key() != said.key:
+            return  # it was given up, because of another one
+        record, missing = self._saving
+        if type(said) is PersistFailed:
+            self._give_up_snapshot(f"shard {shard}: {said.why}")
+            return
+        missing.discard(shard)
+        if not missing:
+            self._saving = None
+            self.syncer.keeper.persist(record)
+
+    def _give_up_snapshot(self, why: str) -> None:
+        if self._saving is not None:
+            key, self._saving = self._saving[0].key(), None
+            self.syncer.tell(PersistFailed(key, why))
+
+    def tell_missing(self) -> None:
+        """To a core that has just begun: who went away after it said what it holds, and before there was a core."""
+        for shard in range(self.count):
+            if shard not in self.links:
+                self.syncer.tell(ShardLost(self.of(shard), "it went away while the run began"))
+
+    def links_changed(self) -> None:
+        said = self._open_links()
+        for link in self.links.values():
+            link.post(said)
+
+    def _open_links(self) -> OpenLinks:
+        return OpenLinks(tuple(sorted(self.syncer.links)))

@@ -1,0 +1,191 @@
+"""What a syncer and its shards say to each other: effects one way, events the other, and a few words of their own.
+
+One text message of a WebSocket is one value in the encoding of tapes. The shard dials, says `ShardHello`, and hears
+`HeadHello`. It writes down whom it serves from now on, and then says what it `Holds`: after that no syncer of before
+can make it hold anything else. From then on it carries out what it is sent for its fragments, in order, and tells what
+came of it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple, TypeAlias, get_args
+
+from atoll.core import protocol, reasons, types
+from atoll.core.codec import Codec, MisfitError, to_text
+from atoll.core.types import FragmentId, Incarnation, LearnerId, Version
+from atoll.syncer.fragment import Measured
+from atoll.transport.wire import WireError, parse_json
+
+MOST_WORD_BYTES = 64 * 2**20
+"""A plan of a large model travels in one."""
+
+
+class HeldHere(NamedTuple):
+    """The newest durable version of one fragment, and its record; a fragment that was never merged has none."""
+
+    fragment: FragmentId
+    version: Version
+    record: protocol.VersionRecord | None
+
+
+class ShardHello(NamedTuple):
+    """`address`: where learners reach it. `run_id` is empty while it has no part of a run.
+
+    `is_founded`: a syncer has said that it has a record of that run. Otherwise it may have ended before it had one, and
+    what is held here is of no run.
+    """
+
+    shard: int
+    shards: int
+    address: str
+    run_id: str
+    founded_at: float
+    is_founded: bool
+
+
+class Holds(NamedTuple):
+    """All fragments that are here. `founded_at` tells which model: founding a run may be tried more than once."""
+
+    founded_at: float
+    held: tuple[HeldHere, ...]
+
+
+class HeadHello(NamedTuple):
+    """`run_id`: of the run of which this syncer has a record; empty before. Said again when it has one."""
+
+    epoch: int
+    run_id: str
+
+
+class TakeFragments(NamedTuple):
+    """The run has a model: fetch the initial values of these fragments, and say what is held when they are durable."""
+
+    settings: str
+    fragments: tuple[FragmentId, ...]
+
+
+class GoBack(NamedTuple):
+    """The run has ended with these versions, and nobody has ever seen the later ones: forget those, and say what is
+    held then."""
+
+    versions: tuple[tuple[FragmentId, Version], ...]
+
+
+class OpenLinks(NamedTuple):
+    """All links of learners: values that belong to another one are refused."""
+
+    links: tuple[tuple[LearnerId, Incarnation, int], ...]
+
+
+class KeepVersion(NamedTuple):
+    """A learner was told of this version: serve it until `LetGo`, as often as it was said."""
+
+    fragment: FragmentId
+    version: Version
+
+
+class LetGo(NamedTuple):
+    fragment: FragmentId
+    version: Version
+
+
+class HoldCut(NamedTuple):
+    """A snapshot is being taken, with these versions of all fragments: keep those that are here. Its record comes
+    later, with `Persist`, or `LetGoCut`."""
+
+    snapshot: int
+    versions: tuple[Version, ...]
+
+
+class LetGoCut(NamedTuple):
+    """It is durable, or did not come about."""
+
+    snapshot: int
+
+
+class Forget(NamedTuple):
+    """The contribution of which the shard told was not taken: its bytes are of no use."""
+
+    learner: LearnerId
+    incarnation: Incarnation
+    round: types.RoundId
+
+
+class Merged(NamedTuple):
+    """What the merge was like whose version is now durable."""
+
+    fragment: FragmentId
+    version: Version
+    measured: Measured
+
+
+class Traffic(NamedTuple):
+    """Of values, since the shard started."""
+
+    bytes_up: int
+    bytes_down: int
+
+
+FromShard: TypeAlias = (
+    ShardHello
+    | Holds
+    | Merged
+    | Traffic
+    | protocol.MessageArrived
+    | protocol.MergeDone
+    | protocol.MergeFailed
+    | protocol.Persisted
+    | protocol.PersistFailed
+)
+FromHead: TypeAlias = (
+    HeadHello
+    | TakeFragments
+    | GoBack
+    | OpenLinks
+    | KeepVersion
+    | LetGo
+    | HoldCut
+    | LetGoCut
+    | Forget
+    | protocol.Accumulate
+    | protocol.MergeRound
+    | protocol.DiscardRound
+    | protocol.Persist
+)
+
+_RECORDS = (
+    protocol.RecordKey,
+    protocol.VersionRecord,
+    protocol.MembersRecord,
+    protocol.LeaseRecord,
+    protocol.SnapshotRecord,
+    protocol.ManifestRecord,
+)
+_CODEC = Codec(
+    [
+        *(types.RoundId, types.Mark, types.Accepted, types.Holding, reasons.Reason, protocol.Envelope, *_RECORDS),
+        *dict.fromkeys([*get_args(protocol.LearnerBody), *get_args(protocol.SyncerBody)]),
+        *(Measured, HeldHere, *get_args(FromShard), *get_args(FromHead)),
+    ]
+)
+_encode, _from_shard, _from_head = _CODEC.encode, _CODEC.decoder(FromShard), _CODEC.decoder(FromHead)
+
+
+def word(said: FromShard | FromHead) -> str:
+    return to_text(_encode(said))
+
+
+def heard(text: str, sender: str) -> Any:
+    """`sender`: shard or head. Whatever does not fit is a `WireError`."""
+    raw = parse_json(text.encode(), MOST_WORD_BYTES)
+    try:
+        return (_from_shard if sender == "shard" else _from_head)(raw)
+    except MisfitError as misfit:
+        raise WireError(f"not a word of a {sender}: {misfit}", "type") from None
+    except (RecursionError, TypeError):
+        raise WireError(f"not a word of a {sender}: nested too deeply", "type") from None
+
+
+def as_text(settings: dict[str, Any]) -> str:
+    return json.dumps(settings, separators=(",", ":"))

@@ -1,0 +1,424 @@
+"""Tapes as files: `TapeWriter` writes one, `TapeReader` reads one, `RunTapes` finds those of a run.
+
+A run's directory has a folder `tapes` with one file per process: `syncer-e1.tape`, `learner-3-i2.tape`. A process that
+is killed may leave half a line at the end; that is tolerated and nothing else is. Beside the folder of a simulated run
+is `simulated.json`, see `Simulated`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, TypeAlias
+
+from atoll import __version__
+from atoll.core.syncer.state import Restored
+from atoll.core.types import SYNCER, RunConfig
+from atoll.tape.format import (
+    FORMAT_VERSION,
+    Actor,
+    Entry,
+    Header,
+    TapeError,
+    decode_entry,
+    decode_header,
+    encode_entry,
+    encode_header,
+)
+from atoll.tape.ordering import Missing, merged
+
+FOLDER = "tapes"
+SUFFIX = ".tape"
+MOST_LINE_BYTES = 16 * 1024 * 1024
+"""A longer line is no line: something else was written over the file."""
+
+SIMULATED = "simulated.json"
+SIMULATED_NOTE = "simulated"
+"""In the header of a tape of `atoll simulate`."""
+
+SIMULATED_FORMAT = 1
+
+AnyPath: TypeAlias = str | PathLike[str]
+
+_NAME = re.compile(r"(?:syncer-e([1-9]\d*)|learner-([1-9]\d*)-i([1-9]\d*))\.tape")
+
+
+def tape_path(run: AnyPath, actor: Actor) -> Path:
+    """Where the tape of a process belongs."""
+    if actor.learner == SYNCER:
+        return Path(run, FOLDER, f"syncer-e{actor.start}{SUFFIX}")
+    return Path(run, FOLDER, f"learner-{actor.learner}-i{actor.start}{SUFFIX}")
+
+
+def new_header(
+    actor: Actor, config: RunConfig, seed: int | None = None, restored: Restored | None = None, note: str = ""
+) -> Header:
+    """The header of a tape that this Atoll writes."""
+    return Header(FORMAT_VERSION, __version__, actor, config, seed, restored, note)
+
+
+class TapeWriter:
+    """Appends entries to a new file.
+
+    Lines are handed to the system once `flush_bytes` have gathered (0: after each entry), on `flush` and on `close`;
+    what has not been handed over is lost when the process is killed. When the disk is full `write` and `flush` raise
+    `OSError`; nothing is lost, and a later flush goes on in the middle of the line where the disk stopped.
+    """
+
+    def __init__(self, path: AnyPath, header: Header, flush_bytes: int = 64 * 1024) -> None:
+        self.path = Path(path)
+        self.header = header
+        self.tick = 0
+        self._flush_bytes = flush_bytes
+        self._gathered = bytearray(encode_header(header))
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115 - closed by close()
+        except FileExistsError:
+            raise TapeError("a tape is never overwritten: choose another run directory", str(self.path)) from None
+        self.flush()
+
+    def write(self, entry: Entry) -> None:
+        assert entry.actor == self.header.actor, f"{entry.actor} writes on the tape of {self.header.actor}"
+        assert entry.tick == self.tick + 1, f"{entry.actor}: tick {entry.tick} after {self.tick}"
+        self._gathered += encode_entry(entry)
+        self.tick = entry.tick
+        if len(self._gathered) >= self._flush_bytes:
+            self.flush()
+
+    def flush(self) -> None:
+        try:
+            while self._gathered:
+                written = self._file.write(self._gathered)
+                del self._gathered[: written or 0]
+        except OSError as wrong:
+            wrong.filename = str(self.path)  # a full disk does not say whose it is
+            raise
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Written here and not yet taken by the system."""
+        return len(self._gathered)
+
+    def close(self) -> None:
+        """Write the rest. Closing twice is no mistake."""
+        if not self._file.closed:
+            try:
+                self.flush()
+            finally:
+                self._file.close()
+
+    def __enter__(self) -> TapeWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class TapeReader:
+    """The entries of one file; each iteration starts from the beginning.
+
+    With `follow` a growing file is read on: at its end `follow()` is called, may wait as it likes, and says whether to
+    look again. The file is open only while a piece of it is read, so a run may have more tapes than a process may have
+    open files.
+    """
+
+    def __init__(self, path: AnyPath, follow: Callable[[], bool] | None = None, piece_bytes: int = 64 * 1024) -> None:
+        self.path = Path(path)
+        self.truncated = False  # the newest iteration found half a line at the end
+        self.bytes_read = 0  # by the newest iteration
+        self._follow = follow
+        self._piece_bytes = piece_bytes
+        self._header: Header | None = None
+
+    @property
+    def header(self) -> Header:
+        if self._header is None:
+            for _, line in self._lines():
+                return self._read_header(line)
+            raise self._wrong(1, "no header: the process ended before it wrote one")
+        return self._header
+
+    def started(self) -> bool:
+        """Is the first line complete?"""
+        return next(self._lines(), None) is not None
+
+    def __iter__(self) -> Iterator[Entry]:
+        entries = _Entries(self)
+        for number, line in self._lines():
+            entry = entries.take(number, line)
+            if entry is not None:
+                yield entry
+        if self._header is None:
+            raise self._wrong(1, "no header: the process ended before it wrote one")
+
+    def _read_header(self, line: bytes) -> Header:
+        try:
+            self._header = decode_header(line)
+        except TapeError as wrong:
+            raise self._wrong(1, wrong.what) from None
+        return self._header
+
+    def _wrong(self, number: int, what: str) -> TapeError:
+        return TapeError(what, f"{self.path}:{number}")
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        """Complete lines without their ends, counted from 1."""
+        number, rest, offset = 0, b"", 0
+        self.truncated = False
+        while True:
+            piece = self._piece(offset, number + 1)
+            if not piece:
+                self.truncated = bool(rest)
+                if self._follow is None or not self._follow():
+                    return
+                continue
+            offset += len(piece)
+            self.bytes_read = offset
+            lines, rest = self._cut(rest + piece, number)
+            for line in lines:
+                number += 1
+                yield number, line
+
+    def _cut(self, data: bytes, number: int) -> tuple[list[bytes], bytes]:
+        """Complete lines, and what is left; `number` lines were before them."""
+        *lines, rest = data.split(b"\n")
+        if len(rest) > MOST_LINE_BYTES:
+            number += len(lines) + 1
+            raise self._wrong(number, f"a line of more than {MOST_LINE_BYTES} bytes: this is no tape")
+        return lines, rest
+
+    def _piece(self, offset: int, number: int) -> bytes:
+        with open(self.path, "rb", buffering=0) as file:
+            end = file.seek(0, 2)
+            if end < offset:
+                raise self._wrong(number, f"the file became shorter while it was read: {end} bytes after {offset}")
+            file.seek(offset)
+            return file.read(self._piece_bytes)
+
+
+class _Entries:
+    """Lines to entries, each with the tick that is due."""
+
+    def __init__(self, reader: TapeReader) -> None:
+        self._reader = reader
+        self._actor: Actor | None = None
+        self.tick = 0
+
+    def skip_to(self, tick: int) -> None:
+        """The header was read before, and the entries up to this one."""
+        self._actor = self._reader.header.actor
+        self.tick = tick
+
+    def take(self, number: int, line: bytes) -> Entry | None:
+        """None: it was the header."""
+        if self._actor is None:
+            self._actor = self._reader._read_header(line).actor
+            return None
+        self.tick += 1
+        try:
+            entry = decode_entry(line, self._actor)
+        except TapeError as wrong:
+            raise self._reader._wrong(number, wrong.what) from None
+        if entry.tick != self.tick:
+            gap = _gap(entry.tick, self.tick)
+            raise self._reader._wrong(number, f"tick {entry.tick} where {self.tick} was due: {gap}")
+        return entry
+
+
+class Place(NamedTuple):
+    """Between two lines of a tape."""
+
+    offset: int  # of the next line
+    tick: int  # of the entry before it
+
+
+class TapeTail:
+    """A growing file, read on from where the last look ended; from a `Place` of an earlier reading, if there is one."""
+
+    def __init__(self, path: AnyPath, begin: Place | None = None) -> None:
+        self.reader = TapeReader(path)
+        self.offset = begin.offset if begin is not None else 0
+        self._taken = self.offset  # bytes of the lines that were handed out
+        self._number = begin.tick + 1 if begin is not None else 0
+        self._rest = b""
+        self._waiting: list[bytes] = []  # complete lines of the newest piece, the next one last
+        self._entries = _Entries(self.reader)
+        if begin is not None:
+            self._entries.skip_to(begin.tick)
+
+    def place(self) -> Place:
+        return Place(self._taken, self._entries.tick)
+
+    def new_entries(self) -> Iterator[Entry]:
+        """What is there and was not read yet. May be left in the middle: the next look goes on after it."""
+        waiting = self._waiting
+        while True:
+            while waiting:
+                self._number += 1
+                line = waiting.pop()
+                entry = self._entries.take(self._number, line)
+                self._taken += len(line) + 1
+                if entry is not None:
+                    yield entry
+            piece = self.reader._piece(self.offset, self._number + 1)
+            if not piece:
+                return
+            self.offset += len(piece)
+            lines, self._rest = self.reader._cut(self._rest + piece, self._number)
+            waiting.extend(reversed(lines))
+
+
+def _gap(tick: int, expected: int) -> str:
+    return "lines are missing" if tick > expected else "lines are repeated or out of order"
+
+
+class RunTapes:
+    """The tapes of one run, by actor. `unstarted` are files of processes that ended before they wrote a header."""
+
+    def __init__(self, run: AnyPath) -> None:
+        self.run = Path(run)
+        self.readers: dict[Actor, TapeReader] = {}
+        self.unstarted: list[Path] = []
+        for actor, path in sorted(_named(_folder_of(self.run))):
+            reader = TapeReader(path)
+            if not reader.started():
+                self.unstarted.append(path)
+                continue
+            if reader.header.actor != actor:
+                raise TapeError(f"the header says {reader.header.actor}, the name of the file {actor}", f"{path}:1")
+            self.readers[actor] = reader
+        if not self.readers:
+            raise TapeError("there are no tapes here", str(_folder_of(self.run)))
+        self._check_same_run()
+
+    def _check_same_run(self) -> None:
+        """Ids alone say little: whoever runs twice by the same command has given the same id twice."""
+        told = {reader: _told_of_run(reader.header) for reader in self.readers.values()}
+        for name in next(iter(told.values())):
+            counts = Counter(each[name] for each in told.values())
+            if len(counts) == 1:
+                continue
+            usual = counts.most_common(1)[0][0]
+            odd = next(reader for reader, each in told.items() if each[name] != usual)
+            other = next(reader for reader, each in told.items() if each[name] == usual)
+            differ = f"{name} is {usual} in {other.path.name}, {told[odd][name]} here"
+            raise TapeError(f"tapes of different runs: {differ}", f"{odd.path}:1")
+
+    @property
+    def config(self) -> RunConfig:
+        return next(iter(self.readers.values())).header.config
+
+    @property
+    def is_simulated(self) -> bool:
+        """Written by `atoll simulate`: no model was trained."""
+        return next(iter(self.readers.values())).header.note == SIMULATED_NOTE
+
+    def learners(self) -> list[int]:
+        """Ids of the learners that left a tape."""
+        return sorted({actor.learner for actor in self.readers if actor.learner != SYNCER})
+
+    def size_bytes(self) -> int:
+        return sum(reader.path.stat().st_size for reader in self.readers.values())
+
+    def bytes_read(self) -> int:
+        return sum(reader.bytes_read for reader in self.readers.values())
+
+    def merged(self, report: Callable[[Missing], None] | None = None) -> Iterator[Entry]:
+        """All entries of the run in one causal order; see `causality.merged`."""
+        return merged([(reader.header, reader) for reader in self.readers.values()], report)
+
+    def truncated(self) -> list[Path]:
+        """Files whose last line is cut, or still being written."""
+        return [reader.path for reader in self.readers.values() if _ends_in_half_a_line(reader.path)]
+
+    def lost(self) -> list[Actor]:
+        """Processes that left no file at all, although a later start of the same one did."""
+        newest: dict[int, int] = {SYNCER: 1}  # every run has a syncer
+        for actor in self.readers:
+            newest[actor.learner] = max(newest.get(actor.learner, 1), actor.start)
+        known = {*self.readers, *(actor for actor, _ in _named(_folder_of(self.run)))}
+        every = (Actor(learner, start) for learner, most in newest.items() for start in range(1, most + 1))
+        return sorted(actor for actor in every if actor not in known)
+
+    def gaps(self) -> list[str]:
+        """What these tapes visibly lack, in sentences. That a tape ends too early may show only when it is read."""
+        return [
+            *(f"{path.name} ends in half a line" for path in self.truncated()),
+            *(f"{path.name} has no header: its process ended before it wrote one" for path in self.unstarted),
+            *(f"there is no tape of {actor}" for actor in self.lost()),
+        ]
+
+
+class Simulated(NamedTuple):
+    """What `atoll simulate` leaves beside its tapes, which say how many tokens a step had but not how many it could."""
+
+    full_step_tokens: dict[int, int]  # by learner: of a step with all slices of its island
+    outcome: Mapping[str, Any]  # the JSON object that the command can print
+
+    def save(self, run: AnyPath) -> None:
+        full = {str(learner): tokens for learner, tokens in self.full_step_tokens.items()}
+        told = {"format": SIMULATED_FORMAT, "full_step_tokens": full, "outcome": self.outcome}
+        Path(run, SIMULATED).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, run: AnyPath) -> Simulated:
+        path = Path(run, SIMULATED)
+        try:
+            told = json.loads(path.read_text(encoding="utf-8"))
+            if told["format"] != SIMULATED_FORMAT:
+                raise ValueError(f"format {told['format']!r}, this Atoll reads {SIMULATED_FORMAT}")
+            full = {int(learner): int(tokens) for learner, tokens in told["full_step_tokens"].items()}
+            if min(full.values(), default=1) < 1:
+                raise ValueError("a full step without tokens")
+            return cls(full, told["outcome"])
+        except FileNotFoundError:
+            raise ValueError(
+                f"{path} is missing: the simulation was stopped before its end, or is of an older Atoll; simulate again"
+            ) from None
+        except (AttributeError, KeyError, TypeError, ValueError) as wrong:
+            raise ValueError(f"{path} is not readable ({wrong}); simulate again") from None
+
+
+def _told_of_run(header: Header) -> dict[str, str]:
+    """What the headers of one run have in common. Compared as text, which NaN in a setting cannot upset."""
+    config = {f"setting {each.name}": repr(getattr(header.config, each.name)) for each in fields(header.config)}
+    return {"run id": config.pop("setting run_id"), "seed": repr(header.seed), **config}
+
+
+def _ends_in_half_a_line(path: Path) -> bool:
+    with open(path, "rb", buffering=0) as file:
+        end = file.seek(0, 2)
+        file.seek(max(0, end - 1))
+        return file.read(1) not in (b"", b"\n")
+
+
+def tapes_in(run: AnyPath) -> list[tuple[Actor, Path]]:
+    """Every tape of a run, by actor, whether it has a header yet or not; TapeError where this is no run."""
+    return list(_named(_folder_of(Path(run))))
+
+
+def _folder_of(run: Path) -> Path:
+    if not run.is_dir():
+        raise TapeError("no such run directory", str(run))
+    folder = run / FOLDER
+    if not folder.is_dir():
+        raise TapeError(f"not a run directory: it has no folder {FOLDER!r}", str(run))
+    return folder
+
+
+def _named(folder: Path) -> Iterator[tuple[Actor, Path]]:
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        found = _NAME.fullmatch(path.name)
+        if found is None:
+            raise TapeError("its name does not say whose tape it is, as syncer-e1 and learner-3-i2 do", str(path))
+        epoch, learner, incarnation = found.groups(default="0")
+        yield Actor(int(learner), int(epoch) or int(incarnation)), path

@@ -1,0 +1,316 @@
+"""The tape: what every process was told and what it did about it, one line per entry.
+
+One process writes one tape. Its first line is the header, every other line one entry, and each line is a JSON array
+
+    ["1f0c93ab", payload]
+
+of a checksum (CRC-32 of the payload as it is written) and the payload: `["Header", {...}, shapes]` or
+`[at, tick, event, [effect, ...]]`. How values are written is said in `codec`. `shapes` names the fields of every type,
+so that a tape can be read by programs that know nothing of this one.
+
+The order of entries across tapes is in `causality`, files are in `atoll.tape.files`.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from atoll.core import ledger, protocol
+from atoll.core.codec import Codec, MisfitError, to_text
+from atoll.core.protocol import Effect, Event
+from atoll.core.reasons import Reason
+from atoll.core.syncer.state import Restored
+from atoll.core.types import SYNCER, Accepted, Holding, LearnerId, Limits, Mark, RoundId, RunConfig
+
+FORMAT_VERSION = 1
+"""Of the lines, not of the protocol. It rises when a reader of the old one would misunderstand the new one."""
+
+
+class TapeError(ValueError):
+    """A tape that cannot be written or read. `place` is the file and line, where there is one."""
+
+    def __init__(self, what: str, place: str = "") -> None:
+        super().__init__(f"{place}: {what}" if place else what)
+        self.what = what
+        self.place = place
+
+
+class Actor(NamedTuple):
+    """One process: the syncer in one epoch, or a learner in one incarnation."""
+
+    learner: LearnerId  # SYNCER for the syncer
+    start: int  # epoch or incarnation
+
+    def __str__(self) -> str:
+        if self.learner == SYNCER:
+            return f"syncer epoch {self.start}"
+        return f"learner {self.learner} incarnation {self.start}"
+
+
+class Entry(NamedTuple):
+    """One call of `handle`. `tick` counts the calls of this process from 1 and is its clock."""
+
+    at: float
+    actor: Actor
+    tick: int
+    event: Event
+    effects: tuple[Effect, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Whose tape it is, and everything from which its core was made: a replay needs nothing else."""
+
+    format_version: int
+    atoll_version: str
+    actor: Actor
+    config: RunConfig
+    seed: int | None  # of the world that was drawn; None in a real run
+    restored: Restored | None = None  # what a syncer found in its directory
+    note: str = ""
+
+
+REGISTERED: tuple[type, ...] = (
+    # settings and what is restored
+    Header,
+    Actor,
+    RunConfig,
+    Limits,
+    Restored,
+    # nouns
+    RoundId,
+    Mark,
+    Accepted,
+    Holding,
+    Reason,
+    ledger.Line,
+    # bodies
+    protocol.Hello,
+    protocol.Report,
+    protocol.Contribution,
+    protocol.Delivered,
+    protocol.Resync,
+    protocol.SnapshotPart,
+    protocol.StateRequest,
+    protocol.InnerState,
+    protocol.Ready,
+    protocol.Leave,
+    protocol.Leaving,
+    protocol.LeaseRequest,
+    protocol.Held,
+    protocol.FetchTime,
+    protocol.FinishAck,
+    protocol.Ping,
+    protocol.Welcome,
+    protocol.Refuse,
+    protocol.Pull,
+    protocol.RefuseContribution,
+    protocol.Published,
+    protocol.Marker,
+    protocol.StateWanted,
+    protocol.PeerChosen,
+    protocol.NoPeer,
+    protocol.Lease,
+    protocol.Hold,
+    protocol.Drain,
+    protocol.Finish,
+    protocol.Pong,
+    protocol.Envelope,
+    # records
+    protocol.RecordKey,
+    protocol.VersionRecord,
+    protocol.MembersRecord,
+    protocol.LeaseRecord,
+    protocol.SnapshotRecord,
+    protocol.ManifestRecord,
+    # events
+    protocol.Started,
+    protocol.MessageArrived,
+    protocol.TimerFired,
+    protocol.LearnerDisconnected,
+    protocol.MergeDone,
+    protocol.MergeFailed,
+    protocol.Persisted,
+    protocol.PersistFailed,
+    protocol.StoreFenced,
+    protocol.SnapshotRequested,
+    protocol.FinishRequested,
+    protocol.ControlRequested,
+    protocol.ShardLost,
+    protocol.ShardBack,
+    protocol.LinkOpened,
+    protocol.LinkClosed,
+    protocol.DialFailed,
+    protocol.StepTaken,
+    protocol.FragmentDamaged,
+    protocol.LinkMeasured,
+    protocol.StreamsChanged,
+    protocol.SnapshotSaved,
+    protocol.SnapshotSaveFailed,
+    protocol.MomentsFound,
+    protocol.StateRejected,
+    protocol.LeaveWanted,
+    # effects
+    protocol.Send,
+    protocol.Say,
+    protocol.Hangup,
+    protocol.Accumulate,
+    protocol.OpenGrace,
+    protocol.MergeRound,
+    protocol.DiscardRound,
+    protocol.Persist,
+    protocol.RecordInFlight,
+    protocol.Halt,
+    protocol.Dial,
+    protocol.CopyFragment,
+    protocol.AdoptFragment,
+    protocol.SaveSnapshot,
+    protocol.StartTraining,
+    protocol.Stop,
+)
+"""Every type that may stand on a tape: whoever adds a body, an event or an effect adds it here."""
+
+_CODEC = Codec(REGISTERED)
+_SHAPES = _CODEC.shapes()
+_encode_event = _CODEC.encoder(Event)
+_encode_effects = _CODEC.encoder(tuple[Effect, ...])
+_decode_event = _CODEC.decoder(Event)
+_decode_effects = _CODEC.decoder(tuple[Effect, ...])
+
+# --------------------------------------------------------------------------------------------------------------------
+# Values
+
+
+def encode(value: object) -> str:
+    """One registered value as JSON. Equal texts mean: the same type and the same fields, all the way down.
+
+    >>> encode(StepTaken(1, 4096, 0.5))
+    '["StepTaken",1,4096,0.5,0]'
+    """
+    try:
+        return to_text(_CODEC.encode(value))
+    except MisfitError as misfit:
+        raise TapeError(str(misfit)) from None
+
+
+def decode(text: str) -> Any:
+    """The value that `encode` wrote."""
+    try:
+        return _CODEC.decode(_parsed(text))
+    except MisfitError as misfit:
+        raise TapeError(str(misfit)) from None
+
+
+def canonical(value: object) -> str:
+    """What events and effects are compared by, one or a sequence of them: named tuples of different types with equal
+    fields are equal in Python, and NaN is not even equal to itself."""
+    if type(value) in (list, tuple):
+        assert isinstance(value, list | tuple)
+        return f"[{','.join([encode(each) for each in value])}]"
+    return encode(value)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Lines
+
+
+def encode_header(header: Header) -> bytes:
+    """The first line of a tape, with its line end."""
+    try:
+        name, fields = _CODEC.encode(header)
+        return _sealed(to_text([name, fields, _SHAPES]))
+    except MisfitError as misfit:
+        raise TapeError(str(misfit)) from None
+
+
+def encode_entry(entry: Entry) -> bytes:
+    """One line of a tape, with its line end. The actor is in the header."""
+    at, _, tick, event, effects = entry
+    try:
+        return _sealed(to_text([at, tick, _encode_event(event), _encode_effects(effects)]))
+    except MisfitError as misfit:
+        raise TapeError(f"{entry.actor}, tick {tick}: {misfit}") from None
+
+
+def decode_header(line: bytes) -> Header:
+    """The header from the first line of a tape, without its line end."""
+    raw = _opened(line)
+    if type(raw) is not list or not raw or raw[0] != "Header":
+        raise TapeError("no header: the first line of a tape says whose it is")
+    if len(raw) != 3 or type(raw[1]) is not dict or type(raw[2]) is not dict:
+        raise TapeError("the header has another shape than a header")
+    version, atoll = raw[1].get("format_version"), raw[1].get("atoll_version")
+    if type(version) is not int:
+        raise TapeError("the header does not say its format version")
+    if version > FORMAT_VERSION:
+        raise TapeError(
+            f"written by a newer Atoll: format {version} of Atoll {atoll}, this one reads up to {FORMAT_VERSION};"
+            " read it with that version"
+        )
+    if version < 1:
+        raise TapeError(f"there is no format version {version}")
+    for name, fields in raw[2].items():
+        known = _SHAPES.get(name)
+        if known is None:
+            raise TapeError(f"written by another Atoll, {atoll}: type {name!r} is unknown here")
+        if list(known) != fields:
+            raise TapeError(f"written by another Atoll, {atoll}: {name} has the fields {fields}, here {list(known)}")
+    try:
+        header: Header = _CODEC.decode(raw[:2])
+    except MisfitError as misfit:
+        raise TapeError(str(misfit)) from None
+    return header
+
+
+def decode_entry(line: bytes, actor: Actor) -> Entry:
+    """One entry of this actor's tape, from a line without its line end."""
+    raw = _opened(line)
+    if type(raw) is not list or len(raw) != 4:
+        if type(raw) is list and raw[:1] == ["Header"]:
+            raise TapeError("a second header: two tapes were written into one file")
+        raise TapeError("an entry has four parts: time, tick, event and effects")
+    at, tick, event, effects = raw
+    if type(at) is not float:
+        at = _time(at)
+    if type(tick) is not int or tick < 1:
+        raise TapeError(f"a tick counts from 1, found {tick!r}")
+    try:
+        return Entry(at, actor, tick, _decode_event(event), _decode_effects(effects))
+    except MisfitError as misfit:
+        raise TapeError(f"tick {tick}: {misfit}") from None
+
+
+_time_decoder = _CODEC.decoder(float)
+
+
+def _time(raw: object) -> float:
+    try:
+        at: float = _time_decoder(raw)
+    except MisfitError as misfit:
+        raise TapeError(f"time: {misfit}") from None
+    return at
+
+
+def _sealed(payload: str) -> bytes:
+    data = payload.encode("ascii")
+    return b'["%08x",%b]\n' % (zlib.crc32(data), data)
+
+
+def _opened(line: bytes) -> Any:
+    """The payload of a line whose checksum is right."""
+    if line[:2] != b'["' or line[10:12] != b'",' or line[-1:] != b"]":
+        raise TapeError(f"not a line of a tape: {line[:40]!r}{'...' if len(line) > 40 else ''}")
+    payload = line[12:-1]
+    if line[2:10] != b"%08x" % zlib.crc32(payload):
+        raise TapeError("the checksum is wrong: the line was damaged after it was written")
+    return _parsed(payload)
+
+
+def _parsed(text: str | bytes) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as wrong:
+        raise TapeError(f"bad JSON: {wrong}") from None

@@ -1,0 +1,284 @@
+"""One order over the tapes of a run, and the vector clock of every entry.
+
+Clocks of different machines disagree, so times alone would show effects before their causes. What is certain: entries
+of one process follow each other, a message is sent before it arrives (`Envelope.tick` is the sender's entry), and a
+syncer finds in its directory only what an earlier one had asked to write.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from atoll.core.protocol import MessageArrived, Persist, RecordKey
+from atoll.core.syncer.state import Restored
+from atoll.core.types import SYNCER
+from atoll.tape.format import Actor, Entry, Header
+
+
+class Missing(NamedTuple):
+    """An entry whose cause is on no tape: a tape was lost, or ends before its process did."""
+
+    actor: Actor
+    tick: int
+    cause: Actor
+    cause_tick: int | None  # None: what a syncer restored, and no earlier syncer is known to have written
+    circular: bool = False  # the cause may well be on its tape, but behind this entry: the tapes contradict each other
+
+    def __str__(self) -> str:
+        if self.circular:
+            return f"{self.actor}, tick {self.tick} waits in a circle for {self.cause}, tick {self.cause_tick}"
+        if self.cause_tick is None:
+            return f"{self.actor} started from records that are on no tape of an earlier syncer"
+        cause = f"{self.cause}, tick {self.cause_tick}"
+        return f"{self.actor}, tick {self.tick}: what arrived was sent by {cause}, which is on no tape"
+
+
+def sender(entry: Entry) -> tuple[Actor, int] | None:
+    """The actor and tick of the entry that sent what arrived here; None if nothing arrived.
+
+    Which end of the link has received it says which end has sent it.
+    """
+    event = entry.event
+    if type(event) is not MessageArrived:
+        return None
+    envelope = event.envelope
+    if entry.actor.learner == SYNCER:
+        return Actor(envelope.learner, envelope.incarnation), envelope.tick
+    return Actor(SYNCER, envelope.epoch), envelope.tick
+
+
+def merged(
+    tapes: Iterable[tuple[Header, Iterable[Entry]]], report: Callable[[Missing], None] | None = None
+) -> Iterator[Entry]:
+    """All entries in one order that respects causes; where those leave it open by time, then by actor.
+
+    One entry of each tape is held at a time. An entry whose cause no tape has comes at its own time and is reported.
+    """
+    return _Merge(tapes, report).run()
+
+
+class _Merge:
+    """A heap of the next entry of each tape; those whose cause is still to come wait beside it.
+
+    A syncer starts when its predecessor has ended, so its first entry waits for the end of the earlier tapes, whatever
+    the clocks say. A predecessor that did not die but was cut off may hear, in the end, of its successor: then all are
+    waiting, and the successor goes first.
+    """
+
+    def __init__(
+        self, tapes: Iterable[tuple[Header, Iterable[Entry]]], report: Callable[[Missing], None] | None
+    ) -> None:
+        self.report = report
+        self.tapes: dict[Actor, Iterator[Entry]] = {}  # not at their end
+        self.emitted: dict[Actor, int] = {}  # newest tick that came out
+        self.ready: list[tuple[float, Actor, Entry]] = []
+        self.waiting: dict[Actor, list[tuple[int, Entry]]] = {}  # by the actor of the cause: its tick, who waits
+        self.starting: dict[Actor, Entry] = {}  # first entries of syncers that wait for the end of others
+        self.restored: dict[Actor, list[RecordKey]] = {}
+        self.written: dict[tuple[str, int], tuple[int, int]] = {}  # newest record asked for, of each kind and number
+        for header, entries in tapes:
+            assert header.actor not in self.tapes, f"two tapes of {header.actor}"
+            self.tapes[header.actor] = iter(entries)
+            self.emitted[header.actor] = 0
+            self.restored[header.actor] = _restored_keys(header.restored)
+
+    def run(self) -> Iterator[Entry]:
+        for actor in sorted(self.tapes):
+            self._advance(actor)
+        while self.ready or self._release_stuck():
+            _, actor, entry = heapq.heappop(self.ready)
+            yield entry
+            self.emitted[actor] = entry.tick
+            for effect in entry.effects:
+                if type(effect) is Persist:
+                    slot, age = _slot_and_age(effect.record.key())
+                    self.written[slot] = max(self.written.get(slot, age), age)
+            self._release(actor, entry.tick)
+            self._advance(actor)
+
+    def _advance(self, actor: Actor) -> None:
+        """Take the next entry of a tape to where it belongs."""
+        entry = next(self.tapes[actor], None)
+        if entry is None:
+            del self.tapes[actor]
+            self._release(actor, None)
+            for syncer in sorted(self.starting):
+                if not self._has_predecessor(syncer):
+                    self._start(syncer)
+            return
+        if actor.learner == SYNCER and entry.tick == 1:
+            self.starting[actor] = entry
+            if not self._has_predecessor(actor):
+                self._start(actor)
+            return
+        cause = sender(entry)
+        if cause is None or self.emitted.get(cause[0], 0) >= cause[1]:
+            self._make_ready(entry)
+        elif cause[0] in self.tapes:
+            self.waiting.setdefault(cause[0], []).append((cause[1], entry))
+        else:
+            self._make_ready(entry, cause)
+
+    def _make_ready(
+        self, entry: Entry, missing: tuple[Actor, int | None] | None = None, circular: bool = False
+    ) -> None:
+        if missing is not None and self.report is not None:
+            self.report(Missing(entry.actor, entry.tick, *missing, circular))
+        heapq.heappush(self.ready, (entry.at, entry.actor, entry))
+
+    def _release(self, cause: Actor, tick: int | None) -> None:
+        """Those who waited for this tick may come; at the end of the tape (None) all, and those are reported."""
+        waiting = self.waiting.pop(cause, None)
+        if waiting is None:
+            return
+        later = []
+        for needed, entry in waiting:
+            if tick is None:
+                self._make_ready(entry, (cause, needed))
+            elif needed <= tick:
+                self._make_ready(entry)
+            else:
+                later.append((needed, entry))
+        if later:
+            self.waiting[cause] = later
+
+    def _has_predecessor(self, syncer: Actor) -> bool:
+        return any(other.learner == SYNCER and other.start < syncer.start for other in self.tapes)
+
+    def _could_restore(self, syncer: Actor) -> bool:
+        """Was everything that it found in its directory asked for by an entry that came out?"""
+        wanted = map(_slot_and_age, self.restored[syncer])
+        return all(slot in self.written and age <= self.written[slot] for slot, age in wanted)
+
+    def _start(self, syncer: Actor) -> None:
+        missing = None if self._could_restore(syncer) else (Actor(SYNCER, syncer.start - 1), None)
+        self._make_ready(self.starting.pop(syncer), missing)
+
+    def _release_stuck(self) -> bool:
+        """All are waiting. Tapes that contradict each other can wait in a circle: the earliest goes first, reported."""
+        waiting = [(entry.at, entry.actor, cause) for cause, held in self.waiting.items() for _, entry in held]
+        if self.starting and (self._could_restore(min(self.starting)) or not waiting):
+            self._start(min(self.starting))
+        elif waiting:
+            _, actor, cause = min(waiting)
+            held = self.waiting.pop(cause)
+            for needed, entry in held:
+                if entry.actor == actor:
+                    self._make_ready(entry, (cause, needed), circular=True)
+            later = [(needed, entry) for needed, entry in held if entry.actor != actor]
+            if later:
+                self.waiting[cause] = later
+        return bool(self.ready)
+
+
+def _restored_keys(restored: Restored | None) -> list[RecordKey]:
+    if restored is None:
+        return []
+    records = [*restored.versions.values(), restored.members, restored.manifest, restored.leases]
+    return [record.key() for record in records if record is not None]
+
+
+def _slot_and_age(key: RecordKey) -> tuple[tuple[str, int], tuple[int, int]]:
+    """Records of one slot replace each other: versions of one fragment, lists of members, leases, manifests."""
+    if key.kind == "version":
+        return (key.kind, key.number), (key.version, 0)
+    return (key.kind, 0), (key.number, key.version)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Vector clocks
+
+Clock = Mapping[Actor, int]
+"""Of each process that can have influenced an entry: its newest tick that can."""
+
+
+class _Steps:
+    """A number that only rises, and what it was at every tick of its owner."""
+
+    __slots__ = ("ticks", "values")
+
+    def __init__(self) -> None:
+        self.ticks: list[int] = []
+        self.values: list[int] = []
+
+    def last(self) -> int:
+        return self.values[-1] if self.values else 0
+
+    def raise_to(self, tick: int, value: int) -> None:
+        if value > self.last():
+            self.ticks.append(tick)
+            self.values.append(value)
+
+    def at(self, tick: int) -> int:
+        place = bisect_right(self.ticks, tick)
+        return self.values[place - 1] if place else 0
+
+
+class _Knowledge(dict[Actor, _Steps]):
+    """What one process knows of others, at every tick of its own."""
+
+    def learn(self, tick: int, other: Actor, value: int) -> None:
+        if value:
+            self.setdefault(other, _Steps()).raise_to(tick, value)
+
+
+def vector_clocks(entries: Iterable[Entry]) -> Iterator[tuple[Entry, Clock]]:
+    """Every entry with its full clock. The entries have to come in an order such as that of `merged`.
+
+    A learner hears of others only through a syncer, so it is enough to remember which ticks of which syncers it has
+    heard: the rest is what those syncers knew by then. Memory grows with the messages that arrived, two numbers each,
+    and not with the size of a clock.
+    """
+    syncers: dict[Actor, _Knowledge] = {}
+    learners: dict[Actor, _Knowledge] = {}  # of syncers only
+    derived: dict[Actor, dict[Actor, int]] = {}  # what a learner knows by now, until it hears more
+    for entry in entries:
+        actor, tick, cause = entry.actor, entry.tick, sender(entry)
+        if actor.learner == SYNCER:
+            knowledge = syncers.setdefault(actor, _Knowledge())
+            if cause is not None:
+                knowledge.learn(tick, *cause)
+                _learn_of_syncers(knowledge, entry, learners.get(cause[0]), cause[1], syncers)
+            clock = {other: steps.last() for other, steps in knowledge.items()}
+        else:
+            if cause is not None:
+                learners.setdefault(actor, _Knowledge()).learn(tick, *cause)
+                derived.pop(actor, None)
+            if actor not in derived:
+                derived[actor] = _heard_of(learners.get(actor, _Knowledge()), syncers)
+            clock = dict(derived[actor])
+        clock[actor] = tick
+        yield entry, clock
+
+
+def _learn_of_syncers(
+    knowledge: _Knowledge,
+    entry: Entry,
+    learner: _Knowledge | None,
+    learner_tick: int,
+    syncers: Mapping[Actor, _Knowledge],
+) -> None:
+    """A learner that outlived a syncer carries what it knew to the next one."""
+    for other, steps in (learner or {}).items():
+        heard = steps.at(learner_tick)
+        known = knowledge[other].last() if other in knowledge else 0
+        if other == entry.actor or heard <= known:
+            continue
+        knowledge.learn(entry.tick, other, heard)
+        for third, third_steps in syncers.get(other, _Knowledge()).items():
+            if third != entry.actor:
+                knowledge.learn(entry.tick, third, third_steps.at(heard))
+
+
+def _heard_of(heard: _Knowledge, syncers: Mapping[Actor, _Knowledge]) -> dict[Actor, int]:
+    clock: dict[Actor, int] = {}
+    for syncer, steps in heard.items():
+        clock[syncer] = max(clock.get(syncer, 0), steps.last())
+        for other, other_steps in syncers.get(syncer, _Knowledge()).items():
+            value = other_steps.at(steps.last())
+            if value:
+                clock[other] = max(clock.get(other, 0), value)
+    return clock

@@ -1,0 +1,431 @@
+"""The story of one learner, one fragment or the whole run, in plain sentences.
+
+Built from what cores say (`Say`), from the reasons inside effects, and from a few sentences of our own for what needs
+no decision: copies, contributions, versions, adoptions, starts and ends. It reads any entries in a causal order: the
+tapes of a run, or the memory of a test that has just failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+from atoll.core import protocol as said
+from atoll.core.reasons import REASONS, Reason
+from atoll.core.types import SYNCER, FragmentId, LearnerId, RoundId, RunConfig
+from atoll.tape.format import Actor, Entry
+
+Subject: TypeAlias = tuple[str, int]
+"""("learner", 3), ("fragment", 7) or ("run", 0)."""
+
+RUN: Subject = ("run", 0)
+
+
+class Line(NamedTuple):
+    """One sentence: when, from whose tape, about whom."""
+
+    at: float
+    actor: Actor
+    tick: int
+    subject: Subject
+    sentence: str
+
+    def __str__(self) -> str:
+        return f"{self.at:.3f} s  {shown(self.subject)}: {self.sentence}"
+
+
+def shown(subject: Subject) -> str:
+    """
+    >>> shown(("fragment", 7)), shown(("run", 0))
+    ('fragment 7', 'the run')
+    """
+    return "the run" if subject == RUN else f"{subject[0]} {subject[1]}"
+
+
+def story(entries: Iterable[Entry], subject: Subject, config: RunConfig | None = None) -> Iterator[Line]:
+    """The lines about one subject. With `config`, the opening of a round names its quorum."""
+    teller = _Teller(config)
+    for entry in entries:
+        for told in teller.tell(entry):
+            if told.about == subject or told.concerns is None or subject in told.concerns:
+                yield Line(entry.at, entry.actor, entry.tick, told.about, told.sentence)
+
+
+def sentence_of(reason: Reason) -> str:
+    """The sentence, or code and arguments where this Atoll does not know it: a story must not end in a traceback."""
+    try:
+        return str(reason)
+    except (LookupError, TypeError, ValueError):
+        return " ".join([reason.code, *map(str, reason.args)])
+
+
+class _Told(NamedTuple):
+    """A sentence about one subject. `concerns`: in whose story it stands too; None: in every one."""
+
+    about: Subject
+    sentence: str
+    concerns: tuple[Subject, ...] | None = ()
+
+
+_Tell: TypeAlias = Callable[[Entry, Any], _Told | None]
+
+
+def _learner(learner: LearnerId) -> Subject:
+    return ("learner", learner)
+
+
+def _fragment(fragment: FragmentId) -> Subject:
+    return ("fragment", fragment)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+class _Process:
+    """What is remembered of one process, to tell how it ended."""
+
+    __slots__ = ("last_at", "over")
+
+    def __init__(self) -> None:
+        self.last_at = 0.0
+        self.over = False  # it has said that it stops, or its end was told
+
+
+class _Teller:
+    def __init__(self, config: RunConfig | None) -> None:
+        self.config = config
+        self.quorum = config.quorum if config is not None else 0  # in force
+        self.processes: dict[Actor, _Process] = {}
+        self.opened: dict[FragmentId, RoundId] = {}  # newest round whose opening was told
+
+    def tell(self, entry: Entry) -> Iterator[_Told]:
+        if type(entry.event) is said.Started:
+            yield self._started(entry)
+        process = self.processes.setdefault(entry.actor, _Process())
+        process.last_at = entry.at
+        if entry.actor.learner == SYNCER:
+            yield from self._syncer(entry)
+        else:
+            yield from _learner_lines(entry)
+        if any(type(effect) in (said.Stop, said.Halt) for effect in entry.effects):
+            process.over = True
+
+    def _started(self, entry: Entry) -> _Told:
+        """A process that was killed cannot say so: the start of its successor does."""
+        learner, start = entry.actor
+        word = "epoch" if learner == SYNCER else "incarnation"
+        sentence = f"{word} {start} started"
+        for actor, process in sorted(self.processes.items()):
+            if actor.learner == learner and not process.over:
+                process.over = True
+                sentence += f"; {word} {actor.start}, last heard at {process.last_at:.3f} s, never said that it stops"
+        if learner == SYNCER:
+            self.quorum = self.config.quorum if self.config is not None else 0  # it is told again of what is changed
+            return _Told(RUN, f"syncer {sentence}", None)
+        return _Told(_learner(learner), sentence, (RUN,))
+
+    def _syncer(self, entry: Entry) -> Iterator[_Told]:
+        if type(entry.event) is said.ControlRequested and entry.event.what == "quorum":
+            assert entry.event.value is not None
+            self.quorum = int(entry.event.value)
+        ignored = _ignored(entry)
+        if ignored is not None:
+            yield ignored
+        yield from _shard_lines(entry)
+        sent: dict[tuple[FragmentId, int], list[LearnerId]] = {}
+        asked: dict[RoundId, list[LearnerId]] = {}
+        for effect in entry.effects:
+            body = effect.envelope.body if type(effect) is said.Send else None
+            if type(effect) is said.Send and type(body) is said.Published:
+                sent.setdefault((body.fragment, body.version), []).append(effect.envelope.learner)
+            elif type(effect) is said.Send and type(body) is said.Pull:
+                asked.setdefault(body.round, []).append(effect.envelope.learner)
+        durable = _durable(entry)
+        if durable is not None:
+            to = _count(len(sent.pop(durable, ())), "learner")
+            yield _Told(_fragment(durable[0]), f"version {durable[1]} is durable and sent to {to}")
+        yield from _from_table(_SYNCER_SAID, entry)
+        for (fragment, version), learners in sent.items():
+            concerns = tuple(map(_learner, learners))
+            yield _Told(_fragment(fragment), f"version {version} sent to {_names(learners)}", concerns)
+        for round_id, learners in asked.items():
+            yield self._asked(round_id, learners)
+
+    def _asked(self, round_id: RoundId, learners: list[LearnerId]) -> _Told:
+        about, concerns = _fragment(round_id.fragment), tuple(map(_learner, learners))
+        if self.opened.get(round_id.fragment) == round_id:
+            return _Told(about, f"version {round_id.base}: asked again {_names(learners)}", concerns)
+        self.opened[round_id.fragment] = round_id
+        if self.config is None:
+            sentence = f"opened on version {round_id.base}: {_count(len(learners), 'learner')} asked"
+        else:
+            sentence = REASONS["round-opened"].format(round_id.base, len(learners), self.quorum)
+        return _Told(about, sentence, concerns)
+
+
+def _names(learners: list[LearnerId]) -> str:
+    return f"{'learner' if len(learners) == 1 else 'learners'} {', '.join(map(str, learners))}"
+
+
+def _durable(entry: Entry) -> tuple[FragmentId, int] | None:
+    event = entry.event
+    if type(event) is said.Persisted and event.key.kind == "version":
+        return event.key.number, event.key.version
+    return None
+
+
+def _shard_lines(entry: Entry) -> Iterator[_Told]:
+    """Of the run; its fragments are told of one by one."""
+    event = entry.event
+    if type(event) is said.ShardLost:
+        yield _Told(RUN, f"the shard of {_fragments(event.fragments)} is away: {event.why}")
+    elif type(event) is said.ShardBack:
+        yield _Told(RUN, f"the shard of {_fragments(p for p, _ in event.held)} is back")
+
+
+def _fragments(fragments: Iterable[FragmentId]) -> str:
+    each = list(map(str, fragments))
+    return f"{'fragment' if len(each) == 1 else 'fragments'} {', '.join(each)}"
+
+
+def _ignored(entry: Entry) -> _Told | None:
+    """What arrived and got no answer is worth a line: it is where things go wrong."""
+    if type(entry.event) is not said.MessageArrived:
+        return None
+    envelope = entry.event.envelope
+    body, learner = envelope.body, envelope.learner
+    if type(body) is said.Contribution and not _is_answered(entry, body):
+        sentence = f"a contribution of learner {learner} to {_attempt(body.round)} was ignored"
+        return _Told(_fragment(body.round.fragment), sentence, (_learner(learner),))
+    if type(body) is said.Hello and not entry.effects:
+        sentence = f"a hello of incarnation {envelope.incarnation} on link {envelope.session} was not answered"
+        return _Told(_learner(learner), sentence)
+    return None
+
+
+def _is_answered(entry: Entry, body: said.Contribution) -> bool:
+    for effect in entry.effects:
+        if type(effect) is said.Accumulate and effect.round == body.round:
+            return True
+        if type(effect) is said.Send and type(effect.envelope.body) is said.RefuseContribution:
+            return True
+    return False
+
+
+def _attempt(round_id: RoundId) -> str:
+    return f"attempt {round_id.attempt} on version {round_id.base}"
+
+
+def _from_table(table: dict[type, _Tell], entry: Entry) -> Iterator[_Told]:
+    """The lines of an entry's effects and of the bodies that they send, in order.
+
+    Whoever hangs up has said why in the same breath; it is told once.
+    """
+    hung_up = {(e.learner, e.reason) for e in entry.effects if type(e) is said.Hangup}
+    for effect in entry.effects:
+        if (
+            type(effect) is said.Say
+            and effect.subject[0] == "learner"
+            and (effect.subject[1], effect.reason) in hung_up
+        ):
+            continue
+        what = effect.envelope.body if type(effect) is said.Send else effect
+        tell = table.get(type(what))
+        told = tell(entry, effect) if tell is not None else None
+        if told is not None:
+            yield told
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Sentences from the syncer's tape
+
+
+def _says(entry: Entry, effect: said.Say) -> _Told:
+    # Whoever comes and goes concerns the run; what a learner says of its own links does not.
+    told_by_syncer = entry.actor.learner == SYNCER
+    concerns = (RUN,) if told_by_syncer and effect.subject[0] == "learner" else ()
+    return _Told(effect.subject, sentence_of(effect.reason), concerns)
+
+
+def _hangs_up(entry: Entry, effect: said.Hangup) -> _Told:
+    sentence = f"{_who(entry)} drops link {effect.session}: {sentence_of(effect.reason)}"
+    return _Told(_learner(effect.learner), sentence, (RUN,) if entry.actor.learner == SYNCER else ())
+
+
+def _who(entry: Entry) -> str:
+    return "the syncer" if entry.actor.learner == SYNCER else "it"
+
+
+def _accepts(entry: Entry, effect: said.Accumulate) -> _Told:
+    a = effect.accepted
+    sentence = f"contribution of learner {a.learner} accepted: {_count(a.steps, 'step')}, {_count(a.tokens, 'token')}"
+    return _Told(_fragment(effect.round.fragment), sentence, (_learner(a.learner),))
+
+
+def _refuses(entry: Entry, effect: said.Send) -> _Told:
+    learner, body = effect.envelope.learner, effect.envelope.body
+    assert type(body) is said.RefuseContribution
+    sentence = f"contribution of learner {learner} refused: {sentence_of(body.reason)}"
+    return _Told(_fragment(body.round.fragment), sentence, (_learner(learner),))
+
+
+def _decides(entry: Entry, effect: said.OpenGrace | said.MergeRound | said.DiscardRound) -> _Told:
+    return _Told(_fragment(effect.round.fragment), sentence_of(effect.reason))
+
+
+def _persists(entry: Entry, effect: said.Persist) -> _Told | None:
+    """Other records are made durable in the same breath in which it is said why."""
+    record = effect.record
+    if type(record) is not said.VersionRecord:
+        return None
+    return _Told(_fragment(record.fragment), REASONS["persisting"].format(record.version))
+
+
+def _keeps_in_flight(entry: Entry, effect: said.RecordInFlight) -> _Told:
+    sentence = f"the contribution of learner {effect.learner} was in flight at snapshot {effect.snapshot} and is kept"
+    return _Told(_fragment(effect.round.fragment), sentence, (_learner(effect.learner), RUN))
+
+
+def _halts(entry: Entry, effect: said.Halt) -> _Told:
+    return _Told(RUN, f"syncer epoch {entry.actor.start} halts: {sentence_of(effect.reason)}", None)
+
+
+def _sends(sentence: str) -> _Tell:
+    """A body to a learner, told with the body's fields in the braces."""
+
+    def tell(entry: Entry, effect: said.Send) -> _Told:
+        body = effect.envelope.body._asdict()
+        if "reason" in body:
+            body["reason"] = sentence_of(body["reason"])
+        return _Told(_learner(effect.envelope.learner), sentence.format(**body))
+
+    return tell
+
+
+def _wants_state(entry: Entry, effect: said.Send) -> _Told:
+    body = effect.envelope.body
+    assert type(body) is said.StateWanted
+    sentence = f"asked for its inner state, for learner {body.to}"
+    return _Told(_learner(effect.envelope.learner), sentence, (_learner(body.to),))
+
+
+_SYNCER_SAID: dict[type, _Tell] = {
+    said.Say: _says,
+    said.Hangup: _hangs_up,
+    said.Accumulate: _accepts,
+    said.RefuseContribution: _refuses,
+    said.OpenGrace: _decides,
+    said.MergeRound: _decides,
+    said.DiscardRound: _decides,
+    said.Persist: _persists,
+    said.RecordInFlight: _keeps_in_flight,
+    said.Halt: _halts,
+    said.Welcome: _sends("welcomed at {progress:.1%} of the budget"),
+    said.Refuse: _sends("refused: {reason}"),
+    said.StateWanted: _wants_state,
+    said.InnerState: _sends("gets the inner state of learner {giver} passed on"),
+    said.NoPeer: _sends("gets no inner state: {reason}"),
+    said.Lease: _sends("lease {number}: samples from {begin} to before {end}"),
+    said.Finish: _sends("told that the run is finished at {merges} merges"),
+}
+
+# --------------------------------------------------------------------------------------------------------------------
+# Sentences from a learner's tape
+
+
+def _learner_lines(entry: Entry) -> Iterator[_Told]:
+    about, event = _learner(entry.actor.learner), entry.event
+    if type(event) is said.LinkOpened:
+        yield _Told(about, f"link {event.session} is open")
+    elif type(event) is said.DialFailed:
+        yield _Told(about, f"dialing failed: {event.why}")
+    elif type(event) is said.SnapshotSaved:
+        yield _Told(about, f"its part of snapshot {event.snapshot} is saved")
+    yield from _from_table(_LEARNER_SAID, entry)
+
+
+def _dials(entry: Entry, effect: said.Dial) -> _Told:
+    return _Told(_learner(entry.actor.learner), REASONS["link-dialing"].format(effect.after_s, effect.attempt))
+
+
+def _copies(entry: Entry, effect: said.CopyFragment) -> _Told:
+    round_id = effect.round
+    sentence = f"copied fragment {round_id.fragment} at step {effect.copied_at} for {_attempt(round_id)}"
+    for other in entry.effects:
+        body = other.envelope.body if type(other) is said.Send else None
+        if type(body) is said.Contribution and body.round == round_id:
+            sentence += f" and sent {_count(body.steps, 'step')}, {_count(body.tokens, 'token')}"
+            break
+    else:
+        sentence += "; there is no link to send it"
+    return _Told(_learner(entry.actor.learner), sentence, (_fragment(round_id.fragment),))
+
+
+def _contributes(entry: Entry, effect: said.Send) -> _Told | None:
+    """A contribution whose copy was made earlier; one that was made just now is told with its copy."""
+    body = effect.envelope.body
+    assert type(body) is said.Contribution
+    if any(type(other) is said.CopyFragment and other.round == body.round for other in entry.effects):
+        return None
+    sentence = f"sent its copy of fragment {body.round.fragment} for {_attempt(body.round)} again"
+    return _Told(_learner(entry.actor.learner), sentence, (_fragment(body.round.fragment),))
+
+
+def _adopts(entry: Entry, effect: said.AdoptFragment) -> _Told:
+    sentence = f"adopted version {effect.version} of fragment {effect.fragment} ({effect.how}): "
+    sentence += f"{_count(effect.merged_tokens, 'token')} merged, {effect.pending_tokens} pending"
+    if effect.dropped_tokens:
+        sentence += f", {effect.dropped_tokens} dropped"
+    return _Told(_learner(entry.actor.learner), sentence, (_fragment(effect.fragment),))
+
+
+def _saves(entry: Entry, effect: said.SaveSnapshot) -> _Told:
+    sentence = f"saves its part of snapshot {effect.snapshot} at step {effect.step}"
+    return _Told(_learner(entry.actor.learner), sentence)
+
+
+def _trains(entry: Entry, effect: said.StartTraining) -> _Told:
+    return _Told(_learner(entry.actor.learner), f"starts to train: {sentence_of(effect.moments)}", (RUN,))
+
+
+def _stops(entry: Entry, effect: said.Stop) -> _Told:
+    return _Told(_learner(entry.actor.learner), f"stops: {sentence_of(effect.reason)}", (RUN,))
+
+
+def _receives(entry: Entry, effect: said.Send) -> _Told:
+    body = effect.envelope.body
+    assert type(body) is said.Delivered
+    return _Told(_learner(entry.actor.learner), f"version {body.version} of fragment {body.fragment} is here")
+
+
+def _resyncs(entry: Entry, effect: said.Send) -> _Told:
+    body = effect.envelope.body
+    assert type(body) is said.Resync
+    sentence = (
+        f"got an update of fragment {body.fragment} that does not fit its version {body.have}; asks for the value"
+    )
+    return _Told(_learner(entry.actor.learner), sentence, (_fragment(body.fragment),))
+
+
+def _gives_state(entry: Entry, effect: said.Send) -> _Told:
+    body = effect.envelope.body
+    assert type(body) is said.InnerState
+    return _Told(_learner(entry.actor.learner), f"gives its inner state to learner {body.to}", (_learner(body.to),))
+
+
+_LEARNER_SAID: dict[type, _Tell] = {
+    said.Say: _says,
+    said.Hangup: _hangs_up,
+    said.Dial: _dials,
+    said.CopyFragment: _copies,
+    said.AdoptFragment: _adopts,
+    said.SaveSnapshot: _saves,
+    said.StartTraining: _trains,
+    said.Stop: _stops,
+    said.Contribution: _contributes,
+    said.Delivered: _receives,
+    said.Resync: _resyncs,
+    said.StateRequest: _sends("asks for the inner state of a peer"),
+    said.InnerState: _gives_state,
+}

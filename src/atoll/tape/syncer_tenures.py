@@ -1,0 +1,215 @@
+"""The reign of a syncer's process, from its tape, entry by entry, as it grows. Its core is told again what it was told.
+
+Times are those of the run's clock. Nothing here judges.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from atoll.core.ledger import Line
+from atoll.core.policy import round_steps
+from atoll.core.protocol import (
+    Contribution,
+    DiscardRound,
+    LearnerDisconnected,
+    MergeRound,
+    MessageArrived,
+    OpenGrace,
+    Persist,
+    Persisted,
+    PersistFailed,
+    RefuseContribution,
+    Say,
+    Send,
+    ShardBack,
+    VersionRecord,
+)
+from atoll.core.syncer.core import SyncerCore
+from atoll.tape.downsampling import KEEP
+from atoll.tape.format import Entry, Header
+from atoll.tape.merges import Merge, MergeLog
+from atoll.tape.replay import core_of
+
+MOST_WORDS = 10_000
+MOST_UNFIT = 1000
+"""Of a month with a bad link there would be millions; the newest are kept."""
+
+
+class Word(NamedTuple):
+    """A sentence of the syncer that tells of a fault's effect."""
+
+    at: float
+    code: str
+    subject: tuple[str, int]
+    sentence: str
+
+
+class Standing(NamedTuple):
+    """What a learner became in the syncer's eyes."""
+
+    at: float
+    standing: str
+    incarnation: int
+    sentence: str
+
+
+TOLD = frozenset(
+    {
+        *("member-quarantined", "member-lost", "persist-failed", "admission-failed", "round-abandoned"),
+        *("shard-lost", "shard-wrong", "shard-forgot"),
+    }
+)
+
+
+def mean_line(lines: Sequence[Line]) -> Line:
+    """Return the means over the fragments of a run, in each of which a token settles by itself. They add up exactly."""
+    count = max(1, len(lines))
+    dropped: dict[str, int] = {}
+    for line in lines:
+        for why, tokens in line.dropped.items():
+            dropped[why] = dropped.get(why, 0) + tokens
+    dropped = {why: tokens // count for why, tokens in dropped.items()}
+    trained = sum(line.trained for line in lines) // count
+    merged = sum(line.merged for line in lines) // count
+    return Line(trained, merged, trained - merged - sum(dropped.values()), dropped)  # what rounding leaves is pending
+
+
+class Reign:
+    """One process of the syncer, or of a shard of it."""
+
+    def __init__(self, header: Header, keep: int | None = KEEP) -> None:
+        self._header: Header | None = header
+        self._core: SyncerCore | None = None
+        self.epoch = header.actor.start
+        self.first: float | None = None
+        self.last = 0.0
+        self._stage = ""
+        self.merges = MergeLog(keep)
+        self.merged_at: dict[int, float] = {}  # by fragment: when its newest version became durable
+        self.merged_with: dict[int, float] = {}  # by learner: when the newest merge that has it became durable
+        self.words: deque[Word] = deque(maxlen=MOST_WORDS)
+        self.refused: dict[str, int] = {}  # contributions, by reason
+        self.unfit: deque[str] = deque(maxlen=MOST_UNFIT)  # what was wrong with values that arrived, whatever refused
+        self.failed_writes = 0
+        self.pauses: list[list[float]] = []  # begin and end; an open one ends with the newest entry
+        self.controls: deque[Word] = deque(maxlen=MOST_WORDS)  # what operators asked for
+        self.standings: dict[int, list[Standing]] = {}
+        self.is_paused = False
+        self._sealed: dict[int, tuple[int, int, float]] = {}  # by fragment: alive, asked, seconds of grace
+        self._graces: dict[int, tuple[float, float]] = {}  # by fragment: when it was opened, and the slack
+        self._waiting: dict[int, VersionRecord] = {}
+
+    @property
+    def core(self) -> SyncerCore:
+        """Made when it is needed, and kept while the process may go on."""
+        if self._core is None:
+            assert self._header is not None, f"the syncer of epoch {self.epoch} has been replaced"
+            core = core_of(self._header)
+            assert isinstance(core, SyncerCore)
+            self._core = core
+        return self._core
+
+    @property
+    def is_over(self) -> bool:
+        return self._header is None
+
+    @property
+    def stage(self) -> str:
+        return self._core.stage.value if self._core is not None else self._stage
+
+    def end(self) -> None:
+        """Another one reigns: what this one may still write counts for nothing, and its core is given up."""
+        self._stage = self.stage
+        self._header = self._core = None
+        self._sealed, self._graces, self._waiting = {}, {}, {}
+
+    def lines(self) -> list[Line]:
+        """Its books, one line per fragment."""
+        return [self.core.ledger.line(p) for p in self.core.fragments]
+
+    def take(self, entry: Entry) -> None:
+        event, core = entry.event, self.core
+        core.handle(entry.at, event)  # type: ignore[arg-type]  # a syncer's tape holds a syncer's events
+        self.first, self.last = entry.at if self.first is None else self.first, entry.at
+        if core.paused:
+            if not self.is_paused:
+                self.pauses.append([entry.at, entry.at])
+            self.pauses[-1][1] = entry.at
+        self.is_paused = core.paused
+        if type(event) is MessageArrived:
+            body = event.envelope.body
+            self._note_standing(entry.at, event.envelope.learner)
+            if type(body) is Contribution and body.problem is not None:
+                self.unfit.append(body.problem)
+        elif type(event) is Persisted and event.key.kind == "version":
+            self._merged(entry.at, self._waiting.pop(event.key.number))
+        elif type(event) is ShardBack:
+            for p, version in event.held:
+                if p in self._waiting and self._waiting[p].version == version == core.fragments[p].version:
+                    self._merged(entry.at, self._waiting.pop(p))
+        else:
+            if type(event) is PersistFailed:
+                self.failed_writes += 1
+            for learner in (event.learner,) if type(event) is LearnerDisconnected else core.members:
+                self._note_standing(entry.at, learner)
+        for effect in entry.effects:
+            if type(effect) is Send:
+                if type(effect.envelope.body) is RefuseContribution:
+                    why = effect.envelope.body.reason
+                    self.refused[why.code] = self.refused.get(why.code, 0) + 1
+            elif type(effect) is Say:
+                if effect.reason.code in TOLD:
+                    self.words.append(Word(entry.at, effect.reason.code, effect.subject, str(effect.reason)))
+                elif effect.reason.code.startswith("control-"):
+                    self.controls.append(Word(entry.at, effect.reason.code, effect.subject, str(effect.reason)))
+            elif type(effect) is OpenGrace:
+                lasts_s = effect.quorum_s + effect.sync_s
+                slack_s = round_steps(core.config, lasts_s, effect.step_s) * effect.step_s - lasts_s
+                self._graces[effect.round.fragment] = entry.at, slack_s
+            elif type(effect) is MergeRound:
+                fragment = effect.round.fragment
+                opened = self._graces.get(fragment)
+                waited_s = entry.at - opened[0] if opened is not None else 0.0
+                self._sealed[fragment] = len(core.live), len(core.fragments[fragment].asked), waited_s
+            elif type(effect) is DiscardRound:
+                self._waiting.pop(effect.round.fragment, None)
+            elif type(effect) is Persist and type(effect.record) is VersionRecord:
+                self._waiting[effect.record.fragment] = effect.record
+
+    def _merged(self, at: float, record: VersionRecord) -> None:
+        alive, asked, waited_s = self._sealed.pop(record.fragment, (0, 0, 0.0))
+        opened = self._graces.pop(record.fragment, None)
+        them = record.contributions
+        whole = sum(each.weight for each in them) or 1.0
+        self.merged_at[record.fragment] = at
+        for each in them:
+            self.merged_with[each.learner] = at
+        self.merges.add(
+            Merge(
+                at,
+                self.epoch,
+                record.fragment,
+                record.version,
+                alive,
+                asked,
+                len(them),
+                tuple((each.learner, each.incarnation) for each in them),
+                tuple(each.weight / whole for each in them),
+                sum(each.steps for each in them) / max(1, len(them)),
+                waited_s,
+                opened[1] if opened is not None else None,
+            )
+        )
+
+    def _note_standing(self, at: float, learner: int) -> None:
+        member = self.core.members.get(learner)
+        if member is None:
+            return
+        before = self.standings.setdefault(learner, [])
+        standing = member.standing.value
+        if not before or before[-1].standing != standing or before[-1].incarnation != member.incarnation:
+            sentence = str(member.reason) if member.reason is not None else ""
+            before.append(Standing(at, standing, member.incarnation, sentence))

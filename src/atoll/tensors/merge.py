@@ -1,0 +1,291 @@
+"""The merge of one round: weighted sums that grow as contributions arrive, in memory that does not.
+
+v is a learner's delta, signed as a gradient (old minus new), w its weight.
+
+    average              sum(w v) / sum(w)
+    radial-directional   (sum(w |v|) / sum(w)) * unit(sum(w unit(v))),  |.| per piece; zero where the directions cancel
+
+Embeddings are averaged whatever the run's merge is. A piece is a tensor, or the rows of one that lie in this fragment:
+a tensor that a plan cuts has a norm per part. Of buffers v is the value itself, and `BufferMean` takes the mean.
+
+How far learners agree follows from the same sums, without keeping a contribution. Both merges sum s = sum(f u) with u =
+unit(v): f is w |v| in an average, w in a radial merge. As |s|^2 = sum(f^2) + sum over pairs of 2 f_i f_j cos(v_i, v_j),
+
+    mean cosine = (|s|^2 - sum(f^2)) / (sum(f)^2 - sum(f^2)),  each pair counted f_i f_j times
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from atoll.tensors.codecs import Codec, Scratch, aligned, chunks
+from atoll.tensors.plan import FragmentPlan
+
+CANCELLED = 1e-6
+"""Directions have cancelled where |sum(w unit(v))| is at most this part of sum(w): what is left is rounding."""
+
+_EXACT_NORMS = (1e-12, 1e18)  # f32 can hold the squares; other norms are taken again in f64
+_EXACT_SQUARES = (1e-24, 1e36)
+_MOST_FACTOR = 1e38  # w / |v| that f32 can hold; a piece with a smaller norm has a size but no direction
+
+
+@dataclass(slots=True)
+class Run:
+    """Values [begin, end) of the fragment that are merged in one way: a radial piece, or averaged pieces in a row."""
+
+    begin: int
+    end: int
+    radial: bool
+    weighted_norms: float = 0.0  # sum(w |v|); radial only
+    factors: float = 0.0  # sum(f)
+    squared_factors: float = 0.0  # sum(f^2)
+
+
+def _runs(plan: FragmentPlan, p: int, how: str) -> list[Run]:
+    runs: list[Run] = []
+    for piece, begin, end in plan.spans(p):
+        radial = how == "radial" and piece.kind == "weight"
+        if runs and not radial and not runs[-1].radial:
+            runs[-1].end = end
+        else:
+            runs.append(Run(begin, end, radial))
+    return runs
+
+
+def norm(v: Tensor) -> float:
+    """|v|, also of values whose squares f32 cannot hold."""
+    return math.sqrt(sum(_squares(v[begin:end]) for begin, end in chunks(0, v.numel())))
+
+
+def mean_cosine(length: float, factors: float, squared_factors: float) -> float | None:
+    """Between the vectors behind a sum of this length, as the head of this module says; None where there is no pair.
+
+    >>> mean_cosine(2.0, 2.0, 2.0), mean_cosine(0.0, 2.0, 2.0), mean_cosine(5.0, 5.0, 25.0)
+    (1.0, -1.0, None)
+    """
+    pairs = factors * factors - squared_factors
+    if not pairs > 1e-4 * factors * factors:  # of one contribution beside others that are nothing, rounding would tell
+        return None
+    return max(-1.0, min(1.0, (length * length - squared_factors) / pairs))
+
+
+def _squares(chunk: Tensor) -> float:
+    size = float(torch.linalg.vector_norm(chunk))
+    if not _EXACT_NORMS[0] < size < _EXACT_NORMS[1]:
+        size = float(torch.linalg.vector_norm(chunk.double()))
+    return size * size
+
+
+def squares(chunk: Tensor) -> float:
+    """|chunk|^2 for people: a third quicker than what decides how a merge goes, and rounded in another way."""
+    found = float(torch.dot(chunk, chunk))
+    return found if _EXACT_SQUARES[0] < found < _EXACT_SQUARES[1] else _squares(chunk)
+
+
+class Accumulator:
+    """One fragment's round at the syncer.
+
+    Takes one f32 per value (`buffer`, if the caller has it) and a scratch of one chunk, whatever the number of
+    contributions. Each costs a pass for the norms and one that adds. Contributions must be finite: ask `Codec.problem`
+    first, one NaN would be in the sums for good.
+    """
+
+    def __init__(self, plan: FragmentPlan, p: int, how: str, buffer: Tensor | None = None) -> None:
+        if how not in ("average", "radial"):
+            raise ValueError(f"no merge is called {how!r}; there are average, radial")
+        self.numel = plan.numel(p)
+        if buffer is not None and (buffer.shape != (self.numel,) or buffer.dtype != torch.float32):
+            raise ValueError(f"a buffer of {self.numel} f32 values is needed, got {buffer.dtype} {tuple(buffer.shape)}")
+        self._sums = torch.empty(self.numel) if buffer is None else buffer
+        self._runs = _runs(plan, p, how)
+        self._scratch: Scratch | None = None
+        self.merged_norm = 0.0  # |D| of the last result
+        self.cosine: float | None = None  # mean over pairs of contributions, of the last result
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the round; the memory stays."""
+        self.count = 0
+        self.norms: list[float] = []  # |v| of the contributions as they came
+        self._first_weight = 1.0
+        self._weights = 0.0  # sum(w), relative to the first
+        for run in self._runs:
+            run.weighted_norms = run.factors = run.squared_factors = 0.0
+
+    def add(self, delta: Tensor, weight: float, scale: float = 1.0) -> None:
+        """Adds one contribution, `scale` times as large; `delta` may be overwritten afterwards."""
+        if delta.shape != (self.numel,) or delta.dtype != torch.float32:
+            raise ValueError(f"{self.numel} f32 values are needed, got {delta.dtype} {tuple(delta.shape)}")
+        w, total = self._relative(weight), 0.0
+        for run in self._runs:
+            v = delta[run.begin : run.end]
+            size = norm(v)
+            factor = self._factor(run, w, size, scale) if run.radial else w * scale
+            self._axpy(run.begin, v, factor)
+            total += self._noted(run, w, size, scale)
+        self._counted(w, total)
+
+    def add_encoded(
+        self, codec: Codec, data: Tensor, weight: float, scale: float = 1.0, size: float | None = None
+    ) -> None:
+        """Adds one contribution as it came in, without a decoded copy of it. `size`: its norm, where somebody knows it.
+
+        A long radial run is decoded twice, chunk by chunk, once for its norm and once to be added. That touches no
+        memory but the bytes and the sums. Against writing a decoded copy and reading it twice it is a fifth faster for
+        bf16; int8 and int4, which cost more to decode, lose a tenth and a fifth, and save the memory.
+        """
+        if data.numel() != codec.size(self.numel):
+            raise ValueError(
+                f"{self.numel} values are {codec.size(self.numel)} bytes in {codec.name}, got {data.numel()}"
+            )
+        data = aligned(data)
+        w, total = self._relative(weight), 0.0
+        known = size if len(self._runs) == 1 else None  # of all of it, where that is one run
+        for run in self._runs:
+            parts = list(chunks(run.begin, run.end))
+            v, factor, square = None, w * scale, 0.0
+            if run.radial:
+                for begin, end in parts:
+                    v = self._decoded(codec, data, begin, end)
+                    square += _squares(v)
+                factor = self._factor(run, w, math.sqrt(square), scale)
+            for begin, end in parts:
+                if v is None or len(parts) > 1:
+                    v = self._decoded(codec, data, begin, end)
+                if not run.radial and known is None:
+                    square += squares(v)  # it is in the cache
+                self._axpy(begin, v, factor)
+            exact = math.sqrt(square) if run.radial or known is None else known
+            total += self._noted(run, w, exact, scale)
+        self._counted(w, total)
+
+    def result(self) -> Tensor:
+        """The merged delta D. It is the accumulator's own buffer: use it before the next `add`, then `reset`."""
+        if not self.count:
+            raise ValueError("nothing was added to this round; there is no mean of no contributions")
+        total, cosines, numel = 0.0, 0.0, 0
+        for run in self._runs:
+            part = self._sums[run.begin : run.end]
+            if not run.radial:
+                square = self._averaged(run)
+                length = math.sqrt(square) * self._weights
+            else:
+                length = norm(part)
+                if length <= CANCELLED * self._weights:
+                    part.zero_()
+                    square = 0.0
+                else:
+                    part.mul_(run.weighted_norms / self._weights / length)
+                    square = (run.weighted_norms / self._weights) ** 2
+            total += square
+            cosine = mean_cosine(length, run.factors, run.squared_factors)
+            if cosine is not None:
+                cosines += cosine * part.numel()
+                numel += part.numel()
+        self.merged_norm = math.sqrt(total)
+        self.cosine = cosines / numel if numel else None
+        return self._sums
+
+    def _averaged(self, run: Run) -> float:
+        """Divides a run by the weights; |run|^2 of what it becomes."""
+        square = 0.0
+        for begin, end in chunks(run.begin, run.end):
+            part = self._sums[begin:end]
+            if self._weights != 1.0:
+                part.div_(self._weights)
+            square += squares(part)
+        return square
+
+    def _relative(self, weight: float) -> float:
+        """Weights relative to the first one: equal weights are exactly 1.0, and their sum is exactly the count."""
+        if not (math.isfinite(weight) and weight > 0.0):
+            raise ValueError(f"a weight must be finite and positive, this is {weight}")
+        if not self.count:
+            self._first_weight = weight
+        return weight / self._first_weight
+
+    def _counted(self, w: float, square: float) -> None:
+        self._weights += w
+        self.norms.append(math.sqrt(square))
+        self.count += 1
+
+    def _noted(self, run: Run, w: float, size: float, scale: float) -> float:
+        """What one contribution is in the mean cosine of a run; |v|^2."""
+        f = w * size * scale if not run.radial else w * (size > 0.0)
+        run.factors += f
+        run.squared_factors += f * f
+        return size * size
+
+    def _factor(self, run: Run, w: float, size: float, scale: float) -> float:
+        run.weighted_norms += w * size * scale
+        factor = w / size if size else math.inf
+        return factor if factor <= _MOST_FACTOR else 0.0
+
+    def _axpy(self, begin: int, v: Tensor, factor: float) -> None:
+        target = self._sums[begin : begin + v.numel()]
+        if self.count:
+            target.add_(v, alpha=factor)
+        else:  # the first one finds old sums here, and saves the pass that would clear them
+            torch.mul(v, factor, out=target)
+
+    def _decoded(self, codec: Codec, data: Tensor, begin: int, end: int) -> Tensor:
+        """Values [begin, end), at most a chunk of them, until the next call."""
+        if codec.name == "f32":
+            return data.view(torch.float32)[begin:end]
+        if self._scratch is None:
+            self._scratch = Scratch(self.numel)
+        first = begin // codec.block * codec.block
+        last = min(-(-end // codec.block) * codec.block, self.numel)
+        out = self._scratch.values[: last - first]
+        codec.read(data, self.numel, first, out, self._scratch)
+        return out[begin - first : end - first]
+
+
+class BufferMean:
+    """The weighted mean of buffers, whose values are contributed as they are. One f32 per value.
+
+    The mean moves towards each value by the share of its weight: m <- m + (v - m) w / sum(w). Where all contribute the
+    same value the mean is exactly that, so constants do not drift from merge to merge. A mean of values that are not
+    negative is not negative: v - m is at least -m, rounded or not, and so is any share of it. Each operation is rounded
+    by itself: fused ones would give other bits on other processors.
+    """
+
+    def __init__(self, numel: int) -> None:
+        self.numel = numel
+        self._mean = torch.empty(numel)
+        self._weights = 0.0
+        self.merged_norm = 0.0
+        self.cosine: float | None = None  # values are no directions
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the round; the memory stays."""
+        self.count = 0
+        self.norms: list[float] = []
+
+    def add_encoded(
+        self, codec: Codec, data: Tensor, weight: float, scale: float = 1.0, size: float | None = None
+    ) -> None:
+        """Adds the values of one learner. They are never scaled: a variance that is scaled down is a wrong one."""
+        if not (math.isfinite(weight) and weight > 0.0):
+            raise ValueError(f"a weight must be finite and positive, this is {weight}")
+        values = codec.decode(data, self.numel)
+        self.norms.append(size if size is not None else norm(values))
+        if not self.count:
+            self._mean.copy_(values)
+            self._weights = weight
+        else:
+            self._weights += weight
+            self._mean.add_(values.sub_(self._mean).mul_(weight / self._weights))
+        self.count += 1
+
+    def result(self) -> Tensor:
+        """The mean. It is the object's own buffer: use it before the next `add_encoded`, then `reset`."""
+        if not self.count:
+            raise ValueError("nothing was added to this round; there is no mean of no contributions")
+        self.merged_norm = norm(self._mean)
+        return self._mean

@@ -1,0 +1,605 @@
+"""The state of an inner optimizer as bytes, by the names of the parameters.
+
+A learner that joins takes it from a peer, whose parameter groups may be in another order. The bytes are a safetensors
+file: tensors, and everything else as JSON in its metadata. Nothing is unpickled.
+
+Parameter groups hold settings, which are the joining learner's own, and with some optimizers counters, which are state:
+`k` and `weight_sum` of schedule-free ones, `d` of Prodigy. A value in a group is a counter if all of this is true:
+
+- it is a number, or a tensor without dimensions;
+- `optimizer.step` assigned it or changed it in place, at some step since `watch`; or it was installed as a counter; or
+  its key is `train_mode`, which says whether the weights are those for training or for evaluation;
+- it is not a learning rate or another value that belongs to a scheduler (`_SETTINGS`).
+
+What schedulers and the training loop change between two steps is a setting. An optimizer that was made without
+`Optimizer.__init__` has no step hooks; its counters are the keys that its groups got after `watch`.
+
+The metadata has one key, `atoll`:
+
+| field | meaning |
+|---|---|
+| `format` | 1 |
+| `optimizer` | name of the class; of several optimizers the names of their classes, as in `AdamW+Muon` |
+| `parameters` | name to shape and dtype, and the settings that decide which state there is, such as `amsgrad`; |
+|              | `optimizer` where there are several classes |
+| `state` | name to key to value: a number, text or null as it is; else `{"tensor": n}`, `{"complex": n}` for pairs, |
+|         | `{"list": [...]}`, `{"tuple": [...]}` or `{"dict": {...}}`, with n the name of a tensor of the file |
+| `counters` | a list with one object for each parameter group that has counters: names of its parameters as `of`, and |
+|            | `values`, from key to number; of a tensor `{"scalar": number, "dtype": name, "on_cpu": true or false}` |
+
+An answer that there is no state to give has no tensors, and only `format` and `refused`, with the reason.
+
+Shapes are those of whole tensors. Each rank of an island takes what it holds of them; one rank puts them together and
+packs them (`whole`), and whoever loads them takes its part.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from atoll.tensors.optimizers import Optimizers, optimizers_of
+from atoll.tensors.plan import named_tensors
+from atoll.tensors.sharding import Box, as_sharded, box_of, cut_out, is_sharded, local_of
+
+FORMAT = 1
+MOST_HEADER_BYTES = 64 << 20
+
+_DECIDES = ("amsgrad", "centered", "momentum")
+"""Settings that decide which state an optimizer keeps: with others it would look for what the giver never had."""
+
+_SHAPED = {
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "ASGD",
+    "Muon",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+}
+"""Optimizers of torch whose every state tensor is one of the counters below or has the shape of its parameter."""
+
+_COUNTERS = {"eta", "mu", "mu_product", "step"}
+
+_SETTINGS = frozenset(
+    ("params", "param_names", "lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
+)
+"""Keys of parameter groups that are never counters: the parameters, and what belongs to learning-rate schedulers."""
+
+_MODES = frozenset(["train_mode"])
+MAX_REASON_CHARACTERS = 300
+
+
+# ----------------------------------------------------------------------------------------- counters in parameter groups
+
+
+class _Watch:
+    """Records which values in the parameter groups of one optimizer its `step` assigns. Hooks must never raise."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.keys: set[str] = set()
+        self._before: list[tuple[dict[str, Any], dict[str, int]]] = []  # groups before the step, versions of tensors
+        self._at_first: set[str] | None = None  # keys of the groups, where there are no hooks
+        try:
+            optimizer.register_step_pre_hook(self._on_step)
+            optimizer.register_step_post_hook(self._on_stepped)
+        except AttributeError:
+            self._at_first = {key for group in optimizer.param_groups for key in group}
+
+    def keys_of(self, group: Mapping[str, Any]) -> list[str]:
+        added = group.keys() - self._at_first if self._at_first is not None else set()
+        return sorted((self.keys | _MODES | added) & group.keys() - _SETTINGS)
+
+    def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._before = [(dict(group), _versions(group)) for group in optimizer.param_groups]
+
+    def _on_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for group, (before, versions) in zip(optimizer.param_groups, self._before, strict=False):
+            now = _versions(group)
+            for key, value in group.items():
+                if key not in self.keys and (value is not before.get(key) or versions.get(key) != now.get(key)):
+                    self.keys.add(key)
+        self._before = []
+
+
+def _versions(group: Mapping[str, Any]) -> dict[str, int]:
+    """Tensors are compared without reading them, which would wait for the device."""
+    return {k: v._version for k, v in group.items() if isinstance(v, Tensor) and not v.is_inference()}
+
+
+_watched: WeakKeyDictionary[Optimizer, _Watch] = WeakKeyDictionary()
+
+
+def watch(given: Optimizers) -> None:
+    """From now on find out which values in the parameter groups are counters. Costs microseconds a step."""
+    for optimizer in optimizers_of(given):
+        _watch_of(optimizer)
+
+
+def _watch_of(optimizer: Optimizer) -> _Watch:
+    found = _watched.get(optimizer)
+    if found is None:
+        found = _watched[optimizer] = _Watch(optimizer)
+    return found
+
+
+def _counters_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    watched = _watched.get(optimizer)
+    keys = watched.keys_of(group) if watched is not None else sorted(_MODES & group.keys())
+    found: dict[str, Any] = {}
+    for key in keys:
+        value = group[key]
+        if isinstance(value, bool | int | float):
+            found[key] = value
+        elif isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex() and not is_sharded(value):
+            dtype, on_cpu = str(value.dtype).removeprefix("torch."), value.device.type == "cpu"
+            found[key] = {"scalar": value.item(), "dtype": dtype, "on_cpu": on_cpu}
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------- taking
+
+
+class Taken(NamedTuple):
+    """The state of an optimizer at one step boundary, shared with nothing that still moves."""
+
+    about: dict[str, Any]  # the metadata
+    tensors: dict[str, Tensor]  # on whatever device they were
+    events: list[torch.cuda.Event]  # after which the copies are done
+    parts: dict[str, Part] = {}  # of the tensors that are dealt out to ranks  # noqa: RUF012 - never changed
+    beside: dict[str, Tensor] = {}  # what else the other ranks of the island gave  # noqa: RUF012
+    gather: Callable[[Taken, Rooms], Taken] | None = None  # in an island of many ranks: how they come to be whole
+    spread: Callable[[Taken, Path], list[Any] | None] | None = None  # and how each writes its own into a folder
+
+    def wait(self) -> None:
+        for event in self.events:
+            event.synchronize()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has neither state of a parameter nor counters."""
+        return not self.about.get("state") and not self.about.get("counters")
+
+
+Rooms: TypeAlias = Mapping[str, Tensor]
+"""By the numbers of tensors: memory into which they are put together. One that is not here gets its own."""
+
+
+class Part(NamedTuple):
+    """Of a tensor of the state: what is here, of which sizes. Complex numbers are pairs."""
+
+    box: Box
+    sizes: tuple[int, ...]
+
+
+@torch.no_grad()
+def take(optimizers: Optimizers, model: nn.Module) -> Taken:
+    """A copy at the step boundary, on the devices where the state is. `pack_taken` may run later, in any thread."""
+    given = optimizers_of(optimizers)
+    tensors: dict[str, Tensor] = {}
+    parameters: dict[str, Any] = {}
+    state: dict[str, Any] = {}
+    parts: dict[str, Part] = {}
+    groups: dict[int, tuple[_Owned, list[str]]] = {}  # by the identity of the parameter group
+    names = _class_names(given)
+    for name, owned in named(given, model).items():
+        parameters[name] = _about(owned, names)
+        groups.setdefault(id(owned.group), (owned, []))[1].append(name)
+        parameter, held = owned.parameter, owned.optimizer.state.get(owned.parameter)
+        if held:
+            state[name] = {key: _written(held[key], tensors, parts, f"{key} of {name}") for key in sorted(held)}
+            if is_sharded(parameter):
+                _check_sharded(held, name)
+    counters = [
+        {"of": of, "values": values}
+        for owned, of in groups.values()
+        if (values := _counters_of(owned.optimizer, owned.group))
+    ]
+    about = {"format": FORMAT, "optimizer": names, "parameters": parameters, "state": state, "counters": counters}
+    devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
+    return Taken(about, tensors, [torch.cuda.current_stream(device).record_event() for device in devices], parts)
+
+
+def refusal(why: str) -> Taken:
+    """Return the answer to a learner that joins where there is no state to give."""
+    return Taken({"format": FORMAT, "refused": why[:MAX_REASON_CHARACTERS]}, {}, [])
+
+
+def check_holds_state(optimizers: Optimizers, taken: Taken | Prepared) -> None:
+    """Raise ValueError where a state after the first step is empty, although its optimizers keep one."""
+    given = optimizers_of(optimizers)
+    if taken.is_empty and not all(_is_stateless(optimizer) for optimizer in given):
+        raise ValueError(
+            f"{_class_names(given)} holds no optimizer state after its steps; if it wraps several optimizers, pass the "
+            "list of optimizers instead: atoll.Learner(model, [first, second])"
+        )
+
+
+def _is_stateless(optimizer: Optimizer) -> bool:
+    plain = isinstance(optimizer, torch.optim.SGD)
+    return plain and not any(group.get("momentum", 0) for group in optimizer.param_groups)
+
+
+def whole(taken: Taken, rooms: Rooms | None = None) -> Taken:
+    """The same, with whole tensors. In an island of many ranks it waits for the others."""
+    taken.wait()
+    return taken.gather(taken, rooms or {}) if taken.gather is not None else taken
+
+
+def pack_taken(taken: Taken) -> bytes:
+    """The bytes of a copy. Large models take seconds: not for the training thread."""
+    taken = whole(taken)
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in taken.tensors.items()}
+    return safetensors.torch.save(tensors, {"atoll": json.dumps(taken.about, separators=(",", ":"))})
+
+
+def pack(optimizers: Optimizers, model: nn.Module) -> bytes:
+    return pack_taken(take(optimizers, model))
+
+
+def unpack(data: bytes | bytearray | memoryview, optimizers: Optimizers, model: nn.Module) -> None:
+    """Give optimizers the state in `data`; what they had is gone. Trusts nothing, and changes nothing if it raises."""
+    prepare(*read(data), optimizers, model).install()
+
+
+class Prepared(NamedTuple):
+    """State that fits optimizers, in memory of its own."""
+
+    owned: list[_Owned]
+    made: dict[Tensor, dict[str, Any]]
+    counters: list[tuple[_Owned, dict[str, Any]]]  # one entry for each parameter group that has any
+
+    def install(self) -> None:
+        for parameter, _, optimizer in self.owned:
+            optimizer.state.pop(parameter, None)
+            if parameter in self.made:
+                optimizer.state[parameter] = self.made[parameter]
+        for (_, group, optimizer), values in self.counters:
+            _watch_of(optimizer).keys |= values.keys()
+            for key, value in values.items():
+                held = group.get(key)
+                if isinstance(held, Tensor) and held.dim() == 0:
+                    held.copy_(torch.as_tensor(value))  # in place: a compiled step has it by its address
+                else:
+                    group[key] = value
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.made and not self.counters
+
+    def __str__(self) -> str:
+        leaves = list(_leaves(self.made))
+        tensors = sum(isinstance(value, Tensor) for value in leaves)
+        numbers = sum(isinstance(value, int | float) for value in leaves)
+        return f"{tensors} state tensors and {numbers + sum(len(values) for _, values in self.counters)} counters"
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(each)
+    else:
+        yield value
+
+
+@torch.no_grad()
+def prepare(
+    about: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    optimizers: Optimizers,
+    model: nn.Module,
+    cut: bool = False,
+) -> Prepared:
+    """The metadata and tensors of a `Taken`, checked against optimizers, which stay as they are.
+
+    `cut`: of what is as large as its parameter only this rank's part is here (`part_for`).
+    """
+    if about.get("format") != FORMAT:
+        raise ValueError(f"inner state has format {str(about.get('format'))[:20]}, not {FORMAT}; run the same version")
+    if "refused" in about:
+        raise ValueError(f"it has none to give: {str(about['refused'])[:MAX_REASON_CHARACTERS]}")
+    given = optimizers_of(optimizers)
+    names = _class_names(given)
+    if about.get("optimizer") != names:
+        raise ValueError(
+            f"the inner state is of {str(about.get('optimizer'))[:100]}, the optimizer here is {names}; use the same "
+            "class on every island"
+        )
+    parameters, state = about.get("parameters"), about.get("state")
+    if not isinstance(parameters, dict) or not isinstance(state, dict):
+        raise ValueError("the inner state has no list of parameters or none of states")
+    ours = named(given, model)
+    _check_parameters(ours, parameters, names)
+    made: dict[Tensor, dict[str, Any]] = {}
+    for name, entries in state.items():
+        if name not in ours or not isinstance(entries, dict):
+            raise ValueError(f"the inner state has an entry {name[:200]!r}, which is no parameter of this optimizer")
+        parameter, group, optimizer = ours[name]
+        made[parameter] = {}
+        for key, value in entries.items():
+            place = _Placer(key, name, parameter, group, optimizer, cut)
+            made[parameter][key] = _loaded(value, tensors, place)
+    return Prepared(list(ours.values()), made, _loaded_counters(about.get("counters", []), ours))
+
+
+def _loaded_counters(raw: Any, ours: Mapping[str, _Owned]) -> list[tuple[_Owned, dict[str, Any]]]:
+    by_name: dict[str, Mapping[str, Any]] = {}
+    try:
+        for each in raw:
+            for key, value in each["values"].items():
+                number = value["scalar"] if isinstance(value, dict) else value
+                is_number = isinstance(number, float) or (isinstance(number, bool | int) and abs(number) < 2**63)
+                if key in _SETTINGS or not is_number:
+                    raise ValueError(f"the inner state has {str(value)[:40]} as the counter {str(key)[:40]!r}")
+            by_name |= dict.fromkeys(each["of"], each["values"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"the counters of the inner state cannot be read: {error!r:.100}") from None
+    groups: dict[int, tuple[_Owned, Mapping[str, Any]]] = {}
+    for name, owned in ours.items():
+        first = groups.setdefault(id(owned.group), (owned, by_name.get(name, {})))[1]
+        if first != by_name.get(name, {}):
+            raise ValueError(
+                f"{name} has other counters in the inner state than the parameters of its group here; use the same "
+                "parameter groups on every island"
+            )
+    return [
+        (owned, {key: _loaded_counter(value, owned.parameter.device) for key, value in values.items()})
+        for owned, values in groups.values()
+        if values
+    ]
+
+
+def _loaded_counter(value: Any, device: torch.device) -> Any:
+    if not isinstance(value, dict):
+        return value
+    dtype = getattr(torch, str(value.get("dtype")), None)
+    if not isinstance(dtype, torch.dtype) or dtype.is_complex:
+        raise ValueError(f"the inner state has a counter of dtype {str(value.get('dtype'))[:40]!r}")
+    try:
+        return torch.tensor(value["scalar"], dtype=dtype, device="cpu" if value.get("on_cpu") else device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"the counters of the inner state cannot be read: {error!r:.100}") from None
+
+
+class Named(NamedTuple):
+    """To which parameter a tensor of the state belongs."""
+
+    parameter: str
+    is_complex: bool
+
+
+def named_numbers(about: Mapping[str, Any]) -> dict[str, Named]:
+    """By the number of a tensor of the state."""
+    found: dict[str, Named] = {}
+
+    def look(value: Any, name: str) -> None:
+        if not isinstance(value, dict):
+            return
+        for kind, inner in value.items():
+            if kind in ("tensor", "complex"):
+                found[inner] = Named(name, kind == "complex")
+            elif kind in ("list", "tuple", "dict"):
+                for each in inner.values() if kind == "dict" else inner:
+                    look(each, name)
+
+    for name, entries in about["state"].items():
+        for value in entries.values():
+            look(value, name)
+    return found
+
+
+def part_for(tensor: Tensor, is_complex: bool, sizes: tuple[int, ...], box: Box | None) -> Tensor:
+    """Of a whole tensor of the state, what a rank needs that holds this box of a parameter of these sizes."""
+    wanted = box_for(tuple(tensor.shape), is_complex, sizes, box)
+    return tensor if wanted is None else cut_out(tensor, wanted)
+
+
+def box_for(shape: tuple[int, ...], is_complex: bool, sizes: tuple[int, ...], box: Box | None) -> Box | None:
+    """Which box that is, of a tensor of this shape; None: all of it."""
+    more = (2,) if is_complex else ()
+    if box is None or not sizes or shape != (*sizes, *more):
+        return None
+    return Box((*box.offset, *(0 for _ in more)), (*box.shape, *more))
+
+
+# ------------------------------------------------------------------------------------------------------------- naming
+
+
+class _Owned(NamedTuple):
+    """A parameter, its parameter group, and the optimizer that updates it."""
+
+    parameter: Tensor
+    group: dict[str, Any]
+    optimizer: Optimizer
+
+
+def named(optimizers: Optimizers, model: nn.Module) -> dict[str, _Owned]:
+    """Return what the optimizers update, sorted by name. Raise ValueError where it is not all of this model."""
+    names = {id(tensor): name for name, tensor in named_tensors(model).items()}
+    made: dict[str, _Owned] = {}
+    for optimizer in optimizers_of(optimizers):
+        for place, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in names:
+                    raise ValueError(
+                        f"parameter group {place} of the optimizer has a tensor of shape {tuple(parameter.shape)} that "
+                        "is no parameter of the model; give the learner the model that the optimizer trains"
+                    )
+                name = names[id(parameter)]
+                if name in made and made[name].optimizer is not optimizer:
+                    raise ValueError(f"two optimizers update {name}; leave it in one of them")
+                made[name] = _Owned(parameter, group, optimizer)
+    return dict(sorted(made.items()))
+
+
+def _class_names(optimizers: tuple[Optimizer, ...]) -> str:
+    return "+".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
+
+
+def _about(owned: _Owned, class_names: str) -> dict[str, Any]:
+    parameter, group, optimizer = owned
+    about = {
+        "shape": list(parameter.shape),
+        "dtype": str(parameter.dtype).removeprefix("torch."),
+        **{name: bool(group[name]) for name in _DECIDES if name in group},
+    }
+    own = type(optimizer).__name__
+    return about if own == class_names else about | {"optimizer": own}
+
+
+def _check_parameters(ours: Mapping[str, _Owned], theirs: Mapping[str, Any], class_names: str) -> None:
+    for name in sorted({*ours, *theirs}):
+        if name not in theirs:
+            raise ValueError(f"the inner state lacks {name!r}, which the optimizer here updates; use the same setup")
+        if name not in ours:
+            raise ValueError(f"the inner state has {name[:200]!r}, which the optimizer here does not update")
+        mine = _about(ours[name], class_names)
+        if mine != theirs[name]:
+            raise ValueError(f"{name} differs: the inner state has {str(theirs[name])[:300]}, the optimizer {mine}")
+
+
+# ------------------------------------------------------------------------------------------------------------- values
+
+
+def _written(value: object, tensors: dict[str, Tensor], parts: dict[str, Part], what: str) -> Any:
+    """A value as JSON; tensors are copied and put aside under a number."""
+    if isinstance(value, Tensor):
+        sizes, box = tuple(value.shape), box_of(value)
+        if box is None and is_sharded(value):
+            box = Box((0,) * len(sizes), sizes)  # here is all of it, and elsewhere perhaps nothing
+        value = local_of(value)
+        if type(value) not in (Tensor, nn.Parameter):
+            raise ValueError(f"{what} is a {type(value).__name__}; the state of this optimizer cannot travel")
+        if value.layout != torch.strided or value.is_meta:
+            raise ValueError(f"{what} is not a dense tensor; the state of this optimizer cannot travel")
+        number = str(len(tensors))
+        pairs = torch.view_as_real(value.detach().resolve_conj()) if value.is_complex() else value.detach()
+        tensors[number] = pairs.clone(memory_format=torch.contiguous_format)
+        if box is not None:
+            more = (2,) if value.is_complex() else ()
+            parts[number] = Part(Box((*box.offset, *(0 for _ in more)), (*box.shape, *more)), (*sizes, *more))
+        return {"complex" if value.is_complex() else "tensor": number}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {kind: [_written(each, tensors, parts, what) for each in value]}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: _written(value[key], tensors, parts, what) for key in value}}
+    raise ValueError(f"{what} is a {type(value).__name__}; the state of this optimizer cannot travel")
+
+
+def _check_sharded(held: Mapping[str, Any], name: str) -> None:
+    """Beside a sharded parameter only counters may be plain: nobody could tell whose rows another tensor has."""
+    for key, value in held.items():
+        if isinstance(value, Tensor) and value.dim() and not is_sharded(value):
+            raise ValueError(f"{key} of {name} is not sharded as {name} is; the state of this optimizer cannot travel")
+
+
+class _Placer(NamedTuple):
+    """Checks a tensor of the state and brings it to where the optimizer wants it."""
+
+    key: str
+    name: str
+    parameter: Tensor
+    group: Mapping[str, Any]
+    optimizer: Optimizer
+    cut: bool
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        known = self.optimizer.state.get(self.parameter, {}).get(self.key)
+        wanted = tensor.shape
+        if isinstance(known, Tensor):
+            wanted = known.shape
+        elif type(self.optimizer).__name__ in _SHAPED:
+            wanted = torch.Size() if self.key in _COUNTERS else self.parameter.shape
+        elif self.cut and tensor.shape == local_of(self.parameter).shape:
+            wanted = self.parameter.shape
+        if is_sharded(self.parameter) and wanted == self.parameter.shape and self.parameter.dim():
+            return self._sharded(tensor)
+        if tensor.shape != wanted:
+            raise ValueError(
+                f"{self.key} of {self.name} has shape {tuple(tensor.shape)} in the inner state, here {tuple(wanted)}"
+            )
+        if type(self.optimizer).__name__ in _SHAPED and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ValueError(f"{self.key} of {self.name} has dtype {tensor.dtype} in the inner state")
+        return tensor.to(self._device(tensor, known), copy=True)
+
+    def _sharded(self, tensor: Tensor) -> Tensor:
+        """The part of this rank, lying as the parameter does."""
+        local = local_of(self.parameter)
+        wanted = local.shape if self.cut else self.parameter.shape
+        if tensor.shape != wanted or not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ValueError(
+                f"{self.key} of {self.name} has shape {tuple(tensor.shape)} in the inner state, here {tuple(wanted)}"
+            )
+        part = tensor.clone() if self.cut else cut_out(tensor, box_of(self.parameter))
+        return as_sharded(part.to(local.device), self.parameter)
+
+    def _device(self, tensor: Tensor, known: object) -> torch.device:
+        """Counters of steps stay on the CPU, except where the optimizer reads them on the device."""
+        if isinstance(known, Tensor):
+            return known.device
+        on_device = tensor.dim() > 0 or self.key != "step" or self.group.get("capturable") or self.group.get("fused")
+        return self.parameter.device if on_device else torch.device("cpu")
+
+
+def _loaded(value: Any, tensors: Mapping[str, Tensor], place: _Placer) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if not isinstance(value, dict) or len(value) != 1:
+        raise ValueError(f"{place.key} of {place.name} is nothing that inner state holds")
+    kind, inner = next(iter(value.items()))
+    if kind in ("tensor", "complex") and isinstance(inner, str) and inner in tensors:
+        tensor = tensors[inner]
+        if kind == "complex":
+            if tensor.dim() == 0 or tensor.shape[-1] != 2 or not tensor.is_floating_point():
+                raise ValueError(f"{place.key} of {place.name} is not complex")
+            tensor = torch.view_as_complex(tensor.contiguous())
+        return place(tensor)
+    turns: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple}
+    if kind in turns and isinstance(inner, list):
+        return turns[kind](_loaded(each, tensors, place) for each in inner)
+    if kind == "dict" and isinstance(inner, dict):
+        return {key: _loaded(each, tensors, place) for key, each in inner.items()}
+    raise ValueError(f"{place.key} of {place.name} is nothing that inner state holds")
+
+
+def read(data: bytes | bytearray | memoryview) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    raw = data if isinstance(data, bytes) else bytes(data)
+    about = read_about(raw)
+    try:
+        return about, safetensors.torch.load(raw)
+    except (ValueError, KeyError, TypeError, AssertionError, safetensors.SafetensorError) as wrong:
+        raise ValueError(f"the inner state is no safetensors file of ours: {wrong}") from None
+
+
+def read_about(data: bytes | bytearray | memoryview) -> dict[str, Any]:
+    """The metadata alone."""
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or length > min(len(data) - 8, MOST_HEADER_BYTES):
+        raise ValueError("the inner state is cut short, or no safetensors file")
+    try:
+        about = json.loads(json.loads(bytes(data[8 : 8 + length]))["__metadata__"]["atoll"])
+    except (ValueError, KeyError, TypeError, RecursionError) as wrong:
+        raise ValueError(f"the inner state is no safetensors file of ours: {wrong}") from None
+    if not isinstance(about, dict):
+        raise ValueError("the inner state does not say what it holds")
+    return about

@@ -1,0 +1,314 @@
+"""Who of an island's ranks encodes and decodes which values of a fragment, where each rank holds whole rows.
+
+A rank's rows of a tensor are a stretch of the flat fragment then, without a gap. Codecs work in blocks that know
+nothing of rows, so what a rank encodes are strips: its stretches, cut where blocks begin. The few values beyond its own
+rows that end the last block of a strip come from the ranks that hold them. All strips together are the bytes that one
+rank would have made of the whole fragment. What a rank decodes is the blocks in which its rows are; those at either end
+it shares with its neighbours, and both fetch them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from atoll.tensors.codecs import CHUNK, F32, Codec, Feedback, Scratch
+from atoll.tensors.plan import FragmentPlan, TensorInfo
+from atoll.tensors.sharding import Boxes, windows
+
+CELL = 256
+"""Values; a multiple of every codec's block, so that strips stay the same where the codec is chosen anew."""
+
+ALIGNED = 8
+"""Bytes: every strip begins at a multiple, so that its numbers can be viewed as such."""
+
+MOST_SLIGHT = 2**14
+SLIGHT_PART = 64
+MOST_FOREIGN_PART = 8
+
+
+def slight(numel: int) -> int:
+    """Values of a fragment for which a request is not worth its cost. A shorter stretch is encoded with the one before
+    it, and what lies between two stretches is fetched with both. It is a small part of the fragment, whose whole no
+    rank shall hold."""
+    return min(MOST_SLIGHT, numel // SLIGHT_PART)
+
+
+class Stretch(NamedTuple):
+    """Values in a row of a flat fragment, which one rank gives. `others` hold the same: rank, and where."""
+
+    begin: int
+    end: int
+    rank: int
+    first: int  # in the packed fragment of the rank
+    others: tuple[tuple[int, int], ...]
+
+
+class Strip(NamedTuple):
+    """Whole blocks of a flat fragment; `at`: where they begin in the row of all strips of a rank."""
+
+    begin: int
+    end: int
+    at: int
+
+
+class Move(NamedTuple):
+    """From the packed rows of one rank into the strips of another, or of the same."""
+
+    giver: int
+    first: int
+    taker: int
+    at: int
+    size: int
+
+
+class RowShare(NamedTuple):
+    """One fragment over all ranks."""
+
+    numel: int
+    stretches: tuple[Stretch, ...]  # in the order of the fragment, all of it
+    strips: tuple[tuple[Strip, ...], ...]  # by rank
+    moves: tuple[Move, ...]  # in the order of the fragment
+
+    def given(self, rank: int) -> list[Move]:
+        """To other ranks."""
+        return [move for move in self.moves if move.giver == rank != move.taker]
+
+    def taken(self, rank: int) -> list[Move]:
+        """From other ranks."""
+        return [move for move in self.moves if move.taker == rank != move.giver]
+
+    def kept(self, rank: int) -> list[Move]:
+        return [move for move in self.moves if move.taker == rank == move.giver]
+
+    def own(self, rank: int) -> list[Stretch]:
+        return [stretch for stretch in self.stretches if stretch.rank == rank]
+
+    def strip_numel(self, rank: int) -> int:
+        return sum(strip.end - strip.begin for strip in self.strips[rank])
+
+
+def lie_in_rows(everybody: Sequence[Boxes], tensors: Iterable[TensorInfo]) -> bool:
+    """Is anything dealt out, and has every rank whole rows of all that travels?"""
+    sharded = False
+    for info in tensors:
+        for boxes in everybody:
+            box = boxes.get(info.name) if info.travels else None
+            if box is not None:
+                sharded = True
+                if math.prod(box.shape) and box.shape[1:] != info.shape[1:]:
+                    return False
+    return sharded
+
+
+def share_out(plan: FragmentPlan, fragment: int, everybody: Sequence[Boxes]) -> RowShare:
+    """Of ranks that hold the same rows the first one gives them, as `shares.owned` says."""
+    numel = plan.numel(fragment)
+    stretches = _stretches(plan, fragment, everybody)
+    covered = 0
+    for stretch in stretches:
+        assert stretch.begin == covered, f"values {covered} to {stretch.begin} of fragment {fragment} are nobody's"
+        covered = stretch.end
+    assert covered == numel, f"values from {covered} on of fragment {fragment} are nobody's"
+    return RowShare(numel, tuple(stretches), *_strips(stretches, numel, len(everybody)))
+
+
+def _stretches(plan: FragmentPlan, fragment: int, everybody: Sequence[Boxes]) -> list[Stretch]:
+    made: list[Stretch] = []
+    for windows_of_piece in zip(*(windows(plan, fragment, boxes) for boxes in everybody), strict=True):
+        found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for rank, window in enumerate(windows_of_piece):
+            count = window.last - window.first
+            if count:
+                row = (window.end - window.begin) // window.shape[0]
+                begin = window.begin + window.where[0].start * row
+                found.setdefault((begin, begin + count), []).append((rank, window.first))
+        for (begin, end), holders in sorted(found.items()):
+            (rank, first), *others = holders
+            made.append(Stretch(begin, end, rank, first, tuple(others)))
+    return made
+
+
+def _strips(
+    stretches: Sequence[Stretch], numel: int, ranks: int
+) -> tuple[tuple[tuple[Strip, ...], ...], tuple[Move, ...]]:
+    """A cell is encoded by the rank that gives its first value, or, where that is of a slight stretch, by the rank of
+    the strip before it. With many ranks all stretches may be slight: no strip takes in more than an eighth of the
+    fragment."""
+    strips: list[list[Strip]] = [[] for _ in range(ranks)]
+    moves: list[Move] = []
+    newest: tuple[int, Strip] | None = None
+    foreign = 0  # values of others that the newest strip has taken in
+    for stretch in stretches:
+        begin, end = (min(numel, -(-each // CELL) * CELL) for each in (stretch.begin, stretch.end))
+        head = min(begin, stretch.end)
+        if stretch.begin < head:  # the end of a cell that began before
+            assert newest is not None
+            taker, strip = newest
+            count = head - stretch.begin
+            moves.append(Move(stretch.rank, stretch.first, taker, strip.at + stretch.begin - strip.begin, count))
+        if begin >= end:
+            continue
+        count = stretch.end - stretch.begin
+        is_slight = count < slight(numel) and foreign + count <= numel // MOST_FOREIGN_PART
+        rank = newest[0] if newest is not None and is_slight else stretch.rank
+        foreign = foreign + count if rank != stretch.rank else 0
+        mine = strips[rank]
+        if mine and mine[-1].end == begin:
+            mine[-1] = mine[-1]._replace(end=end)
+        else:
+            mine.append(Strip(begin, end, mine[-1].at + mine[-1].end - mine[-1].begin if mine else 0))
+        newest = rank, mine[-1]
+        if head < stretch.end:
+            at, first = mine[-1].at + head - mine[-1].begin, stretch.first + head - stretch.begin
+            moves.append(Move(stretch.rank, first, rank, at, stretch.end - head))
+    return tuple(tuple(each) for each in strips), tuple(moves)
+
+
+# --------------------------------------------------------------------------------------------------------------- bytes
+
+
+class Part(NamedTuple):
+    """Bytes in a row of a whole encoded fragment, and where a rank has them among its own."""
+
+    begin: int  # in the whole
+    own: int
+    size: int
+
+
+class Laid(NamedTuple):
+    """The bytes of some strips, as a rank has them: one strip after the other, each encoded as if it were alone."""
+
+    size: int
+    starts: tuple[int, ...]  # of the strips
+    parts: tuple[Part, ...]
+
+    def cut(self, begin: int, end: int) -> list[Part]:
+        """What a range of the rank's own bytes is of the whole. Between strips there is nothing."""
+        found = []
+        for part in self.parts:
+            low, high = max(begin, part.own), min(end, part.own + part.size)
+            if low < high:
+                found.append(Part(part.begin + low - part.own, low, high - low))
+        return found
+
+    def owned(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Which of the rank's own bytes are in a range of the whole."""
+        found = []
+        for part in self.parts:
+            low, high = max(begin, part.begin), min(end, part.begin + part.size)
+            if low < high:
+                found.append((part.own + low - part.begin, part.own + high - part.begin))
+        return found
+
+
+def lay(by: Codec, numel: int, strips: Sequence[Strip]) -> Laid:
+    size = 0
+    starts: list[int] = []
+    parts: list[Part] = []
+    for strip in strips:
+        count = strip.end - strip.begin
+        starts.append(size)
+        alone = by.places(count, 0, count)
+        for (begin, end), (own, _) in zip(by.places(numel, strip.begin, strip.end), alone, strict=True):
+            if begin < end:
+                parts.append(Part(begin, size + own, end - begin))
+        size += -(-by.size(count) // ALIGNED) * ALIGNED
+    return Laid(size, tuple(starts), tuple(parts))
+
+
+class StripCoder:
+    """Encodes the strips of one fragment at one rank, each with its own error feedback."""
+
+    def __init__(self, up: Codec, numel: int, strips: Sequence[Strip]) -> None:
+        self._numel = numel
+        self._strips = strips
+        self._feedbacks = [Feedback(up, strip.end - strip.begin) for strip in strips]
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(2 * feedback.residual.nbytes for feedback in self._feedbacks)
+
+    def encode(self, x: Tensor, by: Codec) -> tuple[Laid, Tensor]:
+        """`x`: the values of all strips, one after the other."""
+        laid = lay(by, self._numel, self._strips)
+        data = torch.empty(laid.size, dtype=torch.uint8)
+        for strip, start, feedback in zip(self._strips, laid.starts, self._feedbacks, strict=True):
+            count = strip.end - strip.begin
+            feedback.encode(x[strip.at : strip.at + count], data[start : start + by.size(count)], by)
+        return laid, data
+
+    def settle(self, sent: bool) -> None:
+        for feedback in self._feedbacks:
+            feedback.settle(sent)
+
+
+def cover(by: Codec, numel: int, stretches: Sequence[Stretch]) -> list[Strip]:
+    """The blocks in which these values are, stretches that are near each other in one strip."""
+    made: list[Strip] = []
+    for stretch in stretches:
+        begin = stretch.begin // by.block * by.block
+        end = min(numel, -(-stretch.end // by.block) * by.block)
+        if made and begin <= made[-1].end + slight(numel):
+            made[-1] = made[-1]._replace(end=max(end, made[-1].end))
+        else:
+            made.append(Strip(begin, end, 0))
+    return made
+
+
+def apply_rows(
+    by: Codec,
+    strips: Sequence[Strip],
+    laid: Laid,
+    data: Tensor,
+    stretches: Sequence[Stretch],
+    old: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Into the packed `out` the values of these stretches: what came, added to `old`, as `outer.Applying` does it.
+
+    `old` None: they are the values themselves.
+    """  # fmt: skip
+    if old is None and not isinstance(by, F32):
+        raise ValueError(f"an update in {by.name} needs the value that it is added to")
+    scratch = Scratch(max((strip.end - strip.begin for strip in strips), default=0))
+    for strip, start in zip(strips, laid.starts, strict=True):
+        count = strip.end - strip.begin
+        encoded = data[start : start + by.size(count)]
+        for begin in range(0, count, CHUNK):
+            came = scratch.values[: min(CHUNK, count - begin)]
+            by.read(encoded, count, begin, came, scratch)
+            for low, high, first in _within(stretches, strip.begin + begin, strip.begin + begin + came.numel()):
+                part, at = came[low:high], slice(first, first + high - low)
+                if old is None or isinstance(by, F32):
+                    out[at].copy_(part)
+                else:
+                    torch.add(old[at], part, out=out[at])
+
+
+def _within(stretches: Sequence[Stretch], begin: int, end: int) -> Iterable[tuple[int, int, int]]:
+    """What of these stretches is in a range: from where to where, counted from its begin, and where in the rows."""
+    for stretch in stretches:
+        low, high = max(begin, stretch.begin), min(end, stretch.end)
+        if low < high:
+            yield low - begin, high - begin, stretch.first + low - stretch.begin
+
+
+__all__ = [
+    "Laid",
+    "Move",
+    "Part",
+    "RowShare",
+    "Stretch",
+    "Strip",
+    "StripCoder",
+    "apply_rows",
+    "cover",
+    "lay",
+    "lie_in_rows",
+    "share_out",
+]

@@ -1,0 +1,385 @@
+"""A learner's connections to the syncer: one for control, others for bulk, all dialled by the learner.
+
+Runs in the learner's background loop. It knows nothing of the protocol beyond who carries what: an envelope with values
+beside it goes by HTTP, everything else by the WebSocket, so a report never waits behind a fragment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import ssl
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+import aiohttp
+from aiohttp import WSMsgType
+from torch import Tensor
+
+from atoll.core.protocol import Envelope
+from atoll.transport.buffers import CHUNK_BYTES, READ_BYTES
+from atoll.transport.chunked_payload import Flow
+from atoll.transport.identity import HEADER
+from atoll.transport.tls import ClientTls, Stamp, tls_problem
+from atoll.transport.wire import (
+    MOST_MESSAGE_BYTES,
+    FrameHead,
+    FrameParser,
+    Kind,
+    WireError,
+    as_bytes,
+    decode_message,
+    encode_message,
+    frame_head,
+    parse_json,
+)
+
+CONNECT_S = 15.0
+CLOSING_S = 2.0
+GOODBYE_S = 0.1
+"""Connections with TLS say goodbye to each other, and aiohttp does not tell when they have."""
+
+MOST_WAITING = 16_384
+"""Messages that wait for the syncer. It has stopped reading long before."""
+
+SILENT_S = 60.0
+MOST_ERROR_BYTES = 64 * 1024
+MOST_ANSWER_BYTES = 64 * 2**20
+
+
+T = TypeVar("T")
+
+
+class Refusal(Exception):  # noqa: N818 - an answer, not an accident
+    """The syncer has answered, and the answer is no."""
+
+    def __init__(self, status: int, sentence: str, code: str = "") -> None:
+        super().__init__(sentence)
+        self.status = status
+        self.code = code  # where the bytes were wrong: one of `wire.CODES`
+
+
+class LinkGone(OSError):  # noqa: N818 - nothing failed that is not told of already
+    """The link of a transfer has ended before it."""
+
+
+class LearnerLink:
+    """`on_message`, `on_opened`, `on_closed` and `on_failed` are called in the loop, in the order of what happened."""
+
+    def __init__(
+        self,
+        address: str,
+        token: str | None,
+        log: logging.Logger,
+        on_message: Callable[[Envelope], None],
+        on_opened: Callable[[int], None],
+        on_closed: Callable[[int, str], None],
+        on_failed: Callable[[str], None],
+        tls: ClientTls | None = None,
+    ) -> None:
+        self.address = address  # all of them, as they were given
+        self._addresses = tuple(address.split(","))
+        self._place = 0  # of the one that is asked
+        self.bytes_up = 0
+        self.bytes_down = 0
+        self.log = log
+        self._headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
+        self._on_message = on_message
+        self._on_opened = on_opened
+        self._on_closed = on_closed
+        self._on_failed = on_failed
+        self._session: aiohttp.ClientSession | None = None
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._outgoing: asyncio.Queue[bytes | str | None] = asyncio.Queue()
+        self._writing: asyncio.Future[str] | None = None  # of the newest link
+        self._closed = asyncio.Event()  # of the newest link
+        self._number = 0  # of the newest link
+        self._tls = tls
+        self._keys: Stamp = ()  # the files of the keys that are in use
+
+    async def start(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S, sock_read=SILENT_S)
+        context: bool | ssl.SSLContext = True
+        if self._tls is not None:
+            self._keys, context = self._tls.stamp(), self._tls.context()
+        # A name is looked up at every dial: whoever it leads to may have moved meanwhile.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0, use_dns_cache=False, ssl=context)
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            timeout=timeout,
+            headers=self._headers,
+            auto_decompress=False,
+            read_bufsize=READ_BYTES,
+        )
+
+    def url(self, path: str, at: str | None = None) -> str:
+        """At the syncer, or at this address of one of its shards."""
+        return f"http{'s' if self._tls is not None else ''}://{at or self._addresses[self._place]}{path}"
+
+    @property
+    def has_token(self) -> bool:
+        return bool(self._headers)
+
+    @property
+    def asked(self) -> str:
+        """The address that is asked now."""
+        return self._addresses[self._place]
+
+    def count(self, way: str, size: int) -> None:
+        """Bytes that other ranks of this island have moved."""
+        if way == "up":
+            self.bytes_up += size
+        else:
+            self.bytes_down += size
+
+    def turn(self) -> None:
+        """Nobody answers here: the next address is asked, where there is one. Another syncer may have taken over."""
+        self._place = (self._place + 1) % len(self._addresses)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            if self._tls is not None:
+                await asyncio.sleep(GOODBYE_S)
+
+    async def renew_keys(self) -> None:
+        """Before a dial: files that have changed are used from now on, those that cannot be used are not."""
+        if self._tls is None or self._tls.stamp() == self._keys:
+            return
+        old = self._session
+        try:
+            await self.start()
+        except (OSError, ValueError) as wrong:
+            self.log.warning("the keys have changed and cannot be used, those before stay in use: %s", wrong)
+            return
+        self.log.info("the keys have changed: dialling with the new ones")
+        if old is not None:
+            await old.close()
+
+    # ---------------------------------------------------------------------------------------------------- control
+
+    async def dial(self, after_s: float) -> None:
+        """One link, from the first try to its end. Only here it is closed; others ask for it."""
+        await asyncio.sleep(after_s)
+        socket = await self._connect()
+        if socket is None:
+            return
+        self._number += 1
+        number = self._number
+        outgoing: asyncio.Queue[bytes | str | None] = asyncio.Queue()
+        self._socket, self._outgoing, self._closed = socket, outgoing, asyncio.Event()
+        closed = self._closed
+        reading = asyncio.ensure_future(self._read(socket))
+        writing = self._writing = asyncio.ensure_future(self._write(socket, outgoing))
+        try:
+            self._on_opened(number)
+            await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
+            broken = writing.result() if writing.done() and not writing.cancelled() else ""
+        finally:
+            writing.cancel()
+            if self._socket is socket:
+                self._socket = None
+            await _close(socket)
+            await asyncio.wait((reading,), timeout=CLOSING_S)
+            closed.set()
+            reading.cancel()
+        self._on_closed(number, broken or (reading.result() if reading.done() else "it was given up"))
+
+    async def while_open(self, transfer: Coroutine[Any, Any, T]) -> T:
+        """A transfer that ends with the link to which it belongs: nobody wants what comes later.
+
+        Without it a syncer that stands still, and whose work another one has taken over, would hold what is under way
+        until a silent connection is given up: a minute or two in which its fragment stands still with it.
+        """
+        closed = self._closed
+        work, end = asyncio.ensure_future(transfer), asyncio.ensure_future(closed.wait())
+        try:
+            await asyncio.wait((work, end), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise LinkGone("the link was closed meanwhile")
+            return work.result()
+        finally:
+            end.cancel()
+            work.cancel()
+            await asyncio.wait((work,))
+
+    async def _connect(self) -> aiohttp.ClientWebSocketResponse | None:
+        """At the first of the addresses that answers, beginning with the one that answered last."""
+        await self.renew_keys()
+        assert self._session is not None
+        problem = ""
+        for _ in self._addresses:
+            try:
+                async with asyncio.timeout(CONNECT_S):
+                    return await self._session.ws_connect(
+                        self.url("/v1/link"), max_msg_size=MOST_MESSAGE_BYTES, compress=0, autoping=True
+                    )
+            except (aiohttp.ClientError, OSError, TimeoutError) as wrong:
+                problem = why(wrong)
+            self.turn()
+        self._on_failed(problem)
+        return None
+
+    async def _read(self, socket: aiohttp.ClientWebSocketResponse) -> str:
+        """Until the link ends; why it did."""
+        try:
+            while True:
+                message = await socket.receive()
+                if message.type is WSMsgType.BINARY:
+                    self._on_message(decode_message(message.data, "syncer"))
+                elif message.type is WSMsgType.ERROR:
+                    return f"the connection broke: {why(socket.exception())}"
+                elif message.type is WSMsgType.CLOSE:
+                    return f"the syncer closed it ({message.data}){': ' if message.extra else ''}{message.extra or ''}"
+                elif message.type is WSMsgType.CLOSING:
+                    return "this side hung up"
+                elif message.type is WSMsgType.CLOSED:
+                    return "the connection was lost"
+        except WireError as wrong:
+            return f"what the syncer sent cannot be read: {wrong}"
+
+    async def _write(self, socket: aiohttp.ClientWebSocketResponse, outgoing: asyncio.Queue[bytes | str | None]) -> str:
+        """Until somebody wants to hang up, or nothing can be sent any more; why not."""
+        try:
+            while (data := await outgoing.get()) is not None:
+                if isinstance(data, str):
+                    await socket.send_str(data)
+                else:
+                    await socket.send_bytes(data)
+        except (ConnectionError, RuntimeError, aiohttp.ClientError) as wrong:
+            return f"the connection broke: {why(wrong)}"
+        return ""
+
+    def post(self, envelope: Envelope) -> None:
+        if self._socket is None or self._writing is None or envelope.session != self._number:
+            return
+        self._outgoing.put_nowait(encode_message(envelope))
+        if self._outgoing.qsize() > MOST_WAITING:
+            self._writing.cancel()  # nobody reads it; the link ends, and another is dialled
+
+    def post_metrics(self, text: str) -> None:
+        if self._socket is not None and self._outgoing.qsize() < 100:
+            self._outgoing.put_nowait(text)
+
+    def hang_up(self, number: int) -> asyncio.Event | None:
+        """What was posted before is still sent, if the system takes it in time. The event is set at the end of it."""
+        if self._socket is None or self._writing is None or number != self._number:
+            return None
+        self._socket = None
+        self.turn()  # whoever is hung up on did not answer
+        self._outgoing.put_nowait(None)
+        asyncio.get_running_loop().call_later(CLOSING_S, self._writing.cancel)  # nobody takes what it has to say
+        return self._closed
+
+    async def say_goodbye(self, within_s: float) -> None:
+        """Hang up, and wait until what was posted is with the syncer, or the time is over."""
+        closed = self.hang_up(self._number)
+        if closed is None:
+            return
+        try:
+            async with asyncio.timeout(within_s):
+                await closed.wait()
+        except TimeoutError:
+            self.log.warning("the last words did not reach the syncer within %g s", within_s)
+
+    # ---------------------------------------------------------------------------------------------------- asking
+
+    async def ask(self, method: str, path: str, at: str | None = None, **what: Any) -> Any:
+        assert self._session is not None
+        async with self._session.request(method, self.url(path, at), **what) as answer:
+            await _check(answer)
+            return parse_json(await _whole(answer), MOST_ANSWER_BYTES) if answer.status != 204 else None
+
+    async def found(self, plan: bytes, values: Callable[[], AsyncIterator[Tensor | Flow]]) -> None:
+        """Bring the model: the plan, then the values of one fragment after the other."""
+
+        async def body() -> AsyncIterator[bytes | memoryview]:
+            yield frame_head(Kind.MODEL, 0, b"{}", plan) + b"{}"
+            yield plan
+            p = 0
+            async for value in values():
+                header = b'{"fragment":%d}' % p
+                if isinstance(value, Flow):
+                    yield await value.head(Kind.MODEL, header) + header
+                    async for piece in value.pieces():
+                        yield piece
+                else:
+                    yield frame_head(Kind.MODEL, 0, header, value) + header
+                    async for chunk in _chunks(as_bytes(value)):
+                        yield chunk
+                p += 1
+
+        await self.ask("PUT", "/v1/model", data=body())
+
+    @contextlib.asynccontextmanager
+    async def get(
+        self, path: str, asked: dict[str, str] | None = None, at: str | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """An answer that is good, to be read."""
+        assert self._session is not None
+        async with self._session.get(self.url(path, at), params=asked) as answer:
+            await _check(answer)
+            yield answer
+
+    async def inner_state(
+        self, learner: int, incarnation: int, most_bytes: int, room: Callable[[int], memoryview]
+    ) -> None:
+        """Into memory that `room` gives for so many bytes."""
+
+        def accept(head: FrameHead, header: bytes) -> Any:
+            if head.payload_bytes > most_bytes:
+                raise WireError(f"inner state of {head.payload_bytes} bytes, the limit is {most_bytes}", "size")
+            return room(head.payload_bytes)
+
+        parser = FrameParser(Kind.INNER_STATE, accept)
+        async with self.get(f"/v1/state/{learner}/{incarnation}") as answer:
+            async for chunk in answer.content.iter_any():
+                parser.feed(chunk)
+                self.bytes_down += len(chunk)
+        parser.finish()
+
+
+async def _chunks(view: memoryview) -> AsyncIterator[memoryview]:
+    for begin in range(0, view.nbytes, CHUNK_BYTES):
+        yield view[begin : begin + CHUNK_BYTES]
+
+
+async def _whole(answer: aiohttp.ClientResponse) -> bytearray:
+    gathered = bytearray()
+    async for chunk in answer.content.iter_any():
+        gathered += chunk
+        if len(gathered) > MOST_ANSWER_BYTES:
+            raise WireError(f"an answer of more than {MOST_ANSWER_BYTES} bytes", "size")
+    return gathered
+
+
+async def _check(answer: aiohttp.ClientResponse) -> None:
+    if answer.status < 400:
+        return
+    text = await answer.content.read(MOST_ERROR_BYTES)
+    try:
+        told = parse_json(text)
+        sentence, code = str(told["error"]), str(told.get("code", ""))
+    except (WireError, KeyError, TypeError, AttributeError):
+        sentence, code = f"{answer.status} {answer.reason}", ""
+    raise Refusal(answer.status, sentence, code)
+
+
+def why(wrong: BaseException | None) -> str:
+    problem = tls_problem(wrong)
+    if problem is not None:
+        return problem
+    if isinstance(wrong, aiohttp.WSServerHandshakeError):
+        said = wrong.headers.get(HEADER) if wrong.headers is not None else None
+        return f"the syncer answered {wrong.status}{f': {said}' if said else ''}"
+    if isinstance(wrong, aiohttp.ClientConnectorError):
+        wrong = wrong.os_error  # aiohttp puts its settings for TLS into the sentence, which nobody asked for
+    return str(wrong) or type(wrong).__name__
+
+
+async def _close(socket: aiohttp.ClientWebSocketResponse) -> None:
+    """Politely, but not for long."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(CLOSING_S):
+            await socket.close()

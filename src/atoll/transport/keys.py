@@ -1,0 +1,414 @@
+"""A small private authority, and the keys that it signs: what `atoll keys` makes. docs/security.md says what for.
+
+    keys/authority.pem    certificates of the authorities that are trusted, the newest first
+    keys/authority.key    signs; who has it can make keys. Keep it away from the islands
+    keys/issued.json      who has a key, until when, and which are revoked
+    keys/NAME/            one key: certificate.pem, key.pem, authority.pem. This directory goes to the island
+    keys/syncer/          the syncer's; revoked.txt beside them
+
+Only here, and only for making keys, the `cryptography` package is needed. Using them needs Python's own ssl module.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import re
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from atoll.transport.identity import ANY, LEARNER, OF_SYNCER, OPERATOR
+from atoll.transport.tls import AUTHORITY, CERTIFICATE, KEY, REVOKED, SYNCER
+
+AUTHORITY_KEY = "authority.key"
+ISSUED = "issued.json"
+AUTHORITY_DAYS = 3650
+DAYS = 365
+BEFORE = timedelta(minutes=5)
+"""A key is valid a little before it was made: clocks differ."""
+
+LOCAL = ("localhost", "127.0.0.1", "::1")
+MOST_LEARNER = 1_000_000
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_OLD = "authorities before the newest"
+
+
+class Holder(NamedTuple):
+    """As whom a key may speak."""
+
+    learners: tuple[int, ...] = ()
+    is_any_learner: bool = False
+    is_operator: bool = False
+    hosts: tuple[str, ...] = ()  # of the syncer: how it may be dialled
+
+    def __str__(self) -> str:
+        if self.hosts:
+            return f"the syncer, dialled as {', '.join(self.hosts)}"
+        said = [f"learner {number}" for number in self.learners]
+        said += ["any learner"] if self.is_any_learner else []
+        said += ["operator"] if self.is_operator else []
+        return ", ".join(said) or "nobody"
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """One certificate that was made. A name has several when it was renewed."""
+
+    name: str
+    holder: Holder
+    fingerprint: str
+    since: str
+    until: str
+    revoked: str = ""  # when
+
+    def state(self, now: datetime) -> str:
+        if self.revoked:
+            return "revoked"
+        return "expired" if datetime.fromisoformat(self.until) < now else "good"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            **self.holder._asdict(),
+            "fingerprint": self.fingerprint,
+            "since": self.since,
+            "until": self.until,
+            "revoked": self.revoked,
+        }
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> Issued:
+        holder = Holder(tuple(raw["learners"]), raw["is_any_learner"], raw["is_operator"], tuple(raw["hosts"]))
+        return cls(raw["name"], holder, raw["fingerprint"], raw["since"], raw["until"], raw["revoked"])
+
+
+class Authority:
+    """The directory of an authority. Every change is on disk when its method returns."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        try:
+            raw = json.loads((directory / ISSUED).read_text(encoding="utf-8"))
+            self.issued = [Issued.from_json(each) for each in raw["issued"]]
+        except FileNotFoundError:
+            raise ValueError(f"{directory} holds no authority: make one with atoll keys init {directory}") from None
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{directory / ISSUED} is damaged: bring it back from a copy") from None
+
+    @classmethod
+    def init(cls, directory: Path, hosts: Sequence[str] = (), days: int = DAYS) -> Authority:
+        """A new authority, and the key of its syncer."""
+        if directory.exists() and any(directory.iterdir()):
+            raise ValueError(f"{directory} is not empty, and keys are never written over: give another directory")
+        directory.mkdir(parents=True, exist_ok=True)
+        directory.chmod(0o700)
+        key, certificate = _new_authority()
+        write(directory / AUTHORITY_KEY, _key_pem(key), secret=True)
+        write(directory / AUTHORITY, _pem(certificate))
+        write(directory / ISSUED, b'{"issued": []}\n')
+        made = cls(directory)
+        made._issue(SYNCER, Holder(hosts=_hosts(hosts)), days)
+        made._tell_revoked()
+        return made
+
+    # ----------------------------------------------------------------------------------------------------- changing
+
+    def add(
+        self,
+        name: str,
+        learners: Sequence[int] = (),
+        is_any_learner: bool = False,
+        is_operator: bool = False,
+        days: int = DAYS,
+    ) -> Issued:
+        """A key for an island or an operator. Without more words: for the next learner that has none."""
+        if not _NAME.fullmatch(name) or name in (SYNCER, "authority"):
+            raise ValueError(f"{name!r} is no name for a key: small letters, digits, and . _ - between them")
+        if (self.directory / name).exists() or any(each.name == name for each in self._good()):
+            raise ValueError(f"{name} has a key, and keys are never written over: atoll keys renew makes a new one")
+        taken = {number: each.name for each in self._good() for number in each.holder.learners}
+        for number in learners:
+            if not 1 <= number <= MOST_LEARNER:
+                raise ValueError(f"learners are numbered from 1, got {number}")
+            if number in taken:
+                raise ValueError(f"learner {number} is named by the key of {taken[number]}: revoke that one first")
+        if not learners and not is_any_learner and not is_operator:
+            learners = (next(number for number in range(1, MOST_LEARNER) if number not in taken),)
+        return self._issue(name, Holder(tuple(sorted(set(learners))), is_any_learner, is_operator), days)
+
+    def renew(self, name: str, hosts: Sequence[str] = (), days: int = DAYS) -> Issued:
+        """A new key for the same holder. The one before is good until it expires, or is revoked."""
+        before = self.of(name)
+        if hosts and name != SYNCER:
+            raise ValueError("--host is how the syncer is dialled: it is for the syncer's key only")
+        if before.revoked:
+            raise ValueError(f"the key of {name} is revoked: add another one under another name")
+        holder = before.holder._replace(hosts=_hosts(hosts)) if hosts else before.holder
+        return self._issue(name, holder, days)
+
+    def renew_authority(self) -> str:
+        """A new authority beside the old ones, which are trusted until `retire`. Its fingerprint."""
+        key, certificate = _new_authority()
+        bundle = _pem(certificate) + (self.directory / AUTHORITY).read_bytes()
+        write(self.directory / AUTHORITY, bundle, again=True)  # trusted before anything is signed with it
+        self._tell_authorities()
+        write(self.directory / AUTHORITY_KEY, _key_pem(key), secret=True, again=True)
+        return _fingerprint(certificate)
+
+    def retire(self) -> int:
+        """Only the newest authority is trusted from now on; how many are not any more. Refuses to lock anybody out."""
+        newest, _ = self._signing()
+        old = [each for each in self.authorities() if each != newest]
+        stranded = sorted(
+            {each.name for each in self._newest() if each.state(_now()) == "good" and not self._is_of(newest, each)}
+        )
+        if stranded:
+            raise ValueError(f"the keys of {', '.join(stranded)} are of {_OLD}: renew them first (atoll keys renew)")
+        write(self.directory / AUTHORITY, _pem(newest), again=True)
+        self._tell_authorities()
+        return len(old)
+
+    def revoke(self, name: str) -> list[Issued]:
+        """No key of this name is good any more. The syncer refuses them as soon as it sees its revoked.txt."""
+        if name == SYNCER:
+            raise ValueError(
+                "the syncer's own key is not revoked, as learners have no list: renew it, and to make a stolen one"
+                " worthless renew the authority (docs/security.md)"
+            )
+        self.of(name)
+        when = _now().isoformat(timespec="seconds")
+        self.issued = [
+            replace(each, revoked=when) if each.name == name and not each.revoked else each for each in self.issued
+        ]
+        self._keep()
+        self._tell_revoked()
+        return [each for each in self.issued if each.name == name]
+
+    # ------------------------------------------------------------------------------------------------------ showing
+
+    def of(self, name: str) -> Issued:
+        """The newest key of this name."""
+        found = [each for each in self.issued if each.name == name]
+        if not found:
+            known = ", ".join(dict.fromkeys(each.name for each in self.issued))
+            raise ValueError(f"{self.directory} has no key of {name}; there are: {known}")
+        return found[-1]
+
+    def authorities(self) -> list[x509.Certificate]:
+        return x509.load_pem_x509_certificates((self.directory / AUTHORITY).read_bytes())
+
+    def _good(self) -> Iterator[Issued]:
+        now = _now()
+        return (each for each in self._newest() if each.state(now) == "good")
+
+    def _newest(self) -> Iterable[Issued]:
+        return {each.name: each for each in self.issued}.values()
+
+    def _is_of(self, authority: x509.Certificate, issued: Issued) -> bool:
+        try:
+            own = x509.load_pem_x509_certificate((self.directory / issued.name / CERTIFICATE).read_bytes())
+            own.verify_directly_issued_by(authority)
+        except (OSError, ValueError, TypeError, InvalidSignature):
+            return False
+        return True
+
+    # ------------------------------------------------------------------------------------------------------ writing
+
+    def _issue(self, name: str, holder: Holder, days: int) -> Issued:
+        if not 1 <= days <= AUTHORITY_DAYS:
+            raise ValueError(f"a key is good for 1 to {AUTHORITY_DAYS} days, got {days}")
+        authority, signing = self._signing()
+        key = ec.generate_private_key(ec.SECP256R1())
+        certificate = _signed(name, holder, key, signing, authority, timedelta(days=days))
+        folder = self.directory / name
+        folder.mkdir(mode=0o700, exist_ok=True)
+        again = (folder / CERTIFICATE).exists()
+        issued = Issued(
+            name,
+            holder,
+            _fingerprint(certificate),
+            certificate.not_valid_before_utc.isoformat(),
+            certificate.not_valid_after_utc.isoformat(),
+        )
+        self.issued.append(issued)
+        self._keep()  # first: a key that nobody remembers cannot be revoked
+        write(folder / AUTHORITY, (self.directory / AUTHORITY).read_bytes(), again=again)
+        write(folder / KEY, _key_pem(key), secret=True, again=again)
+        write(folder / CERTIFICATE, _pem(certificate), again=again)
+        return issued
+
+    def _signing(self) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+        """The authority that signs: the one whose key is here, also when somebody was killed while renewing it."""
+        path = self.directory / AUTHORITY_KEY
+        try:
+            key = serialization.load_pem_private_key(path.read_bytes(), None)
+        except FileNotFoundError:
+            raise ValueError(f"{path} is not here, and nothing can be signed without it: bring it back") from None
+        for each in self.authorities():
+            if isinstance(key, ec.EllipticCurvePrivateKey) and each.public_key() == key.public_key():
+                return each, key
+        raise ValueError(f"{path} is not the key of an authority in {self.directory / AUTHORITY}")
+
+    def _keep(self) -> None:
+        text = json.dumps({"issued": [each.to_json() for each in self.issued]}, indent=1)
+        write(self.directory / ISSUED, text.encode() + b"\n", again=True)
+
+    def _tell_authorities(self) -> None:
+        bundle = (self.directory / AUTHORITY).read_bytes()
+        for name in {each.name for each in self.issued}:
+            if (self.directory / name).is_dir():
+                write(self.directory / name / AUTHORITY, bundle, again=True)
+
+    def _tell_revoked(self) -> None:
+        lines = [f"{each.fingerprint} {each.name} {each.revoked}\n" for each in self.issued if each.revoked]
+        if (self.directory / SYNCER).is_dir():
+            write(self.directory / SYNCER / REVOKED, "".join(lines).encode(), again=True)
+
+
+def _hosts(given: Sequence[str]) -> tuple[str, ...]:
+    """Names and addresses by which the syncer is dialled; this machine's name where none is given."""
+    wanted = [each.removeprefix("[").removesuffix("]") for each in given] or [socket.gethostname()]
+    for each in wanted:
+        if not re.fullmatch(r"[A-Za-z0-9.:_-]+|\*\.[A-Za-z0-9.-]+", each):
+            raise ValueError(f"{each!r} is no name or address of a machine")
+    return tuple(dict.fromkeys([*wanted, *LOCAL]))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Certificates
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+def _new_authority() -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    key = ec.generate_private_key(ec.SECP256R1())
+    now = _now()
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"atoll authority {now:%Y-%m-%d %H:%M:%S}")])
+    usage = _usage(signs_certificates=True)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - BEFORE)
+        .not_valid_after(now + timedelta(days=AUTHORITY_DAYS))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    return key, certificate
+
+
+def _signed(
+    name: str,
+    holder: Holder,
+    key: ec.EllipticCurvePrivateKey,
+    by: ec.EllipticCurvePrivateKey,
+    authority: x509.Certificate,
+    lasting: timedelta,
+) -> x509.Certificate:
+    now = _now()
+    uses = [ExtendedKeyUsageOID.CLIENT_AUTH]
+    if holder.hosts:
+        uses.append(ExtendedKeyUsageOID.SERVER_AUTH)  # an island's key never passes for a syncer's
+    until = min(now + lasting, authority.not_valid_after_utc)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
+        .issuer_name(authority.subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - BEFORE)
+        .not_valid_after(until)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(signs_certificates=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+        .add_extension(x509.SubjectAlternativeName(_names(holder)), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(by.public_key()), critical=False)
+        .sign(by, hashes.SHA256())
+    )
+
+
+def _names(holder: Holder) -> list[x509.GeneralName]:
+    names: list[x509.GeneralName] = []
+    for host in holder.hosts:
+        try:
+            names.append(x509.IPAddress(ipaddress.ip_address(host)))
+        except ValueError:
+            names.append(x509.DNSName(host))
+    uris = [f"{LEARNER}{number}" for number in holder.learners]
+    uris += [f"{LEARNER}{ANY}"] if holder.is_any_learner else []
+    uris += [OPERATOR] if holder.is_operator else []
+    uris += [OF_SYNCER] if holder.hosts else []
+    return [*names, *(x509.UniformResourceIdentifier(uri) for uri in uris)]
+
+
+def _usage(signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _fingerprint(certificate: x509.Certificate) -> str:
+    return certificate.fingerprint(hashes.SHA256()).hex()
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def write(path: Path, data: bytes, secret: bool = False, again: bool = False) -> None:
+    """Whole or not at all, durable, and of the right mode from its first byte. Without `again` nothing is replaced."""
+    half = path.with_name(f".{path.name}.{os.getpid()}")
+    half.unlink(missing_ok=True)
+    file = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644)
+    try:
+        with os.fdopen(file, "wb") as out:
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        if again:
+            os.replace(half, path)
+        else:
+            os.link(half, path)  # refuses where something has the name already
+    except FileExistsError:
+        raise ValueError(f"{path} is there already, and keys are never written over") from None
+    finally:
+        with suppress(FileNotFoundError):
+            half.unlink()
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

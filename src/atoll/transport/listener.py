@@ -1,0 +1,256 @@
+"""The port of a syncer: connections are taken, and have to show in time who they are.
+
+A connection is **unproven** until its first request has been let in. Before that it may cost little: its first byte is
+waited for with nothing but a socket, its handshake has an end, and there are only so many of them. Whoever opens more
+loses the oldest of the address that has the most, so a stranger who opens thousands competes with itself.
+
+Those that are silent and those that speak are counted apart. A learner speaks as soon as it is connected; in one crowd
+it would lose its place, between two words of its handshake, to a neighbour at its own address who opens thousands and
+says nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import socket
+import ssl
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from atoll.transport.auth import Access
+from atoll.transport.identity import HEADER, Turned
+from atoll.transport.tls import ALERT, tls_problem
+
+HANDSHAKE_S = 15.0
+"""From the first byte to the end of the handshake; also until the first byte."""
+
+UNPROVEN_S = 30.0
+"""Until the first request is let in."""
+
+MOST_UNPROVEN = 256
+"""Of either kind: that have said nothing yet, and that have not said enough."""
+
+BACKLOG = 512
+AT_ONCE = 16
+"""Connections that are taken before everything else has its turn, far fewer than there is room for. Accepting gives no
+turn by itself while somebody waits at the port: (1) a learner connects and speaks, (2) a stranger fills the backlog
+behind it, (3) all are taken in one go, and the learner, the oldest by then, is dropped before anybody has listened to
+it. Whoever connects faster than is accepted would even stop the whole loop."""
+
+LINGER_S = 1.0
+"""For a last word to be read: a socket that is closed with something unread in it takes back what was sent."""
+
+LOOK_EVERY_S = 0.5
+BREATH_S = 0.5
+"""When the system has no more files for us."""
+
+HELLO = 0x16
+"""The first byte of everything that speaks TLS, and no letter of a method of HTTP."""
+
+PLAIN_TEXT = Turned(
+    "plain-text", 400, "this port speaks TLS, and plain text came: give --keys DIR or --ca FILE, or write https://"
+)
+TLS_HERE = Turned("tls-to-plain", 400, "TLS came, and this syncer has no keys: it speaks plain text")
+NO_HELLO = Turned("handshake", 400, "what came is not TLS")
+TOO_MANY = Turned("unfinished", 408, "too many connections have not said who they are")
+TOO_SLOW = Turned("unfinished", 408, "it has not said in time who it is")
+
+Key = tuple[Any, Any]
+
+
+class _Unproven(NamedTuple):
+    address: str
+    task: asyncio.Task[None]
+    proved: asyncio.Event
+
+
+Crowd = dict[Key, _Unproven]
+"""In the order in which they came."""
+
+
+class Listener:
+    """`make` gives the protocol of a new connection, as `web.AppRunner.server` does."""
+
+    def __init__(self, sock: socket.socket, make: Callable[[], asyncio.Protocol], access: Access) -> None:
+        self._sock = sock
+        self._make = make
+        self._access = access
+        self._silent: Crowd = {}
+        self._speaking: Crowd = {}
+        self._accepting: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._sock.setblocking(False)
+        self._sock.listen(BACKLOG)
+        self._accepting = asyncio.get_running_loop().create_task(self._accept())
+
+    async def stop(self) -> None:
+        tasks = [each.task for each in (*self._silent.values(), *self._speaking.values())]
+        if self._accepting is not None:
+            tasks.append(self._accepting)
+            self._accepting.cancel()
+            await asyncio.sleep(0)  # one that was only just taken begins: it closes its own socket
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._sock.close()
+
+    def proved(self, transport: asyncio.BaseTransport | None) -> None:
+        """The first request on this connection was let in. It is as good as any other from now on."""
+        found = self._speaking.pop(_key(transport), None) if transport is not None else None
+        if found is not None:
+            found.proved.set()
+
+    # ------------------------------------------------------------------------------------------------------- taking
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        for taken in itertools.count(1):
+            if taken % AT_ONCE == 0:
+                await asyncio.sleep(0)
+            try:
+                sock, where = await loop.sock_accept(self._sock)
+            except OSError as wrong:
+                self._access.log.error("no connection can be taken: %s", wrong)
+                await asyncio.sleep(BREATH_S)
+                continue
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            proved = asyncio.Event()
+            key = (sock.getsockname(), where)
+            task = loop.create_task(self._take(sock, key, proved))
+            self._admit(self._silent, key, _Unproven(where[0], task, proved))
+
+    def _admit(self, crowd: Crowd, key: Key, newcomer: _Unproven) -> None:
+        if len(crowd) >= MOST_UNPROVEN:
+            most, _ = Counter(each.address for each in crowd.values()).most_common(1)[0]
+            oldest = next(key for key, each in crowd.items() if each.address == most)
+            crowd.pop(oldest).task.cancel()
+            self._access.turn_away(TOO_MANY, most, "a connection")
+        crowd[key] = newcomer
+
+    async def _take(self, sock: socket.socket, key: Key, proved: asyncio.Event) -> None:
+        """One connection, until it has shown who it is."""
+        transport: asyncio.BaseTransport | None = None
+        try:
+            async with asyncio.timeout(UNPROVEN_S):
+                async with asyncio.timeout(HANDSHAKE_S):
+                    first = await _first_byte(sock)
+                if first is None:
+                    return
+                self._admit(self._speaking, key, self._silent.pop(key))
+                transport = await self._led_in(sock, first, key[1][0])
+                while transport is not None and not proved.is_set() and not transport.is_closing():
+                    await _within(LOOK_EVERY_S, proved)
+        except TimeoutError:
+            self._access.turn_away(TOO_SLOW, key[1][0], "a connection")
+        except (ConnectionError, OSError):
+            pass  # it is gone, and had said nothing yet
+        finally:
+            for crowd in (self._silent, self._speaking):
+                if key in crowd and crowd[key].proved is proved:  # not one that came later from the same port
+                    del crowd[key]
+            if transport is None:
+                sock.close()
+            elif not proved.is_set() and isinstance(transport, asyncio.WriteTransport):
+                transport.abort()
+
+    async def _led_in(self, sock: socket.socket, first: int, who: str) -> asyncio.BaseTransport | None:
+        """To the protocol of the requests; None where it was turned away."""
+        tls = self._access.tls
+        if tls is None:
+            if first == HELLO:
+                await self._turn_away(sock, TLS_HERE, who)
+                return None
+            loop = asyncio.get_running_loop()
+            transport, _ = await loop.connect_accepted_socket(self._make, sock)
+            return transport
+        if first != HELLO:
+            await self._turn_away(sock, PLAIN_TEXT if chr(first).isupper() else NO_HELLO, who)
+            return None
+        return await self._shake_hands(sock, tls.context, who)
+
+    async def _shake_hands(
+        self, sock: socket.socket, context: ssl.SSLContext, who: str
+    ) -> asyncio.BaseTransport | None:
+        alerts: list[bytes] = []
+        token = ALERT.set(alerts.append)
+        spare = sock.dup()  # asyncio closes the other one at once
+        try:
+            loop = asyncio.get_running_loop()
+            transport, _ = await loop.connect_accepted_socket(
+                self._make, sock, ssl=context, ssl_handshake_timeout=HANDSHAKE_S
+            )
+            return transport
+        except ssl.SSLError as wrong:
+            self._access.turn_away(_why(wrong), who, "a handshake")
+            await _last_words(spare, b"".join(alerts))
+        except ConnectionAbortedError:  # by asyncio, as it took too long
+            self._access.turn_away(TOO_SLOW, who, "a handshake")
+        except (ConnectionError, OSError) as wrong:
+            broken = Turned("handshake", 400, f"it broke off{': ' if str(wrong) else ''}{wrong}")
+            self._access.turn_away(broken, who, "a handshake")
+        finally:
+            ALERT.reset(token)
+            spare.close()
+        return None
+
+    async def _turn_away(self, sock: socket.socket, turned: Turned, who: str) -> None:
+        self._access.turn_away(turned, who, "a connection")
+        body = json.dumps({"error": turned.sentence}).encode()
+        head = f"HTTP/1.1 {turned.status} Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        said = f"{head}{HEADER}: {turned.sentence}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+        await _last_words(sock, b"" if turned is NO_HELLO else said)
+
+
+def _key(transport: asyncio.BaseTransport) -> Key:
+    return transport.get_extra_info("sockname"), transport.get_extra_info("peername")
+
+
+def _why(wrong: ssl.SSLError) -> Turned:
+    """Of a handshake that failed on this side."""
+    reason = wrong.reason or ""
+    if isinstance(wrong, ssl.SSLCertVerificationError):
+        return Turned("authority", 403, f"its key is not of an authority that is trusted here: {wrong.verify_message}")
+    if reason in ("UNSUPPORTED_PROTOCOL", "NO_PROTOCOLS_AVAILABLE", "WRONG_SSL_VERSION"):
+        return Turned("tls-version", 400, "it does not speak TLS 1.3")
+    if "ALERT" in reason:
+        return Turned("handshake", 400, f"it hung up: {tls_problem(wrong) or reason.lower().replace('_', ' ')}")
+    return Turned("handshake", 400, f"its handshake is wrong: {reason.lower().replace('_', ' ') or wrong}")
+
+
+async def _first_byte(sock: socket.socket) -> int | None:
+    """Without taking it; None when it is closed."""
+    loop = asyncio.get_running_loop()
+    readable = loop.create_future()
+    loop.add_reader(sock, lambda: None if readable.done() else readable.set_result(None))
+    try:
+        await readable
+        first = sock.recv(1, socket.MSG_PEEK)
+    finally:
+        loop.remove_reader(sock)
+    return first[0] if first else None
+
+
+async def _last_words(sock: socket.socket, said: bytes) -> None:
+    """Sent, and what comes meanwhile is thrown away."""
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(LINGER_S):
+            if said:
+                await loop.sock_sendall(sock, said)
+            sock.shutdown(socket.SHUT_WR)
+            while await loop.sock_recv(sock, 65536):
+                pass
+    except (OSError, TimeoutError):
+        return
+
+
+async def _within(wait_s: float, event: asyncio.Event) -> None:
+    try:
+        async with asyncio.timeout(wait_s):
+            await event.wait()
+    except TimeoutError:
+        return

@@ -1,0 +1,488 @@
+"""What travels between a learner and the syncer, as bytes: control messages and bulk frames. No I/O here.
+
+A control message is one envelope and one binary WebSocket message. A bulk frame is the body of an HTTP request or
+answer: a head of 36 bytes, a header of a few, and a payload that is never copied together with them. The byte tables
+are in docs/wire.md, examples of every kind in tests/transport/vectors.
+
+Reading trusts nothing: a length is checked before memory is taken for it, and whatever does not fit is a `WireError`
+that says what was found and what was expected. It is the peer's fault, and costs the peer its connection.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from enum import IntEnum
+from struct import Struct
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, get_args
+
+from xxhash import xxh3_128
+
+from atoll.core.codec import Codec, MisfitError, to_text
+from atoll.core.protocol import Envelope, LearnerBody, SyncerBody
+from atoll.core.reasons import Reason
+from atoll.core.types import Mark, RoundId
+
+WIRE_VERSION = 3
+"""Of both formats. It rises when a reader of the old one would misunderstand the new one."""
+
+MOST_MESSAGE_BYTES = 4 * 2**20
+MOST_HEADER_BYTES = 2**20
+MOST_PAYLOAD_BYTES = 2**40
+"""No fragment is this large. What a payload may have here and now is said by `accept` of a `FrameParser`."""
+
+LEAST_NUMBER, MOST_NUMBER = -(2**63), 2**63 - 1
+"""Whole numbers outside of this are refused: other languages cannot hold them, and floats would become infinite."""
+
+Code: TypeAlias = Literal[
+    "magic", "version", "size", "json", "type", "digest", "codec", "kind", "truncated", "trailing"
+]
+CODES: tuple[Code, ...] = get_args(Code)
+
+Buffer: TypeAlias = Any
+"""Whatever has the buffer protocol in one contiguous piece, or a CPU tensor of a type that numpy knows."""
+
+_MESSAGE_MAGIC = b"ATLL"
+_MESSAGE_HEAD = _MESSAGE_MAGIC + bytes([WIRE_VERSION])
+_FRAME_MAGIC = b"ATLF"
+_FIELDS = Struct("<4sBBBBIQ")
+_DIGEST_BYTES = 16
+HEAD_BYTES = _FIELDS.size + _DIGEST_BYTES
+
+CODEC_NUMBERS: Mapping[str, int] = {"f32": 0, "bf16": 1, "int8": 2, "int4": 3}
+"""The codecs of `atoll.tensors.codecs` as they are called in a frame's head. Bytes that are no tensor travel as 0."""
+
+
+class WireError(ValueError):
+    """Bytes that are not what they should be. `code` is one of `CODES`, for counting; the sentence is for people."""
+
+    def __init__(self, what: str, code: Code) -> None:
+        super().__init__(what)
+        self.what = what
+        self.code: Code = code
+
+
+class Kind(IntEnum):
+    """What a frame carries."""
+
+    CONTRIBUTION = 1
+    FRAGMENT = 2
+    INNER_STATE = 3
+    MODEL = 4
+    SLICE = 5
+
+
+ENCODED_KINDS = frozenset({Kind.CONTRIBUTION, Kind.FRAGMENT})
+"""Kinds whose payload may have a codec. All others say 0."""
+
+# --------------------------------------------------------------------------------------------------------------------
+# Control messages
+
+Side: TypeAlias = Literal["learner", "syncer"]
+_BODIES: dict[str, frozenset[type]] = {
+    "learner": frozenset(get_args(LearnerBody)),
+    "syncer": frozenset(get_args(SyncerBody)),
+}
+_OURS = dict.fromkeys([*get_args(LearnerBody), *get_args(SyncerBody)])  # in their order, each once
+_CODEC = Codec([Envelope, RoundId, Mark, Reason, *_OURS])  # the encoding of tapes, for the types that travel
+_encode_envelope = _CODEC.encoder(Envelope)
+_decode_envelope = _CODEC.decoder(Envelope)
+
+
+def encode_message(envelope: Envelope) -> bytes:
+    """One envelope as the bytes of a WebSocket message.
+
+    >>> encode_message(Envelope(1, 1, 1, 0, 7, 3, 0, Ping(5)))
+    b'ATLL\\x03["Envelope",1,1,1,0,7,3,0,["Ping",5]]'
+    """
+    try:
+        text = to_text(_encode_envelope(envelope))
+    except MisfitError as misfit:
+        raise WireError(f"this cannot be sent: {misfit}", "type") from None
+    data = _MESSAGE_HEAD + text.encode("ascii")
+    if len(data) > MOST_MESSAGE_BYTES:
+        raise WireError(_too_large("a message", len(data), MOST_MESSAGE_BYTES), "size")
+    if b"\\u" in data:
+        _refuse_half_characters(envelope)
+    return data
+
+
+def decode_message(data: Buffer, sender: Side) -> Envelope:
+    """The envelope that this side has sent."""
+    view = as_bytes(data)
+    if view.nbytes > MOST_MESSAGE_BYTES:
+        raise WireError(_too_large("a message", view.nbytes, MOST_MESSAGE_BYTES), "size")
+    head = bytes(view[: len(_MESSAGE_HEAD)])
+    _check_start(head, _MESSAGE_MAGIC, "a message")
+    if len(head) < len(_MESSAGE_HEAD):
+        raise WireError(f"a message of {view.nbytes} bytes ends before its text begins", "truncated")
+    raw = parse_json(view[len(_MESSAGE_HEAD) :])
+    try:
+        envelope: Envelope = _decode_envelope(raw)
+    except MisfitError as misfit:
+        raise WireError(f"not a message: {misfit}", "type") from None
+    except (RecursionError, TypeError):  # a misfit is shown in the sentence, and this one is too deep to be shown
+        raise WireError("not a message: something is nested where a number or a string belongs", "type") from None
+    if type(envelope.body) not in _BODIES[sender]:
+        raise WireError(f"a {sender} does not send {type(envelope.body).__name__}", "type")
+    return envelope
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# JSON
+
+
+def parse_json(data: Buffer, most_bytes: int = MOST_MESSAGE_BYTES) -> Any:
+    """JSON as it is written everywhere: UTF-8, no NaN, whole numbers of 64 bits, no half characters."""
+    view = as_bytes(data)
+    if view.nbytes > most_bytes:
+        raise WireError(_too_large("a text", view.nbytes, most_bytes), "size")
+    try:
+        text = str(view, "utf-8")
+        raw = json.loads(text, parse_constant=_no_constant, parse_int=_whole_number)
+    except WireError:
+        raise
+    except (ValueError, RecursionError) as wrong:
+        raise WireError(f"bad JSON: {wrong}", "json") from None
+    if "\\u" in text:
+        _refuse_half_characters(raw)
+    return raw
+
+
+def encode_header(header: Mapping[str, Any]) -> bytes:
+    """The header of a frame whose header is not a message: a JSON object."""
+    data = json.dumps(header, separators=(",", ":"), allow_nan=False).encode("ascii")
+    if len(data) > MOST_HEADER_BYTES:
+        raise WireError(_too_large("a header", len(data), MOST_HEADER_BYTES), "size")
+    return data
+
+
+def decode_header(data: Buffer, fields: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any]:
+    """A JSON object with exactly these fields, each of one of these types (`type(None)` where null is allowed).
+
+    >>> decode_header(b'{"fragment":7}', {"fragment": int})
+    {'fragment': 7}
+    """
+    raw = parse_json(data, MOST_HEADER_BYTES)
+    if type(raw) is not dict:
+        raise WireError(f"a header is a JSON object, found {_shown(raw)}", "type")
+    for name in raw:
+        if name not in fields:
+            raise WireError(f"the header has no field {_shown(name)}, only {', '.join(fields)}", "type")
+    for name, types in fields.items():
+        if name not in raw:
+            raise WireError(f"the header lacks its field {name!r}", "type")
+        allowed = types if isinstance(types, tuple) else (types,)
+        if type(raw[name]) not in allowed:  # not isinstance: True is no number here
+            names = " or ".join("null" if t is type(None) else t.__name__ for t in allowed)
+            raise WireError(f"the header's {name} is {_shown(raw[name])}, expected {names}", "type")
+    return raw
+
+
+class FragmentHeader(NamedTuple):
+    """The header of a `FRAGMENT` frame. `base` None: the payload is of the whole value.
+
+    The payload is the bytes from `begin` on; the fragment has `of` of them.
+    """
+
+    fragment: int
+    version: int
+    base: int | None
+    value_digest: str  # `digest` of the published value as f32, in hex
+    begin: int
+    of: int
+
+    def encode(self) -> bytes:
+        return encode_header(self._asdict())
+
+    @classmethod
+    def decode(cls, data: Buffer) -> FragmentHeader:
+        raw = decode_header(data, _FRAGMENT_FIELDS)
+        text = raw["value_digest"]
+        if len(text) != 32 or not set(text) <= set("0123456789abcdef"):
+            raise WireError(f"value_digest is 32 hexadecimal digits, found {_shown(text)}", "type")
+        _check_place(raw["begin"], raw["of"])
+        return cls(**raw)
+
+
+class SliceHeader(NamedTuple):
+    """The header of a `SLICE` frame: bytes from `begin` on of a contribution that has `of` of them."""
+
+    learner: int
+    incarnation: int
+    session: int
+    round: RoundId
+    begin: int
+    of: int
+
+    def encode(self) -> bytes:
+        return encode_header(self._asdict())
+
+    @classmethod
+    def decode(cls, data: Buffer) -> SliceHeader:
+        raw = decode_header(data, _SLICE_FIELDS)
+        numbers = raw["round"]
+        if len(numbers) != len(RoundId._fields) or any(type(number) is not int for number in numbers):
+            raise WireError(f"a round is {len(RoundId._fields)} whole numbers, found {_shown(numbers)}", "type")
+        _check_place(raw["begin"], raw["of"])
+        return cls(**(raw | {"round": RoundId(*numbers)}))
+
+
+_FRAGMENT_FIELDS: Mapping[str, type | tuple[type, ...]] = {
+    "fragment": int,
+    "version": int,
+    "base": (int, type(None)),
+    "value_digest": str,
+    "begin": int,
+    "of": int,
+}
+_SLICE_FIELDS = {"learner": int, "incarnation": int, "session": int, "round": list, "begin": int, "of": int}
+
+
+def _check_place(begin: int, of: int) -> None:
+    if not 0 <= begin <= of <= MOST_PAYLOAD_BYTES:
+        raise WireError(f"bytes from {begin} on of {of}: there are none", "size")
+
+
+def _no_constant(word: str) -> NoReturn:
+    raise WireError(f"bad JSON: {word} is no number in JSON", "json")
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > 20 or not LEAST_NUMBER <= (number := int(digits)) <= MOST_NUMBER:
+        raise WireError(f"bad JSON: the number {digits[:20]}... has more than 64 bits", "json")
+    return number
+
+
+def _refuse_half_characters(raw: Any) -> None:
+    """Half of a surrogate pair is a string that cannot be printed nor written: it would fail far from here."""
+    try:
+        json.dumps(raw, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise WireError("bad JSON: a string holds half a character (a lone surrogate)", "json") from None
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Frames
+
+
+class FrameHead(NamedTuple):
+    """The first 36 bytes of a frame."""
+
+    kind: Kind
+    codec: int
+    header_bytes: int
+    payload_bytes: int
+    digest: bytes
+
+
+class Frame(NamedTuple):
+    """A whole frame whose digest is right. `payload` is the memory that `accept` gave."""
+
+    head: FrameHead
+    header: bytes
+    payload: memoryview
+
+
+Accept: TypeAlias = Callable[[FrameHead, bytes], Buffer]
+
+
+def frame_head(kind: Kind, codec: int, header: bytes, payload: Buffer | list[Buffer] | tuple[Buffer, ...]) -> bytes:
+    """What is sent before header and payload; the payload may be in several pieces, and is only read here."""
+    pieces = [as_bytes(piece) for piece in (payload if isinstance(payload, list | tuple) else [payload])]
+    size = sum(piece.nbytes for piece in pieces)
+    assert codec in CODEC_NUMBERS.values(), f"no codec has the number {codec}"
+    assert codec == 0 or kind in ENCODED_KINDS, f"{kind!r} has no codec"
+    if len(header) > MOST_HEADER_BYTES:
+        raise WireError(_too_large("a header", len(header), MOST_HEADER_BYTES), "size")
+    if size > MOST_PAYLOAD_BYTES:
+        raise WireError(_too_large("a payload", size, MOST_PAYLOAD_BYTES), "size")
+    fields = _FIELDS.pack(_FRAME_MAGIC, WIRE_VERSION, kind, codec, 0, len(header), size)
+    return fields + digest(fields, header, *pieces)
+
+
+def flowing_head(kind: Kind, header: bytes, size: int, flow: Callable[[Callable[[Buffer], None]], None]) -> bytes:
+    """The same for a payload without a codec that is never in one place: `flow` shows all of it, piece by piece."""
+    assert len(header) <= MOST_HEADER_BYTES and size <= MOST_PAYLOAD_BYTES, "it would not be read"
+    fields = _FIELDS.pack(_FRAME_MAGIC, WIRE_VERSION, kind, 0, 0, len(header), size)
+    state = xxh3_128(fields)
+    state.update(header)
+    flow(lambda piece: state.update(as_bytes(piece)))
+    return fields + state.digest()
+
+
+def digest(*buffers: Buffer) -> bytes:
+    """XXH3, 128 bits, of these bytes one after the other, most significant byte first (as `xxhsum -H2` prints it)."""
+    state = xxh3_128()
+    for buffer in buffers:
+        state.update(as_bytes(buffer))
+    return state.digest()
+
+
+def as_bytes(buffer: Buffer) -> memoryview:
+    """The memory behind a buffer, as single bytes. Nothing is copied."""
+    if hasattr(buffer, "numpy"):  # a tensor has no buffer protocol, but shares its memory with an array
+        buffer = (buffer.detach() if buffer.requires_grad else buffer).numpy()
+    view = memoryview(buffer)
+    if view.nbytes == 0:
+        return memoryview(b"")  # a view with a zero in its shape cannot be cast
+    return view if view.format == "B" and view.ndim == 1 and view.contiguous else view.cast("B")
+
+
+class FrameParser:
+    """Reads one frame from pieces that are cut anywhere.
+
+    When head and header are in and every length in them is within its limit, `accept(head, header)` is called once: it
+    raises `WireError` where it does not want this frame, and otherwise returns writable memory of exactly
+    `head.payload_bytes`. No memory is taken before that except for the header, and that only as it arrives.
+
+    A body may hold several frames: then `several=True`, and what the last `feed` had beyond the frame is in `rest`.
+    Without it, anything after the frame is an error.
+    """
+
+    def __init__(self, kind: Kind, accept: Accept, *, several: bool = False) -> None:
+        self.done = False  # the last byte is in; `finish` says whether all of them are right
+        self._kind = kind
+        self._accept = accept
+        self._several = several
+        self._gathered = bytearray()  # of the head, then of the header
+        self._head: FrameHead | None = None
+        self._header: bytes | None = None
+        self._payload = memoryview(b"")
+        self._filled = 0  # bytes of the payload that are in
+        self._hash = xxh3_128()
+        self._rest = b""
+        self._wrong: WireError | None = None
+
+    @property
+    def rest(self) -> bytes:
+        """What came after the frame. Who reads it takes care of it: `finish` does not complain any more."""
+        self._several = True
+        return self._rest
+
+    def feed(self, data: Buffer) -> None:
+        if self._wrong is not None:
+            raise self._wrong
+        try:
+            view = as_bytes(data)
+            if self._header is None:
+                view = self._start(view)
+            if view.nbytes and not self.done:
+                view = self._fill(view)
+            if view.nbytes:
+                self._keep(view)
+        except WireError as wrong:
+            self._wrong = wrong
+            raise
+
+    def finish(self) -> Frame:
+        """The frame. Raises when bytes are missing, when there are too many and when one of them is wrong."""
+        if self._wrong is not None:
+            raise self._wrong
+        if self._head is None:
+            _check_start(bytes(self._gathered[:5]), _FRAME_MAGIC, "a frame")
+            raise WireError(f"a frame ends in its head, after {len(self._gathered)} of {HEAD_BYTES} bytes", "truncated")
+        head = self._head
+        if self._header is None:
+            raise WireError(
+                f"a frame ends in its header, after {len(self._gathered)} of {head.header_bytes} bytes", "truncated"
+            )
+        if not self.done:
+            raise WireError(
+                f"a frame ends in its payload, after {self._filled} of {head.payload_bytes} bytes", "truncated"
+            )
+        if self._rest and not self._several:
+            raise WireError(f"{len(self._rest)} bytes follow after the end of a frame", "trailing")
+        if self._hash.digest() != head.digest:
+            found = self._hash.hexdigest()
+            raise WireError(f"the digest of a frame's bytes is {found}, its head says {head.digest.hex()}", "digest")
+        return Frame(head, self._header, self._payload)
+
+    def _start(self, view: memoryview) -> memoryview:
+        """Head and header; what is left of the view is payload."""
+        if self._head is None:
+            view = self._gather(view, HEAD_BYTES)
+            if len(self._gathered) < HEAD_BYTES:
+                return view
+            self._head = _read_head(bytes(self._gathered), self._kind)
+            self._hash.update(self._gathered[: _FIELDS.size])
+            self._gathered.clear()
+        head = self._head
+        view = self._gather(view, head.header_bytes)
+        if len(self._gathered) < head.header_bytes:
+            return view
+        self._header = bytes(self._gathered)
+        self._gathered.clear()
+        self._hash.update(self._header)
+        payload = as_bytes(self._accept(head, self._header))
+        if payload.nbytes != head.payload_bytes:
+            raise WireError(
+                f"the payload of this frame has {head.payload_bytes} bytes, expected {payload.nbytes}", "size"
+            )
+        assert not payload.readonly or not payload.nbytes, "accept has to return memory that can be written"
+        self._payload = payload
+        self.done = not head.payload_bytes
+        return view
+
+    def _gather(self, view: memoryview, wanted: int) -> memoryview:
+        missing = wanted - len(self._gathered)
+        self._gathered += view[:missing]
+        return view[missing:]
+
+    def _fill(self, view: memoryview) -> memoryview:
+        taken = view[: self._payload.nbytes - self._filled]
+        end = self._filled + taken.nbytes
+        self._payload[self._filled : end] = taken
+        self._hash.update(taken)
+        self._filled = end
+        self.done = end == self._payload.nbytes
+        return view[taken.nbytes :]
+
+    def _keep(self, view: memoryview) -> None:
+        if self._rest or not self._several:
+            raise WireError(f"{len(self._rest) + view.nbytes} bytes follow after the end of a frame", "trailing")
+        self._rest = bytes(view)
+
+
+def _read_head(data: bytes, expected: Kind) -> FrameHead:
+    _check_start(data, _FRAME_MAGIC, "a frame")
+    _, _, kind, codec, flags, header_bytes, payload_bytes = _FIELDS.unpack_from(data)
+    if flags:
+        raise WireError(f"a frame with the flags {flags:#04x}: this Atoll knows none", "version")
+    if kind not in Kind.__members__.values():
+        raise WireError(f"there is no frame of kind {kind}", "kind")
+    if kind != expected:
+        raise WireError(f"a frame of kind {kind} ({Kind(kind).name}), expected {expected} ({expected.name})", "kind")
+    if codec not in CODEC_NUMBERS.values():
+        raise WireError(f"there is no codec {codec}", "codec")
+    if codec and expected not in ENCODED_KINDS:
+        raise WireError(f"a frame of kind {kind} ({expected.name}) has the codec 0, found {codec}", "codec")
+    if header_bytes > MOST_HEADER_BYTES:
+        raise WireError(_too_large("a header", header_bytes, MOST_HEADER_BYTES), "size")
+    if payload_bytes > MOST_PAYLOAD_BYTES:
+        raise WireError(_too_large("a payload", payload_bytes, MOST_PAYLOAD_BYTES), "size")
+    return FrameHead(expected, codec, header_bytes, payload_bytes, data[_FIELDS.size :])
+
+
+def _check_start(head: bytes, magic: bytes, what: str) -> None:
+    """The magic and the version, as far as they are there."""
+    start = head[: len(magic)]
+    if start != magic[: len(start)]:
+        raise WireError(f"{what} begins with {magic!r}, found {start!r}: this is not Atoll", "magic")
+    if len(head) > len(magic) and head[len(magic)] != WIRE_VERSION:
+        raise WireError(
+            f"{what} of wire version {head[len(magic)]}, this Atoll speaks {WIRE_VERSION}: use the same on both sides",
+            "version",
+        )
+
+
+def _too_large(what: str, size: int, most: int) -> str:
+    return f"{what} of {size} bytes, the limit is {most}"
+
+
+def _shown(raw: Any) -> str:
+    try:
+        text = repr(raw)
+    except RecursionError:
+        return "something deeply nested"
+    return text if len(text) <= 60 else f"{text[:57]}..."

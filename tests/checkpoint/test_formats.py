@@ -1,0 +1,158 @@
+"""Models out of a run and into another: whatever way they take, they are the same to the last bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from atoll.checkpoint.formats import model_of, read_checkpoint
+from atoll.checkpoint.model_file import MODEL, load_model, model_digest, tensors_digest
+from atoll.checkpoint.published import assembled, plan_of
+from atoll.cli.main import main
+from atoll.core.protocol import SnapshotRecord
+from atoll.reference.job import start_job
+from atoll.store.atomic import read_file, read_tensor_file
+from atoll.store.version_store import Store
+from atoll.syncer.initial_model import INIT
+from tests.reference.small_jobs import corpus_of, silent_view, small_settings, small_text
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of two learners, and its report."""
+    place = tmp_path_factory.mktemp("checkpoints")
+    settings = small_settings(small_text(place / "text"))
+    report = start_job(settings, place / "run", silent_view()[0], corpus_of(settings))
+    return place / "run", report
+
+
+def told(capsys, *words) -> dict:
+    assert main([*map(str, words), "--json"]) == 0, capsys.readouterr().err
+    found: dict = json.loads(capsys.readouterr().out)
+    return found
+
+
+def complaint(capsys, *words) -> str:
+    assert main([*map(str, words)]) == 2
+    return str(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("to", ["safetensors", "dcp"])
+def test_what_is_exported_and_imported_is_what_was_published(finished, tmp_path, capsys, to):
+    run, report = finished
+    exported = told(capsys, "export", run, "--to", to, "--out", tmp_path / "out" / f"model.{to}")
+    imported = told(capsys, "import", tmp_path / "out" / f"model.{to}", "--out", tmp_path / "start.safetensors")
+    assert exported["digest"] == imported["digest"] == model_digest(load_model(run)[1]) == report.final_digest
+    assert exported["which"] == "the final model"
+    assert tensors_digest(load_file(tmp_path / "start.safetensors")) == exported["digest"]
+    with safe_open(tmp_path / "start.safetensors", framework="pt") as file:
+        assert file.metadata()["digest"] == exported["digest"]
+
+
+def test_a_run_that_is_not_over_gives_its_newest_published_versions(finished, tmp_path, capsys):
+    run, report = finished
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / MODEL).unlink()
+    exported = told(capsys, "export", tmp_path / "run", "--out", tmp_path / "model.safetensors")
+    assert exported["digest"] == report.final_digest
+    assert "the run is not over" in exported["which"]
+
+
+def test_a_snapshot_gives_the_values_of_its_cut(finished, tmp_path, capsys):
+    """It is written here, of versions that are not the newest: so short a run may be over before it takes one."""
+    run = shutil.copytree(finished[0], tmp_path / "run")
+    with Store.open(run / "store") as store:
+        fragments = range(len(plan_of(run).fragments))
+        older = tuple(sorted((run / "store/fragments" / f"{p:03d}").iterdir())[-2] for p in fragments)
+        store.write(SnapshotRecord(7, tuple(int(path.stem) for path in older), (), (), ()))
+    exported = told(capsys, "export", run, "--snapshot", 7, "--out", tmp_path / "cut.safetensors")
+    values = ((p, read_tensor_file(read_file(path))[1]["published"]) for p, path in enumerate(older))
+    cut = assembled(plan_of(run), values)
+    assert exported["which"] == "snapshot 7"
+    assert exported["digest"] == tensors_digest(cut) != finished[1].final_digest
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_directory_of_distributed_checkpoint_is_loaded_by_torch_itself(finished, tmp_path, capsys):
+    run, _ = finished
+    told(capsys, "export", run, "--to", "dcp", "--out", tmp_path / "dcp")
+    _, model = load_model(run)
+    state = {name: torch.zeros_like(tensor) for name, tensor in model_of(run).tensors.items()}
+    load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert tensors_digest(state) == model_digest(model)
+
+
+def test_a_new_run_starts_from_an_exported_model(finished, tmp_path, capsys):
+    """Replay derives the new run from its beginning, so it ends with the same bits only if that was the file."""
+    run, report = finished
+    data = json.loads((run / "config.json").read_text())["data"]
+    words = ("--data", data, "--model", "100k", "--context", "16", "--batch", "2", "--eval-tokens", "256")
+    pace = ("--learners", "2", "--kill", "none", "--every", "8", "--fragments", "4", "--inner", "adamw")
+    warm = told(capsys, "train", "--init", run, "--out", tmp_path / "warm", *words, *pace, "--tokens", 2 * 2 * 16 * 40)
+    assert warm["eval_loss_before"] == pytest.approx(report.eval_loss)
+    assert tensors_digest(load_file(tmp_path / "warm" / INIT)) == report.final_digest
+    assert main(["replay", str(tmp_path / "warm")]) == 0
+    (tmp_path / "warm" / INIT).unlink()
+    assert main(["replay", str(tmp_path / "warm")]) != 0
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["export", "RUN", "--to", "transformers", "--out", "new"], "transformers has no architecture for the model"),
+        (["export", "RUN", "--to", "onnx", "--out", "new"], "there is no format 'onnx'; give one of safetensors, dcp"),
+        (["export", "RUN", "--out", "old.safetensors"], "is there already, and nothing is written over"),
+        (["export", "RUN", "--to", "dcp", "--out", "."], "is there already, and nothing is written over"),
+        (["export", "RUN", "--snapshot", "77", "--out", "new"], "has no whole snapshot 77; it has "),
+        (["export", "gone", "--out", "new"], "gone: no such run directory"),
+        (["export", "empty", "--out", "new"], "empty has no model yet: no learner has joined"),
+        (["import", "gone", "--out", "new.safetensors"], "gone: there is no such checkpoint"),
+        (["import", "empty", "--out", "new.safetensors"], "empty holds neither model.safetensors, "),
+        (["import", "RUN", "--out", "old.safetensors"], "is there already, and nothing is written over"),
+        (["import", "RUN", "--out", "new.bin"], "end its name with .safetensors"),
+        (["import", "RUN", "--prefix", "model.", "--out", "new.safetensors"], "no parameters below 'model.'"),
+        (["import", "RUN", "--rename", "a=b", "--out", "new.safetensors"], "--rename 'a=b': give NEW=OLD"),
+        (["import", "text.pt", "--out", "new.safetensors"], "neither safetensors nor tensors of torch.save"),
+        (["import", "text.safetensors", "--out", "new.safetensors"], "is not a safetensors file, or is damaged"),
+        (
+            ["train", "--init", "old.safetensors", "--out", "new", "--model", "100k"],
+            ": of another model",
+        ),
+        (["train", "--init", "RUN", "--method", "ddp", "--out", "new"], "--init means nothing to ddp"),
+        (["syncer", "--init", "gone", "--out", "new"], "gone: there is no such checkpoint"),
+        (["syncer", "--init", "RUN", "--resume", "--out", "RUN"], "--init means nothing with --resume"),
+    ],
+)
+def test_what_cannot_be_done_is_said_and_leaves_nothing(finished, tmp_path, monkeypatch, capsys, words, sentence):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    save_file({"x": torch.ones(2)}, tmp_path / "old.safetensors")
+    for name in ("text.pt", "text.safetensors"):
+        (tmp_path / name).write_text("this is a text, and no model at all")
+    before = sorted(tmp_path.iterdir())
+    assert sentence in complaint(capsys, *[str(finished[0]) if word == "RUN" else word for word in words])
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_files_of_torch_save_and_models_in_several_files_are_read(tmp_path):
+    model = {"a.weight": torch.rand(3, 2), "b": torch.rand(4).to(torch.bfloat16), "seen": torch.tensor(7)}
+    torch.save({"model": model, "step": 12}, tmp_path / "saved.pt")
+    found = read_checkpoint(tmp_path / "saved.pt", "model.", ["c=b"])
+    assert (list(found.tensors), found.left_out) == (["a.weight", "c"], ("seen",))
+    assert found.tensors["c"].equal(model["b"])
+    folder = tmp_path / "several"
+    folder.mkdir()
+    save_file({"a.weight": model["a.weight"]}, folder / "1.safetensors")
+    save_file({"b": model["b"]}, folder / "2.safetensors")
+    places = {"a.weight": "1.safetensors", "b": "2.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    assert tensors_digest(read_checkpoint(folder).tensors) == tensors_digest({k: model[k] for k in ("a.weight", "b")})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../saved.pt"}}))
+    with pytest.raises(ValueError, match="which is no file of that directory"):
+        read_checkpoint(folder)

@@ -1,0 +1,149 @@
+"""`atoll control` beside `atoll train`: paused, resumed, one island less, another quorum; and all of it replayed."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll.cli import control
+from atoll.cli.main import main
+from atoll.core.protocol import ControlRequested
+from atoll.core.types import SYNCER
+from atoll.tape.files import RunTapes
+from atoll.transport.address_file import ask, where
+from tests.cli.test_train import assert_tapes_are_sound, small
+from tests.reference.small_jobs import small_text
+from tests.reference.test_recovery import training
+
+LIMIT_S = 300.0
+TOKENS = 3 * 200 * 32
+
+
+def controlled(capsys: pytest.CaptureFixture[str], run: Path, *words: str) -> dict[str, Any]:
+    assert main(["control", str(run), *words, "--who", "ada", "--json"]) == 0, capsys.readouterr().err
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return told
+
+
+def until(process: Any, run: Path, what: str, condition: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    end = time.monotonic() + LIMIT_S
+    while time.monotonic() < end:
+        assert process.poll() is None, process.communicate()
+        found = where(run) if run.is_dir() else None
+        try:
+            status = ask(found.address, found.token, "GET", "/v1/status", 5.0) if found is not None else {}
+        except ValueError:
+            status = {}
+        if status.get("learners") and condition(status):
+            return dict(status)
+        try:
+            process.wait(0.02)
+        except subprocess.TimeoutExpired:
+            continue
+    raise AssertionError(f"{what}: waited in vain")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return small_text(tmp_path_factory.mktemp("data") / "text")
+
+
+@pytest.mark.long
+def test_a_job_that_was_paused_drained_and_changed_ends_and_replays_to_the_same_bits(text, tmp_path, capsys):
+    run = tmp_path / "run"
+    words = small(text, "--learners", "3", "--tokens", str(TOKENS), "--kill", "none", "--step-time", "20ms")
+    with training(run, words) as process:
+        until(process, run, "it trains", lambda status: status["merges"] > 8 and status["alive"] == 3)
+        told = controlled(capsys, run, "pause")
+        assert told["done"].startswith("the run is paused by ada: ")
+        paused = until(
+            process,
+            run,
+            "all stand still",
+            lambda status: all(each["reason"] == "stands still: the run is paused" for each in status["learners"]),
+        )
+        assert paused["paused"]
+        assert main(["control", str(run), "snapshot", "--json"]) == 0
+        snapshot = json.loads(capsys.readouterr().out)
+        assert (snapshot["state"], len(snapshot["parts"])) == ("durable", 3)
+        controlled(capsys, run, "quorum", "2")
+        controlled(capsys, run, "grace", "0.5")
+        controlled(capsys, run, "resume")
+        told = controlled(capsys, run, "drain", "3", "--yes")
+        assert told["done"] == "learner 3 was asked to leave by ada"
+        until(process, run, "it has left", lambda status: status["learners"][2]["standing"] == "left")
+        assert main(["control", str(run), "drain", "3", "--yes"]) == 1
+        assert "learner 3 is not in the run any more" in capsys.readouterr().err
+        assert main(["control", str(run), "drain", "9", "--yes"]) == 1
+        assert "learner 9 is not in this run" in capsys.readouterr().err
+        assert main(["control", str(run), "quorum", "0"]) == 2
+        assert "the quorum is a whole number from 1 to" in capsys.readouterr().err
+        _, err = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0, err
+    assert "is started again" not in err
+    tapes = RunTapes(run)
+    assert sorted(actor for actor in tapes.readers if actor.learner != SYNCER) == [(1, 1), (2, 1), (3, 1)]
+    asked = [e.event for a, reader in tapes.readers.items() if a.learner == SYNCER for e in reader]
+    wishes = [event for event in asked if isinstance(event, ControlRequested)]
+    assert [(wish.what, wish.value) for wish in wishes] == [
+        ("pause", None),
+        ("quorum", 2),
+        ("grace", 0.5),
+        ("resume", None),
+        ("drain", 3),
+    ]
+    assert {wish.who for wish in wishes} == {"ada"}
+    assert assert_tapes_are_sound(run).finished
+    assert main(["replay", str(run), "--json"]) == 0
+    trained = json.loads(capsys.readouterr().out)["training"]
+    assert trained["same"] is True
+    assert main(["ledger", str(run), "--json"]) == 0
+    capsys.readouterr()
+    assert main(["story", str(run), "--run"]) == 0
+    told_story = capsys.readouterr().out
+    assert "paused by ada" in told_story
+    assert "the quorum is 2 from here on, it was 1; asked for by ada" in told_story
+
+
+def test_a_job_whose_islands_have_all_left_ends_and_says_why(text, tmp_path, capsys):
+    run = tmp_path / "run"
+    with training(run, small(text, "--learners", "1", "--tokens", str(TOKENS), "--kill", "none")) as process:
+        until(process, run, "it trains", lambda status: status["merges"] > 2)
+        controlled(capsys, run, "drain", "1", "--yes")
+        _, err = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 1
+        assert "no island is left that trains" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["control", "RUN", "pause"], "no syncer runs on"),
+        (["control", "nowhere", "pause"], "no directory of a run"),
+        (["control", "127.0.0.1:9", "pause"], "no syncer answers at 127.0.0.1:9"),
+        (["control", "RUN", "sing"], "there is no control 'sing'; give one of pause, resume, drain"),
+        (["control", "RUN", "pause", "3"], "pause takes no value, got '3'"),
+        (["control", "RUN", "quorum"], "quorum takes K, as in: atoll control RUN quorum 2"),
+        (["control", "RUN", "quorum", "two"], "quorum takes K, got 'two'"),
+        (["control", "RUN", "drain", "1.5"], "drain takes the number of a learner, got '1.5'"),
+    ],
+)
+def test_a_control_that_cannot_be_is_refused_with_one_line(words, complaint, tmp_path, capsys):
+    assert main([str(tmp_path) if word == "RUN" else word for word in words]) == 2
+    err = capsys.readouterr().err
+    assert complaint in err
+    assert err.count("\n") == 1
+
+
+def test_without_a_terminal_a_drain_wants_yes(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y"))
+    with pytest.raises(ValueError, match="give --yes"):
+        control._ask_first("sure?")

@@ -1,0 +1,474 @@
+"""`atoll train` and its neighbours, with real processes on loopback: a second of training each, faults included."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+
+from atoll.checkpoint.model_file import load_model, model_digest
+from atoll.cli import job_options, train
+from atoll.cli.check import judge
+from atoll.cli.main import main
+from atoll.reference.children import JobFailed
+from atoll.reference.job import AlreadyFinished, resume_job, start_job
+from atoll.reference.job_settings import FOR_ADAMW, SNAPSHOT_PASSES, JobSettings, Kill
+from atoll.reference.live_view import LiveView
+from atoll.reference.loop import read_metrics
+from atoll.sim.checkers import all_checkers
+from atoll.tape.files import RunTapes
+from tests.reference.small_jobs import corpus_of, processes_of, silent_view, small_settings, small_text
+
+STEP = 2 * 16  # tokens of one step of one learner
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return small_text(tmp_path_factory.mktemp("data") / "text")
+
+
+def small(text, *words):
+    """The options of a job that takes a second."""
+    return [
+        *("--data", str(text), "--model", "100k", "--context", "16", "--batch", "2", "--eval-tokens", "256"),
+        *("--every", "8", "--fragments", "8", "--step-time", "5ms"),
+        *words,
+    ]
+
+
+def assert_tapes_are_sound(run):
+    """Every invariant but one: on a machine that others use, a step may be late through no fault of ours."""
+    tapes = RunTapes(run)
+    verdict = judge(tapes, [each for each in all_checkers(tapes.config) if each.name != "independence"])
+    assert verdict.violation is None, verdict.violation.sentence
+    return verdict
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The whole job
+
+
+@pytest.fixture(scope="module")
+def finished(text, tmp_path_factory):
+    """A run of three learners; the second was killed on the way and started again."""
+    run = tmp_path_factory.mktemp("finished") / "run"
+    out, err = io.StringIO(), io.StringIO()
+    words = small(text, "--learners", "3", "--tokens", str(3 * 600 * STEP), "--kill", "2@0.15+0.1", "--json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", out)
+        patch.setattr(sys, "stderr", err)
+        assert main(["train", "--out", str(run), *words]) == 0, err.getvalue()
+    return run, json.loads(out.getvalue()), err.getvalue()
+
+
+def test_the_learner_was_killed_and_came_back(finished):
+    _, report, lines = finished
+    (fault,) = report["faults"]
+    assert (fault["who"], fault["what"], fault["planned"]) == ("learner 2", "SIGKILL", True)
+    assert fault["away_s"] > 0.1
+    assert [island["starts"] for island in report["islands"]] == [1, 2, 1]
+    assert "learner 2 was killed on purpose" in lines
+    assert "learner 2 is started again" in lines
+
+
+def test_the_report_is_the_file_and_tells_of_the_whole_budget(finished):
+    run, report, _ = finished
+    assert json.loads((run / "report.json").read_text(encoding="utf-8")) == report
+    tokens = report["tokens"]
+    assert tokens["trained"] >= 3 * 600 * STEP
+    assert tokens["trained"] == tokens["merged"] + tokens["pending"] + tokens["dropped"]
+    assert report["steps"] * STEP == sum(island["tokens"] for island in report["islands"])
+    assert report["rounds"] > 100
+    assert 0.5 < report["goodput"] <= 1.0
+    assert report["eval_loss"] < report["eval_loss_before"]
+    assert report["paced"] == {"step_time_s": 0.005, "speeds": []}
+    assert report["bytes"]["up"] > 0 < report["bytes"]["down"]
+
+
+def test_the_run_leaves_a_model_tapes_logs_metrics_and_its_settings(finished):
+    run, report, _ = finished
+    settings, model = load_model(run)
+    assert settings.learners == 3
+    assert model_digest(model) == report["final_digest"]
+    verdict = assert_tapes_are_sound(run)
+    assert verdict.finished
+    assert verdict.incomplete == []
+    assert sorted(path.name for path in (run / "logs").iterdir()) == [
+        *(f"learner-{n}.log" for n in (1, 2, 3)),
+        "syncer.log",
+    ]
+    assert {line["start"] for line in read_metrics(run, 2)} == {1, 2}
+    assert processes_of(run) == []
+
+
+def ledger_of(run, capsys):
+    """What `atoll ledger` says. Every sample is somewhere, and nowhere twice, or its exit code would be another."""
+    capsys.readouterr()
+    assert main(["ledger", str(run), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["balanced"]
+    assert told["problems"] == told["incomplete"] == []
+    assert told["samples"]["merged"] > 0
+    return told
+
+
+def test_what_a_killed_learner_had_not_merged_is_trained_by_somebody(finished, capsys):
+    run, report, _ = finished
+    told = ledger_of(run, capsys)
+    returned = [each for each in told["ranges"] if any(stay["fate"] == "returned" for stay in each["history"])]
+    assert returned, "the killed learner had leases"
+    for each in returned:
+        first, then = each["history"][0], each["history"][-1]
+        assert (first["learner"], first["incarnation"], first["why"]) == (2, 1, "replaced by incarnation 2")
+        assert then != first
+    lost = [each for each in returned if each["history"][0]["trained"]]
+    assert all(each["place"] == "merged" for each in lost), "the first to be leased again are the first to be merged"
+    trained = told["samples"]["merged"] + told["samples"]["held_trained"] + sum(e["end"] - e["begin"] for e in lost)
+    assert trained == 2 * (report["steps"] - told["repeated_steps"])  # samples of all steps, those that were lost too
+    assert main(["ledger", str(run)]) == 0
+    assert "everything balances" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_a_run_replays_to_the_same_effects(finished, capsys):
+    assert main(["replay", str(finished[0])]) == 0
+    assert "every effect came out as recorded" in capsys.readouterr().out
+
+
+def test_a_finished_run_says_so(finished, capsys):
+    run, report, _ = finished
+    assert main(["train", "--out", str(run), "--resume"]) == 0
+    assert capsys.readouterr().out.startswith(f"The run in {run} is finished")
+    assert main(["train", "--out", str(run), "--resume", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == report
+    assert main(["train", "--out", str(run)]) == 2
+    assert "is there already: choose another --out, go on with --resume" in capsys.readouterr().err
+
+
+def test_the_summary_is_for_a_newcomer(finished):
+    from atoll.cli.train_summary import summary
+    from atoll.reference.report import Bytes, Fault, IslandReport, Paced, Report, Tokens
+
+    run, told, _ = finished
+    report = Report(
+        **{
+            **told,
+            "tokens": Tokens(**told["tokens"]),
+            "bytes": Bytes(**told["bytes"]),
+            "paced": Paced(0.005, ()),
+            "faults": tuple(Fault(**each) for each in told["faults"]),
+            "islands": tuple(IslandReport(**each) for each in told["islands"]),
+        }
+    )
+    sentences = " ".join(" ".join(summary(report, load_model(run)[0], run)).split())
+    for part in (
+        "Learner 2 was killed on purpose",
+        "Samples that it had trained and not yet merged were leased again",
+        "The others ",
+        "are merged into the model",
+        "times as much",
+        f"atoll check {run}",
+        "atoll story",
+        "atoll generate",
+    ):
+        assert part in sentences, sentences
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Interruptions and deaths
+
+
+class At(LiveView):
+    """A view that does something once, when the run has come so far."""
+
+    def __init__(self, progress, action, after=None):
+        super().__init__(io.StringIO())
+        self.progress = progress
+        self.action = action
+        self.after = after  # a file that must be there before
+        self.fired = False
+
+    def show(self, status, watched, now=None):
+        due = status.get("progress", 0.0) >= self.progress and (self.after is None or self.after.exists())
+        if due and not self.fired:
+            self.fired = True
+            self.action()
+
+
+def ctrl_c():
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_ends_cleanly_and_goes_on(text, tmp_path, capsys):
+    run = tmp_path / "run"
+    settings = small_settings(text, tokens=2 * 600 * STEP, step_time_s=0.005, kills=(Kill(1, 0.05, 0.0),))
+    view = At(0.2, ctrl_c, after=run / "faults.jsonl")
+    with pytest.raises(KeyboardInterrupt):
+        start_job(settings, run, view, corpus_of(settings))
+    assert view.fired
+    assert processes_of(run) == []
+    assert not (run / "report.json").exists()
+    assert main(["generate", str(run), "a"]) == 2
+    assert "finish the run with atoll train" in capsys.readouterr().err
+
+    report = resume_job(run, silent_view()[0])
+    assert report.tokens.trained >= settings.tokens
+    assert report.islands[1].starts == 2
+    ledger_of(run, capsys)
+    assert [fault.planned for fault in report.faults] == [True]  # a learner is killed once, not once more
+    assert (run / "tapes/syncer-e2.tape").exists()
+    assert assert_tapes_are_sound(run).finished
+    with pytest.raises(AlreadyFinished):
+        resume_job(run, silent_view()[0])
+
+
+def test_a_syncer_that_dies_is_started_again_and_the_run_ends(text, tmp_path, capsys):
+    run = tmp_path / "run"
+    settings = small_settings(text, tokens=2 * 400 * STEP, step_time_s=0.005)
+
+    def kill_the_syncer():
+        (pid,) = (p for p in processes_of(run) if os.readlink(f"/proc/{p}/fd/2").endswith("syncer.log"))
+        os.kill(pid, signal.SIGKILL)
+
+    view = At(0.2, kill_the_syncer)
+    report = start_job(settings, run, view, corpus_of(settings))
+    assert view.fired
+    assert [(fault.who, fault.what, fault.planned) for fault in report.faults] == [("syncer", "SIGKILL", False)]
+    assert [island.starts for island in report.islands] == [1, 1]  # the learners trained on
+    assert report.tokens.trained >= settings.tokens
+    assert assert_tapes_are_sound(run).finished
+    assert all(len(each["history"]) == 1 for each in ledger_of(run, capsys)["ranges"])  # nobody was replaced
+
+
+def test_a_job_that_is_killed_takes_its_processes_along(text, tmp_path):
+    run = tmp_path / "run"
+    words = small(text, "--learners", "2", "--tokens", "1G", "--out", str(run))
+    with subprocess.Popen(
+        [sys.executable, "-m", "atoll", "train", *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as job:
+        assert job.stderr is not None
+        while "1: step" not in job.stderr.readline():
+            assert job.poll() is None
+        children = [os.pidfd_open(pid) for pid in processes_of(run)]
+        job.kill()
+    assert len(children) == 3
+    for child in children:
+        ended, _, _ = select.select([child], [], [], 60)
+        os.close(child)
+        assert ended, "a process of the job is still there"
+
+
+def test_learners_that_cannot_start_end_the_job_with_their_last_words(text, tmp_path):
+    run = tmp_path / "run"
+    settings = small_settings(text, inner="nonsense")
+    with pytest.raises(JobFailed, match=r"learner \d cannot take part: .*inner optimizer 'nonsense' is not known"):
+        start_job(settings, run, silent_view()[0], corpus_of(settings))
+    assert processes_of(run) == []
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Several hosts
+
+
+def test_a_syncer_and_learners_that_dial_in(text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("ATOLL_TOKEN", "a long secret")
+    run = tmp_path / "run"
+    words = small(text, "--learners", "2", "--tokens", str(2 * 100 * STEP), "--seed", "3")
+    served = subprocess.Popen(
+        [sys.executable, "-m", "atoll", "syncer", "--out", str(run), "--port", "0", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert served.stdout is not None
+        address = served.stdout.readline().split()[-1].rstrip(".")
+        assert main(["learner", "--syncer", address, "--token", "a wrong secret"]) == 2
+        assert "refused" in capsys.readouterr().err
+        code = main(["learner", "--syncer", address, "--out", str(tmp_path / "island"), "--json"])
+        told = json.loads(capsys.readouterr().out)
+        assert (code, told["learner"]) == (0, 1)
+        assert told["tokens"] >= 2 * 100 * STEP
+        assert "is finished; its model is" in served.communicate(timeout=300)[0]
+    finally:
+        served.kill()
+        served.wait()
+    assert served.returncode == 0
+    assert load_model(run)[0].seed == 3
+    assert (tmp_path / "island/tapes/learner-1-i1.tape").exists()
+
+
+def test_a_syncer_with_keys_for_other_machines_and_the_commands_that_reach_it(text, tmp_path, capsys):
+    """As docs/several-hosts.md has it: on all addresses of this machine, with keys, and an operator elsewhere."""
+    ring, run = tmp_path / "keys", tmp_path / "run"
+    assert main(["keys", "init", str(ring), "--host", "localhost"]) == 0
+    assert main(["keys", "add", str(ring), "far"]) == 0
+    assert main(["keys", "add", str(ring), "ada", "--operator"]) == 0
+    words = small(text, "--learners", "1", "--tokens", str(100 * STEP), "--step-time", "5ms")
+    outside = ["syncer", "--out", str(run), "--host", "0.0.0.0", "--port", "0"]
+    assert main([*outside, *words]) == 2
+    assert "`atoll keys init DIR`" in capsys.readouterr().err
+    assert not run.exists()
+    served = subprocess.Popen(
+        [sys.executable, "-m", "atoll", *outside, "--keys", str(ring), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert served.stdout is not None
+        port = served.stdout.readline().split()[-1].rstrip(".").rpartition(":")[2]
+        assert f"atoll learner --syncer HOST:{port} --keys DIR" in served.stdout.readline()
+        head = f"localhost:{port}"
+        capsys.readouterr()
+        assert main(["control", head, "grace", "0.5", "--keys", str(ring / "ada")]) == 1
+        assert "has no model yet" in capsys.readouterr().err
+        assert main(["control", head, "grace", "0.5", "--keys", str(ring / "far")]) == 2
+        assert "not one of an operator" in capsys.readouterr().err
+        assert main(["control", str(run), "grace", "0.5"]) == 1, "the syncer's own machine needs no words about keys"
+        assert "has no model yet" in capsys.readouterr().err
+        assert main(["snapshot", "--syncer", f"https://{head}", "--token", "a long secret"]) == 2
+        assert "authority that is not trusted here" in capsys.readouterr().err
+        assert main(["learner", "--syncer", head]) == 2
+        assert "this port speaks TLS" in capsys.readouterr().err
+        island = ["--keys", str(ring / "far"), "--out", str(tmp_path / "island"), "--json"]
+        assert main(["learner", "--syncer", head, *island]) == 0
+        assert json.loads(capsys.readouterr().out)["learner"] == 1
+        assert "is finished; its model is" in served.communicate(timeout=300)[0]
+    finally:
+        served.kill()
+        served.wait()
+    assert served.returncode == 0
+
+
+def test_nobody_at_the_address(capsys):
+    assert main(["learner", "--syncer", "nowhere"]) == 2
+    assert "give host:port" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What is refused at once
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--method", "sail"], "there is no method 'sail'"),
+        (["--model", "7b"], "there is no model '7b'; give one of 100k, 360k, 1m"),
+        (["--tokens", "many"], "--tokens 'many' is not a count"),
+        (["--step-time", "soon"], "--step-time 'soon' is not a time"),
+        (["--speeds", "1,x", "--step-time", "1ms"], "--speeds '1,x' is not understood"),
+        (["--speeds", "1,1"], "2 speeds for 4 learners"),
+        (["--kill", "9@0.4"], "learner 9 of 4"),
+        (["--kill", "soon"], "--kill 'soon' is not understood"),
+        (["--method", "ddp", "--kill", "1@0.4"], "means nothing to ddp"),
+        (["--data", "no/such/place"], "neither a folder nor a file"),
+        (["--up", "int2"], "up is 'int2'; give one of auto, f32"),
+        (["--streams", "17"], "streams is 17; give a number of connections from 1 to 16"),
+        (["--resume", "--lr", "1"], "--lr means nothing with --resume"),
+        (["--resume", "--context", "8"], "--context means nothing with --resume"),
+        (["--resume"], "holds no run of atoll train"),
+    ],
+)
+def test_a_wrong_wish_is_one_line(words, sentence, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["train", "--out", str(out), *words]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert sentence in shown.err
+    assert shown.err.count("\n") == 1
+    assert not out.exists()
+
+
+def test_resume_needs_a_run(capsys):
+    assert main(["train", "--resume"]) == 2
+    assert "say which run to go on with" in capsys.readouterr().err
+
+
+def test_without_a_name_the_next_free_one_is_taken(tmp_path):
+    assert train.next_run(tmp_path, "ddp") == tmp_path / "ddp-1"
+    (tmp_path / "ddp-1").mkdir()
+    assert train.next_run(tmp_path, "ddp") == tmp_path / "ddp-2"
+
+
+def test_help_tells_the_defaults_that_a_job_has(capsys):
+    """They stand in the help as text, because some of them depend on the method."""
+    assert main(["train", "--help"]) == 0
+    told = re.sub(r" --no-\S+", "", " ".join(capsys.readouterr().out.split()))  # a flag's other half
+    settings = JobSettings()
+    renamed = {name: option for option, name in job_options.RENAMED.items()}
+    shown: dict[str, object] = {"tokens": f"{settings.tokens / 1e6:g}M", "norm_clip": 0}
+    shown["snapshot_every"] = f"{SNAPSHOT_PASSES} of each fragment"
+    shown["max_rate"] = "no bound"
+    shown["streams"] = "as many as carry more"
+    values = {each.name: getattr(settings, each.name) for each in fields(settings)}
+    values |= {each.name: getattr(settings.numerics, each.name) for each in fields(settings.numerics)}
+    missing = []
+    for name, value in values.items():
+        option = renamed.get(name, name)
+        if option not in job_options.SHARED or option in ("context_tokens", "data", "speeds", "step_time"):
+            continue
+        flag = "--" + option.replace("_", "-")
+        part = told.partition(f" {flag} ")[2].partition(" --")[0]
+        if f"[default: {shown.get(name, value)}" not in part:
+            missing.append((flag, value, part))
+    assert missing == []
+
+
+def test_a_method_has_defaults_of_its_own():
+    assert job_options.make_settings({"method": "diloco"}).numerics.outer_lr == 0.7
+    assert job_options.make_settings({"method": "streaming"}).adopt == "blend"
+    assert job_options.make_settings({"inner": "adamw"}).numerics == FOR_ADAMW
+    assert job_options.make_settings({"inner": "adamw"}).lr == 0.004
+    assert job_options.make_settings({"inner": "adamw"}).beta2 == 0.99
+    mixed = job_options.make_settings({"inner": "adamw", "method": "diloco", "outer_lr": 0.3}).numerics
+    assert (mixed.merge, mixed.outer_lr, mixed.outer_momentum, mixed.outer_ramp) == ("average", 0.3, 0.9, 0)
+    assert job_options.make_settings({"method": "streaming", "adopt": "carry"}).adopt == "carry"
+    assert job_options.make_settings({"method": "single"}).learners == 1
+    assert not job_options.make_settings({"outer_breadth": False}).numerics.outer_breadth
+    assert job_options.make_settings({}) == JobSettings()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# generate
+
+
+def test_generate_is_deterministic_and_seeds_differ(finished, capsys):
+    run = str(finished[0])
+
+    def made(*words):
+        assert main(["generate", run, "island ", "--tokens", "40", *words]) == 0
+        return capsys.readouterr().out
+
+    assert made() == made()
+    assert made("--seed", "1") != made("--seed", "2")
+    assert made("--temperature", "0", "--seed", "1") == made("--temperature", "0", "--seed", "2")
+    assert made().startswith("island ")
+    told = json.loads(made("--json"))
+    assert made() == f"island {told['added']}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [(["", "--tokens", "5"], "at least one letter"), (["a", "--temperature", "-1"], "temperature is -1")],
+)
+def test_generate_refuses(finished, words, sentence, capsys):
+    assert main(["generate", str(finished[0]), *words]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert sentence in shown.err
+
+
+def test_generate_needs_a_run(tmp_path, capsys):
+    assert main(["generate", str(tmp_path / "gone"), "a"]) == 2
+    assert "no such run directory" in capsys.readouterr().err
+    assert main(["generate", str(tmp_path), "a"]) == 2
+    assert "it has no config.json" in capsys.readouterr().err

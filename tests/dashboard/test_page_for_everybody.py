@@ -1,0 +1,162 @@
+"""The page with controls and a token, on a phone, from the keyboard, in both themes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dashboard.fake_dash import FakeDash
+from tests.dashboard.invented_run import InventedRun
+from tests.dashboard.looking import NO_ANSWER, card, poor_contrast, settled, until, without_a_name
+
+playwright = pytest.importorskip("playwright.sync_api", reason="the page is tested with playwright")
+expect = playwright.expect
+
+
+@pytest.fixture
+def dash(serve):
+    return serve(FakeDash(InventedRun(now=60.0)))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Controls and the token
+
+
+def test_without_a_reachable_syncer_there_are_no_controls(dash, visit):
+    page = visit(dash.url)
+    expect(page.locator("#now-0 .card")).to_have_count(4)
+    expect(page.locator("#controls")).to_be_hidden()
+    expect(page.locator("#nav [data-to=controls]")).to_be_hidden()
+
+
+def test_a_control_is_asked_twice_and_signed(serve, visit):
+    dash = serve(FakeDash(InventedRun(controls=True, now=60.0), token="open sesame"))
+    page = visit(f"{dash.url}#token=open%20sesame", allow=NO_ANSWER)
+    expect(page.locator("#controls")).to_be_visible()
+    assert page.evaluate("location.hash") == ""
+    page.get_by_label("Signed").fill("Ada")
+    page.get_by_role("button", name="Pause", exact=True).click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text("Every learner stops after its step and waits.")
+    assert page.evaluate("document.activeElement.textContent") == "No"
+    dialog.get_by_role("button", name="No").click()
+    expect(dialog).to_be_hidden()
+    assert dash.runs[0].done == []
+    page.get_by_role("button", name="Pause", exact=True).click()
+    dialog.get_by_role("button", name="Yes, pause").click()
+    expect(page.locator("#toasts")).to_contain_text("done: Every learner stops")
+    expect(card(page, 1)).to_contain_text("paused")
+    expect(page.get_by_role("button", name="Resume")).to_be_visible()
+    assert [(one["what"], one["who"], one.get("sure")) for one in dash.heard] == [
+        ("pause", "Ada", None),
+        ("pause", "Ada", None),
+        ("pause", "Ada", True),
+    ]
+
+
+def test_a_quorum_that_is_being_typed_is_not_overwritten(serve, visit):
+    dash = serve(FakeDash(InventedRun(controls=True, now=60.0)))
+    page = visit(dash.url, allow=NO_ANSWER)
+    page.get_by_label("Quorum", exact=True).fill("3")
+    dash.change(now=61.0)
+    until(page, "atollPage.columns[0].newest.to === 61")
+    settled(page)
+    expect(page.get_by_label("Quorum", exact=True)).to_have_value("3")
+    page.get_by_role("button", name="Set the quorum").click()
+    page.get_by_role("dialog").get_by_role("button", name="Yes, quorum").click()
+    expect(page.locator("#now-0")).to_contain_text("quorum 3")
+    page.get_by_label("Quorum", exact=True).fill("9")
+    page.get_by_role("button", name="Set the quorum").click()
+    expect(page.locator("#toasts")).to_contain_text("quorum cannot be 9")
+    page.locator("#controls select").select_option("3")
+    page.get_by_role("button", name="Drain").click()
+    expect(page.get_by_role("dialog")).to_contain_text("Learner 3 hands in what it has")
+    page.keyboard.press("Escape")
+    assert [one["what"] for one in dash.runs[0].done] == ["quorum"]
+
+
+def test_nothing_is_controlled_from_the_past(serve, visit):
+    dash = serve(FakeDash(InventedRun(controls=True, now=60.0)))
+    page = visit(dash.url)
+    expect(page.get_by_role("button", name="Pause", exact=True)).to_be_enabled()
+    page.locator("#travel input").fill("30")
+    expect(page.get_by_role("button", name="Pause", exact=True)).to_be_disabled()
+    expect(page.locator("#controls")).to_contain_text("go back to live first")
+
+
+def test_a_page_without_the_token_asks_for_it(serve, visit):
+    dash = serve(FakeDash(InventedRun(now=60.0), token="open sesame"))
+    page = visit(dash.url, allow=NO_ANSWER)
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text("The run's token")
+    page.keyboard.type("open barley")
+    page.keyboard.press("Enter")
+    expect(dialog).to_contain_text("not the right one")
+    page.keyboard.type("open sesame")
+    page.keyboard.press("Enter")
+    expect(page.locator("#now-0 .card")).to_have_count(4)
+    page.reload()
+    expect(page.locator("#now-0 .card")).to_have_count(4)
+    assert not [path for path in dash.asked if "sesame" in path], "a token never travels in an address"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# For everybody
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("learners", [4, 64])
+def test_a_phone_shows_all_without_scrolling_sideways(serve, visit, learners, theme):
+    run = InventedRun(learners=learners, now=75.0, controls=True, fragments=24)
+    run.last_words = "x" * 400
+    dash = serve(FakeDash(run, InventedRun(name="a-very-long-name-of-a-run-" * 5)))
+    page = visit(dash.url, width=390, height=844, color_scheme=theme)
+    expect(page.locator("#now-0 .card")).to_have_count(learners)
+    page.locator("#curves").scroll_into_view_if_needed()
+    expect(page.locator("[data-group=loss] .uplot")).to_be_visible()
+    for view in ("A", "B", "both"):
+        page.locator(f"#switch [data-view={view}]").click()
+        settled(page)
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+    page.keyboard.press("s")
+    expect(page.locator("#story .lines li").first).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+
+
+def test_the_theme_follows_the_system_until_one_is_chosen(dash, visit):
+    page = visit(dash.url, color_scheme="dark")
+    expect(page.locator("html")).to_have_attribute("data-theme-now", "dark")
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.keyboard.press("d")
+    expect(page.locator("html")).to_have_attribute("data-theme-now", "light")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != dark
+    page.reload()
+    expect(page.locator("html")).to_have_attribute("data-theme-now", "light")
+
+
+def test_the_keyboard_reaches_everything_and_says_how(dash, visit):
+    page = visit(dash.url)
+    expect(page.locator("#now-0 .card")).to_have_count(4)
+    page.keyboard.press("?")
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text("story of the whole run")
+    page.keyboard.press("Escape")
+    expect(dialog).to_be_hidden()
+    page.keyboard.press("2")
+    assert page.evaluate("document.activeElement.className") == "plot"
+    page.keyboard.press("s")
+    expect(page.locator("#story-title")).to_have_text("the whole run")
+    page.keyboard.press("Escape")
+    page.keyboard.press("5")
+    expect(page.locator("[data-group=loss] .uplot")).to_be_visible()
+    unreachable = page.evaluate("""() => [...document.querySelectorAll("button, input, select, a, summary")]
+        .filter((some) => some.tabIndex < 0).map((some) => some.outerHTML)""")
+    assert unreachable == []
+    assert without_a_name(page) == []
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_text_has_contrast(dash, visit, theme):
+    page = visit(dash.url, color_scheme=theme)
+    dash.change(now=75.0)
+    expect(card(page, 3)).to_contain_text("gone")
+    assert poor_contrast(page) == []

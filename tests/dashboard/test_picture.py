@@ -1,0 +1,536 @@
+"""A run as a picture: what is shown of an eventful run, at any moment of it, however its tapes grow."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atoll.chaos.facts import read_facts
+from atoll.core.protocol import MessageArrived
+from atoll.core.types import SYNCER
+from atoll.dashboard.figures import Curve, as_csv, catalogue, curve, thinned
+from atoll.dashboard.picture import RunPicture
+from atoll.dashboard.samples import Samples, sample_of
+from atoll.dashboard.shown import picture_at, rounds, timeline
+from atoll.dashboard.stories import story_until
+from atoll.tape.files import TapeTail, tape_path
+from atoll.tape.format import TapeError
+from atoll.tape.time_shares import shares_of
+from tests.tiny_run import TinyRun, eventful_run
+
+KILLED_AT, BACK_AT = 12.0, 14.0
+SYNCER_KILLED_AT, SYNCER_BACK_AT = 20.0, 22.0
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return eventful_run().save(tmp_path_factory.mktemp("eventful"))
+
+
+@pytest.fixture(scope="module")
+def picture(run):
+    found = RunPicture(run)
+    while found.grow():
+        pass
+    return found
+
+
+def island(shown, learner):
+    return next(each for each in shown["islands"] if each["learner"] == learner)
+
+
+def as_json(value):
+    """What a browser would get: no NaN, nothing that JSON does not know."""
+    return json.loads(json.dumps(value, allow_nan=False))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Now and before
+
+
+def test_the_end_of_an_eventful_run(picture):
+    shown = as_json(picture_at(picture))
+    assert (shown["stage"], shown["now"], shown["loading"]) == ("finished", True, None)
+    assert {each["state"] for each in shown["islands"]} == {"left"}
+    assert shown["headline"]["learners"] == 3
+    assert shown["ledger"]["balanced"]
+    books = shown["ledger"]
+    assert books["trained"] == books["merged"] + books["pending"] + sum(books["dropped"].values())
+    assert shown["syncer"]["epoch"] == 2
+
+
+def test_travel_in_time_shows_each_island_as_it_was(picture):
+    states = {at: island(picture_at(picture, at), 2)["state"] for at in (5.0, 13.0, 30.0)}
+    assert states == {5.0: "training", 13.0: "gone", 30.0: "training"}
+    assert island(picture_at(picture, 13.0), 1)["state"] == "training"
+    before, after = picture_at(picture, 10.0), picture_at(picture, 40.0)
+    assert before["headline"]["tokens"] < after["headline"]["tokens"]
+    assert before["headline"]["merges"] < after["headline"]["merges"]
+    assert not before["now"]
+
+
+def test_while_the_syncer_is_gone_islands_train_alone(picture):
+    shown = picture_at(picture, 21.0)
+    assert shown["syncer"]["state"] == "down"
+    assert {each["state"] for each in shown["islands"]} == {"alone"}
+    assert {each["link"] for each in shown["islands"]} == {"down"}
+    assert picture_at(picture, 30.0)["syncer"] == {
+        "state": "up",
+        "epoch": 2,
+        "since": pytest.approx(SYNCER_BACK_AT, abs=0.1),
+    }
+
+
+def test_a_pause_is_shown_with_who_asked_for_it(tmp_path):
+    run = TinyRun().until(10.0)
+    run.ask("pause", None, "mira@head")
+    run.until(20.0)
+    run.ask("resume", None, "mira@head")
+    run.ask("quorum", 3, "otto@head")
+    found = RunPicture(run.until(30.0).save(tmp_path))
+    while found.grow():
+        pass
+    assert not picture_at(found, 5.0)["paused"], "before it"
+    then, now = picture_at(found, 15.0), picture_at(found)
+    assert then["paused"]
+    assert {each["state"] for each in then["islands"]} == {"paused"}
+    assert not now["paused"]
+    assert {each["state"] for each in now["islands"]} == {"training"}
+    assert (then["headline"]["quorum"], now["headline"]["quorum"]) == (2, 3)
+    told = [mark["text"] for mark in timeline(found, None, None, 500)["marks"] if mark["kind"] == "control"]
+    assert [("paused" in told[0], "mira@head" in told[0]), ("resumed" in told[1], True)] == [(True, True), (True, True)]
+    assert "otto@head" in told[2]
+
+
+@pytest.mark.parametrize("until", [20.6, 21.3, 21.9, 22.01, 22.06])
+def test_a_live_picture_while_the_syncer_is_away_shows_islands_that_train(tmp_path, until):
+    """Whatever their own tapes and the new syncer's have said by then: nobody is gone."""
+    run = TinyRun().until(SYNCER_KILLED_AT)
+    run.kill(SYNCER)
+    run.until(min(until, SYNCER_BACK_AT))
+    if until > SYNCER_BACK_AT:
+        run.start(SYNCER)
+        run.until(until)
+    found = RunPicture(run.save(tmp_path))
+    while found.grow():
+        pass
+    assert {each["state"] for each in picture_at(found)["islands"]} == {"alone"}
+
+
+def test_a_live_picture_shows_at_once_who_was_killed(tmp_path):
+    run = TinyRun().until(12.5)
+    run.kill(2)
+    found = RunPicture(run.until(13.2).save(tmp_path))
+    while found.grow():
+        pass
+    assert [each["state"] for each in picture_at(found)["islands"]] == ["training", "gone", "training"]
+
+
+def pictured(run):
+    found = RunPicture(run)
+    while found.grow():
+        pass
+    return found
+
+
+def test_the_step_that_is_under_way_is_a_step_and_not_gone(tmp_path):
+    """A step takes 1 s; this one takes long, and nobody knows yet how long."""
+    run = TinyRun().until(40.5)
+    run.stop(1, 500.0)
+    soon = island(picture_at(pictured(run.until(42.6).save(tmp_path / "soon"))), 1)["split"]
+    assert soon["gone"] == 0.0
+    assert soon["stepping"] == pytest.approx(42.5, abs=0.5), "less than three times the usual"
+    run = TinyRun().until(40.5)
+    run.stop(1, 500.0)
+    picture = pictured(run.until(46.0).save(tmp_path / "later"))
+    assert picture.standing(1, picture.to).standing in ("live", "suspect")
+    later = island(picture_at(picture), 1)["split"]
+    assert later["gone"] == 0.0
+    assert later["stepping"] == pytest.approx(40.8, abs=0.5)
+    assert later["paused"] == pytest.approx(4.8, abs=0.5)
+
+
+def test_stale_is_the_time_since_the_last_merge_with_it(tmp_path):
+    run = TinyRun().until(30.0)
+    run.kill(2)
+    picture = pictured(run.until(90.0).save(tmp_path))
+    last = max(m.at for m in read_facts(tmp_path).merges if 2 in [who for who, _ in m.contributors])
+    shown = picture_at(picture)
+    assert island(shown, 2)["staleness_s"] == pytest.approx(picture.to - last)
+    assert island(shown, 1)["staleness_s"] < 5.0
+    assert island(picture_at(picture, 60.0), 2)["staleness_s"] == pytest.approx(60.0 - last, abs=1e-6)
+
+
+@pytest.mark.parametrize("off_s", [7200.0, -7200.0])
+def test_a_clock_that_is_hours_off_changes_nothing(tmp_path, off_s):
+    def of(where, clocks_s):
+        run = TinyRun(clocks_s=clocks_s).until(30.0)
+        run.kill(2)
+        run.until(33.0)
+        run.start(2)
+        saved = run.until(60.0).save(where)
+        (saved / "store").mkdir()
+        (saved / "store" / "run.json").write_text(json.dumps({"value": {"founded_at": 0.0}}))
+        (saved / "metrics").mkdir()
+        lines = [
+            {"at": clocks_s.get(2, 0.0) + 1.2 + step, "learner": 2, "start": 1, "step": step, "loss": 9.0 - step / 10}
+            for step in range(1, 25)
+        ]
+        lines[20]["at"] += 40_000.0  # and it jumps once
+        (saved / "metrics" / "learner-2.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return pictured(saved)
+
+    right, wrong = of(tmp_path / "right", {}), of(tmp_path / "wrong", {2: off_s})
+    assert wrong.lives[2][0].lead_s == pytest.approx(off_s, abs=0.2), "the clock must be off"
+    assert wrong.to == pytest.approx(right.to, abs=0.2)
+    one, other = timeline(right, None, None, 500), timeline(wrong, None, None, 500)
+    for mine, theirs in zip(one["islands"], other["islands"], strict=True):
+        assert [band[2] for band in mine["bands"]] == [band[2] for band in theirs["bands"]]
+        assert [band[0] for band in mine["bands"]] == pytest.approx([band[0] for band in theirs["bands"]], abs=0.7)
+    assert island(picture_at(wrong), 2)["split"] == pytest.approx(island(picture_at(right), 2)["split"], abs=0.8)
+    loss = curve(wrong, "loss.learner.2")
+    assert loss.y == curve(right, "loss.learner.2").y
+    assert len(loss.y) == 24
+    assert loss.x == pytest.approx(curve(right, "loss.learner.2").x, abs=1.1)
+    assert picture_at(wrong, 20.0)["headline"]["tokens"] == pytest.approx(
+        picture_at(right, 20.0)["headline"]["tokens"], abs=100
+    )
+    told = story_until(wrong, ("learner", 2), 20.0, 3).lines
+    assert told
+    assert all(10.0 < line.at <= 20.0 for line in told)
+
+
+def test_a_clock_of_which_nothing_is_known_yet_does_not_stretch_the_run(tmp_path):
+    """The syncer's tape does not have its first message yet."""
+    run = TinyRun(clocks_s={3: 7200.0}).until(20.0).save(tmp_path)
+    path = tape_path(run, next(actor for actor in TinyRun().headers if actor.learner == SYNCER))
+    heard = ((e.tick, e.event) for e in TapeTail(path).new_entries())
+    first = next(tick for tick, event in heard if isinstance(event, MessageArrived) and event.envelope.learner == 3)
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join(lines[:first]) + b"\n")
+    found = pictured(run)
+    assert found.to < 100.0
+    path.write_bytes(b"\n".join(lines))
+    while found.grow():
+        pass
+    assert found.to == pytest.approx(20.0, abs=1.0)
+    assert [each["state"] for each in picture_at(found)["islands"]] == ["training"] * 3
+
+
+def test_a_moment_before_the_beginning_shows_nobody(picture):
+    shown = as_json(picture_at(picture, -5.0))
+    assert shown["at"] == picture.begin
+
+
+def test_the_splits_of_an_island_add_up_to_its_time(picture):
+    shown = picture_at(picture, 50.0)
+    since = picture.trains_since()
+    assert since is not None
+    for each in shown["islands"]:
+        assert sum(each["split"].values()) == pytest.approx(50.0 - since, abs=1e-6)
+    assert island(shown, 2)["split"]["gone"] == pytest.approx(BACK_AT - KILLED_AT, abs=1.1)
+    assert island(shown, 2)["goodput"] < island(shown, 1)["goodput"]
+
+
+def test_who_comes_later_and_leaves_earlier_is_only_asked_for_the_time_between(tmp_path):
+    run = TinyRun(learners=2).until(100.0)
+    run.start(3)
+    run.until(140.0)
+    run.ask("drain", 3, "mira@head")
+    found = RunPicture(run.until(200.0).save(tmp_path))
+    while found.grow():
+        pass
+    late = island(picture_at(found), 3)
+    assert late["state"] == "left"
+    assert 30.0 < sum(late["split"].values()) < 45.0
+    assert late["goodput"] > 0.9
+    assert picture_at(found)["headline"]["goodput"] > 0.95
+    bands = next(each["bands"] for each in timeline(found, None, None, 500)["islands"] if each["learner"] == 3)
+    assert bands[0][0] == pytest.approx(100.0, abs=0.1)
+    kinds = [mark["kind"] for mark in timeline(found, None, None, 500)["marks"] if mark["who"] == "learner 3"]
+    assert kinds == ["joined", "control", "left"]
+
+
+def test_weights_of_all_islands_are_one_whole(picture):
+    shown = picture_at(picture, 50.0)
+    assert sum(each["weight"] for each in shown["islands"]) == pytest.approx(1.0)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The timeline
+
+
+def test_bands_have_no_gaps_and_tell_the_kill(picture):
+    shown = as_json(timeline(picture, None, None, 500))
+    for each in shown["islands"]:
+        bands = each["bands"]
+        assert bands[0][0] == pytest.approx(shown["from"], abs=0.1)
+        assert bands[-1][1] == pytest.approx(shown["to"])
+        assert all(before[1] == pytest.approx(after[0]) for before, after in pairwise(bands))
+    second = next(each["bands"] for each in shown["islands"] if each["learner"] == 2)
+    away = [band for band in second if band[2] == "gone" and band[0] > 1.0]
+    assert len(away) == 1
+    assert away[0][0] == pytest.approx(KILLED_AT, abs=1.1)
+    assert away[0][1] == pytest.approx(BACK_AT, abs=0.1)
+
+
+def test_marks_tell_of_restarts(picture):
+    marks = {(each["who"], each["kind"]) for each in timeline(picture, None, None, 500)["marks"]}
+    assert ("learner 2", "restarted") in marks
+    assert ("syncer", "syncer-restarted") in marks
+
+
+def test_rounds_are_joined_where_they_do_not_fit(picture):
+    alone = timeline(picture, None, None, 2000)["rounds"]
+    joined = rounds(picture, picture.begin, picture.to, 10)
+    assert all(each["count"] == 1 for each in alone)
+    assert len(joined) <= 11 < len(alone)
+    assert sum(each["count"] for each in joined) == len(alone) == len(read_facts(picture.run).merges)
+    assert {each["fragment"] for each in joined if each["count"] > 1} == {None}
+
+
+def test_a_part_of_the_timeline_is_the_same_cut_out(picture):
+    whole, part = timeline(picture, None, None, 2000), timeline(picture, 10.0, 20.0, 2000)
+    assert part["rounds"] == [each for each in whole["rounds"] if 10.0 < each["at"] <= 20.0]
+    assert all(band[0] >= 10.0 and band[1] <= 20.0 for each in part["islands"] for band in each["bands"])
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Growing
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(1, 40_000), max_size=12))
+def test_however_a_tape_grows_its_tail_reads_what_a_reader_reads(tmp_path_factory, cuts):
+    folder = tmp_path_factory.mktemp("growing")
+    saved = eventful_run().save(folder / "whole")
+    whole = tape_path(saved, next(iter(eventful_run().headers)))
+    data, growing = whole.read_bytes(), folder / whole.name
+    growing.write_bytes(b"")
+    tail, found, places = TapeTail(growing), [], []
+    for end in [*sorted(cuts), len(data)]:
+        growing.write_bytes(data[:end])
+        for entry in tail.new_entries():
+            found.append(entry)
+            places.append(tail.place())
+    assert found == list(TapeTail(whole).new_entries())
+    middle = len(found) // 2
+    assert list(TapeTail(growing, places[middle]).new_entries()) == found[middle + 1 :]
+
+
+def test_a_picture_that_grew_is_the_one_that_was_read_at_once(tmp_path):
+    run = TinyRun()
+    pieces = []
+    for end in (5.0, 13.0, 40.0):
+        run.until(end)
+        pieces.append(len(run.entries))
+    growing = None
+    for number, count in enumerate(pieces):
+        part = TinyRun()
+        part.headers, part.entries = dict(run.headers), run.entries[:count]
+        target = tmp_path / "growing"
+        for tape in target.glob("tapes/*"):
+            tape.unlink()
+        part.save(target)
+        growing = growing or RunPicture(target)
+        before = growing.version
+        while growing.grow():
+            pass
+        assert growing.version > before, f"piece {number} brought nothing"
+    at_once = RunPicture(run.save(tmp_path / "once"))
+    while at_once.grow(0.0):  # as little at a time as it can
+        as_json(picture_at(at_once))  # whatever is read by then
+    assert growing is not None
+    one, other = (as_json(picture_at(each)) for each in (growing, at_once))
+    assert one == other
+
+
+def test_a_damaged_tape_is_told_and_the_others_are_read(tmp_path):
+    run = eventful_run().save(tmp_path / "run")
+    path = tape_path(run, next(actor for actor in eventful_run().headers if actor.learner == 3))
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([*lines[:20], b"garbage", *lines[21:]]))
+    found = RunPicture(run)
+    while found.grow():
+        pass
+    shown = picture_at(found)
+    assert len(shown["damaged"]) == 1
+    assert path.name in shown["damaged"][0]
+    assert shown["stage"] == "finished"
+
+
+def test_a_folder_without_tapes_is_refused(tmp_path):
+    with pytest.raises(TapeError, match="not a run directory"):
+        RunPicture(tmp_path)
+    (tmp_path / "tapes").mkdir()
+    with pytest.raises(TapeError, match="no tapes"):
+        RunPicture(tmp_path)
+
+
+def test_islands_whose_tapes_are_elsewhere_are_shown_as_the_syncer_saw_them(tmp_path):
+    """As with learners on other machines: only the syncer's tapes are in its directory."""
+    run = eventful_run().save(tmp_path / "run")
+    for path in (run / "tapes").glob("learner-*"):
+        path.unlink()
+    found = RunPicture(run)
+    while found.grow():
+        pass
+    shown = as_json(picture_at(found, 13.0))
+    assert island(shown, 2)["state"] == "gone"
+    assert island(shown, 1)["state"] == "training"
+    assert island(shown, 1)["step"] > 5
+    assert island(shown, 1)["step_s"] == pytest.approx(1.0)
+    assert shown["headline"]["tokens"] > 0
+
+
+def test_the_time_of_islands_elsewhere_is_derived_from_what_they_told_the_syncer(tmp_path):
+    """Stopped, killed, and without a syncer for a while: as their own tapes would have it, and marked as derived."""
+    run = TinyRun().until(40.5)
+    run.stop(1, 30.0)
+    run.until(100.0)
+    run.kill(2)
+    run.until(120.0)
+    run.start(2)
+    run.until(150.0)
+    run.kill(SYNCER)
+    run.until(170.0)
+    run.start(SYNCER)
+    own = RunPicture(run.until(260.0).save(tmp_path / "own"))
+    run.save(tmp_path / "elsewhere")
+    for path in (tmp_path / "elsewhere" / "tapes").glob("learner-*"):
+        path.unlink()
+    elsewhere = RunPicture(tmp_path / "elsewhere")
+    for each in (own, elsewhere):
+        while each.grow():
+            pass
+    for at in (60.0, 110.0, 160.0, 250.0):
+        ours, theirs = as_json(picture_at(own, at)), as_json(picture_at(elsewhere, at))
+        assert not ours["headline"]["derived"]
+        assert theirs["headline"]["derived"]
+        for name in ("goodput", "uptime"):
+            assert theirs["headline"][name] == pytest.approx(ours["headline"][name], abs=0.01)
+        for mine, seen in zip(ours["islands"], theirs["islands"], strict=True):
+            assert (mine["derived"], seen["derived"]) == (False, True)
+            assert seen["split"] == pytest.approx(mine["split"], abs=0.2)
+
+
+def test_tokens_of_islands_elsewhere_are_summed_over_their_processes(tmp_path):
+    run = eventful_run()
+    whole, part = RunPicture(run.save(tmp_path / "whole")), RunPicture(run.save(tmp_path / "part"))
+    for path in (tmp_path / "part" / "tapes").glob("learner-*"):
+        path.unlink()
+    part = RunPicture(tmp_path / "part")
+    for each in (whole, part):
+        while each.grow():
+            pass
+    for at in (5.0, 11.9, 13.0, 30.0, 60.0):
+        told, trained = part.tokens_until(at), whole.tokens_until(at)
+        assert trained - 3 * 300 <= told <= trained, f"at {at}: reports are at most some steps behind"
+    known = [part.tokens_until(second / 2.0) for second in range(240)]
+    assert known == sorted(known)
+
+
+def test_an_old_process_that_writes_beside_its_successor_is_one_life(picture, tmp_path):
+    """As after SIGCONT: entries of both come in turns."""
+    found = RunPicture(eventful_run().save(tmp_path))
+    tails = {actor: list(found.entries(actor, 0.0, 1e9)) for actor in found._find() if actor.learner == 2}
+    fed = RunPicture(tmp_path)
+    for number in range(max(map(len, tails.values()))):
+        for actor, entries in tails.items():
+            if number < len(entries):
+                fed.take_learner(2, actor.start, entries[number])
+    assert [life.incarnation for life in fed.lives[2]] == [1, 2]
+    assert [len(life.step_ends) for life in fed.lives[2]] == [len(life.step_ends) for life in picture.lives[2]]
+
+
+def test_a_tape_that_is_none_is_told_of_and_the_rest_is_shown(tmp_path):
+    run = eventful_run().save(tmp_path / "run")
+    (run / "tapes" / "learner-9-i1.tape").write_bytes(b"garbage\nmore of it\n")
+    found = RunPicture(run)
+    while found.grow():
+        pass
+    shown = picture_at(found)
+    assert shown["stage"] == "finished"
+    assert len(shown["damaged"]) == 1
+
+
+def test_a_loss_that_is_no_number_is_not_the_one_of_before(tmp_path):
+    found = RunPicture(TinyRun().until(120.0).save(tmp_path))
+    while found.grow():
+        pass
+    for at, loss in ((10.0, 2.0), (50.0, 1.9), (100.0, float("nan")), (110.0, None)):
+        found.lines._add("loss.learner.3", at, loss)
+    shown = as_json(picture_at(found))
+    assert island(shown, 3)["loss"] is None
+    assert [(each["rule"], each["severity"]) for each in shown["alerts"]] == [("loss-spike", "critical")]
+    assert curve(found, "loss.learner.3").y == [2.0, 1.9]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Samples, curves, stories
+
+
+def test_samples_are_bounded_and_evenly_spread(picture):
+    samples = Samples(most=16)
+    reign = picture.reign
+    for tenth in range(5000):
+        at = tenth / 10.0
+        if samples.is_due(at):
+            samples.add(sample_of(reign, at))
+    kept = [each.at for each in samples.all()]
+    assert 8 <= len(kept) <= 16
+    gaps = [after - before for before, after in pairwise(kept)]
+    assert max(gaps) < 2.1 * min(gaps)
+    found = samples.before(kept[3] + 0.01)
+    assert found is not None
+    assert found.at == kept[3]
+    assert samples.before(-1.0) is None
+
+
+def test_every_series_of_the_catalogue_has_a_curve(picture):
+    for series in catalogue(picture):
+        for x in ("time", "tokens"):
+            found = curve(picture, series.name, x, points=50)
+            assert len(found.x) == len(found.y) <= 50
+            assert all(before <= after for before, after in pairwise(found.x)), series.name
+            as_json([list(found.x), list(found.y)])
+    assert max(curve(picture, "merges.contributions").y) == 3
+    with pytest.raises(KeyError):
+        curve(picture, "loss.learner.77")
+
+
+def test_goodput_is_the_one_of_the_accounting(picture):
+    facts = read_facts(picture.run)
+    shares = [shares_of(n, lives, (picture.trains_since(), 50.0)) for n, lives in facts.lives.items()]
+    whole = sum(each.allocated_s for each in shares)
+    assert picture.goodput(50.0) == pytest.approx(sum(each.stepping_s for each in shares) / whole)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(2, 50))
+def test_thinned_curves_keep_their_mean_and_range(values, points):
+    found = thinned(Curve(sorted(values), values), points)
+    assert len(found.y) <= max(points, 1)
+    assert min(values) - 1e-6 <= min(found.y) <= max(found.y) <= max(values) + 1e-6
+
+
+def test_csv_has_a_line_per_point(picture):
+    text = as_csv(picture, ["merges.contributions", "goodput"], "time")
+    lines = text.splitlines()
+    assert lines[0] == "series,time,value"
+    assert sum(line.startswith("merges.contributions,") for line in lines) == len(read_facts(picture.run).merges)
+
+
+def test_a_story_is_the_end_of_the_whole_story(picture):
+    whole = story_until(picture, ("learner", 2), None, 100_000)
+    assert not whole.more
+    told = story_until(picture, ("learner", 2), None, 10)
+    assert told.more
+    assert told.lines == whole.lines[-10:]
+    early = story_until(picture, ("learner", 2), 15.0, 20)
+    assert all(line.at <= 15.0 for line in early.lines)
+    assert any("incarnation 2" in line.sentence for line in early.lines)
+    assert story_until(picture, ("run", SYNCER), None, 5).lines

@@ -1,0 +1,327 @@
+"""Islands of several ranks as real processes, beside those of one rank: DDP, FSDP2, tensor parallelism on gloo.
+
+Rank 0 of an island hears what the test wants, and all ranks of it do that at the same step. They meet by a file, as
+jobs without a scheduler do.
+"""
+
+from __future__ import annotations
+
+import resource
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from atoll.island import leader
+from atoll.learner.api import Learner
+from tests.learner import planted
+from tests.learner.runs import LIMIT_S, Child, Run, _begin, model_file
+from tests.learner.small_models import BATCH, WORDS, Mixed, values, work
+
+ORDERS = ("nothing", "go", "hold", "break", "raise", "still", "small files", "show")
+SMALL_FILE_BYTES = 100_000
+
+
+@dataclass(frozen=True)
+class IslandSpec:
+    """`shape`: ddp, replicas, fsdp, tp, or fsdp+tp and hsdp for two times two ranks. `number` is also the seed."""
+
+    number: int
+    shape: str = "fsdp"
+    ranks: int = 2
+    model: str = "plain"
+    dtype: str = "float32"
+    leases: int = 0  # samples of a step of each rank
+    pace_s: float = 0.002
+    notice_s: float | None = None
+    wrong: str = ""  # what one rank does wrong: "takes", "leaves"
+    planted: str = ""  # bugs and faults, on `planted_ranks`
+    planted_ranks: tuple[int, ...] = (0,)
+    token: str | None = None
+    mute_ranks: tuple[int, ...] = ()  # those have no token
+    keys: Path | None = None
+    keeps: bool = True
+    least_own_values: int = 1  # of a mean fragment, for rows of their own: these models are small
+
+
+class IslandWork:
+    """A model in the shape that was asked for, and its steps: what a user's script has."""
+
+    def __init__(self, spec: IslandSpec, rank: int) -> None:
+        job = work(spec.model, spec.number, spec.dtype)
+        self.spec, self.rank, self.plain = spec, rank, job.model
+        self.model: nn.Module = job.model
+        self.is_mixed = isinstance(job.model, Mixed)
+        if spec.shape == "ddp":
+            self.model = DistributedDataParallel(job.model)
+        elif spec.shape in ("fsdp", "hsdp"):
+            sizes = (spec.ranks,) if spec.shape == "fsdp" else (2, spec.ranks // 2)
+            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "rows")[-len(sizes) :])
+            for child in job.model.children():
+                if not isinstance(child, nn.BatchNorm1d) and not self.is_mixed:
+                    fully_shard(child, mesh=mesh)
+            fully_shard(job.model, mesh=mesh)
+        elif spec.shape in ("tp", "fsdp+tp"):
+            sizes = (spec.ranks // 2, 2) if spec.shape == "fsdp+tp" else (1, spec.ranks)
+            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "model"))
+            parallelize_module(job.model, mesh["model"], {"first": ColwiseParallel(), "last": RowwiseParallel()})
+            if spec.shape == "fsdp+tp":
+                fully_shard(job.model, mesh=mesh["data"])
+        trained = [parameter for parameter in job.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        self.data = {"tp": 0, "fsdp+tp": rank // 2}.get(spec.shape, rank)
+
+    def loss(self, number: int) -> Tensor:
+        drawn = torch.Generator().manual_seed((self.spec.number * 64 + self.data) * 1_000_003 + number)
+        if self.is_mixed:
+            x = torch.randint(WORDS, (BATCH,), generator=drawn)
+            loss = functional.cross_entropy(self.model(x).float(), (x + 1) % WORDS)
+        else:
+            x = torch.randn(BATCH, 8, generator=drawn).to(next(self.plain.parameters()).dtype)
+            loss = (self.model(x) - x[:, :4].sin()).float().square().mean()
+        return loss
+
+    def step(self, number: int) -> Tensor:
+        loss = self.loss(number)
+        self.optimizer.zero_grad()
+        loss.backward()
+        if self.spec.shape == "replicas":
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= self.spec.ranks
+        self.optimizer.step()
+        return loss.detach()
+
+    def whole(self) -> dict[str, Tensor]:
+        """All ranks ask together."""
+        found = {}
+        for name, tensor in values(self.plain).items():
+            full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            found[name] = full.detach().clone().contiguous()
+        return found
+
+    def inner(self) -> dict[str, Tensor]:
+        """The state of the optimizer by parameter and key, whole. All ranks ask together."""
+        names = {id(parameter): name for name, parameter in self.plain.named_parameters()}
+        found = {}
+        for parameter, held in self.optimizer.state.items():
+            for key, value in held.items():
+                full = value.full_tensor() if hasattr(value, "full_tensor") else value
+                found[f"{names[id(parameter)]} {key}"] = full.detach().clone().contiguous()
+        return found
+
+
+def rank_child(directory: Path, address: str, spec: IslandSpec, rank: int, log: Path, pipe: Connection) -> None:
+    _begin(log)
+    leader.LEAST_OWN_VALUES = spec.least_own_values
+    if rank in spec.planted_ranks:
+        planted.plant(spec.planted, directory)
+    try:
+        meeting = f"file://{log.parent / log.name.rpartition('-rank')[0]}.meeting"
+        dist.init_process_group("gloo", meeting, timedelta(seconds=LIMIT_S), rank=rank, world_size=spec.ranks)
+        job = IslandWork(spec, rank)
+        drawn: list[float] = []
+        with Learner(
+            job.model,
+            job.optimizer,
+            address,
+            spec.token if rank not in spec.mute_ranks else None,
+            keys=spec.keys,
+            learner=spec.number,
+            run_directory=directory if spec.keeps else None,
+            join_timeout_s=LIMIT_S,
+            notice_s=spec.notice_s,
+            extra_state=lambda: {"drawn": drawn[-1:]},
+        ) as learner:
+            steps = [float(state["step"]) for state in job.optimizer.state.values()]
+            told = {"learner": learner.id, "incarnation": learner.incarnation, "moments": max(steps, default=0.0)}
+            told |= {"finished": learner.finished, "lr_scale": learner.lr_scale, "restored": learner.restored_state}
+            save_file(job.inner(), inner_file(directory, spec.number, rank))
+            pipe.send(("joined", told | {"next_drawn": _next_drawn()}))
+            _train(learner, job, pipe, drawn, directory)
+        whole = job.whole()
+        own = {name: tensor.clone() for name, tensor in whole.items()}
+        save_file(own, model_file(directory, learner.id) if rank == 0 else rank_file(directory, learner.id, rank))
+        threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("atoll")]
+        pipe.send(("ended", _standing(learner) | {"threads": threads}))
+        dist.destroy_process_group()
+    except BaseException as wrong:
+        traceback.print_exc()
+        threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("atoll")]
+        pipe.send(("failed", type(wrong).__name__, str(wrong), threads))
+
+
+def _standing(learner: Learner) -> dict[str, Any]:
+    shown = {"finished": learner.finished, "drained": learner.drained, "progress": learner.progress}
+    return shown | {"stats": learner.stats()._asdict(), "paused_s": learner.paused_s}
+
+
+def _next_drawn() -> float:
+    same = torch.Generator()
+    same.set_state(torch.get_rng_state())
+    return float(torch.rand(1, generator=same))
+
+
+def _train(learner: Learner, job: IslandWork, pipe: Connection, drawn: list[float], directory: Path) -> None:
+    number, goes, stands = 0, False, False
+    taken: list[int] = []
+    until = time.monotonic() + LIMIT_S
+    while not learner.finished:
+        order = _agreed(job, pipe)
+        if order == "break":
+            break
+        if order == "hold":
+            pipe.send(("held", _standing(learner) | {"steps": number, "taken": taken}))
+        if order == "still":  # at the boundaries that follow the optimizer is as it is now
+            save_file(job.inner(), inner_file(directory, job.spec.number, job.rank))
+            pipe.send(("still", number))
+        stands = order == "still" or (stands and order not in ("go", "hold"))
+        if order == "small files" and job.rank == job.spec.ranks - 1:  # as on a full disk
+            most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILE_BYTES, most))
+        if order == "show":
+            pipe.send(("shown", _show(learner, job)))
+        goes = order in ("go", "raise", "still") or (goes and order not in ("hold", "show"))
+        if not goes:
+            assert time.monotonic() < until, "the test has forgotten this island"
+            continue
+        until = time.monotonic() + LIMIT_S
+        if job.spec.leases:
+            taken += learner.take(job.spec.leases)
+        loss = job.step(number) if not stands else torch.zeros(())
+        drawn.append(float(torch.rand(1)))
+        if order == "raise" and job.rank == job.spec.ranks - 1:
+            raise ArithmeticError("a mistake in the user's loop")
+        if job.spec.wrong == "takes" and job.rank == 1 and number == 3:
+            learner.take(4)
+        if job.spec.wrong == "leaves" and job.rank == 1 and number == 3:
+            break
+        learner.step(tokens=BATCH, loss=loss)
+        number += 1
+
+
+def _show(learner: Learner, job: IslandWork) -> dict[str, Any]:
+    """What this rank has as the published model, in its file; and whether it has its own again afterwards."""
+    own, directory = job.whole(), learner._run_directory
+    assert directory is not None
+    with learner.published():
+        job.loss(0)  # after a forward pass FSDP holds gathered copies
+        shown = job.whole()
+        path = model_file(directory, learner.id) if job.rank == 0 else rank_file(directory, learner.id, job.rank)
+        save_file(shown, path)
+        job.loss(0)
+    again = job.whole()
+    is_ahead = any(not torch.equal(own[name], shown[name]) for name in own)
+    return {"restored": is_ahead and all(torch.equal(own[name], again[name]) for name in own)}
+
+
+def _agreed(job: IslandWork, pipe: Connection) -> str:
+    """What the test has ordered, over the group of the training, as a training of theirs would use it."""
+    order = torch.zeros(1, dtype=torch.int64)
+    if job.rank == 0 and pipe.poll(job.spec.pace_s):
+        order[0] = ORDERS.index(pipe.recv()[0])
+    dist.broadcast(order, 0)
+    return ORDERS[int(order)]
+
+
+def inner_file(directory: Path, learner: int, rank: int) -> Path:
+    return directory / f"inner-{learner}-rank{rank}.safetensors"
+
+
+def rank_file(directory: Path, learner: int, rank: int) -> Path:
+    return directory / f"learner-{learner}-rank{rank}.safetensors"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Seen from the test
+
+
+class RankedIsland:
+    """All ranks of an island. Orders go to its leader."""
+
+    def __init__(self, run: Run, spec: IslandSpec) -> None:
+        self.spec = spec
+        base = f"island-{spec.number}-{len(run.children)}"
+        self.ranks = []
+        for rank in range(spec.ranks):
+            log = run.directory / "logs" / f"{base}-rank{rank}.log"
+            child = Child(f"{base} rank {rank}", log, rank_child, (run.directory, run.address, spec, rank))
+            run.children.append(child)
+            self.ranks.append(child)
+
+    def hear(self, kind: str, limit_s: float = LIMIT_S) -> list[Any]:
+        return [rank.hear(kind, limit_s) for rank in self.ranks]
+
+    def joined(self) -> list[Any]:
+        return self.hear("joined")
+
+    def order(self, order: str) -> None:
+        self.ranks[0].order(order)
+
+    def inner(self, directory: Path) -> dict[str, Tensor]:
+        """The optimizer's state when it joined, or when it was told to stand still: the same on all ranks."""
+        first, *others = [load_file(inner_file(directory, self.spec.number, rank)) for rank in range(self.spec.ranks)]
+        for other in others:
+            assert same(first, other), "ranks of one island hold other state"
+        return first
+
+    def finished(self, directory: Path) -> dict[str, Tensor]:
+        """To the end; all ranks have ended with the same model."""
+        for told in self.hear("ended"):
+            assert told["finished"], told
+            assert told["threads"] == [], told
+        for rank in self.ranks:
+            assert rank.ended() == 0
+        first = load_file(model_file(directory, self.spec.number))
+        for place in range(1, self.spec.ranks):
+            other = load_file(rank_file(directory, self.spec.number, place))
+            assert first.keys() == other.keys()
+            assert all(torch.equal(first[name], other[name]) for name in first), f"rank {place} has another model"
+        return first
+
+    def left(self) -> list[Any]:
+        """All ranks have left the run and ended."""
+        for rank in self.ranks:
+            rank.expected_to_end = True
+        told = self.hear("ended")
+        for rank in self.ranks:
+            assert rank.ended() == 0
+        return told
+
+    def kill(self, rank: int) -> None:
+        """One rank; what becomes of the others is theirs to say."""
+        for other in self.ranks:
+            other.expected_to_end = True
+        self.ranks[rank].kill()
+
+    def kill_all(self) -> None:
+        for rank in self.ranks:
+            rank.expected_to_end = True
+            rank.process.kill()
+        for rank in self.ranks:
+            rank.ended()
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Bit for bit."""
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )
+
+
+__all__ = ["IslandSpec", "RankedIsland", "same"]

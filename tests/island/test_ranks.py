@@ -1,0 +1,54 @@
+"""Islands of several ranks, as real processes on gloo, in runs with islands of other shapes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.island.rank_runs import IslandSpec, RankedIsland
+from tests.learner.runs import LearnerSpec, Run, config
+
+
+def test_islands_of_different_shapes_hold_the_same_published_model(tmp_path):
+    """One rank beside two with FSDP2 beside two with DDP."""
+    with Run(tmp_path, config(budget_merges=9)) as run:
+        alone = run.start(LearnerSpec(1))
+        sharded, replicas = RankedIsland(run, IslandSpec(2, "fsdp")), RankedIsland(run, IslandSpec(3, "ddp"))
+        alone.hear("joined")
+        for island in (sharded, replicas):
+            assert {told["learner"] for told in island.joined()} == {island.spec.number}
+        run.go(alone)
+        sharded.order("go")
+        replicas.order("go")
+        for island in (sharded, replicas):
+            island.finished(tmp_path)
+        published = run.finish(alone)
+        run.assert_same(published, 1, 2, 3)
+        run.assert_clean()
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        IslandSpec(1, "tp"),
+        IslandSpec(1, "fsdp", ranks=3, dtype="bfloat16"),
+        IslandSpec(1, "fsdp", model="mixed"),
+        IslandSpec(1, "ddp", model="mixed"),
+        IslandSpec(1, "replicas"),
+        IslandSpec(1, "fsdp+tp", ranks=4),
+    ],
+    ids=lambda spec: f"{spec.shape}-{spec.model}-{spec.dtype}",
+)
+def test_an_island_of_any_shape_brings_the_model_and_ends_with_the_published_one(tmp_path, spec):
+    """Tied, frozen and bf16 parameters, buffers, sizes that do not divide; a learner of one rank beside it."""
+    with Run(tmp_path, config(budget_merges=6)) as run:
+        island = RankedIsland(run, spec)
+        island.joined()  # the run is founded with its values
+        alone = run.start(LearnerSpec(2, spec.model, spec.dtype))
+        alone.hear("joined")
+        run.go(alone)
+        island.order("go")
+        ended = island.finished(tmp_path)
+        published = run.finish(alone)
+        run.assert_same(published, 1, 2)
+        run.assert_clean()
+        assert set(published) <= set(ended)

@@ -1,0 +1,130 @@
+"""A rank that fetches its rows from a syncer that is wrong, or damages them: ranges are refused as whole values are."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+from torch import nn
+
+from atoll.island.row_fragment import RowFragment
+from atoll.island.row_transfer import Getting, RowWork
+from atoll.learner.bulk_transfer import LearnerBulk
+from atoll.tensors.codecs import codec
+from atoll.tensors.model_view import ModelView
+from atoll.tensors.plan import digest_of, make_plan, tensors_of
+from atoll.tensors.row_sharding import share_out
+from atoll.tensors.sharding import Box
+from atoll.transport.http_client import LearnerLink
+from atoll.transport.wire import FragmentHeader, Kind, WireError, as_bytes, frame_head
+
+ROWS = 1000
+VALUE = torch.arange(ROWS * 8.0)
+
+
+def fragment_of_rank(rank: int) -> RowFragment:
+    """The second half of a weight, or the first."""
+    model = nn.Linear(8, ROWS, bias=False)
+    plan = make_plan(tensors_of(model), 1, "balanced")
+    halves = [{"weight": Box((begin, 0), (ROWS // 2, 8))} for begin in (0, ROWS // 2)]
+    return RowFragment(ModelView(model, plan), 0, codec("f32"), share_out(plan, 0, halves), rank)
+
+
+Spoil = Callable[[FragmentHeader, bytes, int], tuple[FragmentHeader, bytes, int]]
+
+
+async def fetched(spoil: Spoil, rank: int = 1) -> tuple[RowFragment, list[tuple[int, int]], dict[str, Any]]:
+    """What a rank has after it has fetched its rows, and from where to where it was asked for bytes."""
+    asked: list[tuple[int, int]] = []
+
+    async def serve(request: web.Request) -> web.Response:
+        begin, end = int(request.query["begin"]), int(request.query["end"])
+        asked.append((begin, end))
+        whole = bytes(as_bytes(VALUE))
+        header = FragmentHeader(0, 7, None, digest_of(VALUE), begin, len(whole))
+        header, payload, damage = spoil(header, whole[begin:end], len(asked))
+        encoded = header.encode()
+        body = bytearray(frame_head(Kind.FRAGMENT, 0, encoded, payload) + encoded + payload)
+        if damage:
+            body[-1] ^= damage
+        return web.Response(body=bytes(body))
+
+    app = web.Application()
+    app.router.add_get("/v1/fragment/0/7", serve)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    nothing: Callable[..., None] = lambda *_: None  # noqa: E731
+    link = LearnerLink(f"127.0.0.1:{port}", None, logging.getLogger("test"), nothing, nothing, nothing, nothing)
+    await link.start()
+    fragment = fragment_of_rank(rank)
+    try:
+        with ThreadPoolExecutor(1) as compute:
+            work = RowWork(link, LearnerBulk(link, None), compute, lambda _: [fragment], lambda *_: None)
+            found = await work.fetch(Getting(0, 0, 7, None, ("int8",), link.asked))
+    finally:
+        await link.close()
+        await runner.cleanup()
+    return fragment, asked, found
+
+
+def sound(header: FragmentHeader, payload: bytes, number: int) -> tuple[FragmentHeader, bytes, int]:
+    return header, payload, 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_asks_for_its_own_rows_and_for_no_others(rank):
+    fragment, asked, found = asyncio.run(fetched(sound, rank))
+    half = VALUE.nbytes // 2
+    assert asked[0] == (0, 1), "to know in what they are"
+    assert sum(end - begin for begin, end in asked[1:]) == half == found["moved"]
+    assert min(begin for begin, _ in asked[1:]) == rank * half
+    assert found["digest"] == digest_of(VALUE)
+    value = fragment.take_fetched(7)
+    assert value is not None
+    assert torch.equal(value.tensor[: VALUE.numel() // 2], VALUE.chunk(2)[rank])
+
+
+def test_what_is_damaged_on_its_way_is_asked_for_once_more():
+    _, asked, _ = asyncio.run(fetched(lambda header, payload, number: (header, payload, int(number == 2))))
+    assert asked[1] == asked[2]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code"),
+    [
+        (lambda header, payload, number: (header, payload, 1), "digest"),
+        (lambda header, payload, number: (header, payload[: -1 if number > 1 else None], 0), "size"),
+        (lambda header, payload, number: (header, payload + (b"x" if number > 1 else b""), 0), "size"),
+        (lambda header, payload, number: (header._replace(of=header.of - 4), payload, 0), "size"),
+        (lambda header, payload, number: (header._replace(version=8), payload, 0), "type"),
+        (lambda header, payload, number: (header._replace(fragment=1), payload, 0), "type"),
+        (lambda header, payload, number: (header._replace(base=6), payload, 0), "type"),
+        (lambda header, payload, number: (header._replace(begin=header.begin + (number > 1)), payload, 0), "type"),
+    ],
+    ids=["damaged", "short", "long", "other size", "other version", "other fragment", "other base", "other place"],
+)
+def test_ranges_that_were_not_asked_for_are_refused(spoil, code):
+    with pytest.raises(WireError) as wrong:
+        asyncio.run(fetched(spoil))
+    assert wrong.value.code == code
+
+
+def test_a_value_that_becomes_another_one_is_begun_again():
+    """The header of a later slice tells of another value: nothing of both is mixed."""
+    other = "0" * 32
+    spoil: Spoil = lambda header, payload, number: (  # noqa: E731
+        header._replace(value_digest=other if number > 1 else header.value_digest),
+        payload,
+        0,
+    )
+    with pytest.raises(ConnectionError, match="serves other bytes"):
+        asyncio.run(fetched(spoil))

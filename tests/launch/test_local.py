@@ -1,0 +1,384 @@
+"""The local engine, with real processes: they come back, they go when they are asked to, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from atoll.launch.engine import Standing, Unit
+from atoll.launch.keeper import pause_s, read_state, write_whole
+from atoll.launch.local import LocalEngine
+from atoll.launch.processes import Process, is_alive, marked, process, tell
+from tests.launch.local_units import Kept, kept, python, until
+
+FOREVER = "import signal, sys; print('here', flush=True); signal.pause()"
+POLITE = """
+import signal, sys
+def leave(*_):
+    print("goodbye", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, leave)
+print("here", flush=True)
+while True:
+    signal.pause()
+"""
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('here', flush=True); signal.pause()"
+# As torchrun does it: a child in a session of its own.
+WITH_RANK = """
+import signal, subprocess, sys
+rank = "import signal; print('rank', flush=True); signal.pause()"
+subprocess.Popen([sys.executable, "-c", rank], start_new_session=True)
+signal.pause()
+"""
+# It counts what it is told, and takes its time to go.
+COUNTING = """
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+print("here", flush=True)
+signal.sigwait({signal.SIGTERM})
+print("told", flush=True)
+if signal.sigtimedwait({signal.SIGTERM}, 1.0):
+    print("told again", flush=True)
+"""
+START_AND_DIE = """
+import json, os, signal, sys
+from pathlib import Path
+from atoll.launch.engine import Unit
+from atoll.launch.local import LocalEngine
+unit = Unit("test", "a", tuple(sys.argv[2:]), Path(sys.argv[1]))
+print(json.dumps(LocalEngine().start(unit)), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def keeper_of(unit: Kept) -> Process:
+    told = read_state(unit.unit.directory)
+    assert told is not None
+    found = Process.from_json(told["keeper"])
+    assert found is not None
+    return found
+
+
+def child_of(unit: Kept) -> Process:
+    """It may have printed something before its keeper has written down that it is there."""
+    return until(lambda: Process.from_json((read_state(unit.unit.directory) or {}).get("child")))
+
+
+def left_of(unit: Kept) -> list[Process]:
+    return marked(str(unit.unit.directory))
+
+
+def test_a_unit_that_ends_well_is_not_started_again(tmp_path):
+    code = "import os; print(os.environ['WORD'], os.getcwd(), os.environ.get('ATOLL_STRAY'))"
+    os.environ["ATOLL_STRAY"] = "of another run"
+    try:
+        with kept(tmp_path, code, environment={"WORD": "hello"}) as unit:
+            assert unit.stands(Standing.ENDED).restarts == 0
+            assert unit.said() == [f"hello {unit.unit.directory} None"]
+    finally:
+        del os.environ["ATOLL_STRAY"]
+
+
+def test_a_unit_that_fails_comes_back_until_it_has_no_restart_left(tmp_path):
+    code = "import sys; print('start', flush=True); sys.exit('no luck')"
+    with kept(tmp_path, code, restarts=1) as unit:
+        status = unit.stands(Standing.FAILED)
+        assert status.restarts == 1
+        assert status.why == "exit code 1 after 1 restarts: no luck"
+        assert [path.name for path in unit.engine.log(unit.handle)] == ["start-0001.log", "start-0002.log"]
+        assert unit.said()[:3] == ["start", "no luck", "[atoll] exit code 1; starting it again in 1 s"]
+        until(lambda: not is_alive(keeper_of(unit)))
+
+
+def test_a_unit_that_is_killed_comes_back(tmp_path):
+    with kept(tmp_path, FOREVER) as unit:
+        unit.says("here")
+        first = child_of(unit)
+        assert tell(first, signal.SIGKILL)
+        unit.stands(Standing.RUNNING, restarts=1)
+        assert child_of(unit) != first
+        assert any("killed by SIGKILL; starting it again in 1 s" in line for line in unit.said())
+
+
+def test_a_unit_is_told_before_it_is_stopped(tmp_path):
+    with kept(tmp_path, POLITE) as unit:
+        unit.says("here")
+        unit.engine.stop(unit.handle)
+        assert unit.status().standing is Standing.STOPPED
+        assert unit.said() == ["here", "goodbye"]
+        assert left_of(unit) == []
+        assert not is_alive(keeper_of(unit))
+        unit.engine.stop(unit.handle)  # twice is once
+
+
+def test_a_unit_that_does_not_listen_is_killed_after_its_notice(tmp_path):
+    with kept(tmp_path, STUBBORN, notice_s=0.5) as unit:
+        unit.says("here")
+        unit.engine.stop(unit.handle)
+        status = unit.status()
+        assert status.standing is Standing.STOPPED
+        assert status.why == "did not end within 0.5 s, and was killed"
+        assert left_of(unit) == []
+
+
+def test_a_unit_that_waits_to_be_started_again_is_stopped_at_once(tmp_path):
+    with kept(tmp_path, "raise SystemExit(3)") as unit:
+        status = unit.stands(Standing.WAITING, restarts=1)
+        assert status.why.startswith("exit code 3; starts again in ")
+        unit.engine.stop(unit.handle)
+        assert unit.status().standing is Standing.STOPPED
+
+
+def test_what_a_killed_unit_has_started_is_ended_before_it_comes_back(tmp_path):
+    with kept(tmp_path, WITH_RANK) as unit:
+        unit.says("rank")
+        first = child_of(unit)
+        ranks = [one for one in left_of(unit) if one != first]
+        assert len(ranks) == 1
+        assert os.getsid(ranks[0].pid) != os.getsid(first.pid)
+        tell(first, signal.SIGKILL)
+        unit.stands(Standing.RUNNING, restarts=1)
+        assert not is_alive(ranks[0])
+        until(lambda: len(left_of(unit)) == 2)
+        unit.engine.stop(unit.handle)
+        assert left_of(unit) == []
+
+
+def test_nobody_is_told_twice_when_a_shell_between_has_ended_at_once(tmp_path):
+    """A learner that gets a second SIGTERM leaves without sending what is not merged yet."""
+    shell = ("sh", "-c", '"$0" -c "$1"; echo never', sys.executable, COUNTING)
+    with kept(tmp_path, "", command=shell) as unit:
+        unit.says("here")
+        first = child_of(unit)
+        assert len(left_of(unit)) == 2
+        unit.engine.stop(unit.handle)
+        assert not is_alive(first)
+        assert unit.said() == ["here", "told"]
+        assert unit.status().why == "", "it was not killed"
+
+
+def test_what_is_left_of_a_killed_keeper_is_not_told_twice_either(tmp_path):
+    with kept(tmp_path, COUNTING) as unit:
+        unit.says("here")
+        tell(keeper_of(unit), signal.SIGKILL)
+        unit.stands(Standing.FAILED)
+        unit.engine.stop(unit.handle)
+        assert unit.said() == ["here", "told"]
+
+
+def test_a_keeper_that_is_killed_takes_its_unit_along_and_is_noticed(tmp_path):
+    with kept(tmp_path, POLITE) as unit:
+        unit.says("here")
+        child = child_of(unit)
+        tell(keeper_of(unit), signal.SIGKILL)
+        status = unit.stands(Standing.FAILED)
+        assert status.why.startswith("its keeper was killed")
+        until(lambda: not is_alive(child))
+        assert unit.said()[-1] == "goodbye"
+        again = Kept(unit.unit)
+        again.stands(Standing.RUNNING)
+        assert [path.name for path in again.engine.log(again.handle)] == ["start-0001.log", "start-0002.log"]
+
+
+def test_what_is_left_of_a_killed_keeper_ends_before_the_unit_is_started_again(tmp_path):
+    with kept(tmp_path, STUBBORN, notice_s=0.5) as unit:
+        unit.says("here")
+        child = child_of(unit)
+        tell(keeper_of(unit), signal.SIGKILL)
+        assert unit.stands(Standing.FAILED).why == "its keeper was killed; 1 of its processes are left"
+        again = Kept(unit.unit)
+        again.stands(Standing.RUNNING)
+        assert not is_alive(child)
+        assert len(left_of(unit)) == 1
+
+
+def test_what_is_left_of_a_killed_keeper_can_be_stopped(tmp_path):
+    with kept(tmp_path, STUBBORN, notice_s=0.5) as unit:
+        unit.says("here")
+        tell(keeper_of(unit), signal.SIGKILL)
+        unit.stands(Standing.FAILED)
+        unit.engine.stop(unit.handle)
+        assert unit.status().standing is Standing.STOPPED
+        assert left_of(unit) == []
+
+
+def test_a_unit_outlives_who_started_it(tmp_path):
+    unit = Unit("test", "a", python(FOREVER), tmp_path / "units/a")
+    command = [sys.executable, "-c", START_AND_DIE, str(unit.directory), *unit.command]
+    said = subprocess.run(command, capture_output=True, text=True)
+    assert said.returncode == -signal.SIGKILL, said.stderr
+    handle = json.loads(said.stdout)
+    assert until(lambda: LocalEngine().status(handle).standing is Standing.RUNNING)
+    keeper = (read_state(unit.directory) or {})["keeper"]
+    assert LocalEngine().start(unit) == handle  # nobody has written down that it was started: it is the same one
+    assert (read_state(unit.directory) or {})["keeper"] == keeper
+    with pytest.raises(ValueError, match=f"a is kept already, as another command, by process {keeper['pid']}"):
+        LocalEngine().start(Unit("test", "a", python("pass"), unit.directory))
+    LocalEngine().stop(handle)
+    assert LocalEngine().status(handle).standing is Standing.STOPPED
+
+
+def test_a_number_that_has_changed_hands_is_never_signalled(tmp_path):
+    with kept(tmp_path, POLITE) as unit:
+        unit.says("here")
+        unit.engine.stop(unit.handle)
+        # The state of a keeper that was killed, whose number belongs to somebody else by now.
+        with subprocess.Popen([sys.executable, "-c", FOREVER], stdout=subprocess.PIPE) as other:
+            assert other.stdout is not None
+            other.stdout.readline()
+            told = read_state(unit.unit.directory)
+            assert told is not None
+            stale = {"pid": other.pid, "born": "another boot:1"}
+            path = unit.unit.directory / "keeper.json"
+            write_whole(path, {**told, "standing": "running", "keeper": stale, "child": stale})
+            assert unit.status().why == "its keeper was killed"
+            unit.engine.stop(unit.handle)
+            assert unit.status().standing is Standing.STOPPED
+            assert other.poll() is None
+            known = process(other.pid)
+            assert known is not None
+            assert tell(known, signal.SIGTERM)
+            assert other.wait(300) == -signal.SIGTERM
+            assert not tell(known, signal.SIGTERM)
+
+
+def test_an_island_is_not_started_again_when_its_run_is_over(tmp_path):
+    syncer = tmp_path / "units" / "syncer"
+    with kept(tmp_path, "pass", name="syncer", directory=syncer) as ended:
+        ended.stands(Standing.ENDED)
+        with kept(tmp_path, "raise SystemExit(1)") as island:
+            assert island.stands(Standing.STOPPED).why == "the run is over: its syncer has ended (exit code 1)"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("ray.json", '{"standing": "ended"}'), ("slurm/state", "standing=ended\nwhy=exit code 0\n")]
+)
+def test_nor_is_it_where_another_engine_keeps_the_syncer(tmp_path, name, words):
+    told = tmp_path / "units" / "syncer" / name
+    told.parent.mkdir(parents=True)
+    told.write_text(words)
+    with kept(tmp_path, "raise SystemExit(1)") as island:
+        assert island.stands(Standing.STOPPED).why.startswith("the run is over")
+
+
+def test_a_shard_ends_with_its_syncer(tmp_path):
+    folder = tmp_path / "units"
+    with kept(tmp_path, FOREVER, name="shard-0", directory=folder / "shard-0") as shard:
+        shard.says("here")
+        with kept(tmp_path, "pass", name="syncer", directory=folder / "syncer"):
+            status = shard.stands(Standing.ENDED)
+            assert status.why == "the run is over"
+            assert left_of(shard) == []
+
+
+def test_a_shard_that_left_before_its_syncer_comes_back(tmp_path):
+    with kept(tmp_path, POLITE, name="shard-0", directory=tmp_path / "units/shard-0") as shard:
+        shard.says("here")
+        tell(child_of(shard), signal.SIGTERM)
+        shard.stands(Standing.RUNNING, restarts=1)
+        assert shard.said()[1:3] == ["goodbye", "[atoll] it left, and its run goes on; starting it again in 1 s"]
+
+
+def test_a_unit_that_ends_well_as_it_is_stopped_is_stopped(tmp_path):
+    """Everybody hears SIGTERM at once when a machine goes down."""
+    with kept(tmp_path, POLITE) as unit:
+        unit.says("here")
+        keeper, child = keeper_of(unit), child_of(unit)
+        tell(keeper, signal.SIGSTOP)
+        tell(keeper, signal.SIGTERM)
+        tell(child, signal.SIGTERM)
+        until(lambda: not is_alive(child))
+        tell(keeper, signal.SIGCONT)
+        assert unit.stands(Standing.STOPPED).why == ""
+        assert unit.said() == ["here", "goodbye"]
+
+
+@pytest.mark.parametrize("damaged", ["", '{"keeper": ', "[]"])
+def test_a_damaged_state_is_that_of_a_killed_keeper(tmp_path, damaged):
+    with kept(tmp_path, STUBBORN, notice_s=0.5) as unit:
+        unit.says("here")
+        keeper, child = keeper_of(unit), child_of(unit)
+        path = unit.unit.directory / "keeper.json"
+        path.write_text(damaged)
+        with pytest.raises(OSError, match=r"keeper\.json is damaged, and its keeper lives: end that"):
+            unit.status()
+        tell(keeper, signal.SIGKILL)
+        until(lambda: not is_alive(keeper))
+        assert unit.status().why == "its keeper was killed; 1 of its processes are left"
+        Kept(unit.unit).stands(Standing.RUNNING)
+        assert not is_alive(child)
+
+
+def test_pauses_grow_to_a_minute():
+    assert [pause_s(failures) for failures in (1, 2, 3, 7, 10_000)] == [1.0, 2.0, 4.0, 60.0, 60.0]
+
+
+def test_what_this_machine_cannot_run_is_refused_before_anything_starts(tmp_path):
+    def refused(command: tuple[str, ...] = ("python",), directory: Path = tmp_path / "a", **fields: object) -> str:
+        with pytest.raises(ValueError, match=r"^a: ") as wrong:
+            LocalEngine().check(Unit("test", "a", command, directory, **fields))  # type: ignore[arg-type]
+        return str(wrong.value)
+
+    assert "there is no program 'no-such'" in refused(("no-such",))
+    assert "nodes is 2, and engine local has this machine only" in refused(nodes=2)
+    assert "engine local has no options; leave partition out" in refused(options={"partition": "x"})
+    (tmp_path / "file").touch()
+    assert f"{tmp_path / 'file'} is no directory" in refused(directory=tmp_path / "file" / "a")
+    assert not (tmp_path / "a").exists()
+    LocalEngine().check(Unit("test", "a", ("torchrun",), tmp_path / "a"))  # beside the interpreter
+
+
+def test_devices_are_dealt_out_and_never_twice(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    code = "import os, signal; print('has', os.environ['CUDA_VISIBLE_DEVICES'], flush=True); signal.pause()"
+    folder = tmp_path / "units"
+    with kept(tmp_path, code, devices=2) as first:
+        first.says("has 4,5")
+        with kept(tmp_path, code, name="b", directory=folder / "b", devices=1) as second:
+            second.says("has 6")
+            third = Unit("test", "c", python(code), folder / "c", devices=1)
+            with pytest.raises(ValueError, match="c wants 1 devices, and 0 of 3 are free"):
+                LocalEngine().start(third)
+        with kept(tmp_path, code, name="d", directory=folder / "d", devices=1) as fourth:
+            fourth.says("has 6")  # which b has given back
+    engine = LocalEngine()
+    engine.check(Unit("test", "a", ("python",), folder / "a", devices=2))
+    with pytest.raises(ValueError, match="want 4 devices together, and this machine has 3"):
+        engine.check(Unit("test", "b", ("python",), folder / "b", devices=2))
+
+
+def test_a_unit_of_another_machine_is_not_taken_for_lost(tmp_path):
+    handle = {"directory": str(tmp_path), "host": "elsewhere", "notice_s": 1.0}
+    for ask in (LocalEngine().status, LocalEngine().stop, LocalEngine().log):
+        with pytest.raises(OSError, match="it is kept on elsewhere"):
+            ask(handle)
+    here = {**handle, "host": os.uname().nodename}
+    assert LocalEngine().status(here).standing is Standing.GONE
+
+
+def test_a_full_disk_is_said_by_who_starts(tmp_path):
+    unit = Unit("test", "a", python("pass"), tmp_path / "units/a")
+    unit.directory.mkdir(parents=True)
+    (unit.directory / "keeper.lock").mkdir()  # nobody can open that for writing, whoever asks
+    with pytest.raises(OSError, match=r"a cannot be kept: .*keeper\.lock"):
+        LocalEngine().start(unit)
+
+
+def test_what_is_rendered_shows_no_secret(tmp_path):
+    unit = Unit(
+        *("test", "a", ("python", "a b.py"), tmp_path / "a"),
+        environment={"ATOLL_TOKEN": "hush", "ATOLL_LEARNER": "1"},
+        secret=frozenset({"ATOLL_TOKEN"}),
+        devices=1,
+    )
+    shown = LocalEngine().render(unit)
+    assert "hush" not in shown
+    assert "ATOLL_TOKEN='(secret)'" in shown
+    assert "ATOLL_LEARNER=1" in shown
+    assert "python 'a b.py'" in shown

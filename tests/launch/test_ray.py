@@ -1,0 +1,429 @@
+"""Units in a real Ray cluster of several nodes: real processes, real signals, nodes that are killed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll.launch.engine import Standing, Status, Unit
+from atoll.launch.ray_cluster import RayEngine
+from tests.launch.ray_nodes import LIMIT_S, Nodes, lives, nodes_of_their_own, nowhere, until
+
+pytestmark = pytest.mark.needs_ray
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    """A head, and a node each with a resource named left and right."""
+    with nodes_of_their_own() as found:
+        found.add(left=1)
+        found.add(right=1)
+        found.wait()
+        yield found
+
+
+@pytest.fixture(scope="module")
+def engine() -> RayEngine:
+    return RayEngine()
+
+
+def unit(cluster: Nodes, directory: Path, script: str, **changes: Any) -> Unit:
+    """A script of the shell."""
+    options = {"address": cluster.address} | changes.pop("options", {})
+    return replace(Unit("try", "one", ("sh", "-c", script), directory, notice_s=20.0, options=options), **changes)
+
+
+class Started:
+    """A unit, and those who want to know how it is."""
+
+    def __init__(self, engine: RayEngine, unit: Unit) -> None:
+        self.engine, self.directory = engine, unit.directory
+        self.handle: Mapping[str, Any] = json.loads(json.dumps(engine.start(unit)))
+
+    def status(self) -> Status:
+        return self.engine.status(self.handle)
+
+    def until(self, standing: Standing, why: str = "") -> Status:
+        told: list[Status] = []
+
+        def look() -> list[Status]:
+            told.append(self.status())
+            return told[-1:] if told[-1].standing is standing and why in told[-1].why else []
+
+        try:
+            return until(look, f"{standing} {why}")[0]
+        except AssertionError as late:
+            raise AssertionError(f"{late}; it was {told[-1]}, and printed {self.said()}") from None
+
+    def said(self) -> list[str]:
+        """One text for each start."""
+        return [path.read_text() for path in self.engine.log(self.handle)]
+
+    def pid(self, start: int = 1) -> int:
+        """That a command has printed as its first line, in its start of this number."""
+        return int(until(lambda: (self.said()[start - 1 : start] or [""])[0].partition("\n")[0], "its pid"))
+
+    def stop(self) -> Status:
+        self.engine.stop(self.handle)
+        return self.status()
+
+
+PRINT_AND_WAIT = "echo $$; exec sleep 1000"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Beginning and ending
+
+
+def test_a_command_ends_well_and_leaves_nothing_but_what_it_printed(nodes, engine, tmp_path):
+    script = 'echo "$GREETING from $(pwd)"; echo also this >&2'
+    started = Started(engine, unit(nodes, tmp_path, script, environment={"GREETING": "hello"}))
+    assert started.until(Standing.ENDED) == Status(Standing.ENDED, 0, "exit code 0")
+    assert started.said() == [f"hello from {tmp_path}\nalso this\n"]
+    assert [path.name for path in engine.log(started.handle)] == ["start-0001.log"]
+    assert started.stop().standing is Standing.ENDED, "it had ended before it was stopped"
+    again = Started(engine, unit(nodes, tmp_path, "echo again"))  # in the places that the first one has freed
+    again.until(Standing.ENDED)
+    assert again.said()[1:] == ["again\n"]
+
+
+def test_a_command_that_fails_is_started_again(nodes, engine, tmp_path):
+    started = Started(engine, unit(nodes, tmp_path, "test -e been-here || { touch been-here; exit 3; }; echo better"))
+    assert started.until(Standing.ENDED).restarts == 1
+    assert started.said() == ["", "better\n"]
+
+
+def test_a_command_that_fails_too_often_has_failed(nodes, engine, tmp_path):
+    started = Started(engine, unit(nodes, tmp_path, "echo no; exit 7", restarts=1))
+    assert started.until(Standing.FAILED) == Status(Standing.FAILED, 1, "exit code 7, and of 1 restarts none is left")
+    assert started.said() == ["no\n", "no\n"]
+
+
+def test_a_command_that_does_not_exist_says_so(nodes, engine, tmp_path):
+    started = Started(engine, unit(nodes, tmp_path, "", command=("no-such-program",), restarts=0))
+    assert "No such file or directory: 'no-such-program'" in started.until(Standing.FAILED).why
+
+
+def test_a_full_disk_takes_no_unit_along_and_one_that_has_ended_can_be_started_again(nodes, engine, tmp_path):
+    (tmp_path / "ray.json.new").symlink_to("/dev/full")
+    started = Started(engine, unit(nodes, tmp_path, "echo first"))
+    assert started.until(Standing.ENDED).why == "exit code 0"
+    assert not (tmp_path / "ray.json").exists(), "its keeper lives, and has not written it down"
+    (tmp_path / "ray.json.new").unlink()
+    again = Started(engine, unit(nodes, tmp_path, "echo again"))
+    until(lambda: again.said()[1:] == ["again\n"], "the second one runs, once the first one's keeper is gone")
+    again.until(Standing.ENDED)
+
+
+def test_what_is_started_again_after_the_end_of_the_run_is_not_started(nodes, engine, tmp_path):
+    """It would wait for a syncer for an hour. A shard ends with the syncer, and has no end of its own."""
+    nowhere = {"options": {"resources": {"nowhere": 1}}}
+    waits = Started(engine, unit(nodes, tmp_path / "waits", "echo", name="waits", **nowhere))
+    shard = Started(engine, unit(nodes, tmp_path / "shard-0", PRINT_AND_WAIT, name="shard-0"))
+    shard.pid()
+    waits.until(Standing.WAITING, "nowhere")
+    ends = """mkdir ../syncer; echo '{"standing": "ended"}' >../syncer/ray.json; exit 3"""
+    fails = Started(engine, unit(nodes, tmp_path / "fails", ends, name="fails"))
+    over = "the run is over: its syncer has ended"
+    assert fails.until(Standing.STOPPED) == Status(Standing.STOPPED, 0, f"{over} (exit code 3)")
+    assert shard.until(Standing.STOPPED).why == f"{over} (ended by signal 15)"
+    assert waits.until(Standing.STOPPED).why == f"{over} (it waited for its place)"
+
+
+def test_a_shard_that_leaves_a_run_that_goes_on_is_brought_back(nodes, engine, tmp_path):
+    script = "test -e been-here || { touch been-here; exit 0; }; "
+    script += "trap 'exit 0' TERM; echo $$; while :; do sleep 0.1; done"
+    shard = Started(engine, unit(nodes, tmp_path, script, name="shard-0"))
+    shard.pid(2)
+    assert shard.stop() == Status(Standing.STOPPED, 1, "ended with exit code 0 when it was told to stop")
+
+
+# A grand-child in a session of its own, as ranks of torchrun are; it says goodbye.
+STOPS_SLOWLY = """
+import os, signal, subprocess, sys
+if sys.argv[1:] == ["below"]:
+    def bye(*_):
+        print("goodbye", flush=True)
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, bye)
+    print(os.getpid(), flush=True)
+    signal.pause()
+subprocess.Popen([sys.executable, __file__, "below"], start_new_session=True).wait()
+"""
+
+
+def test_stopping_reaches_grand_children_and_may_be_done_twice(nodes, engine, tmp_path):
+    (tmp_path / "slow.py").write_text(STOPS_SLOWLY)
+    command = (sys.executable, str(tmp_path / "slow.py"))
+    started = Started(engine, unit(nodes, tmp_path, "", command=command))
+    pid = started.pid()
+    assert lives(pid)
+    assert started.stop() == Status(Standing.STOPPED, 0, "ended by signal 15")
+    assert not lives(pid)
+    assert started.said() == [f"{pid}\ngoodbye\n"]
+    assert started.stop() == Status(Standing.STOPPED, 0, "ended by signal 15")
+
+
+def test_one_that_does_not_stop_is_killed_when_the_notice_is_over(nodes, engine, tmp_path):
+    script = "trap '' TERM; echo $$; while :; do sleep 1; done"
+    started = Started(engine, unit(nodes, tmp_path, script, notice_s=0.5))
+    pid = started.pid()
+    assert started.stop().why == "ended by signal 9"
+    assert not lives(pid)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What dies, and what does not
+
+
+CALLER = """
+import json, sys
+from pathlib import Path
+from atoll.launch.engine import Unit
+from atoll.launch.ray_cluster import RayEngine
+address, directory, script = sys.argv[1:]
+unit = Unit("try", "one", ("sh", "-c", script), Path(directory), options={"address": address})
+print(json.dumps(RayEngine().start(unit)))
+"""
+
+
+def test_it_goes_on_when_the_caller_ends_and_others_find_it(nodes, engine, tmp_path):
+    command = [sys.executable, "-c", CALLER, nodes.address, str(tmp_path), PRINT_AND_WAIT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    assert done.stderr == ""
+    handle = json.loads(done.stdout)
+    until(lambda: engine.status(handle).standing is Standing.RUNNING, "runs")
+    again = Started(engine, replace(unit(nodes, tmp_path, PRINT_AND_WAIT), notice_s=30.0))
+    assert again.handle["actor"] == handle["actor"], "who starts it twice has it once"
+    pid = again.pid()
+    assert len(again.said()) == 1
+    with pytest.raises(ValueError, match="not as it is wanted now: stop it with echo") as refused:
+        engine.start(unit(nodes, tmp_path, "echo something else"))
+    assert RayEngine().status(handle).standing is Standing.RUNNING
+    told = str(refused.value).partition("stop it with ")[2].rpartition(", or start")[0]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    subprocess.run(told, shell=True, env=os.environ | {"PATH": path}, timeout=LIMIT_S, check=True)
+    again.until(Standing.STOPPED)
+    assert not lives(pid)
+    assert again.status().standing is Standing.STOPPED
+
+
+def test_where_there_is_no_cluster_one_is_started_and_outlives_its_caller(engine, tmp_path):
+    with nowhere() as temporary:
+        command = [sys.executable, "-c", CALLER, "local", str(tmp_path), "echo here"]
+        handles = [
+            json.loads(subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True).stdout)
+            for _ in range(2)
+        ]
+        assert handles[0] == handles[1], "the second time it was there"
+        assert len(list((temporary / "ray").glob("session_2*"))) == 1
+        until(lambda: engine.status(handles[0]).standing is Standing.ENDED, "ends well")
+
+
+@pytest.mark.parametrize("killed", ["Hand", "Keeper"])
+def test_a_process_of_ray_that_is_killed_takes_the_command_along_and_both_come_back(nodes, engine, tmp_path, killed):
+    script = "echo $$; setsid sleep 1000 & echo $! ; wait"
+    started = Started(engine, unit(nodes, tmp_path, script, restarts=0))  # which are for what the command does
+    first = started.pid()
+    below = int(until(lambda: started.said()[0].split()[1:], "its child")[0])
+    for victim in processes_titled(f"ray::{killed}"):
+        os.kill(victim, signal.SIGKILL)
+    until(lambda: not lives(first) and not lives(below), "gone")
+    assert started.pid(2) != first
+    assert started.until(Standing.RUNNING).restarts == 1
+    assert started.stop().standing is Standing.STOPPED
+
+
+def processes_titled(title: str) -> list[int]:
+    """Of the cluster of this test: another one on this machine is not ours."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            mine = f"RAY_TMPDIR={os.environ['RAY_TMPDIR']}\0" in (folder / "environ").read_text(errors="replace")
+            if mine and (folder / "cmdline").read_text(errors="replace").startswith(title):
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    assert found, f"no process is titled {title}"
+    return found
+
+
+def test_a_node_that_is_killed_takes_only_its_own_unit_down_and_it_comes_back_on_another(nodes, engine, tmp_path):
+    lost_node = nodes.add(spare=1)
+    nodes.wait()
+    spare, left = ({"options": {"resources": {name: 1}}, "restarts": 0} for name in ("spare", "left"))
+    lost = Started(engine, unit(nodes, tmp_path / "lost", PRINT_AND_WAIT, name="lost", **spare))
+    kept = Started(engine, unit(nodes, tmp_path / "kept", PRINT_AND_WAIT, name="kept", **left))
+    pids = [lost.pid(), kept.pid()]
+    nodes.kill(lost_node)
+    until(lambda: not lives(pids[0]), "gone with its node")
+    lost.until(Standing.WAITING, "its node is lost; no node with 1 CPU, 1 spare yet")
+    assert lives(pids[1])
+    nodes.add(spare=1)
+    assert lost.pid(2) != pids[0]
+    assert lost.until(Standing.RUNNING).restarts == 1
+    assert kept.status().restarts == 0
+    assert lives(pids[1])
+    assert [one.stop().standing for one in (lost, kept)] == [Standing.STOPPED] * 2
+
+
+def test_a_unit_of_two_nodes_begins_and_fails_and_ends_as_one(nodes, engine, tmp_path):
+    script = 'echo "$NODE_RANK of $NNODES at $MASTER_ADDR:$MASTER_PORT $PET_NODE_RANK"; test -e failed && exit 0;'
+    script += "test $NODE_RANK = 0 && touch begun && exec sleep 1000; until test -e begun; do sleep 0.1; done;"
+    script += "touch failed; exit 5"
+    started = Started(engine, unit(nodes, tmp_path, script, nodes=2))
+    assert started.until(Standing.ENDED).restarts == 1
+    names = [f"start-000{number}-node-{node}.log" for number in (1, 2) for node in (0, 1)]
+    assert [path.name for path in engine.log(started.handle)] == names
+    told = [re.fullmatch(r"(\d) of 2 at ([\d.]+:\d+) (\d)\n", said) for said in started.said()]
+    assert [(found[1], found[3]) for found in told if found] == [("0", "0"), ("1", "1")] * 2
+    assert len({found[2] for found in told[:2] if found}) == 1
+
+
+def test_a_command_that_fails_because_its_other_node_is_lost_has_not_failed(nodes, engine, tmp_path):
+    script = "test -e again && exit 0; "
+    script += "test $NODE_RANK = 0 && { until test -e begun; do sleep 0.1; done; exit 1; }; "
+    script += "trap 'echo told' TERM; touch begun; while :; do sleep 0.1; done"
+    started = Started(engine, unit(nodes, tmp_path, script, nodes=2, restarts=0))
+    until(lambda: "told" in "".join(started.said()), "the first node has failed, and the second one is told to leave")
+    (tmp_path / "again").touch()
+    for hand in processes_titled("ray::Hand"):
+        os.kill(hand, signal.SIGKILL)
+    assert started.until(Standing.ENDED).restarts == 1
+
+
+def test_torchrun_takes_its_arguments_from_what_nodes_are_told(monkeypatch):
+    from torch.distributed.run import parse_args
+
+    from atoll.launch.ray_keeper import node_variables
+
+    assert node_variables(0, 1, "10.0.0.1", 29500) == {}, "an island on one node meets by itself"
+    for name, value in node_variables(1, 2, "10.0.0.1", 29500).items():
+        monkeypatch.setenv(name, value)
+    parsed = parse_args(["train.py"])
+    assert (parsed.nnodes, parsed.node_rank) == ("2", 1)
+    assert (parsed.master_addr, parsed.master_port) == ("10.0.0.1", 29500)
+
+
+def test_what_has_no_place_waits_and_says_for_what(nodes, engine, tmp_path):
+    started = Started(engine, unit(nodes, tmp_path, "echo", cpus=64, devices=2, options={"resources": {"left": 1}}))
+    started.until(Standing.WAITING, "no node with 64 CPU, 2 GPU, 1 left yet")
+    assert started.stop() == Status(Standing.STOPPED, 0, "it had not begun when it was told to stop")
+    assert started.said() == []
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What nobody may see
+
+
+SECRET = "a-secret-of-the-run-5512"
+SHOWS_ITS_DIGEST = """
+import hashlib, os, signal
+print(hashlib.sha256(os.environ["ATOLL_TOKEN"].encode()).hexdigest(), flush=True)
+signal.pause()
+"""
+
+
+def places_of(word: str, nodes: Nodes) -> list[str]:
+    """Where in the cluster somebody could read it: what GCS tells of actors, command lines, files of Ray."""
+    from ray._raylet import GcsClientOptions, GlobalStateAccessor  # type: ignore[attr-defined]
+
+    accessor = GlobalStateAccessor(GcsClientOptions.create(nodes.address, None, True, False))
+    assert accessor.connect()
+    told = accessor.get_actor_table(None, None)  # from which `ray list actors` is made
+    assert any(b"Keeper" in actor for actor in told)
+    found = ["actors"] if any(word.encode() in actor for actor in told) else []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found += ["command lines"] if int(path.parent.name) != os.getpid() and word in path.read_text() else []
+        except (OSError, UnicodeDecodeError):
+            continue
+    files = [path for path in nodes.temporary.rglob("*") if path.is_file()]
+    assert any(path.name.startswith("worker-") for path in files)
+    return found + [path.name for path in files if word.encode() in path.read_bytes()]
+
+
+def test_a_secret_is_known_to_the_command_and_to_nobody_else(nodes, engine, tmp_path):
+    visible = "a-word-for-everybody-7731"
+    asked = unit(
+        nodes,
+        tmp_path,
+        "",
+        command=(sys.executable, "-c", SHOWS_ITS_DIGEST, visible),
+        environment={"ATOLL_TOKEN": SECRET, "ATOLL_LEARNER": "1"},
+        secret=frozenset({"ATOLL_TOKEN"}),
+        options={"runtime_env": {"env_vars": {"VISIBLE": visible}}},
+    )
+    shown = engine.render(replace(asked, command=("curl", f"--token={SECRET}")))
+    assert SECRET not in shown
+    assert "ATOLL_TOKEN=(secret)" in shown
+    assert "ATOLL_LEARNER=1" in shown
+    started = Started(engine, asked)
+    digest = until(lambda: started.said() and started.said()[0].strip(), "its digest")
+    assert digest == hashlib.sha256(SECRET.encode()).hexdigest()
+    assert SECRET not in json.dumps(started.handle)
+    assert places_of(SECRET, nodes) == []
+    assert {"actors", "command lines"} <= set(places_of(visible, nodes)), "the search finds what is there"
+    started.stop()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and SECRET in path.read_text()]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"partition": "big"}, "no option 'partition'; it has address, namespace, resources, runtime_env, strategy"),
+        ({"strategy": "SCATTER"}, "strategy 'SCATTER' is none of PACK, SPREAD"),
+        ({"resources": {"left": 0}}, "amounts above 0"),
+        ({"resources": {"GPU": 1}}, "use cpus and devices"),
+        ({"runtime_env": "job"}, "runtime_env is a table"),
+        ({"address": "head"}, "they look like head:6379"),
+        ({"address": "127.0.0.1:9"}, "no Ray cluster answers at 127.0.0.1:9: start it with `ray start --head`"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_to_do(tmp_path, options, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        RayEngine().check(Unit("try", "one", ("true",), tmp_path, options=options))
+
+
+def test_without_a_cluster_it_says_how_to_have_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ValueError, match=r"no Ray cluster runs on this machine: start one with `ray start --head`"):
+        RayEngine().check(Unit("try", "one", ("true",), tmp_path))
+
+
+def test_without_ray_it_names_the_extra(tmp_path):
+    script = "import sys; sys.modules['ray'] = None\n"
+    script += "from pathlib import Path\nfrom atoll.launch.engine import Unit\n"
+    script += "from atoll.launch.ray_cluster import RayEngine\n"
+    script += "RayEngine().check(Unit('try', 'one', ('true',), Path('/')))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert "ValueError: Ray is not installed here: pip install 'atoll[ray]'" in done.stderr
+
+
+def test_a_unit_of_a_cluster_that_is_gone_is_gone(tmp_path):
+    handle = {"address": "127.0.0.1:9", "namespace": "atoll", "actor": "x", "directory": str(tmp_path), "notice_s": 1.0}
+    assert RayEngine().status(handle) == Status(Standing.GONE, 0, "no Ray cluster answers at 127.0.0.1:9")
+    RayEngine().stop(handle)
+
+
+def test_of_a_cluster_that_cannot_be_reached_nothing_is_concluded(tmp_path):
+    handle = {"address": "no-such-host.invalid:9", "namespace": "atoll", "actor": "x", "directory": str(tmp_path)}
+    for ask in (RayEngine().status, RayEngine().stop):
+        with pytest.raises(ValueError, match=r"no-such-host\.invalid:9 cannot be reached"):
+            ask(handle | {"notice_s": 1.0})

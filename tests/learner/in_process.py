@@ -1,0 +1,25 @@
+"""Learners in the process of the test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from atoll.learner.api import Learner
+from tests.learner.runs import LIMIT_S, Run
+from tests.learner.small_models import BATCH, Work
+
+STEPS = 20_000  # nobody needs so many
+
+
+def learner_of(run: Run, job: Work, number: int | None, address: str = "", **settings: Any) -> Learner:
+    """A learner in this process."""
+    known: dict[str, Any] = {"run_directory": run.directory, "join_timeout_s": LIMIT_S}
+    return Learner(job.model, job.optimizer, address or run.address, run.token, learner=number, **(known | settings))
+
+
+def train(learner: Learner, job: Work, steps: int = STEPS) -> int:
+    for number in range(steps):
+        if learner.finished:
+            return number
+        learner.step(tokens=BATCH, loss=job.step(number))
+    return steps

@@ -1,0 +1,601 @@
+"""A syncer and learners as real processes, bounded in time, for tests that break them.
+
+Children come from a fork server that has torch loaded. A learner trains when it is told to and tells what it did over a
+pipe; of the run as a whole tests ask the syncer, by GET /v1/status. Nothing here waits for a time to pass: a wait ends
+with what it waits for, with the unexpected end of a child, or as a failure that shows the logs.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import http.client
+import json
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch._dynamo  # the first optimizer of a process loads it, in seconds; here it is loaded once, for all of them
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from atoll.chaos.checking import Verdict
+from atoll.cli.check import judge
+from atoll.core.types import Limits, RunConfig
+from atoll.learner.api import Learner
+from atoll.sim.checkers import all_checkers
+from atoll.store.run_settings import RunSettings
+from atoll.syncer import main
+from atoll.syncer.main import serve_syncer
+from atoll.syncer.shards.main import serve_shard
+from atoll.tape.files import RunTapes
+from atoll.tape.replay import replay
+from atoll.tensors.settings import Numerics
+from atoll.transport.endpoint import place
+from atoll.transport.tls import ClientTls, KeyFiles, key_files
+from tests.learner import planted
+from tests.learner.small_models import BATCH, Work, values, work
+
+LIMIT_S = 300.0
+"""Of every single wait. It only ends a test that hangs: with other work on all cores the fork server alone needs more
+than 20 s to import torch, and the end of a child is noticed at once."""
+
+LOOK_EVERY_S = 0.02
+
+T = TypeVar("T")
+
+QUICK = Limits(first_wait_s=5.0, backoff_first_s=0.05, backoff_most_s=0.5)
+"""Limits of a run whose links are broken on purpose: nobody wants to wait for the back-off."""
+
+
+def config(**settings: Any) -> RunConfig:
+    """A run that ends after a few merges."""
+    known: dict[str, Any] = {"run_id": "test", "fragments": 3, "every_steps": 3, "budget_merges": 12, "limits": QUICK}
+    return RunConfig(**(known | settings))
+
+
+def endless(**settings: Any) -> RunConfig:
+    """A run that ends when it is asked to."""
+    return config(budget_merges=None, **settings)
+
+
+def processes() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.learner.runs"])
+    return context
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The children
+
+
+@dataclass(frozen=True)
+class LearnerSpec:
+    """`number` is also the seed: every learner starts with other weights and other data. `planted` names a bug."""
+
+    number: int
+    model: str = "plain"
+    dtype: str = "float32"
+    flip: bool = False
+    token: str | None = None
+    pace_s: float = 0.002  # between two steps; the learner listens to the test meanwhile
+    join_timeout_s: float | None = LIMIT_S
+    planted: str = ""
+    keeps: bool = True  # tape and parts, in the directory of the run
+    max_rate: str | None = None
+    notice_s: float | None = None
+    away_timeout_s: float | None = None
+    draws: bool = False  # from torch's generator after every step, and tells what in `extra_state`
+    keys: Path | None = None
+    ca: Path | None = None
+
+
+def _begin(log: Path) -> None:
+    torch.set_num_threads(1)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    sys.stderr = open(log, "a", buffering=1)  # noqa: SIM115 - until the end of the process
+    logging.basicConfig(level=logging.DEBUG, stream=sys.stderr, format="%(name)s %(levelname)s %(message)s", force=True)
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+    threading.Thread(target=_end_with_the_test, daemon=True).start()
+
+
+def _end_with_the_test() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def syncer_child(
+    directory: Path,
+    settings: RunSettings,
+    port: int,
+    token: str | None,
+    bug: str,
+    keys: KeyFiles | None,
+    host: str,
+    serve_end_s: float,
+    log: Path,
+    pipe: Connection,
+) -> None:
+    _begin(log)
+    planted.plant(bug, directory)
+    main.LINGER_S = 0.2  # for the last acknowledgements; loopback is quick
+    try:
+        finished = serve_syncer(
+            directory,
+            settings,
+            host=host,
+            port=port,
+            token=token,
+            on_ready=lambda address: pipe.send(("ready", address)),
+            on_finished=lambda syncer: save_file(syncer.published(), directory / "published.safetensors"),
+            keys=keys,
+            serve_end_s=serve_end_s,
+        )
+        pipe.send(("ended", finished))
+    except BaseException as wrong:
+        traceback.print_exc()
+        pipe.send(("failed", type(wrong).__name__, str(wrong)))
+
+
+def shard_child(
+    directory: Path,
+    shard: int,
+    shards: int,
+    head: str,
+    token: str | None,
+    bug: str,
+    keys: Path | None,
+    log: Path,
+    pipe: Connection,
+) -> None:
+    _begin(log)
+    planted.plant(bug, directory)
+    try:
+        ready = partial(_tell_ready, pipe)
+        files = key_files(keys, of_syncer=True) if keys is not None else None
+        serve_shard(directory, shard, shards, place(head, keys), port=0, token=token, on_ready=ready, keys=files)
+        pipe.send(("ended", True))
+    except BaseException as wrong:
+        traceback.print_exc()
+        pipe.send(("failed", type(wrong).__name__, str(wrong)))
+
+
+def _tell_ready(pipe: Connection, address: str) -> None:
+    pipe.send(("ready", address))
+
+
+def standby_child(
+    directory: Path, settings: RunSettings, port: int, token: str | None, after_s: float, log: Path, pipe: Connection
+) -> None:
+    _begin(log)
+    main.LINGER_S = 0.2
+    try:
+        turn = main.wait_to_take_over(directory, after_s, lambda: pipe.send(("waits", True)))
+        pipe.send(("turn", turn))
+        if turn is None:
+            return
+        finished = serve_syncer(
+            directory,
+            settings,
+            port=port,
+            token=token,
+            on_ready=lambda address: pipe.send(("ready", address)),
+            on_finished=lambda syncer: save_file(syncer.published(), directory / "published.safetensors"),
+            take_over=turn.by_force,
+        )
+        pipe.send(("ended", finished))
+    except BaseException as wrong:
+        traceback.print_exc()
+        pipe.send(("failed", type(wrong).__name__, str(wrong)))
+
+
+def learner_child(directory: Path, address: str, spec: LearnerSpec, log: Path, pipe: Connection) -> None:
+    _begin(log)
+    planted.plant(spec.planted, directory)
+    job = work(spec.model, spec.number, spec.dtype, spec.flip)
+    drawn: list[float] = []
+    try:
+        with Learner(
+            job.model,
+            job.optimizer,
+            address,
+            spec.token,
+            keys=spec.keys,
+            ca=spec.ca,
+            learner=spec.number,
+            run_directory=directory if spec.keeps else None,
+            join_timeout_s=spec.join_timeout_s,
+            extra_state=(lambda: {"drawn": drawn[-1:]}) if spec.draws else None,
+            max_rate=spec.max_rate,
+            notice_s=spec.notice_s,
+            away_timeout_s=spec.away_timeout_s,
+        ) as learner:
+            moments = [float(state["step"]) for state in job.optimizer.state.values()]
+            told = {"learner": learner.id, "incarnation": learner.incarnation, "moments": max(moments, default=0.0)}
+            told |= {"finished": learner.finished, "lr_scale": learner.lr_scale}
+            next_drawn = float(torch.rand(1, generator=_same_generator()))
+            told |= {"restored": learner.restored_state, "next_drawn": next_drawn}
+            pipe.send(("joined", told))
+            _train(learner, job, spec, pipe, drawn)
+        save_file(_contiguous(values(job.model)), model_file(directory, learner.id))
+        threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+        last: dict[str, Any] = {
+            "finished": learner.finished,
+            "drained": learner.drained,
+            "stats": learner.stats()._asdict(),
+            "threads": threads,
+        }
+        pipe.send(("ended", last))
+    except BaseException as wrong:
+        traceback.print_exc()
+        threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("atoll")]
+        pipe.send(("failed", type(wrong).__name__, str(wrong), threads))
+
+
+def _same_generator() -> torch.Generator:
+    """Draws what torch would draw next, without drawing it."""
+    same = torch.Generator()
+    same.set_state(torch.get_rng_state())
+    return same
+
+
+def _train(learner: Learner, job: Work, spec: LearnerSpec, pipe: Connection, drawn: list[float]) -> None:
+    """Obey: "go" trains on, ("train", n) takes n steps and tells, "hold" waits, "break" leaves the loop."""
+    left, asked, number = 0.0, 0, 0
+    slowest: list[float] = []
+    while not learner.finished:
+        if pipe.poll(LIMIT_S if left == 0 else spec.pace_s):
+            order, count = pipe.recv()
+            if order == "break":
+                return
+            if order == "raise":
+                raise ArithmeticError("a mistake in the user's loop")
+            if order == "poison":
+                with torch.no_grad():
+                    next(job.model.parameters()).fill_(float("nan"))
+            if order == "wild":  # finite, and far from anything that training does
+                with torch.no_grad():
+                    next(job.model.parameters()).add_(float(count))
+            if order == "small files":  # beyond it a write fails half-way, as on a full disk
+                resource.setrlimit(resource.RLIMIT_FSIZE, (count, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+            if order == "hold":
+                left = 0
+                pipe.send(("held", number))
+            elif order in ("go", "train"):
+                left, asked, slowest = (float("inf") if order == "go" else count), count, []
+            continue
+        if left == 0:
+            raise TimeoutError("the test has forgotten this learner")
+        loss = job.step(number)
+        if spec.draws:
+            drawn.append(float(torch.rand(1)))
+        before = learner.stats().boundary_s
+        learner.step(tokens=BATCH, loss=loss)
+        slowest.append(learner.stats().boundary_s - before)
+        number += 1
+        left -= 1
+        if left == 0:
+            pipe.send(("trained", {"steps": asked, "boundaries_s": slowest, "link": learner.stats().link}))
+
+
+def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
+
+
+def model_file(directory: Path, learner: int) -> Path:
+    return directory / f"learner-{learner}.safetensors"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Seen from the test
+
+
+class Child:
+    """One process. Its end is unexpected unless it was announced."""
+
+    def __init__(self, name: str, log: Path, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+        self.name = name
+        self.log = log
+        self.address = ""
+        self.expected_to_end = False
+        context = processes()
+        self.pipe, theirs = context.Pipe()
+        self.process: BaseProcess = context.Process(target=target, args=(*args, log, theirs), name=name)
+        self.process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def hear(self, kind: str, limit_s: float = LIMIT_S) -> Any:
+        """What it tells under this name. Whatever else it tells first is a failure."""
+        found = self.hear_any(limit_s)
+        assert found[0] == kind, f"{self.name} told {found}, {kind!r} was expected\n{self.logged()}"
+        return found[1] if len(found) == 2 else found[1:]
+
+    def hear_any(self, limit_s: float = LIMIT_S) -> tuple[Any, ...]:
+        if not self.pipe.poll(limit_s):
+            os.kill(self.pid, signal.SIGUSR1)
+            self.process.join(0.5)
+            raise AssertionError(f"{self.name} told nothing within {limit_s:g} s\n{self.logged()}")
+        try:
+            found: tuple[Any, ...] = self.pipe.recv()
+        except EOFError:
+            raise AssertionError(f"{self.name} ended without a word\n{self.logged()}") from None
+        return found
+
+    def order(self, order: str, count: int = 0) -> None:
+        self.pipe.send((order, count))
+
+    def ended(self, limit_s: float = LIMIT_S) -> int:
+        """Wait for the end of the process; its exit code."""
+        self.expected_to_end = True
+        self.process.join(limit_s)
+        if self.process.exitcode is None:
+            os.kill(self.pid, signal.SIGUSR1)
+            self.process.join(0.5)
+        assert self.process.exitcode is not None, f"{self.name} does not end\n{self.logged()}"
+        return self.process.exitcode
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL, and gone when this returns."""
+        self.expected_to_end = True
+        self.process.kill()
+        assert self.ended() == -signal.SIGKILL
+
+    def logged(self) -> str:
+        text = self.log.read_text() if self.log.exists() else ""
+        return f"--- {self.log.name}\n{text[-6000:]}"
+
+    def close(self) -> None:
+        if self.process.exitcode is None:
+            self.process.kill()
+            self.process.join(LIMIT_S)
+        self.process.close()
+        self.pipe.close()
+
+
+class Run:
+    """A run and its directory. Leaving the block ends every process that is still there."""
+
+    def __init__(
+        self,
+        directory: Path,
+        run: RunConfig | None = None,
+        numerics: Numerics | None = None,
+        token: str | None = None,
+        planted: str = "",
+        extra: dict[str, Any] | None = None,
+        keys: KeyFiles | None = None,
+        host: str = "127.0.0.1",
+        shards: int = 0,
+        serve_end_s: float = 0.0,
+    ) -> None:
+        self.serve_end_s = serve_end_s
+        self.directory = directory
+        self.settings = RunSettings(run or config(), numerics or Numerics(), extra or {}, shards=shards)
+        self.token = token
+        self.planted = planted
+        self.keys = keys
+        self.host = host
+        self.address = ""
+        self.children: list[Child] = []
+        self.syncer = self.start_syncer()
+        self.shards = [self.start_shard(number) for number in range(shards)]
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for child in self.children:
+            child.close()
+
+    # ------------------------------------------------------------------------------------------ processes
+
+    def start_syncer(self) -> Child:
+        """The first one, or another one on the same directory and the same port."""
+        port = int(self.address.rpartition(":")[2]) if self.address else 0
+        log = self.directory / "logs" / f"syncer-{len(self.children)}.log"
+        bound = (self.keys, self.host, self.serve_end_s)
+        args = (self.directory, self.settings, port, self.token, self.planted, *bound)
+        self.syncer = Child("syncer", log, syncer_child, args)
+        self.children.append(self.syncer)
+        self.address = self.syncer.hear("ready")
+        return self.syncer
+
+    def start_shard(
+        self, number: int, folder: str = "", planted: str = "", keys: Path | None = None, plain: bool = False
+    ) -> Child:
+        """With the key of the syncer, unless another one is given, or none wanted."""
+        log = self.directory / "logs" / f"shard-{number}-{len(self.children)}.log"
+        place = self.directory / "shards" / (folder or str(number))
+        if keys is None and self.keys is not None and not plain:
+            keys = self.keys.certificate.parent
+        args = (place, number, self.settings.shards, self.address, self.token, planted, keys)
+        child = Child(f"shard {number}", log, shard_child, args)
+        self.children.append(child)
+        child.address = child.hear("ready")
+        return child
+
+    def start_standby(self, port: int, after_s: float, directory: Path | None = None) -> Child:
+        """It waits when this returns. `took_over` makes it the run's syncer."""
+        log = self.directory / "logs" / f"standby-{len(self.children)}.log"
+        args = (directory or self.directory, self.settings, port, self.token, after_s)
+        child = Child("standby", log, standby_child, args)
+        self.children.append(child)
+        return child
+
+    def took_over(self, standby: Child) -> Any:
+        turn = standby.hear("turn")
+        self.address = standby.hear("ready")
+        self.syncer = standby
+        return turn
+
+    def start(self, spec: LearnerSpec | int, address: str = "") -> Child:
+        """A learner, which then joins by itself."""
+        spec = LearnerSpec(spec, token=self.token) if isinstance(spec, int) else spec
+        log = self.directory / "logs" / f"learner-{spec.number}-{len(self.children)}.log"
+        args = (self.directory, address or self.address, spec)
+        child = Child(f"learner {spec.number}", log, learner_child, args)
+        self.children.append(child)
+        return child
+
+    def joined(self, *specs: LearnerSpec | int) -> list[Child]:
+        """These learners, all of them in and none of them training yet."""
+        learners = [self.start(spec) for spec in specs]
+        for learner in learners:
+            learner.hear("joined")
+        return learners
+
+    def go(self, *learners: Child) -> None:
+        for learner in learners:
+            learner.order("go")
+
+    def finish(self, *learners: Child) -> dict[str, Tensor]:
+        """Everybody comes to the end of the run; the published model."""
+        for learner in learners:
+            told = learner.hear("ended")
+            assert told["finished"], told
+            assert told["threads"] == ["Thread-1 (_end_with_the_test)"], told
+            assert learner.ended() == 0
+        assert self.syncer.hear("ended") is True
+        assert self.syncer.ended() == 0
+        return load_file(self.directory / "published.safetensors")
+
+    # ------------------------------------------------------------------------------------------ asking
+
+    def ask(self, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, bytes]:
+        if self.token is not None:
+            headers = {"Authorization": f"Bearer {self.token}"} | headers
+        connection = http.client.HTTPConnection(self.address, timeout=LIMIT_S)
+        if self.keys is not None:  # as the syncer itself
+            by_key = self.keys.authority is not None
+            tls = ClientTls(self.keys.certificate.parent) if by_key else ClientTls(pinned=self.keys)
+            context = tls.context()
+            connection = http.client.HTTPSConnection(self.address, timeout=LIMIT_S, context=context)
+        try:
+            connection.request(method, path, body or None, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+    def status(self) -> dict[str, Any]:
+        code, body = self.ask("GET", "/v1/status")
+        assert code == 200, body
+        found: dict[str, Any] = json.loads(body)
+        return found
+
+    def until(self, condition: Callable[[dict[str, Any]], T | None], what: str, limit_s: float = LIMIT_S) -> T:
+        """What the condition finds in the status of the run, as soon as it finds something."""
+        end = time.monotonic() + limit_s
+        while True:
+            status = self.status()
+            found = condition(status)
+            if found:
+                return found
+            told = f"{what}: waited in vain\n{json.dumps(status, indent=1)}\n{self.logs()}"
+            assert time.monotonic() < end, told
+            self.watch(LOOK_EVERY_S)
+
+    def watch(self, wait_s: float) -> None:
+        """A moment, unless a child ends that should not."""
+        watched = {child.process.sentinel: child for child in self.children if not child.expected_to_end}
+        for sentinel in multiprocessing.connection.wait(list(watched), wait_s):
+            child = watched[sentinel]  # type: ignore[index]
+            last = child.pipe.recv() if child.pipe.poll() else "nothing"
+            if last == "nothing" or last[0] == "failed":
+                raise AssertionError(f"{child.name} ended, its last words: {last}\n{child.logged()}")
+            child.expected_to_end = True
+
+    def learner(self, number: int, **wanted: Any) -> Callable[[dict[str, Any]], dict[str, Any] | None]:
+        """For `until`: what the syncer shows of a learner, once all that is wanted is shown of it."""
+
+        def look(status: dict[str, Any]) -> dict[str, Any] | None:
+            found = [each for each in status["learners"] if each["learner"] == number]
+            return next((each for each in found if wanted.items() <= each.items()), None)
+
+        return look
+
+    def merges(self, count: int) -> Callable[[dict[str, Any]], bool]:
+        return lambda status: bool(status["merges"] >= count)
+
+    def logs(self) -> str:
+        return "\n".join(child.logged() for child in self.children)
+
+    def log_lines(self, child: Child, words: str) -> list[str]:
+        text = child.log.read_text() if child.log.exists() else ""
+        return [line for line in text.splitlines() if words in line]
+
+    # ------------------------------------------------------------------------------------------ judging
+
+    def end(self) -> None:
+        """Ask for the end of a run that has no budget."""
+        assert self.ask("POST", "/v1/finish")[0] == 204
+
+    def verdict(self) -> Verdict:
+        """What `atoll check` and `atoll replay` say of the tapes."""
+        tapes = RunTapes(self.directory)
+        for reader in tapes.readers.values():
+            replay(reader.header, reader)
+        verdict = judge(tapes, all_checkers(tapes.config))
+        assert verdict.violation is None, f"{verdict.violation}\n{self.logs()}"
+        return verdict
+
+    def assert_clean(self) -> None:
+        """Complete tapes of a run that came to its end, and no violation in them."""
+        verdict = self.verdict()
+        assert verdict.finished
+        assert verdict.incomplete == []
+
+    def assert_same(self, published: dict[str, Tensor], *numbers: int) -> None:
+        """These learners hold the published model, to the last bit of their own dtype."""
+        for number in numbers:
+            held = load_file(model_file(self.directory, number))
+            shared = {name: tensor for name, tensor in held.items() if name in published}
+            assert shared.keys() == published.keys()
+            for name, tensor in shared.items():
+                wanted = published[name].to(tensor.dtype)
+                assert torch.equal(tensor, wanted), f"{name} at learner {number} is not the published one"
+
+
+def versions_by_epoch(directory: Path) -> Iterator[tuple[int, dict[int, int]]]:
+    """Of every syncer that left a tape: its epoch and the versions that it started from."""
+    for actor, reader in RunTapes(directory).readers.items():
+        if actor.learner == 0:
+            restored = reader.header.restored
+            found = {p: record.version for p, record in restored.versions.items()} if restored is not None else {}
+            yield actor.start, found
+
+
+def ignore_missing(path: Path) -> None:
+    with suppress(FileNotFoundError):
+        path.unlink()
+
+
+__all__ = ["LIMIT_S", "Child", "LearnerSpec", "Run", "config", "endless", "field", "processes", "versions_by_epoch"]

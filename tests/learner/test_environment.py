@@ -1,0 +1,61 @@
+"""A learner takes from its environment what it is not given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import atoll
+from tests.learner.in_process import train
+from tests.learner.runs import Run, endless
+from tests.learner.small_models import work
+
+
+@pytest.fixture
+def bare() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(2, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_a_script_without_arguments_joins_the_run_that_its_environment_names(tmp_path, monkeypatch):
+    with Run(tmp_path, endless(), token="a secret of the test") as run:
+        job = work()
+        monkeypatch.setenv("ATOLL_SYNCER", run.address)
+        monkeypatch.setenv("ATOLL_TOKEN", "a secret of the test")
+        monkeypatch.setenv("ATOLL_LEARNER", "3")
+        monkeypatch.setenv("ATOLL_RUN_DIRECTORY", str(tmp_path / "island"))
+        with atoll.Learner(job.model, job.optimizer) as learner:
+            assert learner.id == 3
+            train(learner, job, 3)
+        assert list((tmp_path / "island" / "tapes").iterdir())
+
+
+def test_no_syncer_says_where_to_name_one(bare, monkeypatch):
+    monkeypatch.delenv("ATOLL_SYNCER", raising=False)
+    with pytest.raises(ValueError, match="ATOLL_SYNCER"):
+        atoll.Learner(bare[0], bare[1])
+
+
+def test_a_number_that_is_none_is_refused(bare, monkeypatch):
+    monkeypatch.setenv("ATOLL_LEARNER", "first")
+    with pytest.raises(ValueError, match=r"ATOLL_LEARNER.*'first'"):
+        atoll.Learner(bare[0], bare[1], "127.0.0.1:1")
+
+
+def test_an_empty_variable_says_nothing(bare, monkeypatch):
+    monkeypatch.setenv("ATOLL_LEARNER", "")
+    monkeypatch.setenv("ATOLL_KEYS", "")
+    atoll.Learner(bare[0], bare[1], "127.0.0.1:1")
+
+
+def test_an_island_that_is_told_how_long_to_wait_does_not_wait_for_ever(bare, monkeypatch):
+    monkeypatch.setenv("ATOLL_JOIN_TIMEOUT_S", "0.3")
+    with (
+        pytest.raises(atoll.SyncerUnreachable, match="no syncer answers"),
+        atoll.Learner(bare[0], bare[1], "127.0.0.1:1"),
+    ):
+        pass
+    for wrong in ("soon", "0", "nan", "inf"):
+        monkeypatch.setenv("ATOLL_JOIN_TIMEOUT_S", wrong)
+        with pytest.raises(ValueError, match=f"ATOLL_JOIN_TIMEOUT_S is how long .* seconds; it says '{wrong}'"):
+            atoll.Learner(bare[0], bare[1], "127.0.0.1:1")

@@ -1,0 +1,168 @@
+"""Joining a run: whom a learner waits for, how long, and what it is told."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from atoll.chaos.relay import relay_to
+from atoll.errors import JoinTimeout, LearnerRefused, SyncerUnreachable
+from atoll.learner.api import Learner
+from tests.learner.in_process import learner_of, train
+from tests.learner.runs import LIMIT_S, Child, LearnerSpec, Run, config
+from tests.learner.small_models import values, work
+
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
+
+
+def test_nobody_listens_and_the_time_to_join_is_over(caplog):
+    job = work()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        free = listening.getsockname()[1]
+    learner = Learner(job.model, job.optimizer, f"127.0.0.1:{free}", join_timeout_s=0.7)
+    with caplog.at_level(logging.WARNING), pytest.raises(SyncerUnreachable, match=f"127.0.0.1:{free}"), learner:
+        pass
+    assert "trying again" in caplog.text
+
+
+def test_a_black_hole_does_not_hold_a_learner_beyond_its_time_to_join():
+    job = work()
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # takes connections, and never answers
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(SyncerUnreachable), Learner(job.model, job.optimizer, address, join_timeout_s=0.7):
+            pass
+
+
+def test_the_link_falls_silent_while_a_learner_joins(tmp_path):
+    """The black hole opens after the number was given, before the link: the join timeout counts all of it."""
+    job = work()
+    with Run(tmp_path) as run, relay_to(run.address) as relay:
+        learner = Learner(job.model, job.optimizer, relay.address, learner=1, join_timeout_s=1.5)
+        ask = learner._background.ask_for_number
+
+        def and_then_silence(*args: Any) -> tuple[int, int]:
+            number = ask(*args)
+            relay.cut()
+            return number
+
+        learner._background.ask_for_number = and_then_silence  # type: ignore[method-assign, assignment]
+        with pytest.raises(JoinTimeout, match="could not join within the time given"), learner:
+            pass
+        assert relay.counts().connections > 0
+
+
+def test_a_learner_waits_for_a_syncer_that_is_not_there_yet(tmp_path, caplog):
+    job = work()
+    with Run(tmp_path) as run:
+        run.syncer.kill()
+        found = threading.Event()
+
+        class Tell(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                found.set()
+
+        log = logging.getLogger("test.waits")
+        log.addHandler(Tell(logging.WARNING))
+        learner = learner_of(run, job, 1, log=log)
+
+        def island() -> bool:
+            with learner:
+                train(learner, job)
+                return learner.finished
+
+        with ThreadPoolExecutor(1) as pool:
+            ended = pool.submit(island)
+            assert found.wait(LIMIT_S), "it did not say that it waits"
+            run.start_syncer()
+            assert ended.result(LIMIT_S)
+
+
+def test_two_founders_at_once(tmp_path):
+    """Large enough that the second one is still sending when the first one's model is the run's."""
+    with Run(tmp_path, config(budget_merges=3)) as run:
+        specs = [LearnerSpec(number, "wide") for number in (1, 2, 3)]
+        learners = [run.start(spec) for spec in specs]
+        for learner in learners:
+            learner.hear("joined")
+        assert len(run.log_lines(run.syncer, "founded: ")) == 1
+        run.go(*learners)
+        published = run.finish(*learners)
+        run.assert_same(published, 1, 2, 3)
+        run.assert_clean()
+
+
+def test_a_learner_without_a_number_gets_the_next_free_one(tmp_path):
+    with Run(tmp_path) as run:
+        run.joined(1, 3)
+        job = work()
+        with learner_of(run, job, None) as learner:
+            assert (learner.id, learner.incarnation) == (2, 1)
+
+
+def test_a_number_that_a_killed_syncer_gave_out_is_not_used_twice(tmp_path):
+    """(1) A learner gets incarnation 1 and opens its tape, (2) it is killed, and so is the syncer, which has not
+    written it down yet, (3) the next one is given incarnation 1 again."""
+    with Run(tmp_path, config(budget_merges=3)) as run:
+        assert json.loads(run.ask("POST", "/v1/join", b'{"learner": 1}')[1])["incarnation"] == 1
+        (tmp_path / "tapes").mkdir()
+        (tmp_path / "tapes" / "learner-1-i1.tape").touch()
+        run.syncer.kill()
+        run.start_syncer()
+        one = run.start(1)
+        assert one.hear("joined")["incarnation"] == 2
+        one.order("go")
+        run.assert_same(run.finish(one), 1)
+
+
+def test_tapes_of_another_run_in_the_directory_are_said(tmp_path):
+    (tmp_path / "tapes").mkdir()
+    for incarnation in range(1, 20):
+        (tmp_path / "tapes" / f"learner-1-i{incarnation}.tape").touch()
+    with Run(tmp_path) as run:
+        job = work()
+        with pytest.raises(LearnerRefused, match="another run directory"), learner_of(run, job, 1):
+            pass
+
+
+def test_who_comes_after_the_end_has_the_final_model_at_once(tmp_path):
+    with Run(tmp_path) as run:
+        learners = run.joined(1)
+        run.go(*learners)
+        published = run.finish(*learners)
+        run.start_syncer()
+        for number in (1, 2):  # one that was there, one that nobody knows
+            job = work("plain", seed=7)
+            with learner_of(run, job, number) as learner:
+                assert learner.finished
+                assert train(learner, job) == 0
+            for name, value in values(job.model).items():
+                assert torch.equal(value, published[name])
+        assert run.status()["merges"] >= 12
+
+
+def test_learner_number_started_twice_while_joining_leaves_the_newer_process(tmp_path):
+    """The older process has its number and has not said hello when the newer one joins."""
+    job = work()
+    with Run(tmp_path) as run:
+        older = learner_of(run, job, 1)
+        ask = older._background.ask_for_number
+        newer: list[Child] = []
+
+        def and_then_another_starts(*args: Any) -> tuple[int, int]:
+            number = ask(*args)
+            newer.append(run.start(1))
+            assert newer[0].hear("joined")["incarnation"] == number[1] + 1
+            return number
+
+        older._background.ask_for_number = and_then_another_starts  # type: ignore[method-assign, assignment]
+        with pytest.raises(LearnerRefused, match="incarnation 1 was replaced by 2"), older:
+            pass
+        run.go(*newer)
+        run.finish(*newer)

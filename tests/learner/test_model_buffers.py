@@ -1,0 +1,197 @@
+"""Buffers are published as the mean of their values, in f32, and overwritten, by processes and in replay alike."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from atoll.core.types import Accepted, RoundId
+from atoll.island.row_fragment import RowFragment
+from atoll.learner.fragments import FragmentTensors
+from atoll.reference.executor import Execution, FragmentState, StepInfo, SyncerTensors, Trainee, initial_values
+from atoll.reference.lockstep import Lockstep
+from atoll.syncer.fragment import HeldFragment
+from atoll.tape.format import Actor
+from atoll.tensors.codecs import codec
+from atoll.tensors.model_view import ModelView
+from atoll.tensors.plan import FragmentPlan, make_plan, tensors_of
+from atoll.tensors.row_sharding import share_out
+from atoll.tensors.settings import Numerics
+from tests.learner.in_process import learner_of
+from tests.learner.runs import LIMIT_S, LearnerSpec, Run, config
+from tests.learner.small_models import BATCH, Normed, work
+from tests.reference import tiny
+
+INT4 = Numerics(outer_lr=0.7, outer_momentum=0.9, up="int4", down="int4")
+
+
+def variance(model: nn.Module) -> Tensor:
+    return model.get_buffer("norm.running_var")
+
+
+def plan_of(fragments: int = 3) -> FragmentPlan:
+    return make_plan(tensors_of(Normed()), fragments, "balanced")
+
+
+def rescale(model: nn.Module, step: int) -> None:
+    assert isinstance(model, Normed)
+    model.scale = 100.0 if step % 5 < 3 else 0.01
+
+
+def trainee(actor: Actor) -> Trainee:
+    job = work("normed", actor.learner)
+
+    def take_step(info: StepInfo) -> None:
+        if actor.learner == 1:  # its variance falls by orders of magnitude, also between copy and adoption
+            rescale(job.model, info.step)
+        job.step(info.step)
+
+    return Trainee(job.model, job.optimizer, take_step)
+
+
+def executed(numerics: Numerics, adopt: str, overlap: int) -> tuple[Execution, Lockstep]:
+    plan = plan_of()
+    run = tiny.lockstep_config(plan, learners=2, every=4, overlap_steps=max(1, overlap), adopt=adopt, blend_alpha=0.5)
+    execution = Execution(run, numerics, plan, initial_values(work("normed", 2).model, plan), trainee)
+    return execution, Lockstep(run, tiny.tokens_of(2), execution.apply, overlap=overlap)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What the rule promises
+
+
+@pytest.mark.parametrize("name", ["f32", "int4"])
+@pytest.mark.parametrize("adopt", ["carry", "blend", "overwrite"])
+def test_running_var_is_never_negative(adopt, name):
+    execution, run = executed(Numerics(outer_lr=0.7, outer_momentum=0.9, up=name, down=name), adopt, overlap=2)
+    for _ in range(40):
+        run.step()
+        for learner in execution.learners.values():
+            assert bool((variance(learner.trainee.model) > 0.0).all())
+    assert run.syncer.merges > 20
+    for learner in execution.learners.values():
+        assert bool(learner.trainee.model.eval()(torch.ones(4, 8)).isfinite().all())
+
+
+def test_published_buffers_are_the_mean_of_the_contributed_values():
+    """With equal tokens and no overlap the mean of two is the value in the middle, whatever the outer optimizer is."""
+    execution, run = executed(INT4, "carry", overlap=0)
+    plan, alone = execution.plan, [work("normed", 1), work("normed", 2)]
+    with torch.no_grad():
+        for job in alone:
+            job.model.load_state_dict(work("normed", 2).model.state_dict())
+    (p,) = [p for p in range(len(plan.fragments)) if plan.holds_buffers(p)]
+    number = 0
+    while not execution.syncer.versions[p]:
+        run.step()
+        rescale(alone[0].model, number)
+        for job in alone:
+            job.model(torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(job.seed * 1_000_003 + number)))
+        number += 1
+    found, means = execution.published()[p], [torch.empty(plan.numel(p)) for _ in alone]
+    for job, mean in zip(alone, means, strict=True):
+        ModelView(job.model, plan).read(p, mean)
+    assert torch.allclose(found, (means[0] + means[1]) / 2, rtol=1e-6)
+    for learner in execution.learners.values():
+        held = torch.empty(plan.numel(p))
+        learner.view.read(p, held)
+        assert torch.equal(held, found)
+
+
+def test_a_process_and_its_replay_merge_buffers_to_the_same_bits():
+    plan = plan_of()
+    p = len(plan.fragments) - 1
+    start = [value + 1e-3 for value in initial_values(Normed(), plan)]
+    held = HeldFragment(plan, p, INT4, 0, start[p].clone())
+    replayed = SyncerTensors(plan, INT4, [FragmentState(value, {}, value.clone()) for value in start])
+    round_id, drawn = RoundId(p, 0, 1, 1), torch.Generator().manual_seed(1)
+    for learner, tokens in ((1, 100), (2, 70), (3, 9)):
+        data = codec("f32").encode(torch.rand(plan.numel(p), generator=drawn))
+        accepted = Accepted(learner, 1, 2, 2, tokens, 200, 0, float(tokens))
+        held.accumulate(round_id, accepted, data, "f32")
+        replayed.accumulate(round_id, codec("f32"), data, accepted)
+    held.merge(round_id, 3, "int4")
+    replayed.downs[round_id] = codec("int4")
+    replayed.step(round_id)
+    value, (by, update) = replayed.merged[p]
+    assert held.next is not None
+    assert held.next.update is not None
+    assert (held.next.codec, by.name) == ("f32", "f32")
+    assert torch.equal(held.next.value, value)
+    assert torch.equal(held.next.update, update)
+    kept = {name: tensor.clone() for name, tensor in {"published": value, "precise": held.outer.value}.items()}
+    again = held.as_kept(1, kept | {"usual": held.usual.state()})
+    assert torch.equal(again.outer.value, value)
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_buffers_are_sent_as_they_are_in_f32(rows):
+    """Whatever codec the core has chosen, and whether a rank sends its own rows or a learner is one process."""
+    job, plan = work("normed", 1), plan_of()
+    p = len(plan.fragments) - 1
+    view = ModelView(job.model, plan)
+    if rows:
+        fragment: FragmentTensors = RowFragment(view, p, codec("bf16"), share_out(plan, p, [{}, {}]), 0)
+    else:
+        fragment = FragmentTensors(view, p, codec("bf16"))
+    anchor = fragment._buffers.take()
+    anchor.tensor.fill_(5.0)
+    fragment.anchor = anchor
+    job.step(0)
+    copied = fragment.will_copy(RoundId(p, 0, 1, 1), "int4")
+    fragment.copy(copied)
+    assert copied.codec.name == "f32"
+    wanted = torch.empty(plan.numel(p))
+    view.read(p, wanted)
+    if isinstance(fragment, RowFragment):
+        fragment.encode_strips(fragment.prepare(copied), torch.empty(0), copied.codec)
+        found = fragment.strips(copied.serial).result().data
+    else:
+        sent: Future[Tensor] = Future()
+        fragment.encode(copied, Collected(sent))
+        found = sent.result()
+    assert torch.equal(found[: 4 * wanted.numel()].view(torch.float32), wanted)
+
+
+class Collected:
+    """Takes the bytes of a contribution."""
+
+    size = 0
+
+    def __init__(self, sent: Future[Tensor]) -> None:
+        self._sent = sent
+
+    def begins(self, data: Tensor) -> None:
+        self._data = data
+
+    def written(self, places: list[tuple[int, int]]) -> None:
+        if not self._sent.done():
+            self._sent.set_result(self._data)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# A run of processes
+
+
+def test_learners_with_batch_norm_end_with_the_same_positive_variances(tmp_path):
+    job = work("normed", 1)
+    with Run(tmp_path, config(fragments=1, budget_merges=24, quorum=2), INT4) as run:
+        (other,) = run.joined(LearnerSpec(2, model="normed"))
+        with learner_of(run, job, 1) as learner:
+            run.go(other)
+            number, end = 0, time.monotonic() + LIMIT_S
+            while not learner.finished:
+                learner.step(tokens=BATCH, loss=job.step(number))
+                assert bool((variance(job.model) > 0.0).all())
+                assert time.monotonic() < end, run.logs()
+                number += 1
+        published = run.finish(other)
+        run.assert_same(published, 2)
+        run.assert_clean()
+    assert torch.equal(published["norm.running_var"], variance(job.model))
+    assert bool((published["norm.running_var"] > 0.0).all())
+    assert "norm.num_batches_tracked" not in published

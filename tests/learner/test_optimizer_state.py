@@ -1,0 +1,239 @@
+"""Optimizer state for a learner that joins: what travels, what is logged, and that a giver that has none trains on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from atoll.core.types import Limits
+from atoll.learner.api import Learner
+from tests.learner.runs import LIMIT_S, Run, endless
+from tests.learner.small_models import BATCH, Work, work
+from tests.syncer.test_snapshots import taken as snapshot_of
+from tests.tensors.own_optimizers import Averaging, Both, Uncloneable, two_optimizers
+
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
+
+NEVER = Limits(first_wait_s=20 * LIMIT_S, least_wait_s=20 * LIMIT_S, most_wait_s=20 * LIMIT_S)
+"""A joining learner that waits for the end of its patience does not join in time."""
+
+
+class Odd(torch.optim.SGD):
+    """Has state from its first step on that cannot be copied."""
+
+    def __init__(self, params: Any, odd: Callable[[], Any], key: Any = "odd") -> None:
+        super().__init__(params, lr=0.01)
+        self._odd, self._key = odd, key
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] |= {"even": 2, self._key: self._odd()}
+        return super().step(closure)
+
+
+ODD: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
+    "out of memory": (lambda params: Odd(params, lambda: torch.zeros(()).expand(2**45)), "RuntimeError: "),
+    "no clone": (
+        lambda params: Odd(params, lambda: torch.ones(2).as_subclass(Uncloneable)),
+        "odd of first.bias is a Uncloneable; the state of this optimizer cannot travel",
+    ),
+    "keys of two types": (lambda params: Odd(params, lambda: 3, key=7), "TypeError: "),
+}
+
+
+class Island(NamedTuple):
+    """A learner of this process, with optimizers of its own and a log."""
+
+    job: Work
+    optimizers: list[Optimizer]
+    learner: Learner
+    lines: list[str]
+
+    def step(self, number: int) -> None:
+        self.learner.step(tokens=BATCH, loss=self.job.step(number))
+
+    def warnings(self, words: str) -> list[str]:
+        return [line for line in self.lines if line.startswith("WARNING") and words in line]
+
+
+def island(run: Run, number: int, optimizer: Callable[[nn.Module], Any]) -> Island:
+    job = work("plain", number)
+    made = optimizer(job.model)
+    optimizers: list[Optimizer] = made if isinstance(made, list) else [made]
+    lines: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(f"{record.levelname} {record.getMessage()}")
+
+    log = logging.Logger(f"island {number}", logging.DEBUG)
+    log.addHandler(Lines())
+    where: dict[str, Any] = {"learner": number, "run_directory": run.directory, "join_timeout_s": LIMIT_S, "log": log}
+    learner = Learner(job.model, made, run.address, run.token, **where)
+    return Island(
+        job._replace(optimizer=made if isinstance(made, Optimizer) else Both(*made)), optimizers, learner, lines
+    )
+
+
+@contextmanager
+def training(run: Run, *islands: Island) -> Iterator[None]:
+    """They join one after the other and train in threads of their own. Leaving raises what their loops have raised."""
+    done = threading.Event()
+
+    def loop(each: Island) -> None:
+        number = 0
+        while not done.is_set() and not each.learner.finished:
+            each.step(number)
+            number += 1
+
+    with ThreadPoolExecutor(len(islands)) as pool:
+        loops = []
+        try:
+            for each in islands:
+                each.learner.__enter__()
+                loops.append(pool.submit(loop, each))
+            run.until(run.merges(3), "the run is under way")
+            yield
+        finally:
+            done.set()
+            for ended, each in zip(loops, islands, strict=False):
+                error = ended.exception(LIMIT_S)
+                each.learner.__exit__(type(error) if error else None, error, None)
+            for ended in loops:
+                ended.result()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Nothing that a joining learner needs raises in a training loop
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_givers_that_cannot_copy_their_state_say_so_and_train_on(tmp_path, name):
+    make, cause = ODD[name]
+    with Run(tmp_path, endless(limits=NEVER)) as run:
+        givers = [island(run, number, lambda model: make(model.parameters())) for number in (1, 2)]
+        with training(run, *givers):
+            three = island(run, 3, lambda model: make(model.parameters()))
+            with three.learner as joined:
+                assert joined.lr_scale < 1, "fresh moments start with a warm-up"
+                merges = run.status()["merges"]
+                run.until(run.merges(merges + 2), "the others train on")
+        for giver in givers:
+            (line,) = giver.warnings("cannot give inner state to learner 3: ")
+            assert cause in line
+        refused = [f"no inner state from learner {number}: it has none to give: {cause}" for number in (1, 2)]
+        assert all(any(words in line for line in three.lines) for words in refused)
+        assert len(three.warnings("no inner state from learner")) == 1, "the second one is a repetition"
+        (started,) = [line for line in three.lines if "training starts" in line]
+        assert "fresh inner moments" in started
+
+
+def test_a_part_of_a_snapshot_that_cannot_be_taken_does_not_raise_in_the_loop(tmp_path):
+    make, cause = ODD["keys of two types"]
+    with Run(tmp_path, endless()) as run:
+        one = island(run, 1, lambda model: make(model.parameters()))
+        with training(run, one):
+            assert snapshot_of(run)["state"] == "abandoned"
+            assert one.warnings(f"could not save its part: {cause}")
+            steps = one.learner.stats().steps
+            run.until(lambda _: one.learner.stats().steps > steps + 3, "it trains on")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What travels, and what is logged
+
+
+def test_counters_in_param_groups_go_to_a_learner_that_joins(tmp_path):
+    with Run(tmp_path, endless(limits=NEVER)) as run:
+        one = island(run, 1, lambda model: Averaging(model.parameters()))
+        with training(run, one):
+            two = island(run, 2, lambda model: Averaging(model.parameters()))
+            with two.learner as joined:
+                assert joined.lr_scale == 1.0
+                (group,) = two.optimizers[0].param_groups
+                assert group["k"] > 0
+                assert group["weight_sum"] > 0
+        (started,) = [line for line in two.lines if "training starts" in line]
+        assert started.endswith("inner state from learner 1: 4 state tensors and 4 counters")
+
+
+def test_counters_in_param_groups_come_back_from_a_part_of_a_snapshot(tmp_path):
+    with Run(tmp_path, endless()) as run:
+        one = island(run, 1, lambda model: Averaging(model.parameters()))
+        with training(run, one):
+            number = snapshot_of(run)["snapshot"]
+        again = island(run, 1, lambda model: Averaging(model.parameters()))
+        with again.learner:
+            (group,) = again.optimizers[0].param_groups
+            assert group["k"] > 0
+        (started,) = [line for line in again.lines if "training starts" in line]
+        assert started.endswith(f"saved in snapshot {number}: 4 state tensors and 4 counters")
+
+
+def test_a_part_with_no_state_of_a_wrapper_is_followed_by_a_warmup(tmp_path):
+    with Run(tmp_path, endless()) as run:
+        one = island(run, 1, lambda model: Both(*two_optimizers(model)))
+        with training(run, one):
+            assert snapshot_of(run)["state"] == "durable"
+        again = island(run, 1, lambda model: Both(*two_optimizers(model)))
+        with again.learner as joined:
+            assert joined.lr_scale < 1
+        assert "pass the list of optimizers" in again.warnings("has no inner state, warming up for")[0]
+        assert [
+            line for line in again.lines if "saved in snapshot" in line and "0 state tensors and 0 counters" in line
+        ]
+
+
+def test_a_list_of_optimizers_gives_all_of_their_state(tmp_path):
+    with Run(tmp_path, endless(limits=NEVER)) as run:
+        one = island(run, 1, two_optimizers)
+        with training(run, one):
+            two = island(run, 2, two_optimizers)
+            with two.learner:
+                sgd, adamw = two.optimizers
+                assert all("momentum_buffer" in sgd.state[parameter] for parameter in sgd.param_groups[0]["params"])
+                assert all(float(adamw.state[parameter]["step"]) > 0 for parameter in adamw.param_groups[0]["params"])
+        (started,) = [line for line in two.lines if "training starts" in line]
+        assert started.endswith("inner state from learner 1: 8 state tensors and 0 counters")
+
+
+def test_a_wrapper_whose_state_cannot_be_found_is_not_reported_as_given(tmp_path):
+    fix = "pass the list of optimizers"
+    with Run(tmp_path, endless(limits=NEVER)) as run:
+        one = island(run, 1, lambda model: Both(*two_optimizers(model)))
+        with training(run, one):
+            two = island(run, 2, lambda model: Both(*two_optimizers(model)))
+            with two.learner as joined:
+                assert joined.lr_scale < 1
+        assert fix in one.warnings("cannot give inner state to learner 2: Both holds no optimizer state")[0]
+        assert fix in two.warnings("no inner state from learner 1: ")[0]
+        (started,) = [line for line in two.lines if "training starts" in line]
+        assert "fresh inner moments" in started
+        assert "no healthy peer has inner state to give" in started
+        assert not run.log_lines(run.syncer, "inner state from learner 1")
+
+
+def test_state_that_does_not_fit_is_not_reported_as_taken(tmp_path):
+    with Run(tmp_path, endless(limits=NEVER)) as run:
+        one = island(run, 1, lambda model: torch.optim.AdamW(model.parameters()))
+        with training(run, one):
+            two = island(run, 2, lambda model: torch.optim.RMSprop(model.parameters()))
+            with two.learner as joined:
+                assert joined.lr_scale < 1
+        assert two.warnings("no inner state from learner 1: the inner state is of AdamW, the optimizer here is RMSprop")
+        assert not run.log_lines(run.syncer, "inner state from learner 1")
+
+
+def test_an_empty_list_of_optimizers_is_refused():
+    with pytest.raises(ValueError, match="the list of optimizers is empty"):
+        Learner(nn.Linear(2, 2), [], "127.0.0.1:7400")

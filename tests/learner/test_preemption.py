@@ -1,0 +1,414 @@
+"""The notice of a machine that is taken away: what its learner has trained is merged before it goes.
+
+Rounds of these runs come every million steps: without a push nothing but the first fragment would ever be merged.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll.cli.learner import LearnerWatch
+from atoll.cli.ledger import read_history
+from atoll.core.protocol import Leaving, Stop
+from atoll.core.types import RunConfig
+from atoll.learner.api import Learner
+from atoll.learner.fragment_transfer import UPLOADS
+from atoll.learner.preemption import LAST_WORDS_S, SAME_NOTICE_S, Notice
+from atoll.reference.children import terminated_like_interrupted
+from atoll.tape.files import RunTapes
+from atoll.tensors.settings import Numerics
+from atoll.transport.http_client import SILENT_S
+from tests.island.rank_runs import IslandSpec, RankedIsland
+from tests.learner.in_process import learner_of, train
+from tests.learner.runs import LIMIT_S, Child, LearnerSpec, Run, endless
+from tests.learner.small_models import BATCH, work
+from tests.learner.tapes_of_runs import entries, sent_together
+from tests.syncer.test_controls import asked
+
+LONG_S = 60.0
+
+
+def rare(**settings: Any) -> RunConfig:
+    return endless(every_steps=1_000_000, **settings)
+
+
+def spec(number: int, notice_s: float | None = LONG_S) -> LearnerSpec:
+    return LearnerSpec(number, notice_s=notice_s)
+
+
+def trained(run: Run, *numbers: int, steps: int = 5) -> None:
+    def train(status: dict[str, Any]) -> bool:
+        return {each["learner"] for each in status["learners"] if each["step"] > steps} >= {*numbers}
+
+    run.until(train, "they train")
+
+
+def left(child: Child, limit_s: float = LIMIT_S) -> dict[str, Any]:
+    child.expected_to_end = True
+    told: dict[str, Any] = child.hear("ended", limit_s)
+    assert (told["finished"], told["drained"]) == (True, True)
+    assert told["threads"] == ["Thread-1 (_end_with_the_test)"]
+    assert child.ended() == 0
+    return told
+
+
+def everything_merged(run: Run) -> None:
+    """Learner 1, who was the only one, has left nothing behind."""
+    run.until(run.learner(1, standing="left"), "the syncer knows that it has left")
+    for line in run.status()["ledger"]:
+        assert (line["pending"], line["dropped"]) == (0, {})
+    run.verdict()
+
+
+def why_stopped(run: Run, number: int) -> str:
+    codes = [effect.reason.code for entry in entries(run, number) for effect in entry.effects if type(effect) is Stop]
+    assert len(codes) == 1
+    return str(codes[0])
+
+
+def dropped(run: Run) -> list[dict[str, int]]:
+    """Of every fragment, by the tapes alone, as `atoll ledger` reads them; the syncer says the same."""
+    lines = [line for _, line in sorted(read_history(RunTapes(run.directory)).tokens().items())]
+    assert all(line.balanced() for line in lines)
+    return [line.dropped for line in lines]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Long enough
+
+
+def test_what_a_leaver_has_trained_is_merged_and_the_run_goes_on(tmp_path):
+    with Run(tmp_path, rare()) as run:
+        one, two = run.joined(spec(1), 2)
+        run.go(one, two)
+        trained(run, 1, 2)
+        one.send(signal.SIGTERM)
+        told = left(one)
+        assert told["stats"]["unmerged"] == 0
+        gone = run.until(run.learner(1, standing="left"), "the syncer knows that it has left")
+        assert [line["dropped"] for line in run.status()["ledger"]] == [{}, {}, {}]
+        (line,) = run.log_lines(one, "This island was asked to leave; the run goes on.")
+        before = int(line.partition("Tokens not merged: ")[2].split()[0])
+        assert before > 0, "there was something to push"
+        assert line.endswith(f"{before} then, 0 now")
+        trained(run, 2, steps=gone["step"] + 20)
+        run.end()
+        run.assert_same(run.finish(two), 2)
+        run.assert_clean()
+        assert why_stopped(run, 1) == "learner-pushed"
+        assert dropped(run) == [{}, {}, {}]
+
+
+def test_without_a_notice_sigterm_is_left_alone_and_the_tokens_are_lost(tmp_path):
+    """What the others show is the push's doing."""
+    with Run(tmp_path, rare()) as run:
+        one, two = run.joined(spec(1, None), 2)
+        run.go(one, two)
+        trained(run, 1, 2)
+        one.send(signal.SIGTERM)
+        assert one.ended() == -signal.SIGTERM
+        pending = [line["pending"] for line in run.status()["ledger"]]
+        assert min(pending[1:]) >= 5 * BATCH
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_the_only_learner_leaves_a_run_that_has_everything(tmp_path, paused):
+    with Run(tmp_path, rare()) as run:
+        (one,) = run.joined(spec(1))
+        run.go(one)
+        trained(run, 1)
+        if paused:
+            asked(run, "pause")
+            run.until(lambda status: "stands still" in status["learners"][0]["reason"], "it stands still")
+        one.send(signal.SIGTERM)
+        assert left(one)["stats"]["unmerged"] == 0
+        run.until(run.learner(1, standing="left"), "the syncer knows that it has left")
+        for line in run.status()["ledger"]:
+            assert (line["pending"], line["dropped"]) == (0, {})
+            assert line["trained"] == line["merged"] > 0
+        run.verdict()
+
+
+def test_two_that_leave_at_once_are_both_merged(tmp_path):
+    with Run(tmp_path, rare()) as run:
+        one, two = run.joined(spec(1), spec(2))
+        run.go(one, two)
+        trained(run, 1, 2)
+        one.send(signal.SIGTERM)
+        two.send(signal.SIGTERM)
+        assert [left(each)["stats"]["unmerged"] for each in (one, two)] == [0, 0]
+        run.until(lambda status: all(each["standing"] == "left" for each in status["learners"]), "both have left")
+        for line in run.status()["ledger"]:
+            assert (line["pending"], line["dropped"]) == (0, {})
+        run.verdict()
+
+
+def test_many_large_fragments_go_a_few_at_a_time_and_none_is_given_up(tmp_path):
+    """In slices: what of them has arrived stays until all has."""
+    with Run(tmp_path, rare(fragments=12), Numerics(plan="rows")) as run:
+        planted = "small-slices counted-uploads"
+        (one,) = run.joined(LearnerSpec(1, "wide", notice_s=LONG_S, planted=planted, max_rate="16mbit"))
+        run.go(one)
+        trained(run, 1)
+        one.send(signal.SIGTERM)
+        assert left(one)["stats"]["unmerged"] == 0
+        assert run.log_lines(one, "was not taken") == []
+        assert (tmp_path / "most-uploads").read_text() == str(UPLOADS)
+        run.verdict()
+
+
+def test_small_ones_may_go_all_at_once_and_the_syncer_keeps_them(tmp_path):
+    with Run(tmp_path, rare(fragments=12), Numerics(plan="rows")) as run:
+        (one,) = run.joined(LearnerSpec(1, "wide", notice_s=LONG_S, planted="small-slices", max_rate="16mbit"))
+        run.go(one)
+        trained(run, 1)
+        one.send(signal.SIGTERM)
+        assert left(one)["stats"]["unmerged"] == 0
+        assert run.log_lines(one, "was not taken") == []
+
+
+def test_a_syncer_that_is_killed_meanwhile_is_told_again(tmp_path):
+    with Run(tmp_path, rare(quorum=2)) as run:
+        one, two = run.joined(spec(1), 2)
+        run.go(one, two)
+        trained(run, 1, 2)
+        two.order("hold")
+        two.hear("held")
+        one.send(signal.SIGTERM)
+        run.until(lambda status: "leaves soon" in status["learners"][0]["reason"], "it has said that it leaves")
+        run.syncer.kill()
+        run.start_syncer()
+        run.until(lambda status: len(status["learners"]) == 2, "the new syncer knows both")
+        run.go(two)
+        assert left(one)["stats"]["unmerged"] == 0
+        assert len(sent_together(run, 1, Leaving)) > 1
+        run.end()
+        run.finish(two)
+        run.verdict()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Too short
+
+
+def test_a_notice_that_is_shorter_than_a_round_is_kept_and_the_loss_is_counted(tmp_path):
+    """The quorum wants the other one, which does not come to a boundary in time."""
+    with Run(tmp_path, rare(quorum=2)) as run:
+        one, two = run.joined(spec(1, 1.5), 2)
+        run.go(one, two)
+        trained(run, 1, 2)
+        two.order("hold")
+        two.hear("held")
+        before = run.status()["ledger"][1]
+        one.send(signal.SIGTERM)
+        lost = left(one)["stats"]["unmerged"]
+        assert lost >= 5 * BATCH
+        run.until(run.learner(1, standing="left"), "the syncer knows that it has left")
+        after = run.status()["ledger"][1]
+        assert after["dropped"] == {"left": lost}
+        assert after["merged"] == before["merged"] == 0
+        assert run.log_lines(one, f"{lost} then, {lost} now")
+        run.go(two)
+        run.verdict()
+        assert why_stopped(run, 1) == "learner-hurried"
+        told = run.until(lambda status: dropped(run)[1], "the record of who has left is durable, and the tape says so")
+        assert told == {"left": lost}
+
+
+def test_a_syncer_that_stands_still_keeps_nobody(tmp_path):
+    with Run(tmp_path, rare()) as run:
+        (one,) = run.joined(spec(1, 2.0))
+        run.go(one)
+        trained(run, 1)
+        run.syncer.send(signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            one.send(signal.SIGTERM)
+            assert left(one)["stats"]["unmerged"] > 0
+            assert time.monotonic() - began < SILENT_S, "and not for as long as a link may be quiet"
+        finally:
+            run.syncer.send(signal.SIGCONT)
+        assert why_stopped(run, 1) == "learner-hurried"
+
+
+def test_a_second_signal_means_that_there_is_no_time_after_all():
+    now = [100.0]
+    notice = Notice(LONG_S, logging.getLogger("test"), clock=lambda: now[0])
+    notice.hear()
+    now[0] += SAME_NOTICE_S
+    notice.hear()
+    assert not notice.is_over(), "torchrun passes on what its ranks have got already"
+    now[0] += 0.1
+    notice.hear()
+    assert notice.is_over()
+    assert notice.level == 2
+
+
+def test_the_notice_of_another_rank_is_counted_from_the_boundary_before():
+    """Its machine was told after that, and goes by its own clock."""
+    now = [100.0]
+    notice = Notice(LONG_S, logging.getLogger("test"), clock=lambda: now[0])
+    notice.hear_of(0)
+    now[0] += 10.0
+    notice.hear_of(1)
+    now[0] = 100.0 + LONG_S - LAST_WORDS_S - 0.1
+    assert (notice.level, notice.is_over()) == (1, False)
+    now[0] += 0.1
+    assert notice.is_over()
+
+
+def test_a_second_signal_at_another_rank_leaves_no_time_either():
+    notice = Notice(LONG_S, logging.getLogger("test"), clock=lambda: 100.0)
+    notice.hear_of(2)
+    assert notice.is_over()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Whose signal it is
+
+
+def test_a_handler_of_the_script_is_called_too_and_is_there_again_afterwards(tmp_path):
+    """Its loop ends by itself, before the learner has come to another boundary."""
+    heard: list[int] = []
+
+    def hear(number: int, frame: object) -> None:
+        heard.append(number)
+
+    before = signal.signal(signal.SIGTERM, hear)
+    try:
+        with Run(tmp_path, rare()) as run:
+            job = work()
+            with learner_of(run, job, 1, notice_s=LONG_S) as learner:
+                train(learner, job, 5)
+                signal.raise_signal(signal.SIGTERM)
+                assert heard == [signal.SIGTERM]
+            assert signal.getsignal(signal.SIGTERM) is hear
+            assert learner.drained
+            assert learner.stats().unmerged == 0
+            run.until(run.learner(1, standing="left"), "the syncer knows that it has left")
+            assert [line["dropped"] for line in run.status()["ledger"]] == [{}, {}, {}]
+            run.verdict()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_in_another_thread_nobody_listens_and_that_is_said_once(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    found: list[object] = []
+
+    def island(run: Run) -> None:
+        job = work()
+        with learner_of(run, job, 1, notice_s=LONG_S) as learner:
+            train(learner, job, 3)
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    before = signal.getsignal(signal.SIGTERM)
+    with Run(tmp_path, rare()) as run:
+        thread = threading.Thread(target=island, args=(run,))
+        thread.start()
+        thread.join(LIMIT_S)
+    assert found == [before]
+    assert len([record for record in caplog.records if "SIGTERM is not heard" in record.message]) == 1
+
+
+def test_the_command_leaves_the_first_signal_to_its_learner_and_ends_at_a_later_one():
+    watch = LearnerWatch("text", shown=False, takes_notice=True)
+    assert not watch.takes_notice(), "while it joins there is nothing to push"
+    watch.steps = 1
+    with terminated_like_interrupted(watch.takes_notice):
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert watch.noticed_at is not None
+        watch.noticed_at -= 2 * SAME_NOTICE_S
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    unwarned = LearnerWatch("text", shown=False, takes_notice=False)
+    unwarned.steps = 1
+    with terminated_like_interrupted(unwarned.takes_notice), pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("seconds", ["soon", "0", "-3", "inf"])
+def test_what_is_no_time_is_refused(monkeypatch, seconds):
+    monkeypatch.setenv("ATOLL_NOTICE_S", seconds)
+    job = work()
+    with pytest.raises(ValueError, match="from SIGTERM to the end"):
+        Learner(job.model, job.optimizer, "127.0.0.1:1")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Islands of several ranks
+
+
+def test_the_notice_of_any_rank_is_that_of_its_island(tmp_path):
+    with Run(tmp_path, rare()) as run:
+        island = RankedIsland(run, IslandSpec(1, "fsdp", notice_s=LONG_S))
+        island.joined()
+        island.order("go")
+        trained(run, 1)
+        island.ranks[1].send(signal.SIGTERM)
+        told = island.left()
+        assert [(each["finished"], each["drained"]) for each in told] == [(True, True)] * 2
+        everything_merged(run)
+
+
+def test_a_loop_of_many_ranks_that_ends_by_the_notice_pushes_when_it_is_left(tmp_path):
+    """Its ranks have come to the end of their loops before their next boundary."""
+    with Run(tmp_path, rare()) as run:
+        island = RankedIsland(run, IslandSpec(1, "fsdp", notice_s=LONG_S))
+        island.joined()
+        island.order("go")
+        trained(run, 1)
+        island.order("hold")
+        island.hear("held")
+        assert min(line["pending"] for line in run.status()["ledger"][1:]) > 0
+        island.ranks[1].send(signal.SIGTERM)
+        island.order("break")
+        told = island.left()
+        assert [(each["finished"], each["drained"]) for each in told] == [(True, True)] * 2
+        everything_merged(run)
+
+
+def test_torchrun_and_its_ranks_are_told_and_all_of_them_leave(tmp_path):
+    """By an engine that tells every process: the ranks hear it twice."""
+    told = tmp_path / "told"
+    told.mkdir()
+    with Run(tmp_path, rare()) as run:
+        command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
+        named = {"ATOLL_SYNCER": run.address, "ATOLL_LEARNER": "1", "ATOLL_RUN_DIRECTORY": str(run.directory)}
+        names = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "ATOLL_NOTICE_S": "25"}
+        with (tmp_path / "torchrun.log").open("w") as log:
+            torchrun = subprocess.Popen(
+                [*command, "--nproc-per-node", "2", "-m", "tests.learner.preempted_island", str(told)],
+                env={**os.environ, **named, **names},
+                stdout=log,
+                stderr=log,
+            )
+        try:
+            run.until(lambda status: status["learners"] and status["learners"][0]["step"] > 5, "it trains", LONG_S)
+            for process in (torchrun.pid, *_pids(told)):
+                os.kill(process, signal.SIGTERM)
+            torchrun.wait(LONG_S)
+        finally:
+            if torchrun.poll() is None:
+                torchrun.kill()
+                torchrun.wait()
+        said = (tmp_path / "torchrun.log").read_text()
+        assert [path.read_text() for path in sorted(told.glob("*.left"))] == ["True True", "True True"], said
+        everything_merged(run)
+
+
+def _pids(told: Path) -> list[int]:
+    pids = [int(path.read_text()) for path in told.glob("*.pid")]
+    assert len(pids) == 2
+    return pids

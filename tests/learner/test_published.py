@@ -1,0 +1,173 @@
+"""`Learner.published()`: inside the published model, afterwards the learner's own, whatever happens in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from atoll.checkpoint.published import assembled, plan_of
+from atoll.core.types import AdoptHow
+from atoll.learner import published
+from atoll.learner.api import Learner
+from atoll.learner.fragments import Buffer, FragmentTensors
+from atoll.store.atomic import read_file, read_tensor_file
+from atoll.store.snapshots import STORE
+from atoll.tensors.plan import named_tensors
+from tests.island.rank_runs import IslandSpec, RankedIsland, rank_file
+from tests.learner.in_process import learner_of
+from tests.learner.runs import Run, endless, model_file
+from tests.learner.small_models import BATCH, Work, values, work
+
+pytestmark = pytest.mark.usefixtures("no_thread_is_left")
+
+
+def are_published(run: Path, shown: Mapping[str, Tensor]) -> bool:
+    """Every fragment is the newest durable version, or the one before it: an island that stands still may not have
+    adopted the newest, and nobody can have merged two without it. Three are kept."""
+    plan = plan_of(run)
+    for p in range(len(plan.fragments)):
+        files = sorted((run / STORE / "fragments" / f"{p:03d}").glob("*.safetensors"))[-2:]
+        assert files, f"no version of fragment {p}"
+        durable = [assembled(plan, [(p, read_tensor_file(read_file(file))[1]["published"])]) for file in files]
+        pieces = [piece for piece, _, _ in plan.spans(p)]
+        is_one = [
+            all(torch.equal(rows(each[piece.tensor], piece), rows(shown[piece.tensor], piece)) for piece in pieces)
+            for each in durable
+        ]
+        if not any(is_one):
+            return False
+    return True
+
+
+def rows(tensor: Tensor, piece: Any) -> Tensor:
+    found: Tensor = (tensor if tensor.dim() else tensor.unsqueeze(0))[piece.start : piece.stop]
+    return found
+
+
+def bits(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone().view(torch.uint8) for name, tensor in values(model).items() if tensor.dim()}
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def ahead(learner: Learner, job: Work, adopted: int = 9) -> None:
+    """Train until something was adopted and the model is not what is published."""
+    number = 0
+    while learner.stats().adopted < adopted:
+        learner.step(tokens=BATCH, loss=job.step(number))
+        number += 1
+    learner.step(tokens=BATCH, loss=job.step(number))
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("mixed", "float64"), ("plain", "bfloat16")])
+def test_inside_the_model_is_the_published_one_and_afterwards_its_own_to_the_last_bit(tmp_path, name, dtype):
+    job = work(name, 1, dtype)
+    with Run(tmp_path, endless()) as run, learner_of(run, job, 1) as learner:
+        ahead(learner, job)
+        own = bits(job.model)
+        with learner.published():
+            assert are_published(tmp_path, values(job.model))
+            assert not same(own, bits(job.model)), "nothing was trained since: the test shows nothing"
+            job.model.train()
+            if name == "mixed":
+                job.model(torch.arange(8))  # BatchNorm moves its averages, which travel
+        assert same(own, bits(job.model))
+        assert not are_published(tmp_path, values(job.model))
+        learner.step(tokens=BATCH, loss=job.step(0))
+
+
+def test_an_exception_inside_is_the_users_and_the_model_is_restored(tmp_path):
+    job = work("plain", 1)
+    with Run(tmp_path, endless()) as run, learner_of(run, job, 1) as learner:
+        ahead(learner, job)
+        own = bits(job.model)
+        with pytest.raises(ArithmeticError, match="of the evaluation"), learner.published():
+            raise ArithmeticError("a mistake of the evaluation")
+        assert same(own, bits(job.model))
+        with learner.published():  # and it can be used again
+            assert are_published(tmp_path, values(job.model))
+
+
+def test_what_makes_no_sense_inside_is_refused(tmp_path):
+    job = work("plain", 1)
+    with Run(tmp_path, endless()) as run:
+        learner = learner_of(run, job, 1)
+        with pytest.raises(ValueError, match="before this learner has joined"), learner.published():
+            pass
+        with learner:
+            ahead(learner, job)
+            own = bits(job.model)
+            with learner.published():
+                with pytest.raises(ValueError, match=r"published\(\) inside of published\(\)"), learner.published():
+                    pass
+                with pytest.raises(ValueError, match=r"step inside of published\(\)"):
+                    learner.step(tokens=BATCH)
+                assert are_published(tmp_path, values(job.model)), "a refusal changes nothing"
+            assert same(own, bits(job.model))
+
+
+def test_what_is_frozen_after_the_join_keeps_its_own_value_too(tmp_path):
+    """For a while, as some frameworks do: it travels all the same."""
+    job = work("plain", 1)
+    with Run(tmp_path, endless()) as run, learner_of(run, job, 1) as learner:
+        ahead(learner, job)
+        own = bits(job.model)
+        job.model.requires_grad_(False)
+        with learner.published():
+            assert are_published(tmp_path, values(job.model))
+        assert same(own, bits(job.model))
+        job.model.requires_grad_(True)
+        learner.step(tokens=BATCH, loss=job.step(0))
+
+
+def _keeps_in_f32(model: nn.Module, *_: object) -> dict[str, Tensor]:
+    return {name: tensor.detach().float() for name, tensor in named_tensors(model).items()}
+
+
+def _shares_memory(model: nn.Module, *_: object) -> dict[str, Tensor]:
+    return {name: tensor.detach() for name, tensor in named_tensors(model).items()}
+
+
+@pytest.mark.parametrize("wrong", [_keeps_in_f32, _shares_memory])
+def test_the_tests_above_find_a_copy_that_is_not_exact(monkeypatch, tmp_path, wrong: Callable[..., Any]):
+    monkeypatch.setattr(published, "_copied", wrong)
+    with pytest.raises(AssertionError):
+        test_inside_the_model_is_the_published_one_and_afterwards_its_own_to_the_last_bit(tmp_path, "mixed", "float64")
+
+
+def test_the_tests_above_find_a_fragment_that_is_not_shown(monkeypatch, tmp_path):
+    adopt = FragmentTensors.adopt
+
+    def forgets_one(fragment: FragmentTensors, how: AdoptHow, value: Buffer, *rest: Any) -> None:
+        if fragment.p != 1 or value is not fragment.adopted:
+            adopt(fragment, how, value, *rest)
+
+    monkeypatch.setattr(FragmentTensors, "adopt", forgets_one)
+    with pytest.raises(AssertionError):
+        test_inside_the_model_is_the_published_one_and_afterwards_its_own_to_the_last_bit(tmp_path, "plain", "bfloat16")
+
+
+@pytest.mark.parametrize("shape", ["fsdp", "ddp"])
+def test_all_ranks_of_an_island_show_the_same_published_model(tmp_path, shape):
+    with Run(tmp_path, endless()) as run:
+        island = RankedIsland(run, IslandSpec(1, shape))
+        island.joined()
+        island.order("go")
+        run.until(run.merges(6), "a few merges")
+        island.order("show")
+        assert all(told["restored"] for told in island.hear("shown"))
+        shown = [load_file(path) for path in (model_file(tmp_path, 1), rank_file(tmp_path, 1, 1))]
+        assert same(*shown)
+        assert are_published(tmp_path, shown[0])
+        island.order("go")
+        run.until(run.merges(run.status()["merges"] + 3), "it trains on")
+        run.end()
+        island.finished(tmp_path)

@@ -1,0 +1,116 @@
+"""What is frozen, unfrozen, added or replaced after the join is noticed, unless it is frozen for a while."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from atoll.learner.trained_parameters import EVERY, PERSISTS, TrainedParameters
+from tests.learner.in_process import learner_of, train
+from tests.learner.runs import Run, endless
+from tests.learner.small_models import BATCH, work
+
+
+def halves() -> tuple[nn.Sequential, TrainedParameters, torch.optim.Optimizer]:
+    """The first of three layers is frozen."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+    return model, TrainedParameters(model, optimizer, logging.getLogger("test")), optimizer
+
+
+def steps(trained: TrainedParameters, count: int) -> None:
+    for _ in range(count):
+        trained.check()
+
+
+def test_a_learner_says_at_its_next_look_what_was_unfrozen(tmp_path):
+    job = work("mixed", 1)
+    with Run(tmp_path, endless()) as run, learner_of(run, job, 1) as learner:
+        learner.step(tokens=BATCH, loss=job.step(0))
+        job.model.get_submodule("frozen").requires_grad_(True)
+        with pytest.raises(ValueError, match=r"was unfrozen after the join: frozen\.\w+\. .* leave and join anew"):
+            train(learner, job, EVERY)
+
+
+def test_an_optimizer_with_other_parameters_has_it_look_at_once():
+    model, trained, optimizer = halves()
+    trained.check()
+    model[0].requires_grad_(True)
+    trained.check()
+    optimizer.add_param_group({"params": model[0].parameters()})
+    with pytest.raises(ValueError, match=r"was unfrozen after the join: 0\.bias"):
+        trained.check()
+
+
+def test_what_is_frozen_for_good_is_said_once(caplog):
+    model, trained, _ = halves()
+    trained.check()
+    model[2].requires_grad_(False)
+    steps(trained, EVERY + PERSISTS)
+    assert [record.message.partition(". ")[0] for record in caplog.records] == [
+        "a parameter was frozen after the join: 2.bias"
+    ]
+    steps(trained, EVERY + 2 * PERSISTS)
+    assert len(caplog.records) == 1
+
+
+def test_two_halves_may_be_trained_in_turn(caplog):
+    model, trained, _ = halves()
+    for turn in range(4 * PERSISTS):
+        model[1].requires_grad_(turn % 6 != 0)
+        model[2].requires_grad_(turn % 6 == 0)
+        trained.check()
+    assert caplog.records == []
+    model.requires_grad_(False)
+    steps(trained, 2 * PERSISTS)
+    assert len(caplog.records) == 1
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Parameters that were not there at the join
+
+
+def test_parameter_added_after_joining_is_an_error(tmp_path):
+    """It is trained by an optimizer of which the learner knows nothing."""
+    job = work("plain", 1)
+    with Run(tmp_path, endless()) as run, learner_of(run, job, 1) as learner:
+        learner.step(tokens=BATCH, loss=job.step(0))
+        job.model.add_module("adapter", nn.Linear(4, 4))
+        sentence = r"was added after the join: adapter\.bias\. .* before the Learner is made; .*atoll syncer --init"
+        with pytest.raises(ValueError, match=sentence):
+            train(learner, job, EVERY)
+
+
+def test_parameter_replaced_after_joining_is_an_error(tmp_path):
+    job = work("plain", 1)
+    with Run(tmp_path, endless()) as run, learner_of(run, job, 1) as learner:
+        learner.step(tokens=BATCH, loss=job.step(0))
+        job.model.get_submodule("last").weight = nn.Parameter(torch.zeros(4, 24))
+        with pytest.raises(ValueError, match=r"was replaced after the join: last\.weight\."):
+            train(learner, job, EVERY)
+
+
+def test_parameter_that_the_optimizer_gets_is_noticed_at_the_next_step():
+    model, trained, optimizer = halves()
+    steps(trained, 2)
+    model.append(nn.Linear(2, 2))
+    optimizer.add_param_group({"params": model[3].parameters()})
+    with pytest.raises(ValueError, match=r"was added after the join: 3\.bias"):
+        trained.check()
+
+
+def test_modules_may_be_wrapped_and_frozen_ones_added_after_joining(caplog):
+    """The parameters are the same objects, which travel; what is frozen is not trained. Until it is switched on."""
+    model, trained, _ = halves()
+    trained.check()
+    model[2] = nn.Sequential(model[2])
+    model.append(nn.Linear(2, 2).requires_grad_(False))
+    steps(trained, 2 * EVERY)
+    assert caplog.records == []
+    model[3].requires_grad_(True)
+    with pytest.raises(ValueError, match=r"was added after the join: 3\.bias"):
+        steps(trained, EVERY)

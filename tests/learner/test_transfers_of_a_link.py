@@ -1,0 +1,103 @@
+"""A transfer ends with its link: a syncer that stands still holds nothing after another one has taken over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from atoll.learner.bulk_transfer import LearnerBulk
+from atoll.transport.http_client import LearnerLink, LinkGone
+
+
+class Standing:
+    """A syncer that opens links, takes requests for fragments, and never answers those."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.given_up = asyncio.Event()
+        self.links: list[web.WebSocketResponse] = []
+
+    async def link(self, request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        self.links.append(socket)
+        async for _ in socket:
+            pass
+        return socket
+
+    async def fragment(self, request: web.Request) -> web.Response:
+        self.asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.given_up.set()
+        raise AssertionError
+
+
+async def with_a_fetch_under_way(then: Any) -> None:
+    standing, opened, closed = Standing(), asyncio.Event(), asyncio.Event()
+    app = web.Application()
+    app.router.add_get("/v1/link", standing.link)
+    app.router.add_get("/v1/fragment/0/1", standing.fragment)
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    log = logging.getLogger("test")
+    link = LearnerLink(f"{host}:{port}", None, log, print, lambda _: opened.set(), lambda *_: closed.set(), print)
+    await link.start()
+    dialled = asyncio.ensure_future(link.dial(0.0))
+    try:
+        await opened.wait()
+        fetch = asyncio.ensure_future(link.while_open(LearnerBulk(link, None).fetch(0, 1, None, {-1: 4})))
+        await standing.asked.wait()
+        await then(standing, link, fetch)
+    finally:
+        await link.close()
+        dialled.cancel()
+        await runner.cleanup()
+
+
+def run(then: Any) -> None:
+    asyncio.run(asyncio.wait_for(with_a_fetch_under_way(then), 30.0))
+
+
+def test_a_fetch_ends_with_its_link():
+    async def then(standing, link, fetch):
+        link.hang_up(1)
+        with pytest.raises(LinkGone):
+            await fetch
+        await standing.given_up.wait()  # the connection is closed, and nothing of it is left
+
+    run(then)
+
+
+def test_whoever_is_cancelled_takes_the_transfer_along():
+    async def then(standing, link, fetch):
+        fetch.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetch
+        await standing.given_up.wait()
+
+    run(then)
+
+
+def test_what_a_transfer_gives_or_raises_is_passed_on():
+    async def then(standing, link, fetch):
+        async def fine() -> int:
+            return 7
+
+        async def wrong() -> int:
+            raise ValueError("wrong")
+
+        assert await link.while_open(fine()) == 7
+        with pytest.raises(ValueError, match="wrong"):
+            await link.while_open(wrong())
+        fetch.cancel()
+
+    run(then)

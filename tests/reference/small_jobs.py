@@ -1,0 +1,63 @@
+"""Jobs that take a second: a little text, a tiny model, real processes."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from atoll.reference.data import Text
+from atoll.reference.job_settings import JobSettings
+from atoll.reference.live_view import LiveView
+
+WORDS = ("island", "learner", "syncer", "fragment", "anchor", "report", "round", "quorum", "merge", "publish", "adopt")
+
+
+def small_text(folder: Path, documents: int = 40, words: int = 400) -> Path:
+    """A folder of text, the same every time."""
+    folder.mkdir()
+    draw = Random(7)
+    for number in range(documents):
+        text = " ".join(draw.choice(WORDS) for _ in range(words))
+        (folder / f"{number:02d}.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+def small_settings(data: Path, **changes: Any) -> JobSettings:
+    values: dict[str, Any] = {
+        "learners": 2,
+        "model": "100k",
+        "context": 16,
+        "batch": 2,
+        "tokens": 2 * 2 * 16 * 40,
+        "eval_tokens": 256,
+        "data": str(data),
+        "every_steps": 8,
+        "fragments": 4,
+        "inner": "adamw",  # Muon turns in bf16, which makes a last bit a large one: too coarse for a reference
+        "lr": 3e-3,
+    }
+    return JobSettings(**{**values, **changes})
+
+
+def silent_view() -> tuple[LiveView, io.StringIO]:
+    stream = io.StringIO()
+    return LiveView(stream, every_s=0.0), stream
+
+
+def corpus_of(settings: JobSettings) -> Text:
+    return Text.load(settings.data)
+
+
+def processes_of(run: Path) -> list[int]:
+    """Processes that write into this run's logs, by what the system says of them."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.readlink(f"/proc/{pid}/fd/2").startswith(str(run / "logs")):
+                found.append(int(pid))
+        except OSError:  # it ended, or is not ours
+            continue
+    return sorted(found)

@@ -1,0 +1,134 @@
+"""The live view: what it shows of a status, on a terminal and without one."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from atoll.reference.live_view import GoodputMeter, LiveView, Watched, picture, plain_line
+
+STATUS = {
+    "stage": "running",
+    "merges": 1234,
+    "progress": 0.43,
+    "alive": 2,
+    "asked": 2,
+    "merged": 1,
+    "quorum": 1,
+    "contributions_per_merge": 1.9,
+    "learners": [
+        {"learner": 1, "incarnation": 1, "standing": "live", "step": 410, "loss": 2.31, "tokens_per_s": 4120.4},
+        {"learner": 2, "incarnation": 2, "standing": "joining", "step": 0, "link": "up"},
+        {"learner": 3, "incarnation": 1, "standing": "away", "step": 300, "loss": 2.4, "link": "down"},
+    ],
+}
+
+
+def watched(**changes):
+    values = {"elapsed_s": 52.0, "goodput": 0.971, "down": {3: "killed on purpose"}, "news": ["learner 3 was killed"]}
+    return Watched("decoupled, 4 islands", 4, **{**values, **changes})
+
+
+def drawn(status, seen, width=100):
+    stream = io.StringIO()
+    Console(file=stream, width=width, highlight=False).print(picture(status, seen))
+    return stream.getvalue()
+
+
+def row(text, learner):
+    return next(line.split() for line in text.splitlines() if line.split()[:1] == [str(learner)])
+
+
+def test_the_picture_has_a_line_per_island():
+    text = drawn(STATUS, watched())
+    assert row(text, 1)[:4] == ["1", "training", "410", "4,120"]
+    assert row(text, 2)[1] == "joining"
+    assert "start 2" in text
+    assert row(text, 3)[1:3] == ["down", "300"]
+    assert "killed on purpose" in text
+    assert row(text, 4) == ["4", "starting"]
+
+
+def test_the_picture_shows_quorum_merges_goodput_and_news():
+    text = drawn(STATUS, watched())
+    for part in ("merges 1,234", "alive 2, asked 2, merged 1", "quorum 1", "goodput 97.1 %", "43 %", "to go"):
+        assert part in text
+    assert text.rstrip().endswith("learner 3 was killed")
+
+
+@pytest.mark.parametrize("width", [20, 80, 200])
+@pytest.mark.parametrize("status", [{}, {"learners": []}, {"learners": [{"learner": 7}]}, STATUS])
+def test_any_status_can_be_drawn_at_any_width(status, width):
+    assert drawn(status, watched(), width)
+    assert plain_line(status, watched())
+
+
+def test_the_plain_line_is_one_line():
+    line = plain_line(STATUS, watched())
+    assert line == (
+        "0:52   43 % | 1: step 410 loss 2.31 | 2: joining | 3: down | 4: starting | 1,234 merges | goodput 97 %"
+    )
+    assert " | 1 merge | " in plain_line({**STATUS, "merges": 1}, watched())
+
+
+def test_many_islands_are_summed_up_in_the_plain_line():
+    status = {
+        "progress": 0.5,
+        "learners": [{"learner": n, "standing": "live", "step": n, "loss": 2.0} for n in range(1, 65)],
+    }
+    line = plain_line(status, Watched("", 64, down={64: "killed"}))
+    assert line == "0:00   50 % | 63 training, 1 down, loss 2.00, step 1 to 63"
+
+
+def test_without_a_terminal_lines_come_now_and_then_and_news_at_once():
+    stream = io.StringIO()
+    seen = watched()
+    with LiveView(stream, every_s=5.0) as view:
+        for now in (0.0, 1.0, 4.9, 5.0, 6.0):
+            if now == 1.0:
+                seen.news.append("learner 3 is started again")
+            view.show(STATUS, seen, now)
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == seen.title
+    assert [line[:12] for line in lines[1:]] == ["learner 3 wa", "0:52   43 % ", "learner 3 is", "0:52   43 % "]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_on_a_terminal_it_draws_in_place():
+    stream = Terminal()
+    with LiveView(stream) as view:
+        view.show(STATUS, watched())
+        view.show(STATUS, watched())
+    text = stream.getvalue()
+    assert "training" in text
+    assert "\x1b[" in text
+
+
+def test_goodput_is_time_in_training_over_time_that_was_there():
+    meter = GoodputMeter(learners=4)
+    assert meter.look(0.0, 0) is None
+    assert meter.look(10.0, 4) is None  # it begins here
+    assert meter.look(20.0, 3) == 1.0
+    assert meter.look(30.0, 4) == pytest.approx(0.875)
+    assert meter.look(50.0, 0) == pytest.approx(0.9375)
+
+
+def test_a_view_that_shows_a_second_run_tells_its_title_and_all_its_news():
+    stream = io.StringIO()
+    view = LiveView(stream)
+    for title, news in (("first", ["one", "two"]), ("second", ["three"])):
+        with view:
+            view.show({}, Watched(title, 1, news=news))
+    assert [line for line in stream.getvalue().splitlines() if "0:00" not in line] == [
+        "first",
+        "one",
+        "two",
+        "second",
+        "three",
+    ]

@@ -1,0 +1,53 @@
+"""A run of `atoll train --shards` takes snapshots as any other, and a new run starts from one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from atoll.checkpoint.published import published_tensors
+from atoll.checkpoint.restore import find_source, restore
+from atoll.cli.main import main
+from atoll.store.atomic import read_file, read_tensor_file
+from atoll.store.snapshots import list_snapshots, version_of_snapshot
+from tests.cli.test_train import assert_tapes_are_sound, small
+from tests.reference.small_jobs import small_text
+
+STEP = 2 * 16
+TOKENS = 2 * 150 * STEP
+
+
+@pytest.mark.long
+def test_a_snapshot_of_a_run_with_shards_is_restored_into_a_new_one(tmp_path, capsys):
+    text, run, new = small_text(tmp_path / "text"), tmp_path / "run", tmp_path / "new"
+    words = small(text, "--learners", "2", "--tokens", str(TOKENS), "--kill", "none", "--snapshot-every", "16")
+    assert main(["train", "--out", str(run), *words, "--shards", "2", "--json"]) == 0
+    capsys.readouterr()
+    newest = list_snapshots(run)[-1]
+    assert newest.record is not None
+    assert [learner for learner, _ in newest.record.parts] == [1, 2]
+
+    # The values of the cut, to the last bit, at shards of the new run.
+    source = find_source(str(run))
+    restore(source, tmp_path / "bare", source.settings, "bare-1", lambda _: None)
+    found, plan = published_tensors(tmp_path / "bare"), source.kept.plan
+    assert plan is not None
+    for p in range(len(plan.fragments)):
+        _, tensors = read_tensor_file(read_file(version_of_snapshot(run, newest.number, p)))
+        for piece, begin, end in plan.spans(p):
+            rows = found[piece.tensor].reshape(plan.by_name[piece.tensor].shape)[piece.start : piece.stop]
+            assert torch.equal(rows.flatten(), tensors["published"][begin:end])
+    assert sorted(path.name for path in (tmp_path / "bare" / "shards").iterdir()) == ["0", "1"]
+    assert list((tmp_path / "bare" / "store" / "fragments").iterdir()) == []
+
+    # And it trains on from there.
+    assert main(["train", "--out", str(new), "--restore", str(run), "--tokens", str(2 * TOKENS), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    first = report["islands"][0]["inner_state"][0]
+    assert first.endswith(f"saved in snapshot {newest.number}") or first.startswith("inner state from learner")
+    assert report["steps"] * STEP < report["tokens"]["trained"] - 8 * STEP, "tokens of the snapshot were trained again"
+    assert_tapes_are_sound(new)
+    assert main(["replay", str(new)]) == 0
+    assert "the same to the last bit" in capsys.readouterr().out

@@ -1,0 +1,96 @@
+"""A model, data and runs so small that a test trains them in milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atoll.core.types import RunConfig
+from atoll.reference.executor import Execution, StepInfo, Trainee, initial_values
+from atoll.reference.lockstep import PATIENT
+from atoll.reference.models import GPT, GPTConfig, build, inner_optimizer
+from atoll.tape.format import Actor
+from atoll.tensors.plan import FragmentPlan, make_plan, tensors_of
+from atoll.tensors.settings import Numerics
+
+SHAPE = GPTConfig(layers=2, heads=2, width=16, context=8, vocabulary=32)
+LR = 1e-2
+TOKENS = 16
+
+EXACT = Numerics(merge="average", outer="nesterov", outer_lr=0.7, outer_momentum=0.9, up="f32", down="f32")
+"""Nothing is rounded on its way."""
+
+
+def batch(learner: int, step: int) -> tuple[Tensor, Tensor]:
+    """The data of a learner: any numbers, the same each time."""
+    generator = torch.Generator().manual_seed(1000 * learner + step)
+    window = torch.randint(0, SHAPE.vocabulary, (2, SHAPE.context + 1), generator=generator)
+    return window[:, :-1], window[:, 1:]
+
+
+def new_model() -> GPT:
+    return build(SHAPE, seed=7)
+
+
+def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return inner_optimizer(model, "adamw", LR)
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, learner: int, step: int) -> float:
+    """`step` counts from 0."""
+    x, y = batch(learner, step)
+    loss: Tensor = model(x, y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def trainee(actor: Actor, data_of: Callable[[int], int] = lambda learner: learner) -> Trainee:
+    model = new_model()
+    optimizer = new_optimizer(model)
+
+    def take_step(info: StepInfo) -> float:
+        return train_step(model, optimizer, data_of(actor.learner), info.step)
+
+    return Trainee(model, optimizer, take_step)
+
+
+def tiny_plan(fragments: int, how: str = "balanced") -> FragmentPlan:
+    return make_plan(tensors_of(new_model()), fragments, how)
+
+
+def lockstep_config(plan: FragmentPlan, learners: int, every: int, **more: Any) -> RunConfig:
+    fragments = len(plan.fragments)
+    return RunConfig(
+        fragments=fragments, every_steps=every, quorum=learners, rounds_in_flight=fragments, limits=PATIENT, **more
+    )
+
+
+def execute(
+    config: RunConfig,
+    numerics: Numerics,
+    plan: FragmentPlan,
+    kind: type[Execution] = Execution,
+    make: Callable[[Actor], Trainee] = trainee,
+    **more: Any,
+) -> Execution:
+    return kind(config, numerics, plan, initial_values(new_model(), plan), make, **more)
+
+
+def tokens_of(learners: int) -> Mapping[int, int]:
+    return dict.fromkeys(range(1, learners + 1), TOKENS)
+
+
+def same_bits(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
+    """Equal to the last bit, signs of zeros included."""
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(ours[n].view(torch.int32), theirs[n].view(torch.int32)) for n in ours
+    )
+
+
+def largest_difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+    return max((ours[n] - theirs[n]).abs().max().item() for n in ours)

@@ -1,0 +1,47 @@
+"""A learner that is written by hand, in a run of these tests."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import aiohttp
+
+from atoll.chaos import stranger
+from atoll.tensors.plan import FragmentPlan, make_plan, tensors_of
+from atoll.transport.tls import ClientTls
+from tests.learner.runs import LIMIT_S, Run
+from tests.learner.small_models import work
+
+
+def plan_of(run: Run) -> FragmentPlan:
+    """Of the `plain` model, which is that of most runs."""
+    return make_plan(tensors_of(work("plain").model), run.settings.config.fragments, run.settings.numerics.plan)
+
+
+class Stranger(stranger.Stranger):
+    """`async with`. Its model is the `plain` one of the runs."""
+
+    def __init__(
+        self, run: Run, learner: int, incarnation: int = 1, session: int = 1, keys: Path | None = None
+    ) -> None:
+        tls = ClientTls(keys).context() if keys is not None else None
+        super().__init__(run.address, run.settings, plan_of(run), learner, incarnation, session, run.token, tls)
+
+    def connections(self) -> aiohttp.ClientSession:
+        self._others = _watched()
+        return super().connections()
+
+    async def let_go(self) -> None:
+        """Until its own connections are gone: those with TLS say goodbye to each other first."""
+        await super().let_go()
+        async with asyncio.timeout(LIMIT_S):
+            while _watched() > self._others:
+                turn = asyncio.Event()
+                asyncio.get_running_loop().call_later(0.01, turn.set)
+                await turn.wait()
+
+
+def _watched() -> int:
+    """Connections of this loop, and its own pipe."""
+    return len(asyncio.get_running_loop()._selector.get_map())  # type: ignore[attr-defined]

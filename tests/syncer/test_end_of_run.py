@@ -1,0 +1,109 @@
+"""The end of a run reaches learners that were away; a learner that no syncer answers does not train for ever."""
+
+from __future__ import annotations
+
+import math
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import atoll
+from atoll.chaos.relay import relay_to
+from atoll.checkpoint.published import learners_without_end
+from atoll.reference.job_settings import CONFIG, JobSettings
+from tests.learner.in_process import learner_of, train
+from tests.learner.runs import Child, LearnerSpec, Run, endless
+from tests.learner.small_models import values, work
+
+
+@contextmanager
+def stopped_at_the_end(run: Run) -> Iterator[Child]:
+    """A learner that was stopped (SIGSTOP) before the end of the run, which another one has received."""
+    with relay_to(run.address) as relay:
+        (one,) = run.joined(1)
+        two = run.start(2, relay.address)
+        two.hear("joined")
+        run.go(one, two)
+        run.until(run.merges(3), "the run is under way")
+        two.send(signal.SIGSTOP)
+        relay.reset()  # at once what a silence of many seconds leads to
+        run.until(run.learner(2, standing="away"), "learner 2 is away")
+        run.end()
+        assert one.hear("ended")["finished"]
+        assert one.ended() == 0
+        yield two
+
+
+def test_learner_stopped_when_the_run_ends_receives_the_end_when_it_continues(tmp_path):
+    with Run(tmp_path, endless(), serve_end_s=3600.0) as run, stopped_at_the_end(run) as two:
+        run.until(lambda _: run.log_lines(run.syncer, "did not receive its end may come back: 2;"), "it is served")
+        assert (tmp_path / "published.safetensors").exists(), "the model waits for a learner that may never return"
+        two.send(signal.SIGCONT)
+        run.assert_same(run.finish(two), 1, 2)
+        run.assert_clean()
+
+
+def test_syncer_stops_serving_the_end_after_the_time_given_and_on_ctrl_c(tmp_path):
+    with Run(tmp_path, endless(), serve_end_s=0.1) as run, stopped_at_the_end(run):
+        assert run.syncer.hear("ended") is True
+        run.serve_end_s = 3600.0
+        again = run.start_syncer()
+        again.send(signal.SIGINT)
+        assert again.hear("ended") is True
+
+
+def test_resume_on_a_finished_run_serves_the_end_until_every_learner_has_received_it(tmp_path):
+    settings = JobSettings()
+    with Run(tmp_path, endless(), extra=settings.to_json()) as run, stopped_at_the_end(run) as two:
+        settings.save(tmp_path / CONFIG)
+        assert run.syncer.hear("ended") is True
+        assert run.syncer.ended() == 0
+        two.send(signal.SIGCONT)
+        port = run.address.rpartition(":")[2]
+        resume = ["syncer", "--out", str(tmp_path), "--resume", "--port", port]
+        again = subprocess.run([sys.executable, "-m", "atoll", *resume], capture_output=True, text=True, timeout=300.0)
+        assert again.returncode == 0, again.stderr
+        assert "its end has not reached learners 2." in again.stdout
+        assert two.hear("ended")["finished"]
+        assert two.ended() == 0
+        assert learners_without_end(tmp_path) == [], "another --resume would wait for nobody"
+
+
+def test_learner_without_a_syncer_raises_after_away_timeout_s_and_keeps_model_and_tape(tmp_path):
+    job = work()
+    with Run(tmp_path, endless()) as run:
+        with learner_of(run, job, 1, away_timeout_s=0.2) as learner:
+            train(learner, job, 10)
+            run.syncer.kill()
+            with pytest.raises(atoll.SyncerUnreachable, match=r"since \d{4}-.* away_timeout_s = 0\.2: .*--resume"):
+                train(learner, job, 10**9)
+        job.step(0)
+        assert all(bool(torch.isfinite(value).all()) for value in values(job.model).values())
+        run.verdict()
+
+
+def test_paused_learner_without_a_syncer_raises_after_away_timeout_s(tmp_path):
+    with Run(tmp_path, endless()) as run:
+        (one,) = run.joined(LearnerSpec(1, away_timeout_s=0.2))
+        run.go(one)
+        assert run.ask("POST", "/v1/control", b'{"what": "pause", "value": null, "who": "test"}')[0] == 200
+        run.until(run.learner(1, reason="stands still: the run is paused"), "learner 1 stands still")
+        run.syncer.kill()
+        assert one.hear("failed")[0] == "SyncerUnreachable"
+
+
+def test_away_timeout_s_that_is_no_time_is_refused(monkeypatch):
+    job = work()
+    for wrong in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="away_timeout_s is how long to train without a syncer"):
+            atoll.Learner(job.model, job.optimizer, "127.0.0.1:1", away_timeout_s=wrong)
+    monkeypatch.setenv("ATOLL_AWAY_TIMEOUT_S", "soon")
+    with pytest.raises(ValueError, match=r"ATOLL_AWAY_TIMEOUT_S is how long .*; it says 'soon'"):
+        atoll.Learner(job.model, job.optimizer, "127.0.0.1:1")
+    monkeypatch.setenv("ATOLL_AWAY_TIMEOUT_S", "inf")
+    atoll.Learner(job.model, job.optimizer, "127.0.0.1:1")

@@ -1,0 +1,534 @@
+"""Large payloads in slices: what is missing, how fast and how wide they go, and that they go on after a break."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.chaos.relay import relay_to
+from atoll.core.protocol import Pull, StreamsChanged
+from atoll.core.types import RoundId
+from atoll.learner.api import Learner
+from atoll.syncer.memory_limit import MemoryGate
+from atoll.syncer.partial_uploads import ArrivalKey, Arrivals
+from atoll.tensors.settings import Numerics
+from atoll.transport.buffers import ByteBuffers
+from atoll.transport.byte_ranges import Spans
+from atoll.transport.pacing import BURST_S, FIRST_SLICE, MOST_STREAMS, PATIENCE, Direction, Pace, Streams, check_streams
+from atoll.transport.rates import rate_of
+from atoll.transport.streaming_buffer import Growing
+from atoll.transport.wire import Kind, SliceHeader, WireError, frame_head
+from tests.learner.runs import LearnerSpec, Run, endless
+from tests.learner.small_models import work
+from tests.syncer.stranger import Stranger
+
+# --------------------------------------------------------------------------------------------------------------------
+# What is missing
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 40), st.integers(0, 40)), max_size=30), st.integers(1, 9))
+def test_spans_are_a_set_of_bytes(steps, most):
+    spans, known = Spans(), set()
+    for adds, begin, end in steps:
+        if adds:
+            spans.add(begin, end)
+            known |= set(range(begin, end))
+        else:
+            spans.remove(begin, end)
+            known -= set(range(begin, end))
+        listed = list(spans)
+        assert {byte for b, e in listed for byte in range(b, e)} == known
+        assert all(b < e for b, e in listed)
+        assert all(one[1] < other[0] for one, other in itertools.pairwise(listed)), "neighbours are joined"
+        assert spans.bytes == len(known)
+        assert spans.holds(begin, end) is (begin < end and set(range(begin, end)) <= known) or begin >= end
+    taken: list[int] = []
+    while (span := spans.take(most)) is not None:
+        assert span[1] - span[0] <= most
+        taken += range(*span)
+    assert taken == sorted(known)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# How fast
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s"),
+    [("2gbit", 2.5e8), ("500 Mbit", 6.25e7), ("10MB/s", 1e7), ("1e3kbit/s", 1.25e5), ("8bit", 1.0), (".5GB/s", 5e8)],
+)
+def test_rates_are_read(text, bytes_per_s):
+    assert rate_of(text) == bytes_per_s
+
+
+@pytest.mark.parametrize("text", ["", "2", "fast", "-1gbit", "0gbit", "1e999bit", "2 gbits", "nan bit"])
+def test_what_is_no_rate_is_refused_with_an_example(text):
+    with pytest.raises(ValueError, match="as 2gbit, 500mbit or 10MB/s"):
+        rate_of(text)
+
+
+def test_a_pace_is_kept_and_standing_still_saves_up_no_more_than_a_burst():
+    now = [100.0]
+    pace = Pace(1000.0, clock=lambda: now[0])
+    for _ in range(50):
+        now[0] += pace.let_through(100)
+    assert now[0] - 100.0 == pytest.approx(5.0, abs=2 * BURST_S)
+    now[0] += 3600.0
+    assert pace.let_through(1000) == pytest.approx(1.0 - BURST_S)
+    assert Pace(None).let_through(10**12) == 0.0
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# How wide
+
+
+def settled(carries: Any, noise: float = 0.05, transfers: int = 200) -> list[int]:
+    """The widths of the last transfers over a link on which so many streams carry so many bytes per second."""
+    streams, draw, seen = Streams("up"), random.Random(7), []
+    for _ in range(transfers):
+        seen.append(streams.width)
+        streams.note(10**8, 10**8 / (carries(streams.width) * draw.uniform(1 - noise, 1 + noise)))
+    return seen[transfers // 2 :]
+
+
+def usual(widths: list[int]) -> int:
+    return max(set(widths), key=widths.count)
+
+
+def test_a_long_link_is_filled_with_as_many_streams_as_it_takes():
+    widths = settled(lambda width: min(10e6 * width, 70e6))
+    assert usual(widths) == 8
+    assert widths.count(8) > 0.8 * len(widths)
+
+
+def test_a_short_link_keeps_one_stream():
+    widths = settled(lambda width: 70e6)
+    assert widths.count(1) >= (1 - 2 / PATIENCE) * len(widths)
+
+
+def test_where_more_streams_are_worse_they_are_not_kept():
+    assert usual(settled(lambda width: 70e6 / width)) == 1
+
+
+def test_there_is_a_most():
+    assert max(settled(lambda width: 10e6 * width)) == MOST_STREAMS
+
+
+def test_a_link_that_becomes_short_loses_its_streams():
+    streams = Streams("up")
+    for _ in range(50):
+        streams.note(10**8, 10**8 / (10e6 * streams.width))
+    assert streams.width == MOST_STREAMS
+    for _ in range(400):
+        streams.note(10**8, 1.0)
+    assert streams.width <= 2
+
+
+def test_a_change_is_told_when_it_is_kept_with_what_was_carried():
+    streams = Streams("down")
+    told: list[StreamsChanged] = []
+    streams.on_change = told.append
+    for _ in range(50):
+        streams.note(10**8, 10**8 / min(10e6 * streams.width, 20e6))
+    assert told == [StreamsChanged("down", 1, 2, 10e6, 20e6)], "what was only tried is not told"
+    for _ in range(100):
+        streams.note(10**8, 10.0)
+    assert told[1:] == [StreamsChanged("down", 2, 1, 10e6, 10e6)]
+
+
+@pytest.mark.parametrize("width", [1, 3, 16])
+def test_who_wants_so_many_streams_gets_them_whatever_they_carry(width):
+    streams = Streams("up", width)
+    told: list[StreamsChanged] = []
+    streams.on_change = told.append
+    for _ in range(100):
+        streams.note(10**8, 10**8 / (10e6 * streams.width))
+        assert streams.width == width
+    assert told == []
+    assert streams.bytes_per_s == 10e6 * width
+
+
+@pytest.mark.parametrize("wanted", [0, 17, -1, 2.0, True, "4"])
+def test_what_is_no_number_of_streams_is_refused(wanted):
+    with pytest.raises(ValueError, match="give a number of connections from 1 to 16"):
+        check_streams(wanted)
+
+
+def test_a_learner_hands_on_how_many_streams_are_wanted():
+    job = work()
+    bulk = Learner(job.model, job.optimizer, "127.0.0.1:7400", streams=3)._background._bulk
+    assert (bulk.up.streams.width, bulk.down.streams.width) == (3, 3)
+    with pytest.raises(ValueError, match="streams is 17"):
+        Learner(job.model, job.optimizer, "127.0.0.1:7400", streams=17)
+
+
+def test_small_transfers_say_nothing():
+    streams = Streams("up")
+    for _ in range(100):
+        streams.note(1000, 0.001 / streams.width)
+    assert streams.width == 1
+
+
+def test_what_fails_is_missing_again_and_nothing_else():
+    moved: list[tuple[int, int]] = []
+
+    async def move(begin: int, end: int) -> None:
+        await asyncio.to_thread(int)  # the others have their turn
+        if begin <= 10 * 2**20 < end:
+            raise ConnectionError("broken")
+        moved.append((begin, end))
+
+    direction, missing = Direction(None, "up"), Spans([(0, 40 * 2**20)])
+    direction.streams.width = 3
+    with pytest.raises(ConnectionError, match="broken"):
+        asyncio.run(direction.carry(missing, move))
+    for begin, end in moved:
+        assert not any(b < end and begin < e for b, e in missing)
+    assert missing.bytes + sum(end - begin for begin, end in moved) == 40 * 2**20
+    assert missing.holds(10 * 2**20, 10 * 2**20 + 1)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Sent while they are still written
+
+
+def test_bytes_are_sent_while_later_ones_are_written_and_waiting_for_them_is_not_the_links_time():
+    size, first = 3 * FIRST_SLICE + 5, FIRST_SLICE + 1000
+    moved: list[tuple[int, int]] = []
+    sent = threading.Event()
+
+    def write(growing: Growing) -> None:
+        growing.begins(torch.zeros(size, dtype=torch.uint8))
+        growing.written([(0, 10), (500, first)])  # as scales and integers are: with a gap
+        if sent.wait(300):
+            growing.written([(10, 500), (first, size)])
+            growing.ended(None)
+        else:
+            growing.ended(AssertionError("what is written waits for what is not"))
+
+    async def move(begin: int, end: int) -> None:
+        moved.append((begin, end))
+        sent.set()
+
+    async def scene() -> Direction:
+        direction = Direction(None, "up")
+        growing = Growing(size)
+        writing = asyncio.create_task(asyncio.to_thread(write, growing))
+        await direction.carry(growing.missing, move, growing)
+        await writing
+        return direction
+
+    direction = asyncio.run(scene())
+    assert moved[0] == (500, 500 + FIRST_SLICE), "a whole slice; what is smaller waits until all is written"
+    assert Spans(moved).holds(0, size)
+    assert sum(end - begin for begin, end in moved) == size
+    assert direction.idle_s > 0
+
+
+def test_what_goes_wrong_with_the_writer_is_raised_where_bytes_are_sent():
+    async def move(begin: int, end: int) -> None:
+        raise AssertionError("nothing was written")
+
+    async def scene() -> None:
+        growing = Growing(2 * FIRST_SLICE)
+        direction = Direction(None, "up", streams=3)
+        asyncio.get_running_loop().call_later(0.01, growing.ended, MemoryError("no room"))
+        await direction.carry(growing.missing, move, growing)
+
+    with pytest.raises(MemoryError, match="no room"):
+        asyncio.run(scene())
+
+
+def test_a_transfer_that_moves_is_not_idle_though_another_one_waits():
+    """Of two that share a link one is still encoded: what the other one takes is the link's time."""
+
+    async def scene() -> float:
+        direction = Direction(None, "up")
+        growing, other = Growing(2 * FIRST_SLICE), Spans([(0, 10)])
+        turn = asyncio.Event()
+
+        async def slowly(begin: int, end: int) -> None:
+            growing.ended(None)
+            await turn.wait()
+
+        async def nothing(begin: int, end: int) -> None: ...
+
+        moving = asyncio.create_task(direction.carry(other, slowly))
+        waiting = asyncio.create_task(direction.carry(growing.missing, nothing, growing))
+        await waiting
+        idle_s = direction.idle_s
+        turn.set()
+        await moving
+        return idle_s
+
+    assert asyncio.run(scene()) == 0
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Put together at the syncer
+
+
+def key(learner: int = 1, fragment: int = 0, attempt: int = 1, incarnation: int = 1) -> ArrivalKey:
+    return ArrivalKey(learner, incarnation, RoundId(fragment, 3, 1, attempt))
+
+
+@pytest.fixture
+def arrivals(tmp_path):
+    return Arrivals(tmp_path, ByteBuffers(), MemoryGate(100))
+
+
+def bring(arrivals: Arrivals, of: ArrivalKey, begin: int, end: int, size: int) -> None:
+    claim = arrivals.claim(of, begin, end, size)
+    assert claim is not None
+    claim.memory[:] = bytes(range(begin, end))
+    arrivals.arrived(claim)
+
+
+def in_loop(scene: Any) -> Any:
+    async def run() -> Any:
+        return scene()
+
+    return asyncio.run(run())
+
+
+def test_a_contribution_has_one_size(arrivals):
+    """A second one, in another codec, would be written beyond the memory of the first."""
+
+    def scene() -> None:
+        bring(arrivals, key(), 0, 10, 20)
+        for size in (10, 40):
+            for ask in (
+                lambda size=size: arrivals.claim(key(), 5, size, size),
+                lambda size=size: arrivals.missing(key(), size),
+                lambda size=size: arrivals.take(key(), size),
+            ):
+                with pytest.raises(WireError, match=f"{size} bytes of a contribution that was begun with 20"):
+                    ask()
+        assert arrivals.missing(key(), 20) == [(10, 20)]
+        arrivals.close()
+
+    in_loop(scene)
+
+
+@pytest.mark.parametrize("size", [80, 200], ids=["in memory", "in a file"])
+def test_slices_in_any_order_become_the_whole(arrivals, size):
+    def scene() -> None:
+        other = arrivals.claim(key(learner=2), 0, 1, 60)  # leaves no room for the large one
+        assert other is not None
+        bring(arrivals, key(), 50, size, size)
+        assert arrivals.missing(key(), size) == [(0, 50)]
+        assert arrivals.take(key(), size) is None
+        bring(arrivals, key(), 0, 50, size)
+        whole = arrivals.take(key(), size)
+        assert bytes(whole.data.numpy()) == bytes(range(size))
+        assert (whole.held_bytes > 0) is (size <= 100 - 60)
+        arrivals.give_back(whole)
+        arrivals.close()
+
+    in_loop(scene)
+
+
+def test_a_slice_that_is_brought_again_replaces_the_one_on_its_way_and_never_what_has_arrived(arrivals):
+    def scene() -> None:
+        first = arrivals.claim(key(), 0, 10, 30)
+        second = arrivals.claim(key(), 5, 15, 30)
+        assert (first.is_wanted, second.is_wanted) == (False, True)
+        arrivals.arrived(second)
+        assert arrivals.claim(key(), 5, 15, 30) is None
+        assert arrivals.claim(key(), 14, 16, 30) is None, "bytes of it are here, and must stay as they are"
+        arrivals.close()
+
+    in_loop(scene)
+
+
+def test_what_is_begun_and_left_is_forgotten(arrivals):
+    def scene() -> None:
+        arrivals.claim(key(attempt=1), 0, 10, 30)
+        newer = arrivals.claim(key(attempt=2), 0, 10, 30)
+        assert arrivals.missing(key(attempt=1), 30) == [(0, 30)]
+        for fragment in range(1, 100):
+            arrivals.claim(key(fragment=fragment), 0, 10, 30)
+        assert newer.is_wanted, "one who leaves brings all fragments at once"
+        arrivals.claim(key(incarnation=2), 0, 10, 30)
+        assert len(arrivals._begun) == 1, "what an older incarnation began never comes"
+        arrivals.close()
+        assert arrivals._gate.held_bytes == 0
+
+    in_loop(scene)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Real processes
+
+
+def wide(run: Run, number: int, address: str | None = None, planted: str = "small-slices") -> Any:
+    return run.start(LearnerSpec(number, "wide", pace_s=0.01, planted=planted), *([address] if address else []))
+
+
+def test_a_run_in_slices_is_the_same_run(tmp_path):
+    with Run(tmp_path, endless(fragments=2, every_steps=8), Numerics(plan="rows")) as run:
+        learners = [wide(run, 1), run.start(LearnerSpec(2, "wide", pace_s=0.01))]
+        for learner in learners:
+            learner.hear("joined")
+        run.go(*learners)
+        run.until(run.merges(6), "merges")
+        run.end()
+        run.assert_same(run.finish(*learners), 1, 2)
+        run.assert_clean()
+
+
+CONTRIBUTION = 988_008  # of the wide model, as bf16
+
+
+def breaks_in_the_middle(directory: Any, bug: str = "") -> int:
+    """No connection lives for more than 0.6 of a contribution. Merges until the fourth has broken, or the first."""
+    with (
+        Run(directory, endless(fragments=1, every_steps=4), Numerics(plan="rows"), planted=bug) as run,
+        relay_to(run.address) as relay,
+    ):
+        far = wide(run, 1, relay.address)
+        far.hear("joined")
+        relay.break_after(0.6 * CONTRIBUTION)
+        far.order("go")
+        run.until(lambda status: relay.broken >= 4 or status["merges"], "connections break")
+        merges: int = run.status()["merges"]
+        assert relay.broken >= 1
+        assert run.log_lines(far, "the link closed") == [], "messages went on"
+        far.order("break")
+        return merges
+
+
+def test_a_contribution_goes_on_where_its_connection_was_lost(tmp_path):
+    assert breaks_in_the_middle(tmp_path / "resumed") >= 1
+    assert breaks_in_the_middle(tmp_path / "bug", "forgotten-slices") == 0
+
+
+def test_a_fragment_goes_on_where_its_connection_was_lost(tmp_path):
+    """A learner joins over a link on which no connection lives for as long as its fragment of 2 MB takes."""
+    with (
+        Run(tmp_path, endless(fragments=1, every_steps=8), Numerics(plan="rows")) as run,
+        relay_to(run.address) as relay,
+    ):
+        near = wide(run, 1)
+        near.hear("joined")
+        relay.break_after(0.8 * CONTRIBUTION)
+        far = wide(run, 2, relay.address)
+        far.hear("joined")
+        assert relay.broken >= 2
+        relay.break_after(None)
+        run.go(near, far)
+        run.until(run.merges(2), "merges")
+        run.end()
+        run.assert_same(run.finish(near, far), 1, 2)
+        run.assert_clean()
+
+
+def test_a_long_link_gets_more_streams_by_itself(tmp_path):
+    """The relay holds a quarter of a MB per connection: with a delay, one connection carries little."""
+    with (
+        Run(tmp_path, endless(fragments=1, every_steps=4), Numerics(plan="rows", up="f32")) as run,
+        relay_to(run.address) as relay,
+    ):
+        far = wide(run, 1, relay.address, "small-slices telling")
+        far.hear("joined")
+        relay.delay(0.05)
+        far.order("go")
+        run.until(
+            lambda _: run.log_lines(far, "values go up over 4 connections"), "more streams are found to carry more"
+        )
+        relay.delay(0.0)
+        run.end()
+        run.finish(far)
+
+
+def test_a_link_that_gets_thin_has_coarser_values_and_one_that_is_wide_again_finer_ones(tmp_path):
+    with (
+        Run(tmp_path, endless(fragments=1, every_steps=4), Numerics(plan="rows")) as run,
+        relay_to(run.address) as relay,
+    ):
+        far = wide(run, 1, relay.address, "telling")
+        far.hear("joined")
+        relay.thin(1e6)
+        far.order("go")
+        up, down = "contributions go in int", "updates go in int"
+        run.until(lambda _: run.log_lines(far, up), "contributions are coarser")
+        run.until(lambda _: run.log_lines(run.syncer, down), "updates are coarser")
+        relay.thin(None)
+        up, down = "contributions go in bf16 from here on", "updates go in bf16 from here on"
+        run.until(lambda _: run.log_lines(far, up), "contributions are fine again")
+        run.until(lambda _: run.log_lines(run.syncer, down), "updates are fine again")
+        run.end()
+        run.assert_same(run.finish(far), 1)
+
+
+def test_a_bounded_rate_is_kept(tmp_path):
+    with (
+        Run(tmp_path, endless(fragments=1, every_steps=1), Numerics(plan="rows")) as run,
+        relay_to(run.address) as relay,
+    ):
+        far = run.start(LearnerSpec(1, "wide", pace_s=0.001, max_rate="16mbit"), relay.address)
+        far.hear("joined")
+        began, before = time.monotonic(), relay.counts()
+        far.order("go")
+        run.until(run.merges(3), "merges")
+        took_s, after = time.monotonic() - began, relay.counts()
+        assert after.up_bytes - before.up_bytes > 2 * CONTRIBUTION
+        assert after.up_bytes - before.up_bytes < 2e6 * took_s + 200_000
+        assert (
+            after.down_bytes - before.down_bytes < 2e6 * took_s + 1_500_000
+        )  # what sockets hold has come, not been read
+        far.order("break")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Hostile slices
+
+
+def slice_frame(stranger: Stranger, said: SliceHeader, payload: bytes) -> bytes:
+    header = said.encode()
+    return frame_head(Kind.SLICE, 0, header, payload) + header + payload
+
+
+def test_slices_that_do_not_fit_are_refused_and_what_is_missing_is_told(tmp_path):
+    with Run(tmp_path, endless()) as run:
+        run.joined(1)
+
+        async def scene() -> None:
+            async with Stranger(run, 9) as stranger:
+                await stranger.join()
+                size = len(stranger.values(0).numpy())
+                good = SliceHeader(9, 1, 1, RoundId(0, 0, stranger.epoch, 1), 0, size)
+                wrong = {
+                    "another size": (good._replace(of=size + 1), b"x"),
+                    "beyond the end": (good._replace(begin=size - 1), b"xx"),
+                    "nothing": (good, b""),
+                    "no such fragment": (good._replace(round=RoundId(99, 0, 1, 1)), b"x"),
+                }
+                for name, (said, payload) in wrong.items():
+                    status, told = await stranger.put("/v1/slice", slice_frame(stranger, said, payload))
+                    assert status == 400, (name, told)
+                for other in (good._replace(learner=5), good._replace(session=7), good._replace(incarnation=2)):
+                    status, _ = await stranger.put("/v1/slice", slice_frame(stranger, other, b"x"))
+                    assert status == 409, "there is no such link"
+                frame = bytearray(slice_frame(stranger, good, b"abc"))
+                frame[-1] ^= 1
+                status, told = await stranger.put("/v1/slice", bytes(frame))
+                assert (status, told["code"]) == (400, "digest")
+                assert (await stranger.put("/v1/slice", slice_frame(stranger, good, b"abc")))[0] == 204
+                assert (await stranger.put("/v1/slice", slice_frame(stranger, good, b"abc")))[0] == 204
+                pull = Pull(good.round)
+                status, told = await stranger.put(
+                    "/v1/contribution", stranger.frame(stranger.contribution(pull, 1), b"")
+                )
+                assert (status, told["missing"]) == (202, [[3, size]])
+
+        asyncio.run(scene())

@@ -1,0 +1,461 @@
+"""The syncer as a process, and the parts it is made of: what is served, what waits, what is held, what is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from atoll.core.protocol import Delivered, Envelope, Pong, Published, Resync
+from atoll.core.types import Accepted, Limits, RoundId
+from atoll.store.run_settings import RunSettings
+from atoll.syncer import state_relay as spool_module
+from atoll.syncer.fragment import MOST_OLD, HeldFragment
+from atoll.syncer.learner_connection import MOST_WAITING, SyncerLink
+from atoll.syncer.main import serve_syncer
+from atoll.syncer.memory_limit import MemoryGate
+from atoll.syncer.state_relay import Spool
+from atoll.tensors.codecs import codec
+from atoll.tensors.plan import make_plan, tensors_of
+from atoll.tensors.settings import Numerics
+from atoll.transport.wire import Kind, decode_message, frame_head
+from tests.learner.runs import LIMIT_S, Run, config, endless
+from tests.syncer.stranger import Stranger
+
+# --------------------------------------------------------------------------------------------------------------------
+# The process
+
+
+def test_before_a_model_came_the_syncer_says_that_it_waits_for_one(tmp_path):
+    with Run(tmp_path, extra={"lr": 0.5}) as run:
+        status = run.status()
+        assert (status["stage"], status["founded"], status["merges"]) == ("waiting for a model", False, 0)
+        settings = json.loads(run.ask("GET", "/v1/run")[1])
+        assert (settings["founded"], settings["extra"], settings["protocol"]) == (False, {"lr": 0.5}, 2)
+        assert run.ask("GET", "/v1/link", Connection="Upgrade", Upgrade="websocket")[0] == 409
+        assert run.ask("GET", "/v1/fragment/0/0")[0] == 404
+        assert run.ask("POST", "/v1/finish")[0] == 204
+        assert run.status()["stage"] == "waiting for a model"
+
+
+def test_a_founder_that_dies_half_way_leaves_the_run_to_the_next_one(tmp_path):
+    with Run(tmp_path, config(budget_merges=3)) as run:
+        plan = json.dumps(Stranger(run, 1).plan.to_json()).encode()
+        head = frame_head(Kind.MODEL, 0, b"{}", plan) + b"{}" + plan
+        host, _, port = run.address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=LIMIT_S) as dying:
+            dying.sendall(b"PUT /v1/model HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n" + head)
+        learners = run.joined(1, 2)
+        run.go(*learners)
+        run.assert_same(run.finish(*learners), 1, 2)
+
+
+def test_a_directory_serves_one_syncer_at_a_time(tmp_path):
+    with Run(tmp_path) as run:
+        with pytest.raises(ValueError, match=rf"in use by the process {run.syncer.pid}"):
+            serve_syncer(tmp_path, RunSettings(config()), port=0)
+        assert run.status()["stage"] == "waiting for a model"
+
+
+def test_what_the_directory_says_decides_and_only_the_budget_may_change(tmp_path):
+    with Run(tmp_path, endless(every_steps=4), Numerics(outer_lr=0.25)) as run:
+        (one,) = run.joined(1)
+        run.go(one)
+        run.until(run.merges(3), "the run is under way")
+        run.syncer.kill()
+        run.settings = RunSettings(config(every_steps=7, budget_merges=6), Numerics(outer_lr=0.75))
+        run.start_syncer()
+        told = RunSettings.from_json(json.loads(run.ask("GET", "/v1/run")[1]))
+        assert (told.config.every_steps, told.numerics.outer_lr) == (4, 0.25)
+        assert told.config.budget_merges == 6
+        run.assert_same(run.finish(one), 1)
+        assert run.log_lines(run.syncer, "the budget is reached")
+
+
+def test_a_store_that_was_damaged_is_said_and_nothing_older_is_taken(tmp_path):
+    with Run(tmp_path, endless()) as run:
+        (one,) = run.joined(1)
+        run.go(one)
+        run.until(run.merges(3), "the run is under way")
+        run.syncer.kill()
+        one.expected_to_end = True
+    newest = max((tmp_path / "store" / "fragments" / "000").iterdir())
+    data = bytearray(newest.read_bytes())
+    data[-1] ^= 1
+    newest.write_bytes(data)
+    with pytest.raises(ValueError, match=rf"{newest.name}: the digest is wrong"):
+        serve_syncer(tmp_path, RunSettings(config()), port=0)
+
+
+def test_numbers_are_given_out_once(tmp_path):
+    with Run(tmp_path) as run:
+
+        def join(learner: int | None) -> tuple[int, int]:
+            told = json.loads(run.ask("POST", "/v1/join", json.dumps({"learner": learner}).encode())[1])
+            return told["learner"], told["incarnation"]
+
+        assert [join(None), join(None), join(7), join(7), join(None)] == [(1, 1), (2, 1), (7, 1), (7, 2), (3, 1)]
+
+
+def test_a_finished_run_ends_again_by_itself(tmp_path):
+    """Started once more on a finished directory: who missed the end may come for it; then there is nothing to do."""
+    with Run(tmp_path, config(budget_merges=3, limits=Limits(first_wait_s=0.5))) as run:
+        (one,) = run.joined(1)
+        run.go(one)
+        published = run.finish(one)
+        (tmp_path / "published.safetensors").unlink()
+        run.start_syncer()
+        again = run.finish()
+        assert published.keys() == again.keys()
+        assert all(torch.equal(published[name], again[name]) for name in published)
+        run.assert_clean()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What is served
+
+
+def held_fragment() -> HeldFragment:
+    model = nn.Linear(4, 4)
+    plan = make_plan(tensors_of(model), 1, "balanced")
+    return HeldFragment(plan, 0, Numerics(up="f32", down="f32"), 0, torch.arange(20.0))
+
+
+def merged(held: HeldFragment) -> None:
+    """One more version, up to the moment before it is durable."""
+    round_id = RoundId(0, held.served.version, 1, 1)
+    data = codec("f32").encode(torch.full((20,), 0.5))
+    held.accumulate(round_id, Accepted(1, 1, 1, 1, 16, 16, 0, 256.0), data, "f32")
+    held.merge(round_id, 1)
+
+
+def test_what_is_served_changes_at_the_moment_it_is_durable():
+    held = held_fragment()
+    before = held.served
+    merged(held)
+    assert held.served is before
+    held.now_durable()
+    assert (held.served.version, held.served.base) == (1, 0)
+    assert not torch.equal(held.served.value, before.value)
+
+
+def test_a_version_that_is_being_fetched_stays_as_it_is_however_many_come_after_it():
+    """On a thin link the next two versions come sooner than the last byte of this one."""
+    held = held_fragment()
+    slow = held.hold(0)
+    assert slow is held.served
+    kept = slow.value.clone()
+    for _ in range(4):
+        held.hold(held.served.version)  # somebody quicker
+        merged(held)
+        held.now_durable()
+        held.release(held.served.version - 1)
+    assert torch.equal(slow.value, kept)
+    assert held.served.version == 4
+    assert held.hold(0) is slow
+    held.release(0)
+    held.release(0)
+    assert held.hold(0) is None
+    buffers = set()
+    for _ in range(6):
+        merged(held)
+        held.now_durable()
+        buffers.add(held.served.value.data_ptr())
+    assert len(buffers) == 2, "when nobody is slow two buffers take turns"
+
+
+def test_how_many_old_versions_are_kept_for_the_slow_is_bounded():
+    held = held_fragment()
+    for version in range(MOST_OLD + 3):
+        held.hold(version)
+        merged(held)
+        held.now_durable()
+    assert [version for version in range(MOST_OLD + 4) if held.hold(version) is not None] == [3, 4, 5, 6, 7]
+    held.release(0)  # who was told of it long ago gives up
+    held.release(1)
+
+
+def test_sums_that_differ_from_what_was_sealed_fail_the_merge_and_publish_nothing():
+    held = held_fragment()
+    round_id = RoundId(0, 0, 1, 1)
+    with pytest.raises(AssertionError, match="nothing of"):
+        held.merge(round_id, 1)
+    merged(held)
+    held.discard(round_id)
+    with pytest.raises(AssertionError, match="durable before it was merged"):
+        held_fragment().now_durable()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What waits for a learner
+
+
+class Reader:
+    """The other end of a link: reads when it is told to."""
+
+    def __init__(self) -> None:
+        self.reads = asyncio.Event()
+        self.got: list[Any] = []
+        self.closed_with: tuple[int, bytes] | None = None
+        self.aborted = False
+
+    async def send_bytes(self, data: bytes) -> None:
+        await self.reads.wait()
+        self.got.append(decode_message(data, "syncer").body)
+
+    async def close(self, *, code: int, message: bytes) -> None:
+        self.closed_with = code, message
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def on_a_link(
+    test: Callable[[SyncerLink, Reader], Coroutine[Any, Any, None]], fragments: dict[int, HeldFragment] | None = None
+) -> None:
+    async def whole() -> None:
+        reader = Reader()
+        link = SyncerLink((1, 1, 1), reader, reader, fragments or {})  # type: ignore[arg-type]
+        try:
+            await test(link, reader)
+        finally:
+            link.abandon()
+
+    asyncio.run(asyncio.wait_for(whole(), LIMIT_S))
+
+
+def to_learner(body: Any) -> Envelope:
+    return Envelope(1, 1, 1, 1, 1, 1, 0, body)
+
+
+def test_a_newer_version_takes_the_place_of_an_older_notice_and_nothing_else_is_lost():
+    async def test(link: SyncerLink, reader: Reader) -> None:
+        link.post(to_learner(Pong(0)))
+        await others()  # the first message is on its way and cannot be replaced any more
+        for version in range(1, 200):
+            link.post(to_learner(Published(version % 2, version, None, None, 0.0)))
+            link.post(to_learner(Pong(version)))
+        reader.reads.set()
+        link.close("that was all")
+        await link.closed()
+        assert [body for body in reader.got if type(body) is Pong] == [Pong(serial) for serial in range(200)]
+        notices = [(body.fragment, body.version) for body in reader.got if type(body) is Published]
+        assert notices == [(0, 198), (1, 199)]
+        assert reader.closed_with == (1001, b"that was all")
+
+    on_a_link(test)
+
+
+def test_a_learner_is_told_of_one_version_at_a_time_which_is_kept_until_it_has_it():
+    held = held_fragment()
+
+    def published() -> Envelope:
+        return to_learner(Published(0, held.served.version, None, None, 0.0))
+
+    async def test(link: SyncerLink, reader: Reader) -> None:
+        reader.reads.set()
+        link.post(published())
+        for _ in range(3):
+            merged(held)
+            held.now_durable()
+            link.post(published())
+            await others()
+        assert [body.version for body in reader.got] == [0]
+        assert held.hold(0) is not None
+        held.release(0)
+        link.heard(Delivered(0, -1))  # of something before
+        await others()
+        assert [body.version for body in reader.got] == [0]
+        link.heard(Delivered(0, 0))
+        await others()
+        assert [body.version for body in reader.got] == [0, 3]
+        assert held.hold(0) is None
+        link.post(published())  # once more, because it takes so long
+        link.heard(Delivered(0, 3))
+        await others()
+        assert [body.version for body in reader.got] == [0, 3], "it has it, and need not be told again"
+        link.post(published())
+        await others()
+        link.post(published())
+        link.heard(Resync(0, 2))
+        await others()
+        assert [body.version for body in reader.got] == [0, 3, 3, 3]
+        link.abandon()
+        merged(held)
+        held.now_durable()
+        assert held.hold(3) is None, "a link that is gone keeps nothing"
+
+    on_a_link(test, {0: held})
+
+
+def test_a_learner_that_never_reads_is_cut_off_and_what_waits_for_it_is_bounded(monkeypatch):
+    monkeypatch.setattr("atoll.syncer.learner_connection.CLOSING_S", 0.05)
+
+    async def test(link: SyncerLink, reader: Reader) -> None:
+        for serial in range(MOST_WAITING + 2):
+            link.post(to_learner(Pong(serial)))
+        await link.closed()
+        assert reader.aborted
+        assert reader.got == []
+        assert len(link._waiting) <= MOST_WAITING + 1
+
+    on_a_link(test)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+async def others() -> None:
+    """Everybody else has had a turn, and those who were waked by them."""
+    loop = asyncio.get_running_loop()
+    for _ in range(3):
+        turn = loop.create_future()
+        loop.call_soon(turn.set_result, None)
+        await turn
+
+
+async def taken(gate: MemoryGate, size: int) -> asyncio.Task[None]:
+    """Somebody who asks for this much; it has either got it or waits."""
+    task = asyncio.ensure_future(gate.take(size))
+    await others()
+    return task
+
+
+def test_the_gate_lets_in_what_fits_in_the_order_of_coming():
+    async def test() -> None:
+        gate = MemoryGate(100)
+        first, second, third, fourth = [await taken(gate, size) for size in (60, 50, 30, 10)]
+        assert [task.done() for task in (first, second, third, fourth)] == [True, False, False, False]
+        gate.give(60)  # 30 would have fitted before, but 50 came first
+        await others()
+        assert [task.done() for task in (second, third, fourth)] == [True, True, True]
+        assert gate.held_bytes == 90
+
+    asyncio.run(test())
+
+
+def test_what_is_larger_than_the_gate_passes_alone():
+    async def test() -> None:
+        gate = MemoryGate(100)
+        small, huge, later = [await taken(gate, size) for size in (10, 500, 10)]
+        assert [task.done() for task in (small, huge, later)] == [True, False, False]
+        gate.give(10)
+        await others()
+        assert (huge.done(), later.done(), gate.held_bytes) == (True, False, 500)
+        gate.give(500)
+        await others()
+        assert later.done()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("when", ["while it waits", "at the moment of its turn"])
+def test_who_gives_up_waiting_holds_nothing_and_lets_the_next_one_in(when):
+    async def test() -> None:
+        gate = MemoryGate(100)
+        first, impatient, small = [await taken(gate, size) for size in (60, 90, 30)]
+        assert not small.done()
+        if when == "at the moment of its turn":
+            gate.give(60)
+            impatient.cancel()
+            await others()
+            assert gate.held_bytes == 30
+        else:
+            impatient.cancel()
+            await others()
+            assert gate.held_bytes == 90
+        assert first.done()
+        assert impatient.cancelled()
+        assert small.done()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_gate_never_holds_more_than_it_may_and_never_forgets_anybody(seed):
+    async def test() -> None:
+        rng = random.Random(seed)
+        gate = MemoryGate(100)
+        waiting: list[tuple[int, asyncio.Task[None]]] = []
+        held: list[int] = []
+        for _ in range(500):
+            choice = rng.random()
+            if choice < 0.5:
+                size = rng.choice([1, 10, 50, 99, 300])
+                waiting.append((size, await taken(gate, size)))
+            elif choice < 0.6 and waiting:
+                waiting.pop(rng.randrange(len(waiting)))[1].cancel()
+            elif held:
+                gate.give(held.pop(rng.randrange(len(held))))
+            await others()
+            held += [size for size, task in waiting if task.done()]
+            waiting = [(size, task) for size, task in waiting if not task.done()]
+            assert gate.held_bytes == sum(held)
+            assert sum(held) <= 100 or len(held) == 1
+        while held or waiting:
+            gate.give(held.pop())
+            await others()
+            held += [size for size, task in waiting if task.done()]
+            waiting = [(size, task) for size, task in waiting if not task.done()]
+        assert gate.held_bytes == 0
+
+    asyncio.run(test())
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Inner state on its way
+
+
+def spooled(spool: Spool, key: tuple[int, int], payload: bytes) -> Path:
+    file = spool.file(key, b"header", len(payload))
+    file.payload[:] = payload
+    file.fill_in()
+    file.keep()
+    file.close()
+    found = spool.path(key)
+    assert found is not None
+    return found
+
+
+def test_inner_state_waits_as_a_whole_frame_and_the_newest_of_one_learner_counts(tmp_path):
+    spool = Spool(tmp_path)
+    first = spooled(spool, (3, 1), b"first")
+    second = spooled(spool, (3, 1), b"the second one")
+    assert not first.exists()
+    assert (
+        second.read_bytes() == frame_head(Kind.INNER_STATE, 0, b"header", b"the second one") + b"headerthe second one"
+    )
+    assert spool.path((3, 2)) is None
+    spool.clear()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_files_for_one_learner_share_no_memory(tmp_path):
+    spool = Spool(tmp_path)
+    large, small = spool.file((3, 1), b"header", 2**20), spool.file((3, 1), b"header", 10)
+    large.payload[:] = b"x" * 2**20  # memory of a file that somebody cut would end the process
+    small.close()
+    large.fill_in()
+    large.keep()
+    large.close()
+    assert [path.suffix for path in tmp_path.iterdir()] == [".state"]
+
+
+def test_the_oldest_makes_room_and_leftovers_are_removed(tmp_path):
+    (tmp_path / "learner-1-i1-1.part").write_bytes(b"of a syncer that was killed")
+    spool = Spool(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    for learner in range(1, spool_module.MOST_FILES + 3):
+        spooled(spool, (learner, 1), b"state")
+    assert len(list(tmp_path.iterdir())) == spool_module.MOST_FILES
+    assert spool.path((1, 1)) is None
+    assert spool.path((3, 1)) is not None

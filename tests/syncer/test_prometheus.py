@@ -1,0 +1,176 @@
+"""`GET /metrics` of a real syncer, the page that lists its names, and the dashboard that draws them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from atoll import __version__
+from atoll.syncer.prometheus import METRICS
+from tests.learner.runs import Run, endless
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGE = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+GRAFANA = ROOT / "docs/grafana.json"
+ROW = re.compile(r"^\| `(atoll_\w+)` \| (\w+) \| (.*?) \| (.+) \|$", re.MULTILINE)
+TOKEN = "a token of the run"
+
+
+def told(page: str) -> dict[str, tuple[str, tuple[str, ...], str]]:
+    """Name, type, labels and meaning of every row."""
+    rows = ROW.findall(page)
+    return {name: (kind, tuple(re.findall(r"`(\w+)`", labels)), meaning) for name, kind, labels, meaning in rows}
+
+
+def answered(text: str) -> dict[str, tuple[str, tuple[str, ...], str]]:
+    """The same of an answer. The parser takes the end off the name of a counter."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        name = family.name + ("_total" if family.type == "counter" else "")
+        labels = {tuple(sample.labels) for sample in family.samples}
+        assert len(labels) <= 1, f"{name} has samples with different labels"
+        found[name] = (family.type, labels.pop() if labels else (), family.documentation)
+    return found
+
+
+def values(text: str) -> dict[tuple[str, tuple[str, ...]], float]:
+    families = text_string_to_metric_families(text)
+    return {
+        (sample.name, tuple(sample.labels.values())): sample.value for family in families for sample in family.samples
+    }
+
+
+def differences(page: str, text: str) -> Iterator[str]:
+    listed, real = told(page), answered(text)
+    for name in sorted(listed.keys() | real.keys()):
+        if name not in listed or name not in real:
+            yield f"{name} is {'answered and not told' if name in real else 'told and not answered'}"
+            continue
+        (kind, labels, meaning), (real_kind, real_labels, real_meaning) = listed[name], real[name]
+        if (kind, meaning) != (real_kind, real_meaning) or real_labels not in ((), labels):
+            yield f"{name}: {listed[name]} is told, {real[name]} is answered"
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """Of a run before it has a model and while it trains, with something refused and somebody killed."""
+    directory = tmp_path_factory.mktemp("prometheus")
+    with Run(directory, endless(quorum=2), token=TOKEN) as run:
+        first = run.ask("GET", "/metrics")
+        learners = run.joined(1, 2, 3)
+        run.go(*learners)
+        assert run.ask("GET", "/metrics", Authorization="Bearer wrong")[0] == 401
+        learners[2].kill()
+        run.until(run.merges(9), "merges")
+        run.until(lambda status: all("loss" in each for each in status["learners"][:2]), "they have told of themselves")
+        later = run.ask("GET", "/metrics")
+        newer = run.ask("GET", "/metrics", Accept="application/openmetrics-text; version=1.0.0")
+        status = run.status()
+    return first, later, newer, status
+
+
+def test_the_answer_of_a_real_syncer_is_what_the_page_tells(answers):
+    _, (code, body), _, _ = answers
+    assert code == 200
+    assert list(differences(PAGE, body.decode())) == []
+    assert told(PAGE).keys() == METRICS.keys()
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("| `atoll_merges_total` | counter |", "| `atoll_merges_total` | gauge |"),
+        ("| `atoll_learner_loss` | gauge | `learner` |", "| `atoll_learner_loss` | gauge | |"),
+        ("| `atoll_run_seconds` |", "| `atoll_run_minutes` |"),
+        ("| loss of its newest step |", "| loss of its best step |"),
+    ],
+)
+def test_a_planted_mistake_in_the_page_is_seen(answers, right, wrong):
+    assert right in PAGE
+    assert list(differences(PAGE.replace(right, wrong), answers[1][1].decode())) != []
+
+
+def test_the_figures_are_those_of_the_status(answers):
+    _, (_, body), _, status = answers
+    found = values(body.decode())
+    assert found["atoll_run_info", ("test", __version__)] == 1
+    assert found["atoll_run_stage", ("running",)] == 1
+    assert 9 <= found["atoll_merges_total", ()] <= status["merges"]
+    assert found["atoll_contributions_total", ()] >= 18
+    assert found["atoll_refused_total", ("token",)] == 1
+    assert found["atoll_ledger_balanced", ()] == 1
+    assert -1 <= found["atoll_merge_cosine", ()] <= 1
+    assert found["atoll_merge_delta_norm", ()] > 0 < found["atoll_merge_step_norm", ()]
+    for number in ("1", "2"):
+        assert found["atoll_learner_tokens_total", (number,)] > 0
+        assert found["atoll_learner_link_up", (number,)] == 1
+    assert {fragment for name, fragment in found if name == "atoll_fragment_version"} == {("0",), ("1",), ("2",)}
+
+
+def test_before_there_is_a_model_little_is_known(answers):
+    (code, body), *_ = answers
+    assert code == 200
+    assert ("atoll_run_stage", ("waiting for a model",)) in values(body.decode())
+    assert answered(body.decode()).keys() == METRICS.keys()
+
+
+def test_whoever_asks_for_open_metrics_gets_them(answers):
+    code, body = answers[2]
+    assert code == 200
+    assert body.endswith(b"# EOF\n")
+
+
+def test_without_the_library_the_answer_says_what_to_install(tmp_path):
+    with Run(tmp_path, endless(), planted="no-prometheus") as run:
+        code, body = run.ask("GET", "/metrics")
+        assert code == 501
+        assert "pip install 'atoll[dash]'" in json.loads(body)["error"]
+        assert run.ask("GET", "/v1/status")[0] == 200
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# docs/grafana.json
+
+
+def panels() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(GRAFANA.read_text(encoding="utf-8"))["panels"]
+    return found
+
+
+def named_in(text: str) -> set[str]:
+    return set(re.findall(r"\batoll_\w+", text))
+
+
+def test_every_metric_of_the_dashboard_exists_and_most_are_drawn():
+    drawn = {name for panel in panels() for each in panel.get("targets", ()) for name in named_in(each["expr"])}
+    assert drawn - METRICS.keys() == set()
+    left_out = {*("atoll_run_info", "atoll_run_seconds", "atoll_learner_steps"), "atoll_learner_tokens_total"}
+    assert METRICS.keys() - drawn == left_out | {"atoll_ignored_total"}
+    assert named_in(GRAFANA.read_text(encoding="utf-8")) - METRICS.keys() == set()
+
+
+def test_the_dashboard_has_its_rows_and_no_two_panels_share_a_place():
+    assert [panel["title"] for panel in panels() if panel["type"] == "row"] == [
+        *("Health", "Throughput", "Merges", "Ledger", "Links")
+    ]
+    assert len({panel["id"] for panel in panels()}) == len(panels())
+    taken: set[tuple[int, int]] = set()
+    for panel in panels():
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, panel["title"]
+        assert place["x"] + place["w"] <= 24
+        taken |= cells
+        for target in panel.get("targets", ()):
+            assert target["datasource"]["uid"] == "${datasource}"
+            assert target["expr"].count("(") == target["expr"].count(")")

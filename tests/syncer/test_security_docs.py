@@ -1,0 +1,83 @@
+"""docs/security.md says what the code does. Each comparison is shown to be able to fail."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from atoll.chaos.hostile import ATTACKS
+from atoll.syncer import process
+from atoll.transport import identity, listener, tls
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TEXT = (ROOT / "docs/security.md").read_text(encoding="utf-8")
+
+Check = Callable[[str], Iterator[str]]
+
+
+def every_code_is_told(text: str) -> Iterator[str]:
+    told = re.findall(r"^\| `([\w-]+)` \| ", text.partition("## What is refused")[2], re.MULTILINE)
+    if told != list(identity.CODES):
+        yield f"the table has {told}, the code {identity.CODES}"
+
+
+def limits_are_those_of_the_code(text: str) -> Iterator[str]:
+    mib = process.RECEIVING_BYTES // 2**20
+    for row in (
+        f"said nothing yet, at once | {listener.MOST_UNPROVEN}; one more",
+        f"who they are, at once | {listener.MOST_UNPROVEN}; the same",
+        f"for a handshake | {listener.HANDSHAKE_S:g} s |",
+        f"is let in | {listener.UNPROVEN_S:g} s |",
+        f"being received | {mib} MiB,",
+    ):
+        if row not in text:
+            yield f"the table of limits lacks {row!r}"
+
+
+def names_and_files_are_those_of_the_code(text: str) -> Iterator[str]:
+    names = (f"{identity.LEARNER}{identity.ANY}", identity.OPERATOR, identity.OF_SYNCER)
+    for word in (*names, tls.CERTIFICATE, tls.KEY, tls.AUTHORITY, tls.REVOKED, *identity.OPERATORS_ONLY):
+        if f"`{word}`" not in text:
+            yield f"{word} is not told"
+
+
+def every_attack_has_a_row_with_tests_that_there_are(text: str) -> Iterator[str]:
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| (`test_[^|]+) \|$", text.partition("## Hostile peers")[2], re.MULTILINE)
+    if [name for name, _ in rows] != list(ATTACKS):
+        yield f"the table has {[name for name, _ in rows]}, the code {list(ATTACKS)}"
+    for name, tests in rows:
+        for file, test in re.findall(r"`(\w+\.py)::(\w+)`", tests):
+            paths = (ROOT / "tests").glob(f"*/{file}")
+            if not any(f"def {test}(" in path.read_text(encoding="utf-8") for path in paths):
+                yield f"{name}: there is no {file}::{test}"
+        if "`test_hostile_peers.py::" not in tests:
+            yield f"{name} has no test at the limits that are shipped"
+
+
+CHECKS: dict[Check, tuple[str, str]] = {
+    every_code_is_told: ("| `no-key` |", "| `keyless` |"),
+    limits_are_those_of_the_code: ("| 256; one more", "| 512; one more"),
+    names_and_files_are_those_of_the_code: ("`/v1/finish`", "`/v1/end`"),
+    every_attack_has_a_row_with_tests_that_there_are: ("::test_random_bytes`", "::test_of_nothing`"),
+}
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_page_says_what_the_code_does(check):
+    assert list(check(TEXT)) == []
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_check_sees_a_planted_mistake(check):
+    word, other = CHECKS[check]
+    assert word in TEXT
+    assert list(check(TEXT.replace(word, other))) != []
+
+
+def test_every_refusal_has_one_of_the_codes():
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src/atoll/net").glob("*.py"))
+    used = set(re.findall(r'Turned\(\s*"([\w-]+)"', source)) | {identity.NotYours.code}
+    assert used == set(identity.CODES)

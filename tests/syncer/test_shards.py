@@ -1,0 +1,163 @@
+"""Fragments in processes of their own: the same run, shards and syncers that die, and shards that are wrong."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from atoll.core.protocol import CopyFragment, MergeRound, Persisted, Say, ShardBack, ShardLost
+from atoll.core.reasons import Reason
+from atoll.core.types import SYNCER
+from atoll.syncer.shards.main import serve_shard
+from atoll.tape.files import RunTapes
+from atoll.transport.endpoint import place
+from tests.learner.runs import LearnerSpec, Run, endless
+from tests.learner.tapes_of_runs import entries
+
+
+def syncer_entries(run: Run) -> list[Any]:
+    readers = RunTapes(run.directory).readers
+    return [entry for actor, reader in sorted(readers.items()) if actor.learner == SYNCER for entry in reader]
+
+
+def test_a_run_with_shards_is_a_run(tmp_path):
+    with Run(tmp_path, endless(fragments=4), shards=2) as run:
+        learners = run.joined(1, 2)
+        run.go(*learners)
+        run.until(run.merges(16), "merges")
+        run.until(lambda status: status["bytes"]["down"] and status["bytes"]["up"], "their traffic is told")
+        run.end()
+        run.assert_same(run.finish(*learners), 1, 2)
+        held = sorted(int(folder.name) for folder in (tmp_path / "shards" / "0" / "store" / "fragments").iterdir())
+        assert held == [0, 2]
+        run.assert_clean()
+
+
+@pytest.mark.parametrize("shards", [0, 2])
+@pytest.mark.parametrize("thin", [1, 2])
+def test_codecs_change_under_way_and_all_hold_the_same_values(tmp_path, shards, thin):
+    """Up, of who has a thin link alone. Down, for all, where the one in the middle has: of two, both."""
+    with Run(tmp_path, endless(fragments=2), shards=shards) as run:
+        plants = ["seemingly-thin small-slices", "seemingly-thin" if thin == 2 else ""]
+        learners = [run.start(LearnerSpec(i + 1, "tall", planted=plant)) for i, plant in enumerate(plants)]
+        for learner in learners:
+            learner.hear("joined")
+        run.go(*learners)
+
+        def changed(status: Any) -> bool:
+            return "int4" in codecs_up(run, 1)[:-8] and (thin == 1 or "int4" in codecs_down(run)[:-8])
+
+        run.until(changed, "values go in another codec")
+        run.end()
+        run.assert_same(run.finish(*learners), 1, 2)
+        assert set(codecs_up(run, 1)) == {None, "int4"}
+        assert set(codecs_up(run, 2)) == ({None} if thin == 1 else {None, "int4"})
+        assert set(codecs_down(run)) == ({None} if thin == 1 else {None, "int4"})
+        assert [reason.code for reason in said_by(run, 1)].count("codec-coarser") == 1
+        assert [reason.code for reason in said_by(run, SYNCER)].count("versions-coarser") == thin - 1
+        run.assert_clean()
+
+
+def codecs_down(run: Run) -> list[str | None]:
+    return [e.codec for entry in syncer_entries(run) for e in entry.effects if type(e) is MergeRound]
+
+
+def codecs_up(run: Run, learner: int) -> list[str | None]:
+    return [e.codec for entry in entries(run, learner) for e in entry.effects if type(e) is CopyFragment]
+
+
+def said_by(run: Run, learner: int) -> list[Reason]:
+    return [e.reason for entry in entries(run, learner) for e in entry.effects if type(e) is Say]
+
+
+def where(run: Run) -> list[str | None]:
+    told: list[str | None] = json.loads(run.ask("GET", "/v1/shards")[1])["shards"]
+    return told
+
+
+def versions(run: Run) -> list[int]:
+    return [fragment["version"] for fragment in run.status()["fragments"]]
+
+
+def test_a_shard_that_is_killed_stops_its_own_fragments_and_comes_back(tmp_path):
+    with Run(tmp_path, endless(fragments=4), shards=2) as run:
+        learners = run.joined(1, 2)
+        run.go(*learners)
+        run.until(run.merges(12), "merges")
+        run.shards[1].kill()
+        run.until(lambda _: run.log_lines(run.syncer, "shard 1 is away"), "its end is noticed")
+        before = versions(run)
+        run.until(lambda _: min(versions(run)[0::2]) > max(before[0::2]) + 3, "the other's fragments are merged on")
+        after = versions(run)
+        assert after[1::2] == before[1::2], "nobody merges what nobody holds"
+        shown = run.status()["fragments"]
+        assert [each["away"] for each in shown] == [False, True, False, True]
+        assert shown[1]["reason"] == shown[3]["reason"] == "its shard is away: the connection was closed"
+        assert {each["standing"] for each in run.status()["learners"]} == {"live"}
+        run.shards[1] = run.start_shard(1)
+        run.until(lambda _: min(versions(run)[1::2]) > max(after[1::2]) + 3, "its fragments are merged again")
+        run.end()
+        run.assert_same(run.finish(*learners), 1, 2)
+        told = [type(entry.event) for entry in syncer_entries(run)]
+        assert (told.count(ShardLost), told.count(ShardBack)) == (1, 1)
+        run.assert_clean()
+
+
+def test_a_syncer_that_is_killed_finds_the_versions_at_its_shards(tmp_path):
+    with Run(tmp_path, endless(fragments=4), shards=2) as run:
+        learners = run.joined(1, 2)
+        run.go(*learners)
+        run.until(run.merges(12), "merges")
+        run.syncer.kill()
+        run.start_syncer()
+        merges = run.until(lambda status: status["merges"] if status["founded"] else None, "it has them")
+        assert merges >= 12
+        run.until(run.merges(merges + 8), "merges go on")
+        run.end()
+        run.assert_same(run.finish(*learners), 1, 2)
+        run.assert_clean()
+
+
+def test_a_merge_that_was_not_durable_when_the_link_broke_is_made_again(tmp_path):
+    """Whatever the instant: a shard is killed again and again, and every version that was told is found."""
+    with Run(tmp_path, endless(fragments=2), shards=2) as run:
+        learners = run.joined(1, 2)
+        run.go(*learners)
+        for number in range(4):
+            merges = run.status()["merges"]
+            run.until(run.merges(merges + 3), "merges")
+            run.shards[number % 2].kill()
+            run.shards[number % 2] = run.start_shard(number % 2)
+        merges = run.status()["merges"]
+        run.until(run.merges(merges + 8), "merges")
+        run.end()
+        run.assert_same(run.finish(*learners), 1, 2)
+        entries = syncer_entries(run)
+        told = [e.event.key.version for e in entries if type(e.event) is Persisted and e.event.key.kind == "version"]
+        assert len(told) >= 16
+        assert any(type(effect) is MergeRound for entry in entries for effect in entry.effects)
+        run.assert_clean()
+
+
+def test_a_shard_without_its_fragments_is_refused_with_a_sentence(tmp_path):
+    with Run(tmp_path, endless(fragments=4), shards=2) as run:
+        run.joined(1)
+        for shard in run.shards:
+            shard.kill()
+        wrong = run.start_shard(0, "elsewhere")
+        run.until(lambda _: run.log_lines(wrong, "holds no run"), "it is refused")
+        assert run.status()["stage"] == "running"
+        with pytest.raises(ValueError, match="is not that of shard 1 of 2"):
+            serve_shard(tmp_path / "shards" / "0", 1, 2, place(run.address))
+
+
+def test_without_its_shards_a_run_is_not_founded(tmp_path):
+    with Run(tmp_path, endless(fragments=4), shards=2) as run:
+        run.shards[1].kill()
+        run.until(lambda _: [place is None for place in where(run)] == [False, True], "one is here and one is not")
+        learner = run.start(1)
+        run.until(lambda _: run.log_lines(learner, "1 of 2 are not here"), "the learner is told why it waits")
+        run.start_shard(1)
+        learner.hear("joined")

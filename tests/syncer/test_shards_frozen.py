@@ -1,0 +1,40 @@
+"""A shard that stands still: nobody is told, and nobody may wait for it."""
+
+from __future__ import annotations
+
+import signal
+
+from tests.learner.runs import Run, endless
+from tests.syncer.test_shards import versions
+
+
+def test_a_shard_that_stands_still_holds_up_its_own_fragments_only(tmp_path):
+    with Run(tmp_path, endless(fragments=4), shards=2) as run:
+        learners = run.joined(1, 2)
+        run.go(*learners)
+        run.until(run.merges(12), "merges")
+        run.shards[1].send(signal.SIGSTOP)
+        before = versions(run)
+        run.until(lambda _: min(versions(run)[0::2]) > max(before[0::2]) + 6, "the other's fragments are merged on")
+        assert {each["standing"] for each in run.status()["learners"]} == {"live"}
+        run.shards[1].send(signal.SIGCONT)
+        after = versions(run)
+        run.until(lambda _: min(versions(run)[1::2]) > max(after[1::2]) + 3, "its fragments are merged again")
+        run.end()
+        run.assert_same(run.finish(*learners), 1, 2)
+        run.assert_clean()
+
+
+def test_a_shard_that_stands_still_for_long_is_away_and_comes_back(tmp_path):
+    with Run(tmp_path, endless(fragments=4), shards=2) as run:
+        learners = run.joined(1, 2)
+        run.go(*learners)
+        run.until(run.merges(12), "merges")
+        run.shards[1].send(signal.SIGSTOP)
+        run.until(lambda _: run.log_lines(run.syncer, "shard 1 is away"), "it is missed")
+        run.shards[1].send(signal.SIGCONT)
+        after = versions(run)
+        run.until(lambda _: min(versions(run)[1::2]) > max(after[1::2]) + 3, "its fragments are merged again")
+        run.end()
+        run.assert_same(run.finish(*learners), 1, 2)
+        run.assert_clean()

@@ -1,0 +1,124 @@
+"""Snapshots of a run whose fragments are in processes of their own: whole, or none."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from atoll.store.atomic import read_file, read_tensor_file
+from atoll.store.snapshots import snapshot_info, version_of_snapshot
+from tests.learner.planted import struck
+from tests.learner.runs import LearnerSpec, Run, endless
+from tests.syncer.test_shards import versions
+
+
+def asked(run: Run) -> int:
+    code, body = run.ask("POST", "/v1/snapshot")
+    assert code == 202, body
+    return int(json.loads(body)["snapshot"])
+
+
+def state(run: Run, number: int) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(run.ask("GET", f"/v1/snapshot/{number}")[1])
+    return told
+
+
+def durable(run: Run, number: int) -> dict[str, Any]:
+    run.until(lambda _: state(run, number)["state"] != "being taken", "it comes to its end")
+    told = state(run, number)
+    assert told["state"] == "durable", told
+    return told
+
+
+def assert_whole(directory: Path, number: int) -> None:
+    """Every fragment is there, in the directory of its shard, with the version that the record names."""
+    info = snapshot_info(directory, number)
+    assert info is not None
+    assert info.record is not None
+    for p, version in enumerate(info.record.versions):
+        path = version_of_snapshot(directory, number, p)
+        assert path.parts[-5] == str(p % 2), "at its shard"
+        note, tensors = read_tensor_file(read_file(path))
+        assert json.loads(note)[2] == version if version else not note
+        assert "published" in tensors
+    assert not (directory / "store" / "snapshots" / f"{number:09d}" / "000.safetensors").exists()
+
+
+def test_a_snapshot_has_its_versions_at_the_shards(tmp_path):
+    with Run(tmp_path, endless(fragments=4), shards=2) as run:
+        learners = run.joined(1, 2)
+        run.go(*learners)
+        run.until(run.merges(12), "merges")
+        number = asked(run)
+        told = durable(run, number)
+        assert sorted(part["learner"] for part in told["parts"]) == [1, 2]
+        assert told["bytes"] > 1000
+        assert_whole(tmp_path, number)
+        run.end()
+        run.assert_same(run.finish(*learners), 1, 2)
+        run.assert_clean()
+
+
+def test_versions_of_a_snapshot_stay_however_long_its_parts_take(tmp_path):
+    """A learner's part waits at a pipe while more versions are merged than a store keeps."""
+    with Run(tmp_path, endless(fragments=4), shards=2) as run:
+        learners = run.joined(LearnerSpec(1, planted="held-parts"), LearnerSpec(2))
+        run.go(*learners)
+        run.until(run.merges(12), "merges")
+        os.mkfifo(tmp_path / "hold")
+        number = asked(run)
+        before = versions(run)
+        run.until(lambda _: struck(tmp_path, "part").exists(), "the part is being written")
+        run.until(lambda _: min(versions(run)) > max(before) + 4, "merges go on")
+        assert state(run, number)["state"] == "being taken"
+        (tmp_path / "hold").write_bytes(b"")
+        (tmp_path / "hold").unlink()
+        durable(run, number)
+        assert_whole(tmp_path, number)
+        run.end()
+        run.assert_same(run.finish(*learners), 1, 2)
+        run.assert_clean()
+
+
+def test_a_shard_that_dies_while_a_snapshot_is_written_leaves_none_and_the_next_one_is_whole(tmp_path):
+    with Run(tmp_path, endless(fragments=4), shards=2) as run:
+        learners = run.joined(1, 2)
+        run.shards[1].kill()
+        run.shards[1] = run.start_shard(1, planted="deadly-snapshot")
+        run.go(*learners)
+        run.until(lambda _: min(versions(run)) > 0, "it is there: while it is away there is no snapshot")
+        run.shards[1].expected_to_end = True
+        (tmp_path / "shards" / "1" / "die").touch()
+        number = asked(run)
+        run.shards[1].ended()
+        run.until(lambda _: state(run, number)["state"] == "abandoned", "nobody waits for it")
+        assert "shard 1 went away" in state(run, number)["said"]
+        assert snapshot_info(tmp_path, number) is None
+        (tmp_path / "shards" / "1" / "die").unlink()
+        run.shards[1] = run.start_shard(1)
+        run.until(lambda status: not any(each["away"] for each in status["fragments"]), "it is back")
+        assert list((tmp_path / "shards" / "1" / "store" / "snapshots").iterdir()) == []
+        number = asked(run)
+        durable(run, number)
+        assert_whole(tmp_path, number)
+        run.end()
+        run.assert_same(run.finish(*learners), 1, 2)
+        run.assert_clean()
+
+
+def test_without_a_shard_there_is_no_snapshot_and_it_says_why(tmp_path):
+    with Run(tmp_path, endless(fragments=4), shards=2) as run:
+        learners = run.joined(1, 2)
+        run.go(*learners)
+        run.until(run.merges(12), "merges")
+        run.shards[1].kill()
+        run.until(lambda status: status["fragments"][1]["away"], "it is missed")
+        number = asked(run)
+        run.until(lambda _: state(run, number)["state"] == "abandoned", "nobody waits for it")
+        assert "shard 1 of 2 is away" in state(run, number)["said"]
+        run.start_shard(1)
+        run.end()
+        run.assert_same(run.finish(*learners), 1, 2)
+        run.assert_clean()

@@ -1,0 +1,201 @@
+"""A shard may hold what its syncer has no record of: a version, a model, or the word of another syncer."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from atoll.core.protocol import ManifestRecord, ShardBack
+from atoll.core.types import Limits, RunConfig
+from atoll.store.atomic import small_file_text
+from atoll.store.version_store import Store
+from atoll.tape.format import decode
+from tests.learner.planted import struck
+from tests.learner.runs import Child, Run, endless
+from tests.store.store_samples import tensors, version
+from tests.syncer.test_shards import syncer_entries, versions
+
+SOON = Limits(first_wait_s=1.0, most_wait_s=2.0, backoff_first_s=0.05, backoff_most_s=0.5)
+"""A run that ends without a shard does so soon."""
+
+
+def manifest(run: Run) -> tuple[int, ...]:
+    found = decode(small_file_text((run.directory / "store" / "manifest.json").read_bytes()))
+    assert isinstance(found, ManifestRecord)
+    return found.versions
+
+
+def on_disk(run: Run, shard: int) -> dict[int, list[int]]:
+    folders = (run.directory / "shards" / str(shard) / "store" / "fragments").iterdir()
+    return {int(folder.name): sorted(int(path.stem) for path in folder.glob("*.safetensors")) for folder in folders}
+
+
+def both() -> RunConfig:
+    """One fragment for each of two shards, and everybody in every merge: whoever is in a round has the version before
+    it, and nobody has still to fetch one from a shard that dies in it."""
+    return endless(fragments=2, quorum=2, limits=SOON)
+
+
+def ended_without_a_version(run: Run) -> tuple[list[Child], int, int]:
+    """Shard 1 has died after it had made a version durable and before it could say so, and the run is over without.
+
+    The learners, the fragment and its version."""
+    learners = run.joined(1, 2)
+    run.shards[1].kill()
+    run.shards[1] = run.start_shard(1, planted="deadly-version")
+    run.go(*learners)
+    run.until(run.merges(12), "merges")
+    run.shards[1].expected_to_end = True
+    (run.directory / "shards" / "1" / "die").touch()
+    run.shards[1].ended()
+    run.until(lambda _: len(run.log_lines(run.syncer, "shard 1 is away")) == 2, "its end is noticed")
+    (run.directory / "shards" / "1" / "die").unlink()
+    fragment, number = map(int, struck(run.directory / "shards" / "1", "version").read_text().split())
+    assert versions(run)[fragment] == number - 1
+    run.end()
+    for learner in learners:
+        assert learner.hear("ended")["finished"]
+    assert manifest(run)[fragment] == number - 1
+    assert on_disk(run, 1)[fragment][-1] == number
+    return learners, fragment, number
+
+
+def test_a_version_that_the_end_does_not_name_is_forgotten_when_its_shard_is_back(tmp_path):
+    with Run(tmp_path, both(), shards=2) as run:
+        _, fragment, number = ended_without_a_version(run)
+        run.shards[1] = run.start_shard(1)
+        assert run.syncer.hear("ended") is True
+        run.assert_same(load_file(tmp_path / "published.safetensors"), 1, 2)
+        assert on_disk(run, 1)[fragment][-1] == number - 1
+        back = [entry.event for entry in syncer_entries(run) if type(entry.event) is ShardBack][-1]
+        assert dict(back.held)[fragment] == number - 1
+        run.assert_clean()
+
+
+def test_so_it_is_when_the_syncer_is_started_again_after_the_end(tmp_path):
+    with Run(tmp_path, both(), shards=2) as run:
+        _, fragment, number = ended_without_a_version(run)
+        run.syncer.kill()
+        run.start_syncer()
+        run.shards[1] = run.start_shard(1)
+        assert run.syncer.hear("ended") is True
+        run.assert_same(load_file(tmp_path / "published.safetensors"), 1, 2)
+        assert on_disk(run, 1)[fragment][-1] == number - 1
+        run.assert_clean()
+
+
+def is_taken(fragment: int, number: int, status: dict[str, Any]) -> bool:
+    return bool(status["founded"] and status["fragments"][fragment]["version"] >= number)
+
+
+def test_a_version_that_was_written_and_not_told_counts_while_the_run_goes_on(tmp_path):
+    """Whether its shard, or the syncer too, starts again: it is merged once."""
+    with Run(tmp_path, endless(fragments=4), shards=2) as run:
+        learners = run.joined(1, 2)
+        run.go(*learners)
+        for syncer_too in (False, True):
+            run.shards[1].kill()
+            run.shards[1] = run.start_shard(1, planted="deadly-version")
+            merges = run.status()["merges"]
+            run.until(run.merges(merges + 8), "merges")
+            run.shards[1].expected_to_end = True
+            (tmp_path / "shards" / "1" / "die").touch()
+            run.shards[1].ended()
+            (tmp_path / "shards" / "1" / "die").unlink()
+            fragment, number = map(int, struck(tmp_path / "shards" / "1", "version").read_text().split())
+            if syncer_too:
+                run.syncer.kill()
+                run.start_syncer()
+            run.shards[1] = run.start_shard(1)
+            run.until(partial(is_taken, fragment, number), "it is taken")
+        merges = run.status()["merges"]
+        run.until(run.merges(merges + 8), "merges")
+        run.end()
+        run.assert_same(run.finish(*learners), 1, 2)
+        assert run.log_lines(run.syncer, "a directory of another time or run") == []
+        run.assert_clean()
+
+
+def test_a_model_that_its_syncer_has_no_record_of_is_of_no_run(tmp_path):
+    with Run(tmp_path, endless(fragments=4), shards=2, planted="deadly-founding") as run:
+        run.syncer.expected_to_end = True
+        learners = [run.start(1), run.start(2)]
+        run.syncer.ended()
+        assert struck(tmp_path, "founding").exists()
+        run.planted = ""
+        run.start_syncer()
+        for learner in learners:
+            learner.hear("joined")
+        run.go(*learners)
+        run.until(run.merges(8), "merges")
+        run.end()
+        run.assert_same(run.finish(*learners), 1, 2)
+        assert run.verdict().finished
+
+
+def test_a_syncer_without_a_model_takes_no_shard_of_a_run_that_was_founded(tmp_path):
+    with Run(tmp_path, endless(fragments=4), shards=2) as run:
+        run.joined(1)
+        held = run.log_lines(run.shards[0], "took 2 fragments")
+        assert held
+        other = Run(tmp_path / "other", endless(fragments=4), shards=2)
+        with other:
+            other.shards[0].kill()
+            run.shards[0].kill()
+            shutil.copytree(tmp_path / "shards" / "0", tmp_path / "other" / "shards" / "copy")
+            wrong = other.start_shard(0, "copy")
+            other.until(lambda _: other.log_lines(wrong, "a new one, without a model"), "it is refused")
+
+
+def test_a_shard_that_has_served_a_syncer_serves_no_older_one(tmp_path):
+    """Whatever it has heard of a newer one it remembers on disk: that it was killed since changes nothing."""
+    with Run(tmp_path, endless(fragments=4), shards=2) as run:
+        learners = run.joined(1, 2)
+        run.go(*learners)
+        run.until(run.merges(8), "merges")
+        run.syncer.kill()
+        shutil.copytree(tmp_path / "store", tmp_path / "older" / "store")
+        for _ in range(2):
+            run.start_syncer()
+            run.until(lambda status: status["founded"], "it goes on")
+            run.syncer.kill()
+        newest = run.start_syncer()
+        run.until(lambda status: status["founded"], "it goes on")
+        run.shards[0].kill()
+        here, run.directory, run.address = run.address, tmp_path / "older", ""
+        older = run.start_syncer()  # epoch 2, while there is one of epoch 4
+        run.directory = tmp_path
+        shard = run.start_shard(0)
+        run.until(lambda _: run.log_lines(shard, "one of epoch 4 was served"), "it is not obeyed")
+        assert run.log_lines(older, "shard 0 of 2 is here") == []
+        shard.kill()
+        older.kill()
+        run.address, run.syncer = here, newest
+        run.shards[0] = run.start_shard(0)
+        merges = run.status()["merges"]
+        run.until(run.merges(merges + 8), "merges go on")
+        run.end()
+        run.assert_same(run.finish(*learners), 1, 2)
+        run.assert_clean()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Its directory
+
+
+def test_only_the_newest_version_is_forgotten_and_for_good(tmp_path):
+    with Store.open(tmp_path) as store:
+        store.write_initial(0, tensors(0))
+        for number in (1, 2, 3):
+            store.write(version(0, number), tensors(number))
+        with pytest.raises(AssertionError, match="cannot go back to 1"):
+            store.go_back(0, 1)
+        record, _ = store.go_back(0, 2)
+        assert record == version(0, 2)
+        store.write(version(0, 3), tensors(9))
+    with Store.open(tmp_path) as store:
+        assert store.newest(0)[0] == 3

@@ -1,0 +1,345 @@
+"""A second syncer on the directory of the first: it waits, takes over, and there are never two whose writes count."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll.core.types import Limits
+from atoll.store import fencing
+from atoll.store.atomic import put_file
+from atoll.store.fencing import Sign, Turn, Watcher, read_sign, this_machine, write_sign
+from atoll.store.version_store import Fenced, InUse, Store
+from atoll.transport.address_file import where
+from atoll.transport.endpoint import addresses
+from tests.learner.runs import Run, config, endless, versions_by_epoch
+from tests.store.store_samples import NoClaims, founded, members, tensors, version
+from tests.store.test_store_faults import kills
+
+BRISK = Limits(first_wait_s=1.0, least_wait_s=0.25, backoff_first_s=0.05, backoff_most_s=0.5)
+AFTER_S = 2.5
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port: int = listening.getsockname()[1]
+        return port
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Real processes
+
+
+def test_a_standby_takes_over_from_a_frozen_syncer_which_is_fenced_when_it_comes_back(tmp_path):
+    with Run(tmp_path, endless(limits=BRISK)) as run:
+        port = free_port()
+        both = f"{run.address},127.0.0.1:{port}"
+        learners = [run.start(number, both) for number in (1, 2)]
+        for learner in learners:
+            learner.hear("joined")
+        run.go(*learners)
+        run.until(run.merges(6), "the run is under way")
+        standby = run.start_standby(port, AFTER_S)
+        standby.hear("waits")
+        before = run.status()["merges"]
+        first = run.syncer
+        first.send(signal.SIGSTOP)
+        turn = run.took_over(standby)
+        assert turn.by_force
+        assert f"has shown no sign of life for {AFTER_S:g} s" in turn.reason
+        assert run.address == f"127.0.0.1:{port}"
+        status = run.until(lambda status: status if status["alive"] == 2 else None, "the learners have come over")
+        assert status["epoch"] == 2
+        assert status["merges"] >= before, "versions went back"
+        run.until(run.merges(status["merges"] + 6), "the run goes on")
+        merged = run.status()["merges"]
+        first.expected_to_end = True
+        first.send(signal.SIGCONT)
+        kind, sentence = first.hear("failed")
+        assert kind == "Superseded"
+        assert sentence.endswith("belongs to a syncer of epoch 2; this one, epoch 1, has to stop")
+        assert first.ended() == 0
+        assert read_sign(tmp_path / "store") is not None, "it has removed the sign of its successor"
+        found = where(tmp_path)
+        assert found is not None
+        assert found.address == run.address, "commands find the old one"
+        run.until(run.merges(merged + 6), "nobody was disturbed")
+        run.end()
+        run.assert_same(run.finish(*learners), 1, 2)
+        assert run.verdict().finished
+        started = dict(versions_by_epoch(tmp_path))
+        assert sum(started[2].values()) >= before
+
+
+def test_a_standby_takes_over_the_address_of_a_syncer_that_was_killed(tmp_path):
+    with Run(tmp_path, endless(limits=BRISK)) as run:
+        learners = run.joined(1, 2)
+        run.go(*learners)
+        run.until(run.merges(6), "the run is under way")
+        standby = run.start_standby(int(run.address.rpartition(":")[2]), 600.0)
+        standby.hear("waits")
+        merges = run.status()["merges"]
+        run.syncer.kill()
+        assert run.took_over(standby) == Turn("no syncer is there", False)
+        run.until(run.merges(merges + 6), "the run goes on")
+        run.end()
+        run.assert_same(run.finish(*learners), 1, 2)
+        run.assert_clean()
+
+
+def test_a_standby_ends_with_the_run(tmp_path):
+    with Run(tmp_path, config(budget_merges=6)) as run:
+        learners = run.joined(1)
+        standby = run.start_standby(0, 600.0)
+        standby.hear("waits")
+        run.go(*learners)
+        run.finish(*learners)
+        assert standby.hear("turn") is None
+        assert standby.ended() == 0
+
+
+def test_a_copy_of_the_directory_serves_elsewhere_what_was_durable(tmp_path):
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    here.mkdir()
+    with Run(here, endless(limits=BRISK)) as run:
+        port = free_port()
+        learners = [run.start(number, f"{run.address},127.0.0.1:{port}") for number in (1, 2)]
+        for learner in learners:
+            learner.hear("joined")
+        run.go(*learners)
+        run.until(run.merges(6), "the run is under way")
+        run.syncer.kill()
+        shutil.copytree(here / "store", elsewhere / "store")
+        standby = run.start_standby(port, 600.0, elsewhere)
+        assert run.took_over(standby) == Turn("no syncer is there", False)
+        merges = run.until(lambda status: status["merges"] if status["alive"] == 2 else None, "they have come over")
+        run.until(run.merges(merges + 6), "the run goes on")
+        run.end()
+        for learner in learners:
+            assert learner.hear("ended")["finished"]
+        assert standby.hear("ended") is True
+        run.syncer.expected_to_end = True
+
+
+def test_the_commands_of_the_manual(tmp_path):
+    """`atoll syncer --standby` beside `atoll syncer`: said on the terminal, with exit codes."""
+    run, atoll = tmp_path / "run", [sys.executable, "-m", "atoll", "syncer", "--out", str(tmp_path / "run")]
+    ports = [free_port(), free_port()]
+    piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    first = subprocess.Popen([*atoll, "--port", str(ports[0])], **piped)
+    second = None
+    try:
+        assert first.stdout is not None
+        assert f"listens on 127.0.0.1:{ports[0]}" in first.stdout.readline()
+        line = [*atoll, "--standby", "--take-over-after", "3", "--port", str(ports[1])]
+        second = subprocess.Popen(line, **piped)
+        assert second.stderr is not None
+        assert "Standing by" in second.stderr.readline()
+        os.kill(first.pid, signal.SIGSTOP)
+        assert "no sign of life for 3 s" in second.stderr.readline()
+        assert second.stdout is not None
+        assert f"listens on 127.0.0.1:{ports[1]}" in second.stdout.readline()
+        os.kill(first.pid, signal.SIGCONT)
+        _, said = first.communicate(timeout=300)
+        assert first.returncode == 1
+        assert "belongs to a syncer of epoch 2; this one, epoch 1, has to stop" in said
+        assert "Traceback" not in said
+        assert (run / "syncer.json").stat().st_mode & 0o777 == 0o600
+    finally:
+        for process in (first, second):
+            if process is not None and process.poll() is None:
+                process.kill()
+                process.communicate(timeout=300)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The sign of life
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_standby_counts_by_its_own_clock_and_from_the_last_change(tmp_path):
+    clock = Clock()
+    with founded(tmp_path) as store:
+        watcher = Watcher(tmp_path, 10.0, clock)
+        for _ in range(5):
+            clock.now += 9.0
+            store.beat()
+            assert watcher.look() is None
+        clock.now += 9.9
+        assert watcher.look() is None
+        clock.now += 0.2
+        turn = watcher.look()
+        assert turn is not None
+        assert turn.by_force
+
+
+def test_who_is_gone_on_this_machine_is_known_at_once_and_on_another_not(tmp_path, monkeypatch):
+    clock = Clock()
+    founded(tmp_path).close()
+    assert read_sign(tmp_path) is None, "an orderly end leaves no sign"
+    assert Watcher(tmp_path, 10.0, clock).look() == Turn("no syncer is there", False)
+    write_sign(tmp_path, 1, 1)  # as one that was killed leaves it
+    assert Watcher(tmp_path, 10.0, clock).look() == Turn("no syncer is there", False)
+    monkeypatch.setattr(fencing, "this_machine", lambda: "other/boot")
+    watcher = Watcher(tmp_path, 10.0, clock)
+    assert watcher.look() is None
+    clock.now += 10.0
+    turn = watcher.look()
+    assert turn is not None
+    assert turn.by_force
+
+
+@pytest.mark.parametrize("text", ["", "x", "a b c d", "host/boot 1 2", "host/boot 1 2 3 4", "\x00" * 200])
+def test_a_sign_that_is_no_sign(tmp_path, text):
+    (tmp_path / "alive").write_text(text)
+    assert read_sign(tmp_path) is None
+
+
+def test_a_syncer_that_lives_on_another_machine_keeps_others_away(tmp_path, monkeypatch):
+    """As on a network file system without locks between machines."""
+    founded(tmp_path, 1).close()
+    monkeypatch.setattr(fencing, "BEAT_EVERY_S", 0.1)
+    over = threading.Event()
+
+    def live() -> None:
+        serial = 0
+        while not over.wait(0.05):
+            serial += 1
+            (tmp_path / "alive").write_text(f"elsewhere/boot 77 1 {serial}".ljust(200))
+
+    living = threading.Thread(target=live)
+    living.start()
+    try:
+        while read_sign(tmp_path) is None:
+            pass
+        with pytest.raises(InUse, match=r"in use by the process 77 on elsewhere: .* --standby"):
+            Store.open(tmp_path)
+    finally:
+        over.set()
+        living.join()
+    monkeypatch.setattr(fencing, "ELSEWHERE_S", 0.3)
+    with Store.open(tmp_path) as store:  # it is gone, and its sign stands still
+        sign = read_sign(tmp_path)
+        assert sign == Sign(this_machine(), os.getpid(), store.epoch, 1)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The fence
+
+
+def test_of_many_who_take_over_at_once_at_most_one_is_left():
+    rows = kills("race", "20", "Store")
+    assert len(rows) == 20
+    for row in rows:
+        assert set(row["codes"]) <= {0, 1}, "somebody failed otherwise than by being told that it is not its turn"
+        assert row["codes"].count(0) <= 1, "two syncers have written what counts"
+        assert row["versions"] == [2 if 0 in row["codes"] else 1, 1], row
+    assert sum(0 in row["codes"] for row in rows) > 0
+
+
+@pytest.mark.parametrize(("kind", "left"), [(Store, 1), (NoClaims, 2)])
+def test_two_who_have_read_the_same_epoch_do_not_share_the_next(tmp_path, kind, left):
+    """The second starts and ends its start between what the first reads and what it takes. NoClaims is wrong."""
+    founded(tmp_path, 1).close()
+    stores: list[Store] = []
+
+    class Slow(kind):  # type: ignore[misc, valid-type]
+        def _claim(self, epoch: int) -> int:
+            stores.append(kind.open(tmp_path, take_over=True))
+            found: int = super()._claim(epoch)
+            return found
+
+    stores.append(Slow.open(tmp_path, take_over=True))
+    may_write = []
+    for store in stores:
+        try:
+            store.check_epoch()
+            may_write.append(store.epoch)
+        except Fenced:
+            continue
+    assert len(may_write) == left
+    for store in stores:
+        store.close()
+
+
+@pytest.mark.parametrize("kind", ["version", "members"])
+def test_a_write_that_had_its_last_look_before_the_take_over_finds_its_file_gone(tmp_path, kind):
+    """1. The old syncer looks at the epoch for the last time and stands still. 2. Another takes over and reads. 3. The
+    old one comes back and gives its file the name."""
+    old = founded(tmp_path, 1)
+    successors: list[Store] = []
+    name = tmp_path / ("fragments/000/000000002.safetensors" if kind == "version" else "members.json")
+    before = name.read_bytes() if name.exists() else None
+    record = version(0, 2) if kind == "version" else members(2)
+    look, looks = old.check_epoch, []
+
+    def and_then_stand_still() -> None:
+        look()
+        looks.append(1)
+        if [*tmp_path.rglob(".*.unfinished")] and not successors:
+            successors.append(Store.open(tmp_path, take_over=True))
+
+    old.check_epoch = and_then_stand_still  # type: ignore[method-assign]
+    with pytest.raises(Fenced):
+        old.write(record, tensors(2) if kind == "version" else None)
+    assert len(successors) == 1, "nobody took over in the middle of the write"
+    assert (name.read_bytes() if name.exists() else None) == before
+    with pytest.raises(Fenced):
+        look()
+    successors[0].write(version(0, 2, 2), tensors(5))
+    assert successors[0].newest(0)[0] == 2
+    successors[0].close()
+    old.close()
+
+
+def test_two_processes_never_share_an_unfinished_file(tmp_path):
+    """The half that one writes must not get its name from the other."""
+    names: list[str] = []
+
+    def look() -> None:
+        names.extend(path.name for path in tmp_path.glob(".*"))
+
+    put_file(tmp_path / "x", [b"ours"], look, replace=True)
+    child = os.fork()
+    if child == 0:
+        put_file(tmp_path / "x", [b"theirs"], look, replace=True)
+        os.write(2, b"")
+        os._exit(0 if len(set(names)) == 2 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_several_addresses():
+    assert addresses("head:7400") == "head:7400"
+    assert addresses(" a:1 , b:2,a:1") == "a:1,b:2"
+    for wrong in ("", ",", "a:1,b", "a:1,:2", "a:1,b:99999"):
+        with pytest.raises(ValueError, match=r"give host:port"):
+            addresses(wrong)
+
+
+def test_the_lock_of_a_frozen_process_is_replaced_and_not_shared(tmp_path):
+    with founded(tmp_path, 1) as frozen:
+        with pytest.raises(InUse):
+            Store.open(tmp_path)
+        with Store.open(tmp_path, take_over=True) as taken:
+            with pytest.raises(InUse, match=f"process {os.getpid()}"):
+                Store.open(tmp_path)
+            assert taken.epoch == frozen.epoch + 1
+            with pytest.raises(Fenced):
+                frozen.beat()
+            assert Path(tmp_path / "alive").exists()

@@ -1,0 +1,69 @@
+"""Learners that send finite nonsense: refused with a reason, quarantined, and of no harm to the others."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+
+from atoll.core.types import Limits
+from atoll.tensors.settings import Numerics
+from tests.learner.runs import Run, endless
+
+PATIENT = Limits(first_wait_s=5.0, least_wait_s=2.0, backoff_first_s=0.05, backoff_most_s=0.5)
+ROUNDS = 3 * 6  # of three fragments
+FAR = 1_000_000
+
+
+def largest(published: dict[str, Tensor]) -> float:
+    return max(float(value.abs().max()) for value in published.values())
+
+
+def test_a_wild_contribution_is_refused_with_its_size_and_repeated_ones_end_in_quarantine(tmp_path):
+    with Run(tmp_path, endless(limits=PATIENT)) as run:
+        learners = run.joined(1, 2, 3)
+        run.go(*learners)
+        run.until(run.merges(ROUNDS), "the usual size is known")
+        wild, *others = learners
+        wild.expected_to_end = True
+        wild.order("wild", FAR)
+        shown = run.until(run.learner(1, standing="quarantined"), "it is quarantined")
+        assert "times the usual size" in shown["reason"]
+        assert shown["strikes"] == 3
+        assert "times the usual size" in wild.hear("failed")[1]
+        merges = run.status()["merges"]
+        run.until(run.merges(merges + 6), "the others go on")
+        run.end()
+        published = run.finish(*others)
+        run.assert_same(published, 2, 3)
+        assert largest(published) < 100
+        run.verdict()
+
+
+def test_without_that_refusal_it_would_have_been_merged(tmp_path):
+    with Run(tmp_path, endless(limits=PATIENT), planted="tame") as run:
+        learners = run.joined(1, 2, 3)
+        run.go(*learners)
+        run.until(run.merges(ROUNDS), "the run is under way")
+        learners[0].order("wild", FAR)
+        merges = run.status()["merges"]
+        run.until(run.merges(merges + 9), "every fragment was merged again")
+        run.end()
+        assert largest(run.finish(*learners)) > 1000
+
+
+@pytest.mark.parametrize("numerics", [Numerics(merge="trimmed"), Numerics(norm_clip=2.0)], ids=["trimmed", "norm-clip"])
+def test_a_robust_run_bears_what_is_not_refused(tmp_path, numerics):
+    """Planted: nothing is refused. Four learners, of which one is far off; the merge alone has to hold."""
+    with Run(tmp_path, endless(quorum=4, limits=PATIENT), numerics, planted="tame") as run:
+        learners = run.joined(1, 2, 3, 4)
+        run.go(*learners)
+        run.until(run.merges(ROUNDS), "the usual size is known")
+        learners[0].order("wild", FAR)
+        merges = run.status()["merges"]
+        run.until(run.merges(merges + 9), "every fragment was merged again")
+        run.syncer.kill()  # what is usual outlives it
+        run.start_syncer()
+        merges = run.status()["merges"]
+        run.until(run.merges(merges + 6), "the run goes on")
+        run.end()
+        assert largest(run.finish(*learners)) < 100

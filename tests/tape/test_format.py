@@ -1,0 +1,323 @@
+"""What is written on a tape is read back exactly, and what does not fit is refused with its place."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import zlib
+from collections.abc import Mapping
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atoll.core import ledger, protocol, reasons, types
+from atoll.core.protocol import Envelope, MessageArrived, Ping, Pong, Published, Pull, Report, Say, Send, StepTaken
+from atoll.core.reasons import Reason
+from atoll.core.states import Phase
+from atoll.core.syncer.state import Restored
+from atoll.core.types import Limits, Mark, RoundId, RunConfig
+from atoll.tape.format import (
+    FORMAT_VERSION,
+    REGISTERED,
+    Actor,
+    Entry,
+    Header,
+    TapeError,
+    canonical,
+    decode,
+    decode_entry,
+    decode_header,
+    encode,
+    encode_entry,
+    encode_header,
+)
+
+ACTOR = Actor(3, 1)
+HEADER = Header(FORMAT_VERSION, "0.1.0", ACTOR, RunConfig(), 7)
+
+# --------------------------------------------------------------------------------------------------------------------
+# Examples of every type, drawn from its annotations
+
+SCALARS: dict[Any, st.SearchStrategy[Any]] = {
+    bool: st.booleans(),
+    int: st.integers(),
+    float: st.floats() | st.integers(),
+    str: st.text(st.characters(), max_size=8),
+    NoneType: st.none(),
+    object: st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+}
+CONFIGS = st.builds(
+    RunConfig,
+    run_id=st.text(max_size=8),
+    fragments=st.just(8),
+    grace_margin=st.floats(0, 1, exclude_max=True),
+    adopt=st.sampled_from(["carry", "overwrite", "blend"]),
+    budget_tokens=st.none() | st.integers(1),
+    owned=st.none() | st.sets(st.integers(0, 7), min_size=1).map(tuple),
+    fingerprint=st.lists(st.text(max_size=8), max_size=3).map(tuple),
+    limits=st.builds(Limits, most_wait_s=st.floats(30.0, allow_nan=False)),
+)
+
+
+@functools.cache
+def values_of(hint: Any) -> st.SearchStrategy[Any]:
+    if hint is RunConfig:
+        return CONFIGS
+    if hint is Limits:
+        return st.builds(Limits, pull_tries=st.integers(1))
+    if hint in SCALARS:
+        return SCALARS[hint]
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return st.sampled_from(args)
+    if origin in (Union, UnionType):
+        return st.one_of([values_of(arg) for arg in args])
+    if origin is tuple and args[1:] == (...,):
+        return st.lists(values_of(args[0]), max_size=3).map(tuple)
+    if origin is tuple:
+        return st.tuples(*map(values_of, args))
+    if origin in (dict, Mapping):
+        return st.dictionaries(values_of(args[0]), values_of(args[1]), max_size=3)
+    hints = get_type_hints(hint)
+    names = [f.name for f in dataclasses.fields(hint)] if dataclasses.is_dataclass(hint) else hint._fields
+    return st.builds(hint, **{name: values_of(hints[name]) for name in names})
+
+
+def exact(value: Any) -> Any:
+    """The value with the type of everything in it spelled out: equal exactly when two values cannot be told apart."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return type(value), [exact(getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if isinstance(value, tuple):
+        return type(value), [exact(each) for each in value]
+    if isinstance(value, Mapping):
+        return type(value), [(exact(key), exact(each)) for key, each in value.items()]
+    return type(value), repr(value)
+
+
+@pytest.mark.parametrize("kind", REGISTERED, ids=lambda kind: kind.__name__)
+@settings(max_examples=40)
+@given(data=st.data())
+def test_every_type_comes_back_as_it_was(kind, data):
+    value = data.draw(values_of(kind))
+    assert exact(decode(encode(value))) == exact(value)
+
+
+@given(
+    entry=st.builds(
+        Entry,
+        st.floats(),
+        st.just(ACTOR),
+        st.integers(1),
+        values_of(protocol.Event),
+        values_of(tuple[protocol.Effect, ...]),
+    )
+)
+def test_every_entry_comes_back_as_it_was(entry):
+    line = encode_entry(entry)
+    assert line.isascii()
+    assert line.endswith(b"\n")
+    assert line.count(b"\n") == 1
+    assert exact(decode_entry(line[:-1], ACTOR)) == exact(entry)
+
+
+@given(
+    header=st.builds(
+        Header,
+        st.just(FORMAT_VERSION),
+        st.text(),
+        st.just(ACTOR),
+        CONFIGS,
+        st.none() | st.integers(),
+        values_of(Restored | None),
+        st.text(),
+    )
+)
+def test_every_header_comes_back_as_it_was(header):
+    assert exact(decode_header(encode_header(header)[:-1])) == exact(header)
+
+
+def test_every_type_of_the_protocol_is_registered():
+    ours = {
+        cls
+        for module in (protocol, types, reasons, ledger)
+        for _, cls in inspect.getmembers(module, inspect.isclass)
+        if cls.__module__ == module.__name__ and (hasattr(cls, "_fields") or dataclasses.is_dataclass(cls))
+    }
+    assert ours - set(REGISTERED) == set()
+    assert len({cls.__name__ for cls in REGISTERED}) == len(REGISTERED)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# How it is written
+
+
+def test_a_named_tuple_carries_its_name_and_so_do_those_inside():
+    assert encode(Pull(RoundId(7, 3, 1, 2))) == '["Pull",["RoundId",7,3,1,2]]'
+    assert (
+        encode(Published(7, 4, None, Mark(1, 3, 40, 4000, 0), 0.25))
+        == '["Published",7,4,null,["Mark",1,3,40,4000,0,0],0.25]'
+    )
+
+
+def test_the_line_of_an_entry_is_json_with_a_checksum():
+    line = encode_entry(Entry(12.5, ACTOR, 17, StepTaken(1, 100, 0.5), (Say(("learner", 3), Reason("link-up")),)))
+    checksum, payload = json.loads(line)
+    assert payload == [12.5, 17, ["StepTaken", 1, 100, 0.5, 0], [["Say", ["learner", 3], ["Reason", "link-up", []]]]]
+    assert checksum == f"{zlib.crc32(json.dumps(payload, separators=(',', ':')).encode()):08x}"
+
+
+def test_the_header_names_the_fields_of_every_type():
+    _, (_, fields, shapes) = json.loads(encode_header(HEADER))
+    assert fields["actor"] == ["Actor", 3, 1]
+    assert fields["config"][1]["every_steps"] == 24
+    assert shapes["RoundId"] == ["fragment", "base", "epoch", "attempt"]
+    assert set(shapes) == {cls.__name__ for cls in REGISTERED}
+
+
+def test_numbers_that_json_cannot_write_are_spelled_out():
+    assert encode(Report(1, 2, float("nan"))) == '["Report",1,2,{"float":"nan"},0]'
+    assert encode(Report(1, 2, float("-inf"))) == '["Report",1,2,{"float":"-inf"},0]'
+    assert encode(Reason("grace-no-slack", (1, float("inf")))) == '["Reason","grace-no-slack",[1,{"float":"inf"}]]'
+
+
+def test_equal_fields_are_not_an_equal_type():
+    ping, pong = (Ping(4), Pong(4))
+    assert tuple(ping) == tuple(pong)  # all that Python compares
+    assert canonical(ping) != canonical(pong)
+    assert canonical((Ping(4), Ping(5))) == '[["Ping",4],["Ping",5]]'
+    assert canonical(Report(1, 2, float("nan"))) == canonical(Report(1, 2, float("nan")))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What does not fit
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('["Sail",1]', "type 'Sail' is unknown"),
+        ("[7]", "expected a named value, found [7]"),
+        ('["Pull"]', "Pull has 1 fields, found 0"),
+        ('["Pull",["RoundId",7,3,1,2],5]', "Pull has 1 fields, found 2"),
+        ('["Pull",["Mark",1,1,1,1,1]]', "Pull.round: expected RoundId, found ['Mark', 1, 1, 1, 1, 1]"),
+        ('["Pull",["RoundId",7,3,1,"2"]]', "Pull.round.RoundId.attempt: expected int, found '2'"),
+        ('["Pull",["RoundId",7,3,1,true]]', "Pull.round.RoundId.attempt: expected int, found True"),
+        ('["Pull",["RoundId",7,3,1,2.0]]', "Pull.round.RoundId.attempt: expected int, found 2.0"),
+        ('["StepTaken",1,2,{"float":"fast"},0]', "StepTaken.step_time_s: expected float, found {'float': 'fast'}"),
+        ('["Reason","link-up",[[]]]', "Reason.args.[0]: expected a number, a string, a truth value or None, found []"),
+        ('["Say",["learner"],["Reason","link-up",[]]]', "Say.subject: expected an array of 2, found ['learner']"),
+        ('["Send",["Envelope",1,1,1,1,1,1,1,["Dial",0,1]]]', "Envelope.body: type 'Dial' does not belong here"),
+        ('["AdoptFragment",1,1,"seize",true,1,1,1]', "AdoptFragment.how: expected 'carry' or 'overwrite' or 'blend'"),
+        ('["Published",1,1,[],null,0.5]', "Published.base: expected int, found []"),
+        (
+            '["Restored",{"versions":[[1]],"members":null,"manifest":null,"leases":null}]',
+            "Restored.versions.[0]: expected an array",
+        ),
+        ('["Limits",{"speed":1}]', "Limits has no field 'speed'"),
+        ('["Limits",{}]', "Limits lacks its field 'first_wait_s'"),
+        ('["Line",1,1,0,[["a",1],["a",2]]]', "Line.dropped: a key stands twice"),
+        ("{", "bad JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        ("[" * 100_000, "bad JSON"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_with_its_place(text, complaint):
+    with pytest.raises(TapeError) as caught:
+        decode(text)
+    assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        (7, "type 'int' is not registered"),
+        (Entry(0.0, ACTOR, 1, StepTaken(1, 1, 1.0), ()), "type 'Entry' is not registered"),
+        (Pull(Mark(1, 1, 1, 1, 1)), "expected RoundId, got Mark"),  # type: ignore[arg-type]
+        (Send(Envelope(1, 1, 1, 1, 1, 1, 0, StepTaken(1, 1, 1.0))), "got StepTaken"),  # type: ignore[arg-type]
+        (Reason("link-up", (Phase.IDLE,)), "got Phase"),
+        (Reason("link-up", ((1, 2),)), "got tuple"),
+        (Ping(object()), "not JSON serializable"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_could_not_be_read_back_is_not_written(value, complaint):
+    with pytest.raises(TapeError, match=complaint):
+        encode(value)
+
+
+def test_an_entry_that_cannot_be_written_says_whose_it_is():
+    with pytest.raises(TapeError, match=r"learner 3 incarnation 1, tick 5: expected .* got Ping"):
+        encode_entry(Entry(0.0, ACTOR, 5, Ping(1), ()))  # type: ignore[arg-type]
+
+
+def sealed(payload: object) -> bytes:
+    text = json.dumps(payload, separators=(",", ":")).encode()
+    return b'["%08x",%b]' % (zlib.crc32(text), text)
+
+
+def header_with(**changes: object) -> bytes:
+    _, (name, fields, shapes) = json.loads(encode_header(HEADER))
+    return sealed([name, fields | changes, shapes])
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        (b"", "not a line of a tape"),
+        (b"hello", "not a line of a tape: b'hello'"),
+        (encode_entry(Entry(0.0, ACTOR, 1, StepTaken(1, 1, 1.0), ()))[:-1], "no header"),
+        (sealed(["Header", 1]), "another shape than a header"),
+        (header_with(format_version=FORMAT_VERSION + 1, atoll_version="9.0"), "a newer Atoll: format 2 of Atoll 9.0"),
+        (header_with(format_version=0), "no format version 0"),
+        (header_with(format_version="1"), "does not say its format version"),
+        (header_with(mood="good"), "Header has no field 'mood'"),
+        (header_with(seed="7"), "Header.seed: expected int, found '7'"),
+        (header_with(config=["RunConfig", {}]), "Header.config: RunConfig lacks its field 'run_id'"),
+    ],
+)  # fmt: skip
+def test_a_header_that_cannot_be_read_says_why(line, complaint):
+    with pytest.raises(TapeError) as caught:
+        decode_header(line)
+    assert complaint in str(caught.value)
+
+
+def test_settings_that_no_run_can_have_are_refused():
+    _, (name, fields, shapes) = json.loads(encode_header(HEADER))
+    fields["config"][1]["quorum"] = 0
+    with pytest.raises(TapeError, match=r"Header\.config: RunConfig: quorum must be a whole number of at least 1"):
+        decode_header(sealed([name, fields, shapes]))
+
+
+def test_a_header_with_other_types_names_the_first_of_them():
+    _, (name, fields, shapes) = json.loads(encode_header(HEADER))
+    with pytest.raises(TapeError, match=r"written by another Atoll, 0\.1\.0: type 'Sail' is unknown here"):
+        decode_header(sealed([name, fields, shapes | {"Sail": []}]))
+    with pytest.raises(TapeError, match=r"Ping has the fields .* here"):
+        decode_header(sealed([name, fields, shapes | {"Ping": ["serial", "mood"]}]))
+
+
+@pytest.mark.parametrize(
+    ("payload", "complaint"),
+    [
+        ([1.0, 1, ["TimerFired"]], "an entry has four parts"),
+        ("hello", "an entry has four parts"),
+        (["Header", {}, {}], "a second header"),
+        (["now", 1, ["TimerFired"], []], "time: expected float, found 'now'"),
+        ([1.0, 0, ["TimerFired"], []], "a tick counts from 1, found 0"),
+        ([1.0, 1, ["Dial", 0.0, 1], []], "tick 1: type 'Dial' does not belong here"),
+        ([1.0, 1, ["TimerFired"], [["TimerFired"]]], "tick 1: [0]: type 'TimerFired' does not belong here"),
+        ([1.0, 1, ["TimerFired"], {}], "tick 1: expected an array, found {}"),
+    ],
+)
+def test_an_entry_that_cannot_be_read_says_why(payload, complaint):
+    with pytest.raises(TapeError) as caught:
+        decode_entry(sealed(payload), ACTOR)
+    assert complaint in str(caught.value)
+
+
+def test_a_whole_number_may_stand_for_a_time_and_stays_one():
+    entry = Entry(5, ACTOR, 1, MessageArrived(Envelope(3, 1, 1, 1, 1, 1, 0, Pull(RoundId(1, 2, 3, 4)))), ())
+    assert exact(decode_entry(encode_entry(entry)[:-1], ACTOR)) == exact(entry)

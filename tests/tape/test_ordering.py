@@ -1,0 +1,258 @@
+"""Causes come before effects, whatever the clocks say, and every entry knows what can have influenced it."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from atoll.core.protocol import (
+    Envelope,
+    Event,
+    MembersRecord,
+    MessageArrived,
+    Persist,
+    Persisted,
+    Ping,
+    Pong,
+    Send,
+    Started,
+    TimerFired,
+)
+from atoll.core.syncer.state import Restored
+from atoll.core.types import SYNCER, RunConfig
+from atoll.tape.format import Actor, Entry, Header
+from atoll.tape.ordering import Missing, merged, sender, vector_clocks
+from tests.tiny_run import TinyRun, eventful_run
+
+S1, S2, A1, B1 = Actor(SYNCER, 1), Actor(SYNCER, 2), Actor(1, 1), Actor(2, 1)
+
+
+def header(actor: Actor, restored: Restored | None = None) -> Header:
+    return Header(1, "0.1.0", actor, RunConfig(), None, restored)
+
+
+def up(learner: Actor, tick: int) -> Event:
+    """What a learner's entry `tick` sent to the syncer, arrived."""
+    return MessageArrived(Envelope(*learner, 1, 1, tick, 0, 0, Ping(1)))
+
+
+def down(learner: Actor, tick: int, epoch: int = 1) -> Event:
+    return MessageArrived(Envelope(*learner, 1, epoch, tick, 0, 0, Pong(1)))
+
+
+def tape(actor: Actor, *told: tuple[float, Event], restored: Restored | None = None) -> tuple[Header, list[Entry]]:
+    return header(actor, restored), [Entry(at, actor, tick, event, ()) for tick, (at, event) in enumerate(told, 1)]
+
+
+def order_of(*tapes: tuple[Header, list[Entry]]) -> list[tuple[Actor, int]]:
+    missing: list[Missing] = []
+    order = [(entry.actor, entry.tick) for entry in merged(tapes, missing.append)]
+    assert missing == []
+    return order
+
+
+def assert_causal(entries: list[Entry]) -> None:
+    place = {(entry.actor, entry.tick): number for number, entry in enumerate(entries)}
+    assert len(place) == len(entries)
+    for number, entry in enumerate(entries):
+        assert entry.tick == 1 or place[entry.actor, entry.tick - 1] < number
+        cause = sender(entry)
+        assert cause is None or place[cause] < number
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The order
+
+
+def test_without_messages_time_decides_and_then_the_actor():
+    s = tape(S1, (1.0, Started()), (3.0, TimerFired()))
+    a = tape(A1, (0.5, Started()), (3.0, TimerFired()))
+    assert order_of(a, s) == [(A1, 1), (S1, 1), (S1, 2), (A1, 2)]
+
+
+def test_a_message_arrives_after_it_was_sent_although_the_clocks_disagree():
+    s = tape(S1, (0.0, Started()), (1.0, up(A1, 2)), (1.1, TimerFired()))
+    a = tape(A1, (100.0, Started()), (101.0, TimerFired()), (102.0, down(A1, 2)))
+    assert order_of(s, a) == [(S1, 1), (A1, 1), (A1, 2), (S1, 2), (S1, 3), (A1, 3)]
+
+
+def test_entries_of_one_process_keep_their_order_when_its_clock_goes_back():
+    a = tape(A1, (5.0, Started()), (1.0, TimerFired()), (2.0, TimerFired()))
+    assert order_of(a) == [(A1, 1), (A1, 2), (A1, 3)]
+
+
+def test_the_direction_is_known_from_who_has_received_it():
+    """Learner 1 and the syncer can have entries with equal ticks; the envelope's tick is of the other end."""
+    s = tape(S1, (0.0, Started()), (9.0, up(A1, 1)))
+    a = tape(A1, (0.0, Started()), (0.1, down(A1, 1)))
+    assert order_of(s, a) == [(S1, 1), (A1, 1), (A1, 2), (S1, 2)]
+
+
+def test_a_syncer_starts_after_its_predecessor_has_ended_although_its_clock_is_behind():
+    record = MembersRecord(1, (), (), 0)
+    first = (
+        header(S1),
+        [
+            Entry(200.0, S1, 1, Started(), (Persist(record),)),
+            Entry(201.0, S1, 2, Persisted(record.key()), ()),
+        ],
+    )
+    second = tape(S2, (1.0, Started()), (2.0, TimerFired()), restored=Restored({}, record))
+    assert order_of(second, first) == [(S1, 1), (S1, 2), (S2, 1), (S2, 2)]
+
+
+def test_a_syncer_that_was_cut_off_and_hears_of_its_successor_comes_in_between():
+    s1 = tape(S1, (0.0, Started()), (9.0, up(A1, 2)))
+    s2 = tape(S2, (5.0, Started()))
+    a = tape(A1, (0.0, Started()), (6.0, down(A1, 1, epoch=2)))
+    assert order_of(s1, s2, a) == [(S1, 1), (A1, 1), (S2, 1), (A1, 2), (S1, 2)]
+
+
+@pytest.mark.parametrize("lost", [None, 1, 3])
+def test_a_lost_or_cut_tape_is_reported_and_the_rest_goes_on(lost):
+    """`lost` None: the whole tape of learner 1; otherwise it ends after so many entries."""
+    run = TinyRun().until(6.0)
+    tapes = [(h, list(entries)) for h, entries in run.tapes()]
+    if lost is None:
+        cut = [(h, entries) for h, entries in tapes if h.actor != A1]
+    else:
+        cut = [(h, entries[:lost] if h.actor == A1 else entries) for h, entries in tapes]
+    missing: list[Missing] = []
+    order = list(merged(cut, missing.append))
+    assert len(order) == sum(len(entries) for _, entries in cut)
+    assert {m.cause for m in missing} == {A1}
+    assert all(m.actor == S1 and m.cause_tick is not None and m.cause_tick > (lost or 0) for m in missing)
+    assert len(missing) == sum(
+        1 for e in order if e.actor == S1 and (c := sender(e)) is not None and c[0] == A1 and c[1] > (lost or 0)
+    )
+    assert "was sent by learner 1 incarnation 1, tick" in str(missing[0])
+
+
+def test_a_syncer_without_its_predecessors_tape_is_reported():
+    missing: list[Missing] = []
+    orphan = tape(S2, (0.0, Started()), restored=Restored({}, MembersRecord(3, (), (), 0)))
+    assert len(list(merged([orphan], missing.append))) == 1
+    assert missing == [Missing(S2, 1, S1, None)]
+    assert str(missing[0]) == "syncer epoch 2 started from records that are on no tape of an earlier syncer"
+
+
+def test_tapes_that_wait_for_each_other_in_a_circle_come_to_an_end():
+    s = tape(S1, (0.0, Started()), (1.0, up(A1, 2)))
+    a = tape(A1, (0.0, Started()), (2.0, down(A1, 2)))
+    missing: list[Missing] = []
+    assert [e.at for e in merged([s, a], missing.append)] == [0.0, 0.0, 1.0, 2.0]
+    assert missing == [Missing(S1, 2, A1, 2, circular=True)]
+    assert str(missing[0]) == "syncer epoch 1, tick 2 waits in a circle for learner 1 incarnation 1, tick 2"
+
+
+def test_a_real_run_comes_out_in_a_causal_order():
+    run = eventful_run()
+    order = list(merged(run.tapes()))
+    assert len(order) == len(run.entries)
+    assert_causal(order)
+    assert {(e.actor, e.tick) for e in order} == {(e.actor, e.tick) for e in run.entries}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_wrong_clocks_do_not_break_the_order(seed):
+    draw = Random(seed)
+    run = eventful_run(clocks_s={who: draw.uniform(-500, 500) for who in range(4)})
+    missing: list[Missing] = []
+    tapes = run.tapes()
+    draw.shuffle(tapes)
+    order = list(merged(tapes, missing.append))
+    assert missing == []
+    assert len(order) == len(run.entries)
+    assert_causal(order)
+    assert order == list(merged(run.tapes()))  # whatever the order of the tapes
+
+
+def test_one_entry_of_each_tape_is_held_at_a_time():
+    taken = {S1: 0, A1: 0}
+
+    def counted(actor: Actor, entries: list[Entry]):
+        for entry in entries:
+            taken[actor] += 1
+            yield entry
+
+    s = tape(S1, *[(float(t), TimerFired()) for t in range(100)])
+    a = tape(A1, *[(float(t), TimerFired()) for t in range(100)])
+    given = 0
+    for entry in merged([(s[0], counted(S1, s[1])), (a[0], counted(A1, a[1]))]):
+        given += 1
+        assert entry.tick <= taken[entry.actor] <= entry.tick + 1
+        assert sum(taken.values()) <= given + 2
+    assert given == 200
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Vector clocks
+
+
+def test_what_a_learner_knows_of_others_it_knows_through_the_syncer():
+    entries = [
+        Entry(0.0, S1, 1, Started(), ()),
+        Entry(0.1, A1, 1, Started(), ()),
+        Entry(0.2, B1, 1, Started(), ()),
+        Entry(0.3, S1, 2, up(A1, 1), ()),
+        Entry(0.4, B1, 2, down(B1, 1), ()),  # sent before the syncer heard of learner 1
+        Entry(0.5, B1, 3, down(B1, 2), ()),
+        Entry(0.6, B1, 4, down(B1, 1), ()),  # late: teaches nothing
+        Entry(0.7, S1, 3, up(B1, 4), ()),
+        Entry(0.8, A1, 2, TimerFired(), ()),
+    ]
+    assert [clock for _, clock in vector_clocks(entries)] == [
+        {S1: 1},
+        {A1: 1},
+        {B1: 1},
+        {S1: 2, A1: 1},
+        {S1: 1, B1: 2},
+        {S1: 2, A1: 1, B1: 3},
+        {S1: 2, A1: 1, B1: 4},
+        {S1: 3, A1: 1, B1: 4},
+        {A1: 2},
+    ]
+
+
+def test_a_learner_that_outlives_a_syncer_carries_its_knowledge_to_the_next():
+    entries = [
+        Entry(0.0, S1, 1, Started(), ()),
+        Entry(0.1, B1, 1, Started(), ()),
+        Entry(0.2, S1, 2, up(B1, 1), ()),
+        Entry(0.3, A1, 1, Started(), ()),
+        Entry(0.4, A1, 2, down(A1, 2), ()),
+        Entry(0.5, S2, 1, Started(), ()),
+        Entry(0.6, S2, 2, up(A1, 2), ()),
+        Entry(0.7, B1, 2, down(B1, 2, epoch=2), ()),
+    ]
+    clocks = [clock for _, clock in vector_clocks(entries)]
+    assert clocks[6] == {S2: 2, A1: 2, S1: 2, B1: 1}
+    assert clocks[7] == {B1: 2, S2: 2, A1: 2, S1: 2}
+
+
+def test_clocks_of_a_real_run_are_those_of_the_textbook():
+    """Component-wise maximum of the entry before and of the sending entry, by brute force."""
+    naive: dict[tuple[Actor, int], dict[Actor, int]] = {}
+    count = 0
+    for entry, clock in vector_clocks(merged(eventful_run().tapes())):
+        expected = dict(naive.get((entry.actor, entry.tick - 1), {}))
+        cause = sender(entry)
+        for actor, tick in (naive[cause] if cause is not None else {}).items():
+            expected[actor] = max(expected.get(actor, 0), tick)
+        expected[entry.actor] = entry.tick
+        naive[entry.actor, entry.tick] = expected
+        assert clock == expected
+        count += 1
+    assert count > 500
+
+
+def test_arrival_was_really_sent_by_the_entry_that_the_envelope_names():
+    """The clock of a star rests on this: `tick` is the number of the sender's entry."""
+    entries = eventful_run().entries
+    by_place = {(e.actor, e.tick): e for e in entries}
+    arrivals = [(e, cause) for e in entries if (cause := sender(e)) is not None]
+    assert len(arrivals) > 100
+    for entry, cause in arrivals:
+        assert isinstance(entry.event, MessageArrived)
+        assert Send(entry.event.envelope) in by_place[cause].effects

@@ -1,0 +1,145 @@
+"""A replay derives every effect anew and stops at the first difference."""
+
+from __future__ import annotations
+
+import pytest
+
+from atoll.core.learner.core import LearnerCore
+from atoll.core.protocol import Delivered, Report, Resync, Send, StepTaken
+from atoll.core.syncer.core import SyncerCore
+from atoll.core.syncer.state import Restored
+from atoll.core.types import RunConfig
+from atoll.tape.format import Actor, Entry, Header, TapeError, decode_entry, decode_header, encode_entry, encode_header
+from atoll.tape.replay import ReplayDifference, core_of, replay
+from tests.tiny_run import eventful_run
+
+RUN = eventful_run()
+
+
+def written_and_read(header: Header, entries: list[Entry]) -> tuple[Header, list[Entry]]:
+    back = decode_header(encode_header(header)[:-1])
+    return back, [decode_entry(encode_entry(entry)[:-1], back.actor) for entry in entries]
+
+
+@pytest.mark.parametrize("tape", RUN.tapes(), ids=lambda tape: str(tape[0].actor))
+def test_every_tape_replays_from_its_header_alone(tape):
+    header, entries = written_and_read(*tape)
+    assert replay(header, entries) == len(entries) > 0
+
+
+def test_the_run_has_all_kinds_of_starts():
+    """Otherwise the test above would show less than it says."""
+    assert [h.actor for h, _ in RUN.tapes()] == [(0, 1), (0, 2), (1, 1), (2, 1), (2, 2), (3, 1)]
+    restored = RUN.headers[Actor(0, 2)].restored
+    assert restored is not None
+    assert len(restored.versions) == 3
+
+
+def learner_tape() -> tuple[Header, list[Entry]]:
+    return RUN.headers[Actor(1, 1)], [e for e in RUN.entries if e.actor == Actor(1, 1)]
+
+
+def first_step(entries: list[Entry]) -> int:
+    return next(place for place, entry in enumerate(entries) if isinstance(entry.event, StepTaken))
+
+
+def test_a_changed_effect_is_found_where_it_is():
+    header, entries = learner_tape()
+    place = first_step(entries)
+    send = entries[place].effects[0]
+    assert isinstance(send, Send)
+    assert isinstance(send.envelope.body, Report)
+    wrong = Send(send.envelope._replace(body=send.envelope.body._replace(trained=101)))
+    entries[place] = entries[place]._replace(effects=(wrong, *entries[place].effects[1:]))
+    with pytest.raises(ReplayDifference) as caught:
+        replay(header, entries)
+    difference = caught.value
+    assert (difference.actor, difference.tick) == (Actor(1, 1), place + 1)
+    assert difference.event == StepTaken(1, 100, 1.0)
+    assert difference.recorded[0] == wrong
+    assert difference.derived is not None
+    assert difference.derived[0] == send
+    assert difference.first_place() == 0
+    told = str(difference)
+    assert f"learner 1 incarnation 1, tick {place + 1}" in told
+    assert '["Report",1,101,1.0,0]' in told.split(", derived as ")[0]
+    assert '["Report",1,100,1.0,0]' in told.split(", derived as ")[1]
+
+
+def test_a_lost_effect_and_an_invented_one_are_found():
+    header, entries = learner_tape()
+    place = first_step(entries)
+    whole = entries[place]
+    entries[place] = whole._replace(effects=whole.effects[:-1])
+    with pytest.raises(ReplayDifference, match="is recorded as nothing, derived as"):
+        replay(header, entries)
+    entries[place] = whole._replace(effects=(*whole.effects, whole.effects[0]))
+    with pytest.raises(ReplayDifference, match="derived as nothing"):
+        replay(header, entries)
+
+
+def test_an_effect_of_another_type_with_equal_fields_is_a_difference():
+    header, entries = learner_tape()
+    place, effect = next(
+        (place, effect)
+        for place, entry in enumerate(entries)
+        for effect in entry.effects
+        if isinstance(effect, Send) and isinstance(effect.envelope.body, Delivered)
+    )
+    swapped = Send(effect.envelope._replace(body=Resync(*effect.envelope.body)))
+    assert swapped == effect  # as Python sees it
+    effects = tuple(swapped if each is effect else each for each in entries[place].effects)
+    entries[place] = entries[place]._replace(effects=effects)
+    with pytest.raises(ReplayDifference, match=r'recorded as .*"Resync".* derived as .*"Delivered"'):
+        replay(header, entries)
+
+
+def test_a_core_that_raises_is_a_difference():
+    header, entries = learner_tape()
+    entries[0] = entries[0]._replace(event=StepTaken(1, 100, 1.0))
+    with pytest.raises(ReplayDifference, match="the replay raised AssertionError") as caught:
+        replay(header, entries)
+    assert caught.value.derived is None
+
+
+def test_a_wrong_time_is_a_difference():
+    """The recorded time is the driver's own, also where the core did not believe it."""
+    header = RUN.headers[Actor(0, 1)]
+    entries = [e for e in RUN.entries if e.actor == header.actor]
+    with pytest.raises(ReplayDifference):
+        replay(header, [entry._replace(at=entry.at * 3) for entry in entries])
+
+
+def test_other_settings_are_a_difference():
+    header, entries = RUN.headers[Actor(0, 1)], [e for e in RUN.entries if e.actor == Actor(0, 1)]
+    other = Header(1, "0.1.0", header.actor, RunConfig(fragments=3, every_steps=5, quorum=2), None)
+    with pytest.raises(ReplayDifference):
+        replay(other, entries)
+
+
+def test_a_replay_can_be_made_with_another_core():
+    class Deaf(LearnerCore):
+        def handle(self, now, event):
+            super().handle(now, event)
+            return []
+
+    header, entries = learner_tape()
+    with pytest.raises(ReplayDifference, match="derived as nothing"):
+        replay(header, entries, lambda h: Deaf(h.config, h.actor.learner, h.actor.start))
+
+
+def test_the_core_of_a_header():
+    syncer = core_of(RUN.headers[Actor(0, 2)])
+    assert isinstance(syncer, SyncerCore)
+    assert syncer.epoch == 2
+    assert syncer.merges > 0
+    learner = core_of(RUN.headers[Actor(2, 2)])
+    assert isinstance(learner, LearnerCore)
+    assert (learner.id, learner.incarnation) == (2, 2)
+
+
+def test_a_header_of_which_no_core_can_be_made_is_damage():
+    record = next(iter(RUN._restored().versions.values()))._replace(fragment=99)
+    header = Header(1, "0.1.0", Actor(0, 2), RUN.config, None, Restored({99: record}))
+    with pytest.raises(TapeError, match="no core of syncer epoch 2 can be made from this header"):
+        replay(header, [])

@@ -1,0 +1,80 @@
+"""The numeric settings of a run: what they refuse, and that both sides read the same."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.tensors.settings import Numerics
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=10),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+def test_every_field_comes_back_from_json():
+    numerics = Numerics("rows", "average", "sgd", 1, 0.0, 20, False, "int4", "f32", ("wte*", "*.embed"))
+    assert Numerics.from_json(json.loads(json.dumps(numerics.to_json()))) == numerics
+
+
+def test_a_codec_that_is_named_is_the_only_one_and_auto_begins_with_bf16():
+    assert Numerics().ups == Numerics().downs == ("bf16", "int8", "int4")
+    for name in ("f32", "bf16", "int8", "int4"):
+        assert Numerics(up=name).ups == Numerics(down=name).downs == (name,)
+    assert Numerics(up="int8").downs[0] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("plan", "even"),
+        ("merge", None),
+        ("outer", "not a class"),
+        ("outer", ""),
+        ("outer_lr", 0.0),
+        ("outer_lr", math.nan),
+        ("outer_lr", math.inf),
+        ("outer_lr", "0.4"),
+        ("outer_ramp", -1),
+        ("outer_ramp", 2.5),
+        ("outer_ramp", True),
+        ("outer_momentum", 1.0),
+        ("outer_momentum", -0.1),
+        ("outer_momentum", math.nan),
+        ("outer_momentum", True),
+        ("up", "fp8"),
+        ("down", ["f32"]),
+        ("embeddings", ["wte"]),
+        ("embeddings", ("",)),
+        ("embeddings", (1,)),
+        ("embeddings", ("x",) * 101),
+    ],
+)
+def test_nonsense_is_refused_by_name(field, value):
+    with pytest.raises(ValueError, match=field):
+        Numerics(**{field: value})
+
+
+def test_a_missing_or_unknown_field_is_no_default():
+    whole = Numerics().to_json()
+    for name in whole:
+        with pytest.raises(ValueError, match=f"lack '{name}'"):
+            Numerics.from_json({key: value for key, value in whole.items() if key != name})
+    with pytest.raises(ValueError, match="unknown 'nesterov'"):
+        Numerics.from_json({**whole, "nesterov": True})
+
+
+@given(JSON, st.sampled_from([*Numerics().to_json()]))
+def test_hostile_json_is_a_value_error(value, field):
+    for raw in (value, {**Numerics().to_json(), field: value}):
+        try:
+            read = Numerics.from_json(raw)
+        except ValueError:
+            continue
+        assert Numerics.from_json(read.to_json()) == read

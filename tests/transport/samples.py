@@ -1,0 +1,233 @@
+"""One example of everything that travels and of everything that is refused. The golden vectors are made of these."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any, NamedTuple
+
+from atoll.core import protocol as p
+from atoll.core.reasons import Reason, because
+from atoll.core.types import Mark, RoundId
+from atoll.transport.wire import (
+    Code,
+    FragmentHeader,
+    Kind,
+    Side,
+    SliceHeader,
+    digest,
+    encode_header,
+    encode_message,
+    frame_head,
+)
+
+ROUND = RoundId(fragment=2, base=11, epoch=3, attempt=1)
+MARK = Mark(incarnation=1, base=10, copied_at=480, trained=1_966_080, dropped=0, taken=3840)
+
+
+class Message(NamedTuple):
+    name: str
+    sender: Side
+    envelope: p.Envelope
+
+
+def _said_by(sender: Side, body: p.Body, name: str = "") -> Message:
+    # A learner does not know the epoch before it is welcomed; a syncer's tick and a learner's are counted apart.
+    epoch, tick, seen = (0 if isinstance(body, p.Hello) else 3, 517, 902) if sender == "learner" else (3, 902, 517)
+    envelope = p.Envelope(4, 1, 2, epoch, tick, seen, 0, body)
+    return Message(name or f"{sender}: {type(body).__name__}", sender, envelope)
+
+
+MESSAGES: tuple[Message, ...] = (
+    _said_by("learner", p.Hello("run", ("head 256x64 float32 weight", "plan balanced 3"), (-1, -1, -1), 0, 0, False)),
+    _said_by("learner", p.Report(504, 2_064_384, 0.125, 4032)),
+    _said_by("learner", p.Report(505, 2_068_480, 2), "learner: Report, a whole number where a fraction may stand"),
+    _said_by("learner", p.Report(506, 2**63 - 1, float("nan")), "learner: Report, the largest number and no number"),
+    _said_by("learner", p.Contribution(ROUND, 504, 24, 98_304, 2_064_384, 0, None, 4032)),
+    _said_by(
+        "learner", p.Contribution(ROUND, 504, 24, 98_304, 2_064_384, 4096, "not finite"), "learner: Contribution 2"
+    ),
+    _said_by("learner", p.Delivered(2, 12)),
+    _said_by("learner", p.Resync(2, 9)),
+    _said_by("learner", p.SnapshotPart(1, 504, 2_064_384, (12, 12, 11), (ROUND,))),
+    _said_by(
+        "learner",
+        p.SnapshotPart(1, 504, 2_064_384, (12, 12, 11), (), "No space left on device"),
+        "learner: failed part",
+    ),
+    _said_by("learner", p.StateRequest((2, 3))),
+    _said_by("learner", p.InnerState(4, 5, 1, 504, (12, 12, 11))),
+    _said_by("learner", p.Ready(because("moments-peer", 2))),
+    _said_by("learner", p.Leave("Ctrl-C")),
+    _said_by("learner", p.Leave("größer als 2³¹ 🌊"), "learner: Leave, with characters beyond ASCII"),
+    _said_by("learner", p.Leaving(504, 2_064_384, (0, 2))),
+    _said_by("learner", p.LeaseRequest(8, 4032)),
+    _said_by("learner", p.Held(2, False)),
+    _said_by("learner", p.FetchTime(2.5)),
+    _said_by("learner", p.FinishAck(72)),
+    _said_by("learner", p.Ping(8)),
+    _said_by("syncer", p.Welcome((12, 12, 11), 0.25, 0.125)),
+    _said_by("syncer", p.Refuse(because("refused-fingerprint", "head 256x64 float32 weight"), 1, True)),
+    _said_by("syncer", p.Pull(ROUND)),
+    _said_by("syncer", p.RefuseContribution(ROUND, because("contribution-late"))),
+    _said_by("syncer", p.Published(2, 12, 11, MARK, 0.25)),
+    _said_by("syncer", p.Published(2, 12, None, None, 0.25), "syncer: Published, the whole value"),
+    _said_by("syncer", p.Marker(1)),
+    _said_by("syncer", p.StateWanted(5, 1, (12, 12, 11))),
+    _said_by("syncer", p.InnerState(2, 4, 1, 498, (12, 12, 11))),
+    _said_by("syncer", p.PeerChosen(2)),
+    _said_by("syncer", p.NoPeer(Reason("a-sentence-of-a-later-version", (1, 0.5, None, True, "text")), False)),
+    _said_by("syncer", p.Lease(8, 12_288, 13_056)),
+    _said_by("syncer", p.Hold(1, True)),
+    _said_by("syncer", p.Drain("drained by ada@desk")),
+    _said_by("syncer", p.Finish((13, 13, 12), 72)),
+    _said_by("syncer", p.Pong(8)),
+)
+
+
+class BadMessage(NamedTuple):
+    name: str
+    sender: Side
+    data: bytes
+    code: Code
+
+
+def _message(name: str) -> bytes:
+    return next(encode_message(message.envelope) for message in MESSAGES if message.name == name)
+
+
+def _text(text: str) -> bytes:
+    return b"ATLL\x03" + text.encode("utf-8")
+
+
+_PING = encode_message(p.Envelope(4, 1, 2, 3, 517, 902, 0, p.Ping(8)))
+
+BAD_MESSAGES: tuple[BadMessage, ...] = (
+    BadMessage("nothing at all", "learner", b"", "truncated"),
+    BadMessage("only the magic", "learner", _PING[:4], "truncated"),
+    BadMessage("half of the magic and something else", "learner", b"AT{}", "magic"),
+    BadMessage("a frame where a message belongs", "learner", b"ATLF" + _PING[4:], "magic"),
+    BadMessage("an earlier version", "learner", b"ATLL\x01" + _PING[5:], "version"),
+    BadMessage("a later version", "learner", b"ATLL\x04" + _PING[5:], "version"),
+    BadMessage("no text", "learner", _PING[:5], "json"),
+    BadMessage("half of the text", "learner", _PING[:-3], "json"),
+    BadMessage("two texts", "learner", _PING + _PING[5:], "json"),
+    BadMessage("not UTF-8", "learner", _PING[:5] + b"\xff" + _PING[5:], "json"),
+    BadMessage("NaN as a word", "learner", _text('["Envelope",4,1,2,3,517,902,0,["Report",1,1,NaN]]'), "json"),
+    BadMessage("a number of 65 bits", "learner", _text(f'["Envelope",4,1,2,3,517,902,0,["Ping",{2**63}]]'), "json"),
+    BadMessage("half a character", "learner", _text('["Envelope",4,1,2,3,517,902,0,["Leave","\\ud83c"]]'), "json"),
+    BadMessage("nested deeply", "learner", _text("[" * 3000 + "]" * 3000), "json"),
+    BadMessage("a body without its envelope", "learner", _text('["Ping",8]'), "type"),
+    BadMessage("an unknown body", "learner", _text('["Envelope",4,1,2,3,517,902,0,["Sing",8]]'), "type"),
+    BadMessage("a field too many", "learner", _text('["Envelope",4,1,2,3,517,902,0,["Ping",8,9]]'), "type"),
+    BadMessage("a field of another type", "learner", _text('["Envelope",4,1,2,3,517,902,0,["Ping","8"]]'), "type"),
+    BadMessage("true is no number", "learner", _text('["Envelope",4,1,2,3,517,902,0,["Ping",true]]'), "type"),
+    BadMessage(
+        "a fraction is no whole number", "learner", _text('["Envelope",4,1,2,3,517,902,0,["Ping",8.0]]'), "type"
+    ),
+    BadMessage("a learner does not pull", "learner", _message("syncer: Pull"), "type"),
+    BadMessage("a syncer does not ping", "syncer", _PING, "type"),
+)
+
+
+class Sent(NamedTuple):
+    """A frame as its sender makes it."""
+
+    name: str
+    kind: Kind
+    codec: int
+    header: bytes
+    payload: bytes
+
+    def data(self) -> bytes:
+        return frame_head(self.kind, self.codec, self.header, self.payload) + self.header + self.payload
+
+
+_VALUES = struct.pack("<5f", 0.0, 1.0, -2.5, 3.0e-3, -1.0e6)
+_PLAN = b'{"how":"balanced","tensors":[["head",[2,2],"float32","weight",""]],"fragments":[[[0,0,2]]]}'
+
+
+def _fragment(base: int | None, begin: int, of: int) -> bytes:
+    return FragmentHeader(2, 12, base, digest(_VALUES).hex(), begin, of).encode()
+
+
+FRAMES: tuple[Sent, ...] = (
+    Sent("a delta as bf16", Kind.CONTRIBUTION, 1, _message("learner: Contribution"), bytes.fromhex("803f00c0")),
+    Sent("the end of an update as bf16", Kind.FRAGMENT, 1, _fragment(11, 4, 14), b"\1\2" * 5),
+    Sent("a whole value", Kind.FRAGMENT, 0, _fragment(None, 0, len(_VALUES)), _VALUES),
+    Sent("a slice of a delta", Kind.SLICE, 0, SliceHeader(4, 2, 3, RoundId(2, 11, 1, 1), 4, 10).encode(), b"\1\2\3"),
+    Sent("inner state", Kind.INNER_STATE, 0, _message("learner: InnerState"), b"safetensors would be here"),
+    Sent("the plan of a new model", Kind.MODEL, 0, b"{}", _PLAN),
+    Sent("values of a new model", Kind.MODEL, 0, encode_header({"fragment": 2}), _VALUES),
+    Sent("no header and no payload", Kind.MODEL, 0, b"", b""),
+)
+
+
+class BadFrame(NamedTuple):
+    """`room`: the bytes that the receiver expects as payload, and has memory for."""
+
+    name: str
+    kind: Kind
+    room: int
+    data: bytes
+    code: Code
+
+
+def _forged(frame: Sent, **fields: Any) -> bytes:
+    """The frame with other fields in its head, and the digest that belongs to them."""
+    head: dict[str, Any] = {"magic": b"ATLF", "version": 3, "kind": int(frame.kind), "codec": frame.codec, "flags": 0}
+    head |= {"header_bytes": len(frame.header), "payload_bytes": len(frame.payload)} | fields
+    packed = struct.pack("<4sBBBBIQ", *head.values())
+    return packed + digest(packed, frame.header, frame.payload) + frame.header + frame.payload
+
+
+def _bad(name: str, frame: Sent, data: bytes, code: Code) -> BadFrame:
+    return BadFrame(name, frame.kind, len(frame.payload), data, code)
+
+
+_DELTA, _WHOLE, _STATE = FRAMES[0], FRAMES[2], FRAMES[3]
+_GOOD = _DELTA.data()
+_HEADER_END = 36 + len(_DELTA.header)
+
+BAD_FRAMES: tuple[BadFrame, ...] = (
+    _bad("nothing at all", _DELTA, b"", "truncated"),
+    _bad("half a head", _DELTA, _GOOD[:20], "truncated"),
+    _bad("half a header", _DELTA, _GOOD[: _HEADER_END - 1], "truncated"),
+    _bad("no payload", _DELTA, _GOOD[:_HEADER_END], "truncated"),
+    _bad("half a payload", _DELTA, _GOOD[:-1], "truncated"),
+    _bad("another magic", _DELTA, _forged(_DELTA, magic=b"ATLL"), "magic"),
+    _bad("some JSON", _DELTA, b'{"learner":4}', "magic"),
+    _bad("a later version", _DELTA, _forged(_DELTA, version=4), "version"),
+    _bad("an unknown flag", _DELTA, _forged(_DELTA, flags=1), "version"),
+    _bad("an unknown kind", _DELTA, _forged(_DELTA, kind=9), "kind"),
+    _bad("another kind than expected", _DELTA, _WHOLE.data(), "kind"),
+    _bad("an unknown codec", _DELTA, _forged(_DELTA, codec=4), "codec"),
+    _bad("inner state with a codec", _STATE, _forged(_STATE, codec=1), "codec"),
+    _bad("a header of 1 MiB and 1 byte", _DELTA, _forged(_DELTA, header_bytes=2**20 + 1), "size"),
+    _bad("a payload of 16 EiB", _DELTA, _forged(_DELTA, payload_bytes=2**64 - 1), "size"),
+    _bad("a payload that is larger than expected", _DELTA, _forged(_DELTA, payload_bytes=6), "size"),
+    _bad("a payload that is smaller than expected", _DELTA, _forged(_DELTA, payload_bytes=2), "size"),
+    _bad("a byte too many", _DELTA, _GOOD + b"\0", "trailing"),
+    _bad("a wrong byte in the head", _DELTA, _GOOD[:6] + b"\2" + _GOOD[7:], "digest"),
+    _bad("a wrong byte in the header", _DELTA, _GOOD[:50] + b"?" + _GOOD[51:], "digest"),
+    _bad("a wrong byte in the payload", _DELTA, _GOOD[:-1] + b"\xc1", "digest"),
+    _bad("a wrong byte in the digest", _DELTA, _GOOD[:20] + bytes([_GOOD[20] ^ 1]) + _GOOD[21:], "digest"),
+)
+
+
+def meaning(value: Any) -> Any:
+    """A message for readers in any language: fields by name, and types where they are not clear from the place."""
+    if hasattr(value, "_fields"):
+        fields = {name: meaning(getattr(value, name)) for name in value._fields}
+        return {"type": type(value).__name__} | fields if isinstance(value, p.Body) else fields
+    if isinstance(value, tuple):
+        return [meaning(each) for each in value]
+    if isinstance(value, float) and value != value:
+        return "nan"
+    return value
+
+
+def as_text(rows: list[dict[str, Any]]) -> str:
+    """One row per line, so that a difference is easy to read."""
+    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    return f"[\n{lines}\n]\n"

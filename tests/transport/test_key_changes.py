@@ -1,0 +1,203 @@
+"""Keys that are renewed, revoked and replaced while a run goes on, and sessions that are played once more."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atoll.chaos.recorder import Recorder
+from atoll.chaos.relay import relay_to
+from atoll.errors import KeysRefused, LearnerRefused
+from atoll.learner.api import Learner
+from atoll.transport.tls import key_files
+from tests.learner.runs import LIMIT_S, Child, LearnerSpec, Run, endless
+from tests.learner.small_models import BATCH, work
+from tests.transport.key_rings import Ring, days_ago
+
+
+def knock(run: Run, **settings: Any) -> None:
+    job = work()
+    with Learner(job.model, job.optimizer, run.address, join_timeout_s=LIMIT_S, **settings):
+        pass
+
+
+def until_logged(run: Run, child: Child, words: str, count: int = 1) -> None:
+    run.until(lambda _: len(run.log_lines(child, words)) >= count, words)
+
+
+NEW_AT_THE_SYNCER = "the keys have changed: new connections use them"
+NEW_AT_THE_LEARNER = "the keys have changed: dialling with the new ones"
+
+
+def test_every_key_and_the_authority_change_while_the_run_goes_on(tmp_path):
+    """In the order of docs/security.md. Nobody is stopped; who has only an old key in the end is refused."""
+    ring = Ring(tmp_path / "keys")
+    shutil.copytree(ring["one"], tmp_path / "old key")
+    with Run(tmp_path / "run", endless(), keys=ring.syncer, planted="hurried-listener") as run:
+        with relay_to(run.address) as relay:
+            one, two = (run.start(LearnerSpec(n, keys=ring[k]), relay.address) for n, k in ((1, "one"), (2, "two")))
+            for learner in (one, two):
+                learner.hear("joined")
+            run.go(one, two)
+
+            def dial_again(times: int) -> None:
+                relay.reset()
+                for learner in (one, two):
+                    until_logged(run, learner, NEW_AT_THE_LEARNER, times)
+                for number in (1, 2):
+                    run.until(run.learner(number, standing="live", link="up", incarnation=1), "it is back")
+                run.until(run.merges(run.status()["merges"] + 3), "the run goes on")
+
+            old = ring.authority.issued[0].fingerprint
+            ring.authority.renew_authority()
+            until_logged(run, run.syncer, NEW_AT_THE_SYNCER)
+            dial_again(1)  # they trust both authorities now, with keys of the old one
+            for name in ("syncer", "one", "two"):
+                ring.authority.renew(name)
+            until_logged(run, run.syncer, NEW_AT_THE_SYNCER, 2)
+            dial_again(2)
+            assert ring.authority.of("syncer").fingerprint != old
+            assert ring.authority.retire() == 1
+            until_logged(run, run.syncer, NEW_AT_THE_SYNCER, 3)
+            dial_again(3)
+        with pytest.raises(KeysRefused, match="it does not trust the authority of this key"):
+            knock(run, keys=tmp_path / "old key", ca=ring["authority.pem"], learner=1)
+        with pytest.raises(KeysRefused, match="authority that is not trusted here"):
+            knock(run, keys=tmp_path / "old key", learner=1)
+
+
+def test_a_learner_that_is_behind_with_its_key_is_refused_and_comes_back_with_a_new_one(tmp_path):
+    """It trains on meanwhile, and says why it has no link."""
+    ring = Ring(tmp_path / "keys")
+    with Run(tmp_path / "run", endless(), keys=ring.syncer, planted="hurried-listener") as run:
+        one, two = run.joined(LearnerSpec(1, keys=ring["one"]), LearnerSpec(2, keys=ring["two"]))
+        run.go(one, two)
+        run.until(run.merges(3), "the run is under way")
+        ring.authority.revoke("two")
+        until_logged(run, two, "the key of two is revoked")
+        run.until(run.learner(2, link="down"), "its link is closed")
+        until_logged(run, two, "cannot reach syncer at")
+        assert run.log_lines(run.syncer, "was refused: the key of two is revoked")
+        assert run.status()["refused"]["revoked"] >= 1
+        run.until(run.merges(run.status()["merges"] + 3), "the other one goes on")
+        assert run.until(run.learner(1), "learner 1 is shown")["link"] == "up"
+        two.order("hold")
+        two.hear("held")
+        two.order("train", 20)
+        assert two.hear("trained")["steps"] == 20
+        ring.authority.add("two-again", (2,))
+        for file in ("authority.pem", "key.pem", "certificate.pem"):
+            shutil.copy(ring["two-again"] / file, ring["two"] / file)
+        two.order("go")
+        run.until(run.learner(2, standing="live", link="up", incarnation=1), "it is back with its new key")
+        run.end()
+        run.assert_same(run.finish(one, two), 1, 2)
+
+
+def test_keys_that_cannot_be_used_do_not_replace_those_that_can(tmp_path):
+    ring = Ring(tmp_path / "keys")
+    with Run(tmp_path / "run", endless(), keys=ring.syncer, planted="hurried-listener") as run:
+        (one,) = run.joined(LearnerSpec(1, keys=ring["one"]))
+        run.go(one)
+        run.keys = key_files(Path(shutil.copytree(ring["syncer"], tmp_path / "as it was")))
+        shutil.copy(ring["two"] / "certificate.pem", ring["syncer"] / "certificate.pem")
+        until_logged(run, run.syncer, "cannot be used, those before stay in use")
+        run.until(run.merges(run.status()["merges"] + 2), "new connections are taken, and the run goes on")
+        assert len(run.log_lines(run.syncer, "cannot be used")) == 1, "it is said once"
+
+
+def test_a_key_that_expires_while_its_link_is_up_ends_it(tmp_path):
+    ring = Ring(tmp_path / "keys")
+    with Run(tmp_path / "run", endless(), keys=ring.syncer, planted="hurried-listener") as run:
+        (one,) = run.joined(LearnerSpec(1, keys=ring["one"]))
+        with days_ago(1 - 5 / 86400):
+            ring.authority.add("brief", (3,), days=1)  # it ends in a few seconds
+        brief = run.start(LearnerSpec(3, keys=ring["brief"]))
+        brief.hear("joined")
+        run.go(one, brief)
+        until_logged(run, run.syncer, "was refused: the key of brief expired on")
+        run.until(run.learner(3, link="down"), "its link is closed")
+        assert run.status()["refused"]["expired"] >= 1
+        until_logged(run, brief, "the key of brief expired on")
+        with pytest.raises(LearnerRefused, match="the key of brief expired"):
+            knock(run, keys=ring["brief"], learner=3)
+        assert run.until(run.learner(1), "learner 1 is shown")["link"] == "up"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Replay
+
+
+def merged_by(run: Run, status: dict[str, Any]) -> list[Any]:
+    return [line["merged"] for line in status["ledger"]]
+
+
+def test_recorded_bytes_of_a_safe_session_do_nothing(tmp_path):
+    """Every connection of a session, to the last byte, is played twice: no request is heard, nothing is merged."""
+    ring = Ring(tmp_path / "keys")
+    with Run(tmp_path / "run", endless(), keys=ring.syncer) as run, Recorder(run.address) as recorder:
+        one = run.start(LearnerSpec(1, keys=ring["one"]), recorder.address)
+        one.hear("joined")
+        one.order("go")
+        run.until(run.merges(5), "there is something to record")
+        one.order("break")
+        one.hear("ended")
+        run.until(run.learner(1, link="down"), "it has left")
+        before = run.status()
+        records = [bytes(record) for record in recorder.sent if record]
+        assert sum(map(len, records)) > 5_000
+        for record in records * 2:
+            answer = recorder.play(record)
+            assert b"HTTP" not in answer, "a request was heard"
+        after = run.status()
+        for name in ("merges", "trained", "learners", "ledger", "bytes"):
+            assert after[name] == before[name]
+        assert after["refused"].get("handshake", 0) >= len(records), "each replay fails in its handshake"
+
+
+def test_recorded_bytes_of_an_old_plain_session_change_nothing(tmp_path):
+    """On this machine nothing is encrypted, and who replays is let in. Incarnations and sessions make it harmless."""
+    with Run(tmp_path, endless()) as run, Recorder(run.address) as recorder:
+        one = run.start(LearnerSpec(1, pace_s=0.01), recorder.address)
+        one.hear("joined")
+        one.order("go")
+        run.until(run.merges(5), "there is something to record")
+        recorder.break_off()
+        until_logged(run, one, "the link closed")
+        run.until(run.learner(1, standing="live", link="up"), "its second session")
+        records = [bytes(record) for record in recorder.sent if b"GET /v1/run" not in record and record]
+        old = [record for record in records if b"/v1/contribution" in record or b"/v1/link" in record][:3]
+        assert len(old) >= 2
+        one.order("hold")
+        steps = one.hear("held")
+        run.until(lambda status: status["rounds_in_flight"] == 0 or None, "nothing is on its way", 5.0)
+        before = run.status()
+        for record in old:
+            recorder.play(record)
+        after = run.status()
+        assert (after["merges"], merged_by(run, after)) == (before["merges"], merged_by(run, before))
+        # The report of its last step may have come meanwhile; nothing is counted that it has not trained.
+        assert before["trained"] <= after["trained"] <= steps * BATCH
+        shown = run.until(run.learner(1), "learner 1 is shown")
+        assert (shown["link"], shown["incarnation"]) == ("up", 1)
+        assert shown["standing"] in ("live", "suspect"), "it stands still, and may be suspected for that"
+        assert run.log_lines(one, "WARNING") == [], "the live link is left alone"
+        one.order("go")
+        run.until(run.merges(before["merges"] + 3), "the run goes on")
+        run.end()
+        run.assert_same(run.finish(one), 1)
+        run.verdict()
+
+
+def test_what_a_directory_of_a_key_holds_is_enough_wherever_it_is(tmp_path):
+    """An island gets nothing but its own directory."""
+    ring = Ring(tmp_path / "keys")
+    island: Path = shutil.copytree(ring["one"], tmp_path / "elsewhere")
+    assert sorted(path.name for path in island.iterdir()) == ["authority.pem", "certificate.pem", "key.pem"]
+    with Run(tmp_path / "run", keys=ring.syncer) as run:
+        learners = run.joined(LearnerSpec(1, keys=island))
+        run.go(*learners)
+        run.assert_same(run.finish(*learners), 1)

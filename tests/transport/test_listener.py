@@ -1,0 +1,125 @@
+"""The port itself: who speaks is heard, however many knock beside it. One event loop, no other process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+
+import pytest
+
+from atoll.syncer.main import bound
+from atoll.transport import listener
+from atoll.transport.auth import Access
+from atoll.transport.listener import MOST_UNPROVEN, Listener
+from tests.learner.runs import LIMIT_S
+
+KNOCKS = listener.BACKLOG - 2
+FIRST, REST = b"let me", b" in\n"
+
+
+class Door(asyncio.Protocol):
+    """Lets in whoever says a whole sentence, answers it and hangs up."""
+
+    def __init__(self, proved: Callable[[asyncio.BaseTransport], None], spoken: asyncio.Event) -> None:
+        self.proved = proved
+        self.spoken = spoken
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.spoken.set()
+        if data.endswith(b"\n"):
+            self.proved(self.transport)
+            self.transport.write(b"come in")
+            self.transport.close()
+
+
+class Port:
+    """A listener that is not open yet, and connections to it from one address."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.refused: Counter[str] = Counter()
+        self.spoken = asyncio.Event()
+        self._stack = stack
+        self._sock = bound("127.0.0.1", 0)
+        self._sock.listen(listener.BACKLOG)
+        self.listener = Listener(
+            self._sock, lambda: Door(self.listener.proved, self.spoken), Access(None, None, self.refused)
+        )
+
+    def knock(self) -> socket.socket:
+        sock = self._stack.enter_context(socket.create_connection(self._sock.getsockname(), timeout=LIMIT_S))
+        sock.setblocking(False)
+        return sock
+
+    async def all_but_a_few_are_dropped(self) -> None:
+        while self.refused["unfinished"] < KNOCKS - MOST_UNPROVEN:
+            turn = asyncio.Event()
+            asyncio.get_running_loop().call_later(0.01, turn.set)
+            await turn.wait()
+
+
+def tell(story: Callable[[Port], Awaitable[None]], planted: Callable[[Port], None] = lambda _: None) -> None:
+    async def test() -> None:
+        with ExitStack() as stack:
+            port = Port(stack)
+            planted(port)
+            try:
+                async with asyncio.timeout(LIMIT_S):
+                    await story(port)
+            finally:
+                await port.listener.stop()
+
+    asyncio.run(test())
+
+
+async def speak_before_many(port: Port) -> None:
+    """Somebody speaks, then so many knock and say nothing that the port is full of them; only now it is opened."""
+    honest = port.knock()
+    honest.sendall(FIRST + REST)
+    for _ in range(KNOCKS):
+        port.knock()
+    port.listener.start()
+    assert await asyncio.get_running_loop().sock_recv(honest, 100) == b"come in"
+    await port.all_but_a_few_are_dropped()
+
+
+async def speak_slowly_among_many(port: Port) -> None:
+    """Somebody has begun to speak; before it has said all, many come from the same address and say nothing."""
+    port.listener.start()
+    honest = port.knock()
+    honest.sendall(FIRST)
+    await port.spoken.wait()
+    for _ in range(KNOCKS):
+        port.knock()
+    await port.all_but_a_few_are_dropped()
+    honest.sendall(REST)
+    assert await asyncio.get_running_loop().sock_recv(honest, 100) == b"come in"
+
+
+def test_who_speaks_is_heard_although_more_than_there_is_room_for_come_after_it():
+    tell(speak_before_many)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets that nobody closes
+def test_if_all_were_taken_at_once_it_would_be_dropped_unheard(monkeypatch):
+    monkeypatch.setattr(listener, "AT_ONCE", 10**9)
+    with pytest.raises(ConnectionResetError):
+        tell(speak_before_many)
+
+
+def test_the_silent_do_not_take_the_place_of_one_who_speaks():
+    tell(speak_slowly_among_many)
+
+
+def test_in_one_crowd_with_the_silent_it_would_lose_its_place():
+    def one_crowd(port: Port) -> None:
+        port.listener._speaking = port.listener._silent
+
+    with pytest.raises((ConnectionError, AssertionError)):
+        tell(speak_slowly_among_many, one_crowd)
