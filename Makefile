@@ -9,6 +9,9 @@ COMMA := ,
 FIRST_RUN := runs/first
 TYPED := $(wildcard src tests benchmarks examples site_parts)
 
+# Without bytecode every process compiles torch again, which takes longer than loading it.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup check format docs test test-all train swarm bench-core wheel clean
 
@@ -17,7 +20,7 @@ help: ## list the targets
 
 setup: $(READY) ## create .venv and install Atoll with its development tools
 
-# pip compiles no bytecode: Python does it on import, for the few modules that are used.
+# pip compiles no bytecode: Python does it at the first import, for the few modules that are used.
 define install
 	@command -v $(PYTHON) >/dev/null || { echo "Atoll needs Python 3.11 or newer, and '$(PYTHON)' was not found. Name one: make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Atoll needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) -V 2>&1). Name another: make PYTHON=python3.12" >&2; exit 1; }

@@ -92,7 +92,7 @@ class JobSettings:
     method: Method = "decoupled"
     learners: int = 4  # M; `single` has one
     seed: int = 0  # of the initial model and of the order of the data
-    tokens: int = 1_400_000  # of all learners together
+    tokens: int = 800_000  # of all learners together
     # the model and its data
     model: str = "1m"  # a name of `models.SIZES`
     experts: int = 0  # above 0: a mixture of so many experts
