@@ -8,7 +8,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from tests import tidy_rules
+from tests import ratchets, tidy_rules
+from tests.ratchets import LIMITS, Ratchet
 from tests.tidy_rules import RULES, Rule, Source, complaints, read_sources
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,6 +85,37 @@ def test_the_rule_sees_a_planted_violation_and_spares_its_neighbour(rule):
 )
 def test_the_rule_sees_it_in_another_dress(rule, path, text):
     assert len(complaints(rule, [Source(PurePosixPath(path), text)])) == 1
+
+
+PACKAGE = [source for source in SOURCES if source.is_python and source.within("src/atoll")]
+
+# modules that break the ratchet once, and modules that do not
+PLANTED_IN_PACKAGE: dict[Ratchet, tuple[list[str], list[str]]] = {
+    ratchets.class_names_are_unique: (["class A: ...", "class A: ..."], ["class A: ...", "class B: ..."]),
+    ratchets.objects_keep_their_attributes_private: (["learner._core.view()"], ["self._core.view()", "super()._end()"]),
+    ratchets.inheritance_is_shallow: (
+        ["class A: ...\nclass B(A): ...", "from a import B\nclass C(B): ..."],
+        ["class A: ...\nclass B(A): ...", "class C(Exception): ..."],
+    ),
+    ratchets.packages_say_what_they_do: (["x = 1"], ['"""Durable files. Knows no learners."""']),
+}
+
+
+@pytest.mark.parametrize("ratchet", LIMITS, ids=lambda ratchet: ratchet.__name__)
+def test_violations_of_the_ratchet_only_become_fewer(ratchet):
+    found = list(ratchet(PACKAGE))
+    assert len(found) <= LIMITS[ratchet], "\n".join([ratchet.__doc__, *found])
+    assert len(found) == LIMITS[ratchet], f"{len(found)} are left: lower the limit in tests/ratchets.py"
+
+
+@pytest.mark.parametrize("ratchet", LIMITS, ids=lambda ratchet: ratchet.__name__)
+def test_the_ratchet_sees_a_planted_violation_and_spares_its_neighbour(ratchet):
+    def modules(texts: list[str]) -> list[Source]:
+        return [Source(PurePosixPath(f"src/atoll/p{n}/__init__.py"), text + "\n") for n, text in enumerate(texts)]
+
+    bad, good = PLANTED_IN_PACKAGE[ratchet]
+    assert len(list(ratchet(modules(bad)))) == 1
+    assert list(ratchet(modules(good))) == []
 
 
 def test_the_rules_read_every_kind_of_file():
