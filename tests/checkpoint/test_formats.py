@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from atoll.checkpoint.formats import model_of, read_checkpoint
-from atoll.checkpoint.model_file import MODEL, load_model, model_digest, tensors_digest
+from atoll.checkpoint.model_file import MODEL, model_digest, tensors_digest
 from atoll.checkpoint.published import assembled, plan_of
 from atoll.cli.main import main
 from atoll.core.protocol import SnapshotRecord
 from atoll.reference.job import start_job
+from atoll.reference.saved_models import load_model
 from atoll.store.atomic import read_file, read_tensor_file
 from atoll.store.version_store import Store
 from atoll.syncer.initial_model import INIT

@@ -14,7 +14,7 @@ from dataclasses import fields
 
 import pytest
 
-from atoll.checkpoint.model_file import load_model, model_digest
+from atoll.checkpoint.model_file import model_digest
 from atoll.cli import job_options, train
 from atoll.cli.check import judge
 from atoll.cli.main import main
@@ -23,6 +23,7 @@ from atoll.reference.job import AlreadyFinished, resume_job, start_job
 from atoll.reference.job_settings import FOR_ADAMW, SNAPSHOT_PASSES, JobSettings, Kill
 from atoll.reference.live_view import LiveView
 from atoll.reference.loop import read_metrics
+from atoll.reference.saved_models import load_model
 from atoll.sim.checkers import all_checkers
 from atoll.tape.files import RunTapes
 from tests.reference.small_jobs import corpus_of, processes_of, silent_view, small_settings, small_text

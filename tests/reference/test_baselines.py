@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from atoll.checkpoint.model_file import load_model, model_digest
+from atoll.checkpoint.model_file import model_digest
 from atoll.reference.baselines import ring_bytes
 from atoll.reference.children import JobFailed
 from atoll.reference.data import Sampler
@@ -18,6 +18,7 @@ from atoll.reference.job import start_job
 from atoll.reference.live_view import LiveView
 from atoll.reference.loop import model_config, read_metrics
 from atoll.reference.models import build, clip_, inner_optimizer, schedule, set_lr
+from atoll.reference.saved_models import load_model
 from atoll.tensors.settings import Numerics
 from tests.reference.small_jobs import corpus_of, processes_of, silent_view, small_settings, small_text
 

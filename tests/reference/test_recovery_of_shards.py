@@ -10,7 +10,9 @@ import torch
 from atoll.checkpoint.published import published_tensors
 from atoll.checkpoint.restore import find_source, restore
 from atoll.cli.main import main
+from atoll.reference.job_settings import JobSettings
 from atoll.store.atomic import read_file, read_tensor_file
+from atoll.store.run_settings import CONFIG
 from atoll.store.snapshots import list_snapshots, version_of_snapshot
 from tests.cli.test_train import assert_tapes_are_sound, small
 from tests.reference.small_jobs import small_text
@@ -31,7 +33,7 @@ def test_a_snapshot_of_a_run_with_shards_is_restored_into_a_new_one(tmp_path, ca
 
     # The values of the cut, to the last bit, at shards of the new run.
     source = find_source(str(run))
-    restore(source, tmp_path / "bare", source.settings, "bare-1", lambda _: None)
+    restore(source, tmp_path / "bare", JobSettings.load(run / CONFIG), "bare-1", lambda _: None)
     found, plan = published_tensors(tmp_path / "bare"), source.kept.plan
     assert plan is not None
     for p in range(len(plan.fragments)):

@@ -19,9 +19,10 @@ import torch
 from atoll.checkpoint.restore import find_source, restore
 from atoll.cli.main import main
 from atoll.core.types import Limits
-from atoll.reference.job_settings import CONFIG, JobSettings
+from atoll.reference.job_settings import JobSettings
 from atoll.store.atomic import put_file, tensor_file
 from atoll.store.learner_parts import KEEP, find_inner_state, list_parts, part_path, read_part
+from atoll.store.run_settings import CONFIG
 from atoll.store.snapshots import list_snapshots
 from atoll.tensors import optimizer_state
 from tests.learner.in_process import learner_of, train

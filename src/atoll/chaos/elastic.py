@@ -23,8 +23,9 @@ from atoll.chaos.elastic_worker import CHECKPOINT_S, pid_path, steps_path
 from atoll.chaos.plan import Plan, Planned
 from atoll.reference.data import Text
 from atoll.reference.job import judge
-from atoll.reference.job_settings import CONFIG, JobSettings
+from atoll.reference.job_settings import JobSettings
 from atoll.reference.live_view import LiveView
+from atoll.store.run_settings import CONFIG
 
 FOLDER = "ddp"
 LOG = "torchrun.log"

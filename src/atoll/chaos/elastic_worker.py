@@ -34,8 +34,9 @@ def train(folder: Path, owner: int) -> None:
 
     from atoll.checkpoint.model_file import save_model
     from atoll.reference.data import dealt
-    from atoll.reference.job_settings import CONFIG, JobSettings
+    from atoll.reference.job_settings import JobSettings
     from atoll.reference.loop import InnerLoop
+    from atoll.store.run_settings import CONFIG
 
     settings = JobSettings.load(folder / CONFIG)
     rank, restart = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])

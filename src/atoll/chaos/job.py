@@ -24,9 +24,10 @@ from atoll.checkpoint.published import run_settings
 from atoll.reference.children import JobFailed, terminated_like_interrupted
 from atoll.reference.data import Text
 from atoll.reference.job import finish, start_job
-from atoll.reference.job_settings import CONFIG, JobSettings, check_new
+from atoll.reference.job_settings import JobSettings
 from atoll.reference.live_view import LiveView
 from atoll.reference.report import REPORT
+from atoll.store.run_settings import CONFIG, check_new
 from atoll.tape.format import TapeError
 
 LINKS = ("auto", "relay", "netns")

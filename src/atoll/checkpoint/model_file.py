@@ -12,10 +12,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from atoll.reference.job_settings import CONFIG, JobSettings
-from atoll.reference.loop import model_config
-from atoll.reference.models import GPT, build
-from atoll.syncer.initial_model import INIT
 from atoll.tensors.plan import named_tensors
 
 MODEL = "model.safetensors"
@@ -57,29 +53,8 @@ def write_tensors(model: Mapping[str, Tensor], path: Path) -> Path:
     return path
 
 
-def load_model(run: Path) -> tuple[JobSettings, GPT]:
-    """The model that a run left, built by its own settings."""
-    if not run.is_dir():
-        raise ValueError(f"{run}: no such run directory")
-    if not (run / CONFIG).is_file():
-        raise ValueError(f"{run}: not a run directory of atoll train, it has no {CONFIG}")
-    if not (run / MODEL).is_file():
-        raise ValueError(f"{run} has no {MODEL} yet: finish the run with atoll train --out {run} --resume")
-    settings = JobSettings.load(run / CONFIG)
-    model = build(model_config(settings), settings.seed)
-    _fill_from(run / MODEL, model)
-    return settings, model
-
-
-def first_model(settings: JobSettings, run: Path) -> GPT:
-    """What the run began with: the values of --init, or those of its seed."""
-    model = build(model_config(settings), settings.seed)
-    if (run / INIT).is_file():
-        _fill_from(run / INIT, model)
-    return model
-
-
-def _fill_from(path: Path, model: GPT) -> None:
+def fill_from(path: Path, model: nn.Module) -> None:
+    """Set every tensor of the model from a safetensors file."""
     with safe_open(path, framework="pt") as file:
         fill(model, {name: file.get_tensor(name) for name in file.keys()}, str(path))  # noqa: SIM118
 

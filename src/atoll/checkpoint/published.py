@@ -10,15 +10,11 @@ import torch
 from torch import Tensor
 
 from atoll.core.protocol import ManifestRecord, MembersRecord
-from atoll.reference.job_settings import JobSettings
-from atoll.reference.loop import model_config
-from atoll.reference.models import GPT, build
 from atoll.store.atomic import read_file, read_small_file, read_tensor_file, small_file_text
 from atoll.store.run_settings import RunSettings
 from atoll.store.snapshots import STORE, stores_of
 from atoll.store.version_store import END_RECEIVED
 from atoll.tape.format import decode
-from atoll.tensors.model_view import ModelView
 from atoll.tensors.plan import FragmentPlan
 
 _VERSION = re.compile(r"(\d+)\.safetensors")
@@ -63,20 +59,15 @@ def published_versions(run: Path, plan: FragmentPlan) -> Iterator[int]:
         yield from (_newest(run, p) for p in range(len(plan.fragments)))
 
 
-def published_model(run: Path, settings: JobSettings, versions: Iterable[int] | None = None) -> GPT:
-    """Load these versions of the fragments, or else the published ones, into a model of the job's shape."""
-    plan = plan_of(run)
-    model = build(model_config(settings), settings.seed)
-    view = ModelView(model, plan)
-    for p, version in enumerate(published_versions(run, plan) if versions is None else versions):
-        view.write(p, _read(run, p, version))
-    return model
+def published_fragments(run: Path, versions: Iterable[int] | None = None) -> Iterator[tuple[int, Tensor]]:
+    """Read these versions of the fragments, or else the published ones, as flat tensors with their numbers."""
+    for p, version in enumerate(published_versions(run, plan_of(run)) if versions is None else versions):
+        yield p, _read(run, p, version)
 
 
 def published_tensors(run: Path) -> dict[str, Tensor]:
-    """The same by name, in the shapes and dtypes of the run's plan, whatever model it is that was trained."""
-    plan = plan_of(run)
-    return assembled(plan, ((p, _read(run, p, version)) for p, version in enumerate(published_versions(run, plan))))
+    """Return the published tensors by name, in the shapes and dtypes of the run's plan."""
+    return assembled(plan_of(run), published_fragments(run))
 
 
 def assembled(plan: FragmentPlan, values: Iterable[tuple[int, Tensor]]) -> dict[str, Tensor]:

@@ -23,23 +23,42 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from atoll.checkpoint.published import run_settings
 from atoll.core.protocol import LeaseRecord, MembersRecord, VersionRecord
-from atoll.core.types import FragmentId, RoundId
-from atoll.reference.job_settings import CONFIG, JobSettings, check_new
+from atoll.core.types import FragmentId, RoundId, RunConfig
 from atoll.store.atomic import make_folder, put_file, read_file, read_tensor_file, tensor_file
 from atoll.store.learner_parts import Part, list_parts, part_path, read_part, shards_path
-from atoll.store.run_settings import RunSettings
+from atoll.store.run_settings import CONFIG, RunSettings, check_new
 from atoll.store.snapshots import SHARDS, STORE, SnapshotInfo, list_snapshots, version_of_snapshot
 from atoll.store.version_store import Store
 from atoll.tape import format
+from atoll.tensors.settings import Numerics
 
 BEGINNING = "beginning"
 """Within a run that was restored: what it began with."""
+
+
+class Job(Protocol):
+    """The settings of the new run, as far as its directory depends on them."""
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def shards(self) -> int: ...
+
+    @property
+    def numerics(self) -> Numerics: ...
+
+    def run_config(self, run_id: str) -> RunConfig: ...
+
+    def to_json(self) -> dict[str, Any]: ...
+
+    def save(self, path: Path) -> None: ...
 
 
 class Source(NamedTuple):
@@ -47,7 +66,6 @@ class Source(NamedTuple):
 
     run: Path
     info: SnapshotInfo
-    settings: JobSettings
     kept: RunSettings
 
 
@@ -72,10 +90,10 @@ def find_source(text: str) -> Source:
         raise ValueError(f"{run} has no snapshot {wanted}; it has {there}")
     if info.record is None:
         raise ValueError(f"{info.problem}; choose an older one, see atoll snapshot {run} --list")
-    return Source(run, info, JobSettings.load(run / CONFIG), kept)
+    return Source(run, info, kept)
 
 
-def restore(source: Source, run: Path, settings: JobSettings, run_id: str, say: Callable[[str], None]) -> int:
+def restore(source: Source, run: Path, settings: Job, run_id: str, say: Callable[[str], None]) -> int:
     """Make the directory of the new run. Returns the tokens that it has done already. Leaves nothing if it fails."""
     check_new(run)
     fragments = [_fragment(source, p) for p in range(len(source.info.record.versions))] if source.info.record else []
@@ -120,7 +138,7 @@ def _fragment(source: Source, p: FragmentId) -> tuple[VersionRecord | None, dict
 def _write_store(
     source: Source,
     run: Path,
-    settings: JobSettings,
+    settings: Job,
     run_id: str,
     fragments: list[tuple[VersionRecord | None, dict[str, Tensor]]],
     done: int,

@@ -35,8 +35,8 @@ def run(
     """
     import torch
 
-    from atoll.checkpoint.model_file import load_model
     from atoll.reference.sampling import sample
+    from atoll.reference.saved_models import load_model
 
     torch.set_num_threads(1)
     settings, model = load_model(run)

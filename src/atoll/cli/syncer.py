@@ -177,8 +177,9 @@ def run(
     docs/recovery.md the rest. Without keys (atoll keys init) it listens to this machine only.
     """
     from atoll.logs import check_format
-    from atoll.reference.job_settings import CONFIG, JobSettings, check_new
+    from atoll.reference.job_settings import JobSettings
     from atoll.reference.loop import model_config
+    from atoll.store.run_settings import CONFIG, check_new
     from atoll.syncer.main import bound
     from atoll.transport.auth import check_access
     from atoll.transport.tls import ServerTls
@@ -229,7 +230,8 @@ def _check_shards(settings: JobSettings, files: KeyFiles | None) -> None:
 
 
 def _kept_settings(out: Path, asked: JobSettings) -> JobSettings:
-    from atoll.reference.job_settings import CONFIG, JobSettings
+    from atoll.reference.job_settings import JobSettings
+    from atoll.store.run_settings import CONFIG
 
     settings = JobSettings.load(out / CONFIG)
     if settings != asked:
@@ -246,7 +248,7 @@ def _check_empty(out: Path) -> None:
 
 def _begin(out: Path, settings: JobSettings, init: Path | None) -> None:
     """Create the directory of a new run, or nothing. A learner that brings the model shows whether --init fits it."""
-    from atoll.reference.job_settings import CONFIG
+    from atoll.store.run_settings import CONFIG
 
     values = None
     if init is not None:
@@ -348,9 +350,10 @@ def _serve(
 
     import torch
 
-    from atoll.checkpoint.model_file import MODEL, load_model, save_tensors
+    from atoll.checkpoint.model_file import MODEL, save_tensors
     from atoll.checkpoint.published import is_finished, learners_without_end, published_tensors
     from atoll.logs import set_up
+    from atoll.reference.saved_models import load_model
     from atoll.reference.supervisor import new_run_id, run_of
     from atoll.store.version_store import InUse
     from atoll.syncer.main import Superseded, serve_syncer, wait_to_take_over

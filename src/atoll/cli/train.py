@@ -121,7 +121,7 @@ def run(
     """
     from atoll.logs import check_format
     from atoll.reference.children import processes
-    from atoll.reference.job_settings import check_new
+    from atoll.store.run_settings import check_new
 
     check_format(log_format)
     page = Page(dash, dash_port, rules, webhook)
@@ -201,8 +201,9 @@ def _read_init(settings: JobSettings, init: Path | None) -> Mapping[str, Tensor]
 
 def _resumed(out: Path, learners: int | None) -> tuple[JobSettings, Report]:
     from atoll.reference.job import resume_job
-    from atoll.reference.job_settings import CONFIG, JobSettings
+    from atoll.reference.job_settings import JobSettings
     from atoll.reference.live_view import LiveView
+    from atoll.store.run_settings import CONFIG
 
     report = resume_job(out, LiveView(), learners)
     return JobSettings.load(out / CONFIG), report
@@ -212,8 +213,9 @@ def _restored(
     source: str, out: Path, learners: int | None, tokens: str | None, kill: list[str] | None
 ) -> tuple[JobSettings, Report]:
     from atoll.reference.job import restore_job
-    from atoll.reference.job_settings import CONFIG, JobSettings, Kill
+    from atoll.reference.job_settings import JobSettings, Kill
     from atoll.reference.live_view import LiveView
+    from atoll.store.run_settings import CONFIG
 
     changes: dict[str, Any] = {"kills": tuple(Kill.parse(each) for each in kill or () if each != "none")}
     if tokens is not None:
@@ -238,7 +240,7 @@ def _to_resume(context: typer.Context, out: Path | None) -> Path:
 
 
 def _to_restore(context: typer.Context, out: Path | None) -> Path:
-    from atoll.reference.job_settings import check_new
+    from atoll.store.run_settings import check_new
 
     allowed = {"out", "restore", "learners", "tokens", "kill", *BESIDE}
     options.refuse_with_resume(context, allowed, "--restore")

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atoll.checkpoint.model_file import MODEL, first_model, load_model, model_digest, save_model, write_tensors
-from atoll.checkpoint.published import is_finished, published_model, run_settings
+from atoll.checkpoint.model_file import MODEL, model_digest, save_model, write_tensors
+from atoll.checkpoint.published import is_finished, run_settings
 from atoll.checkpoint.restore import find_source, restore
 from atoll.reference.baselines import RENDEZVOUS, train_baseline
 from atoll.reference.children import (
@@ -40,12 +40,14 @@ from atoll.reference.children import (
 )
 from atoll.reference.data import Text
 from atoll.reference.evaluation import held_out_loss
-from atoll.reference.job_settings import CONFIG, JobSettings, check_new
+from atoll.reference.job_settings import JobSettings
 from atoll.reference.live_view import GoodputMeter, LiveView, Watched, training_count
 from atoll.reference.loop import newest_metrics
 from atoll.reference.models import parameter_count
 from atoll.reference.on_the_way import Evaluations
 from atoll.reference.report import REPORT, Judged, Report, baseline_report, decoupled_report
+from atoll.reference.saved_models import first_model, load_model, published_model
+from atoll.store.run_settings import CONFIG, check_new
 from atoll.syncer.initial_model import INIT
 
 LOOK_S = 0.25
@@ -93,7 +95,9 @@ def restore_job(source: str, run: Path, view: LiveView, learners: int | None, ch
     from atoll.reference.supervisor import new_run_id
 
     found = find_source(source)
-    settings = found.settings if learners is None else with_learners(found.settings, learners)
+    settings = JobSettings.load(found.run / CONFIG)
+    if learners is not None:
+        settings = with_learners(settings, learners)
     settings = replace(settings, **changes)
     restore(found, run, settings, new_run_id(run), view.say)
     return _carry_out(settings, run, view, Text.load(settings.data))

@@ -288,18 +288,6 @@ class JobSettings:
             raise ValueError(f"{path}: {wrong}") from None
 
 
-CONFIG = "config.json"
-"""The settings of the job in a run's directory."""
-
-
-def check_new(run: Path) -> None:
-    """A run's directory is never written over."""
-    if run.exists() and (not run.is_dir() or any(run.iterdir())):
-        raise ValueError(
-            f"{run} is there already: choose another --out, go on with --resume, or remove it and start again"
-        )
-
-
 _KINDS: dict[str, tuple[type, ...]] = {
     "bool": (bool,),
     "float": (int, float),

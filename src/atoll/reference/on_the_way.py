@@ -16,12 +16,13 @@ from typing import NamedTuple
 
 import torch
 
-from atoll.checkpoint.published import is_finished, plan_of, published_model, published_versions
+from atoll.checkpoint.published import is_finished, plan_of, published_versions
 from atoll.reference.data import Text
 from atoll.reference.evaluation import held_out_loss
 from atoll.reference.job_settings import JobSettings
 from atoll.reference.loop import METRICS
 from atoll.reference.models import GPT
+from atoll.reference.saved_models import published_model
 
 NAME = "eval.jsonl"
 MAX_TOKENS = 8192

@@ -13,17 +13,19 @@ from typing import NamedTuple
 
 import torch
 
-from atoll.checkpoint.model_file import first_model, model_digest
-from atoll.checkpoint.published import is_finished, published_model, run_settings
+from atoll.checkpoint.model_file import model_digest
+from atoll.checkpoint.published import is_finished, run_settings
 from atoll.checkpoint.restore import BEGINNING, kept_fragment
 from atoll.core.protocol import VersionRecord
 from atoll.core.types import SYNCER
 from atoll.reference.data import Text
 from atoll.reference.executor import Execution, FragmentState, StepInfo, Trainee, initial_values, load_values
-from atoll.reference.job_settings import CONFIG, JobSettings
+from atoll.reference.job_settings import JobSettings
 from atoll.reference.loop import InnerLoop
+from atoll.reference.saved_models import first_model, published_model
 from atoll.store.atomic import read_file, read_tensor_file
 from atoll.store.learner_parts import Part, list_parts, part_path, read_part
+from atoll.store.run_settings import CONFIG
 from atoll.tape import format
 from atoll.tape.files import RunTapes
 from atoll.tape.format import Actor, Entry

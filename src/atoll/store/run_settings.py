@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from atoll.core.types import RunConfig
@@ -86,4 +87,16 @@ class RunSettings:
             FragmentPlan.from_json(plan) if plan is not None else None,
             float(founded_at),
             shards,
+        )
+
+
+CONFIG = "config.json"
+"""The settings of the job in a run's directory. A run is known by this file."""
+
+
+def check_new(run: Path) -> None:
+    """Refuse a directory that is not empty: a run is never written over."""
+    if run.exists() and (not run.is_dir() or any(run.iterdir())):
+        raise ValueError(
+            f"{run} is there already: choose another --out, go on with --resume, or remove it and start again"
         )
