@@ -25,7 +25,7 @@ from atoll.reference.job import start_job
 from tests.reference.small_jobs import corpus_of, silent_view, small_settings, small_text
 from tests.shared_runs import made_once
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 STEP = 2 * 16  # tokens
 ALWAYS = {"time", "level", "logger", "message"}
 BESIDE = {"process", "traceback"}
