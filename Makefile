@@ -39,7 +39,7 @@ $(READY_TO_TRAIN): pyproject.toml constraints.txt
 check: $(READY) ## style, types and import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -n 2 $(TYPED)
+	$(BIN)/mypy $(TYPED)
 	$(BIN)/lint-imports --no-logo
 
 format: $(READY) ## let ruff repair what it can
@@ -50,10 +50,10 @@ docs: $(READY) ## write the generated parts of docs/protocol.md anew, and build 
 	$(BIN)/python -m tests.diagrams --write docs/protocol.md
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-test: check ## set-up, all checks, all tests but those marked long
-	$(BIN)/pytest -n 2 --dist worksteal -m 'not long'
+test: $(READY) ## set-up, all checks, all tests but those marked long
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not long' --hypothesis-profile=quick
 
-test-all: check ## the same with the long tests; says first which programs are missing
+test-all: $(READY) ## the same with the long tests; says first which programs are missing
 	$(BIN)/python -m tests.programs
 	$(BIN)/pytest -n 2 --dist worksteal
 

@@ -1,7 +1,7 @@
 """Shared settings of the tests.
 
 Hypothesis draws the same examples on every run, so that a red build is red again when it is repeated. To look for new
-examples: `pytest --hypothesis-profile=explore`.
+examples: `pytest --hypothesis-profile=explore`. `make test` draws fewer of them, `make test-all` all.
 
 `pytest --rewrite-scenarios` writes what the cores do into tests/scenarios. Read the difference before you commit it.
 `pytest --rewrite-vectors` does the same for the golden bytes in tests/transport/vectors: a difference there means that
@@ -18,6 +18,7 @@ from hypothesis import settings
 from tests.programs import FIXTURES, MARKERS, missing
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None, print_blob=True)
+settings.register_profile("quick", settings.get_profile("repeatable"), max_examples=25)
 settings.register_profile("explore", deadline=None, max_examples=2_000, print_blob=True)
 settings.load_profile("repeatable")
 
@@ -31,7 +32,8 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a program that is missing here; the reason names it."""
+    """Skip what needs a program that is missing here; the reason names it. The type check is the longest: it begins."""
+    items.sort(key=lambda item: item.path.name != "test_checks.py")
     for item in items:
         for fixture in FIXTURES.keys() & set(getattr(item, "fixturenames", ())):
             item.add_marker(FIXTURES[fixture])

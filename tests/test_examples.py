@@ -20,6 +20,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.shared_runs import made_once
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 TUTORIAL = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
@@ -138,13 +140,18 @@ def test_the_tutorial_shows_the_scripts_as_they_are():
 
 
 @pytest.fixture(scope="module")
-def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[str]]]:
+def plain_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """What plain.py has saved and said."""
-    directory = tmp_path_factory.mktemp("plain")
+    directory, said = made_once(tmp_path_factory, "plain", train_plain)
+    return directory / "model.pt", said
+
+
+def train_plain(directory: Path) -> list[str]:
     started = Processes()
-    said = finished(started.start(EXAMPLES / "plain.py", "--steps", 100, cwd=directory))
-    yield directory / "model.pt", said
-    started.end()
+    try:
+        return finished(started.start(EXAMPLES / "plain.py", "--steps", 100, cwd=directory))
+    finally:
+        started.end()
 
 
 def test_the_plain_script_trains_and_saves_its_model(plain_run):
@@ -198,7 +205,7 @@ def test_an_island_is_killed_and_comes_back_and_both_end_with_the_same_model(pro
 def test_two_islands_fine_tune_one_model_from_one_command(processes, plain_run, tmp_path):
     """A frozen backbone, a head in bf16 and a norm with buffers, started by two_islands.py with a syncer of its own."""
     backbone, _ = plain_run
-    run = ("--run", "run", "--tokens", "300k", "--port", free_port())
+    run = ("--run", "run", "--tokens", "120k", "--port", free_port())
     script = (EXAMPLES / "finetune.py", "--backbone", backbone)
     said = finished(processes.start(EXAMPLES / "two_islands.py", *run, *script, cwd=tmp_path))
     shares = re.findall(r"([\d.]+) % is right", "\n".join(said))
@@ -214,6 +221,7 @@ def test_two_islands_fine_tune_one_model_from_one_command(processes, plain_run, 
     assert differing({name: one[name] for name in published}, published) == []
 
 
+@pytest.mark.long
 def test_an_island_of_torchrun_loses_a_rank_and_ends_with_the_model_of_one_without(processes, tmp_path):
     """FSDP2 on two ranks beside one process: a rank is killed, torchrun starts all of them again."""
     syncer = processes.start("-c", SYNCER, tmp_path / "run", cwd=tmp_path)

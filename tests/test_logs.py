@@ -23,8 +23,9 @@ from atoll.logs import ABOUT, FORMATS, VARIABLE, JsonLines, Named, about, set_up
 from atoll.reference.children import JobFailed
 from atoll.reference.job import start_job
 from tests.reference.small_jobs import corpus_of, silent_view, small_settings, small_text
+from tests.shared_runs import made_once
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 STEP = 2 * 16  # tokens
 ALWAYS = {"time", "level", "logger", "message"}
 BESIDE = {"process", "traceback"}
@@ -58,14 +59,18 @@ def parsed(text: str) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def logs(text, tmp_path_factory):
     """Of a run of two learners of which one is killed on the way, by the name of the process."""
-    run = tmp_path_factory.mktemp("logged") / "run"
+    folder, _ = made_once(tmp_path_factory, "logged", lambda folder: train_logged(text, folder / "run"))
+    run = folder / "run"
+    return run, {path.stem: parsed(path.read_text()) for path in (run / "logs").iterdir()}
+
+
+def train_logged(text: Path, run: Path) -> None:
     words = [*small(text, 2 * 300 * STEP), "--learners", "2", "--kill", "2@0.15+0.1", "--log-format", "json", "--json"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", io.StringIO())
         patch.setattr(sys, "stderr", io.StringIO())
         assert main(["train", "--out", str(run), *words]) == 0
     assert VARIABLE not in os.environ
-    return run, {path.stem: parsed(path.read_text()) for path in (run / "logs").iterdir()}
 
 
 def test_every_line_of_a_run_is_a_record_that_names_what_it_is_about(logs):
@@ -115,6 +120,7 @@ def test_without_the_option_logs_are_for_people(text, tmp_path):
     assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} I atoll\.syncer: listening on", lines[0])
 
 
+@pytest.mark.long
 def test_a_syncer_and_a_learner_of_their_own_log_the_same_way(text, tmp_path):
     run, environment = tmp_path / "run", {**os.environ, VARIABLE: "json"}
     command = [sys.executable, "-m", "atoll", "syncer", "--out", str(run), "--port", "0", "--learners", "1"]

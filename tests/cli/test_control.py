@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +15,10 @@ from atoll.cli.main import main
 from atoll.core.protocol import ControlRequested
 from atoll.core.types import SYNCER
 from atoll.tape.files import RunTapes
-from atoll.transport.address_file import ask, where
 from tests.cli.test_train import assert_tapes_are_sound, small
-from tests.reference.small_jobs import small_text
+from tests.reference.small_jobs import LIMIT_S, small_text, until
 from tests.reference.test_recovery import training
 
-LIMIT_S = 300.0
 TOKENS = 3 * 200 * 32
 
 
@@ -31,24 +26,6 @@ def controlled(capsys: pytest.CaptureFixture[str], run: Path, *words: str) -> di
     assert main(["control", str(run), *words, "--who", "ada", "--json"]) == 0, capsys.readouterr().err
     told: dict[str, Any] = json.loads(capsys.readouterr().out)
     return told
-
-
-def until(process: Any, run: Path, what: str, condition: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-    end = time.monotonic() + LIMIT_S
-    while time.monotonic() < end:
-        assert process.poll() is None, process.communicate()
-        found = where(run) if run.is_dir() else None
-        try:
-            status = ask(found.address, found.token, "GET", "/v1/status", 5.0) if found is not None else {}
-        except ValueError:
-            status = {}
-        if status.get("learners") and condition(status):
-            return dict(status)
-        try:
-            process.wait(0.02)
-        except subprocess.TimeoutExpired:
-            continue
-    raise AssertionError(f"{what}: waited in vain")
 
 
 @pytest.fixture(scope="module")

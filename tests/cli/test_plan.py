@@ -81,12 +81,9 @@ def test_bytes_of_a_budget_do_not_depend_on_whether_rates_are_known(capsys):
     assert unknown["decoupled-int4"]["days"] == pytest.approx(slow["decoupled-int4"]["days"])
 
 
-def test_the_same_plan_twice_is_the_same_text(capsys):
-    assert told(capsys, *WHOLE) == told(capsys, *WHOLE)
-
-
-def test_tables_name_methods_in_full_and_choose_a_unit(capsys):
+def test_tables_name_methods_in_full_choose_a_unit_and_are_the_same_twice(capsys):
     small, whole = told(capsys, *SMALL), told(capsys, *WHOLE)
+    assert told(capsys, *WHOLE) == whole
     assert "Mbit/s that a site's link needs" in small
     assert "Gbit/s that a site's link needs" in whole
     for method in (*METHODS, *DECOUPLED):

@@ -164,7 +164,7 @@ def test_full_simulates_every_fragment_and_step(capsys):
 
 
 def test_the_same_seed_prints_the_same_on_one_core_and_on_two():
-    words = ["simulate", *SHORT, "--jitter", "0.1", "--seed", "5"]
+    words = ["simulate", *SHORT, "--days", "0.003", "--jitter", "0.1", "--seed", "5"]
     runs = [
         subprocess.run(
             [sys.executable, "-m", "atoll", *words, *more], capture_output=True, text=True, timeout=300, check=True
@@ -238,7 +238,7 @@ def test_mixed_hardware_stands_beside_the_published_row(capsys):
     assert rows[0]["contributions_per_merge"] == 8.0
     assert rows[1]["contributions_per_merge"] == 1.0
     assert 5.0 < rows[2]["contributions_per_merge"] < 8.0
-    said = " ".join(told(capsys, *words).split())
+    said = " ".join(told(capsys, *words, "--days", "0.004").split())
     assert "How goodput was defined for the published row is not said." in said
     assert "contributions per merge 8.00 ±0.00 1.00 ±0.00" in said
 

@@ -27,8 +27,10 @@ from atoll.reference.saved_models import load_model
 from atoll.sim.checkers import all_checkers
 from atoll.tape.files import RunTapes
 from tests.reference.small_jobs import corpus_of, processes_of, silent_view, small_settings, small_text
+from tests.shared_runs import made_once
 
 STEP = 2 * 16  # tokens of one step of one learner
+STEPS = 600  # of each learner of the whole job
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +62,20 @@ def assert_tapes_are_sound(run):
 @pytest.fixture(scope="module")
 def finished(text, tmp_path_factory):
     """A run of three learners; the second was killed on the way and started again."""
-    run = tmp_path_factory.mktemp("finished") / "run"
+    folder, (report, lines) = made_once(
+        tmp_path_factory, "finished", lambda folder: train_with_kill(text, folder / "run")
+    )
+    return folder / "run", report, lines
+
+
+def train_with_kill(text, run):
     out, err = io.StringIO(), io.StringIO()
-    words = small(text, "--learners", "3", "--tokens", str(3 * 600 * STEP), "--kill", "2@0.15+0.1", "--json")
+    words = small(text, "--learners", "3", "--tokens", str(3 * STEPS * STEP), "--kill", "2@0.15+0.1", "--json")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", out)
         patch.setattr(sys, "stderr", err)
         assert main(["train", "--out", str(run), *words]) == 0, err.getvalue()
-    return run, json.loads(out.getvalue()), err.getvalue()
+    return json.loads(out.getvalue()), err.getvalue()
 
 
 def test_the_learner_was_killed_and_came_back(finished):
@@ -84,10 +92,10 @@ def test_the_report_is_the_file_and_tells_of_the_whole_budget(finished):
     run, report, _ = finished
     assert json.loads((run / "report.json").read_text(encoding="utf-8")) == report
     tokens = report["tokens"]
-    assert tokens["trained"] >= 3 * 600 * STEP
+    assert tokens["trained"] >= 3 * STEPS * STEP
     assert tokens["trained"] == tokens["merged"] + tokens["pending"] + tokens["dropped"]
     assert report["steps"] * STEP == sum(island["tokens"] for island in report["islands"])
-    assert report["rounds"] > 100
+    assert report["rounds"] > STEPS / 6
     assert 0.5 < report["goodput"] <= 1.0
     assert report["eval_loss"] < report["eval_loss_before"]
     assert report["paced"] == {"step_time_s": 0.005, "speeds": []}
@@ -279,6 +287,7 @@ def test_learners_that_cannot_start_end_the_job_with_their_last_words(text, tmp_
 # Several hosts
 
 
+@pytest.mark.long
 def test_a_syncer_and_learners_that_dial_in(text, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("ATOLL_TOKEN", "a long secret")
     run = tmp_path / "run"

@@ -20,10 +20,11 @@ from tests.core.learner_machine import LearnerMachine, QuietLearner
 from tests.core.machine import Machine
 from tests.core.syncer_machine import QuietSyncer, SyncerMachine
 
+EXAMPLES = settings().max_examples  # of the profile: 100, and 25 in make test
 TestSyncerCore = SyncerMachine.TestCase
-TestSyncerCore.settings = settings(max_examples=250, stateful_step_count=60)
+TestSyncerCore.settings = settings(max_examples=5 * EXAMPLES // 2, stateful_step_count=60)
 TestLearnerCore = LearnerMachine.TestCase
-TestLearnerCore.settings = settings(max_examples=300, stateful_step_count=60)
+TestLearnerCore.settings = settings(max_examples=3 * EXAMPLES, stateful_step_count=60)
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def test_every_file_is_reached_from_the_page():
 
 def test_the_package_has_the_page():
     """As it is installed here, whatever that is made of."""
-    assert [name for name in reached() if not (files("atoll.dash") / "static" / name).is_file()] == []
+    assert [name for name in reached() if not (files("atoll.dashboard") / "static" / name).is_file()] == []
 
 
 def left_out(names: list[str], exclude: list[str]) -> list[str]:

@@ -212,7 +212,7 @@ def test_an_island_is_killed_and_every_sample_is_merged_once(tmp_path, capsys, k
 # Stopped and resumed
 
 
-@pytest.mark.parametrize("kind", ["stateful", "datasets", "plain"])
+@pytest.mark.parametrize("kind", ["stateful", pytest.param("datasets", marks=pytest.mark.long), "plain"])
 def test_a_run_that_is_resumed_reads_on_at_the_right_place(tmp_path, kind):
     """Everybody is killed, islands and syncer; the island starts from its own part. A loader without state repeats."""
     with Run(tmp_path, endless(quorum=1)) as run:

@@ -50,6 +50,7 @@ def test_a_trainer_alone_and_one_with_ddp_train_one_model(processes: Processes, 
     assert differing(one, two) == []
 
 
+@pytest.mark.long
 def test_the_loop_of_accelerate_trains_to_the_end(processes: Processes, tmp_path: Path) -> None:
     syncer, address = syncer_of(processes, tmp_path, quorum=1, merges=16)
     script = (EXAMPLES / "with_accelerate.py", "--syncer", address, "--learner", 1, "--out", "model")

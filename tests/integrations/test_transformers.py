@@ -291,6 +291,7 @@ trainer(Path(sys.argv[1]), AtollCallback(), Watch(on_step_begin=fail)).train()
 """
 
 
+@pytest.mark.long
 def test_an_exception_that_ends_the_process_leaves_the_run(tmp_path):
     """Without a `with` block, and with everything from the environment."""
     with Run(tmp_path / "run", endless()) as run:

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from atoll.core.protocol import Hold, MessageArrived, StepTaken
 from tests.island.rank_runs import IslandSpec, RankedIsland
 from tests.learner.planted import struck
 from tests.learner.runs import Run, config, endless
 from tests.learner.small_models import BATCH
+from tests.learner.tapes_of_runs import entries
 from tests.syncer.test_controls import stand_still
 from tests.syncer.test_snapshots import PATIENT
 from tests.syncer.test_snapshots import taken as snapshot_of
@@ -25,6 +27,21 @@ def control(run: Run, what: str, value: float | None = None) -> None:
     body = json.dumps({"what": what, "value": value, "who": "the test"}).encode()
     code, answer = run.ask("POST", "/v1/control", body)
     assert code in (200, 204), answer
+
+
+def has_stepped_since_pause(run: Run, learner: int) -> bool:
+    """Return whether this learner has come to a step boundary after it had received the pause: there it stands still.
+
+    1. The connection thread receives the pause and acknowledges it. 2. The syncer shows that the learner stands still.
+    3. The training thread is still in its step; without a wait for its end the run would be resumed before it stands.
+    """
+    is_paused = False
+    for entry in entries(run, learner):
+        if type(entry.event) is MessageArrived and type(entry.event.envelope.body) is Hold:
+            is_paused = entry.event.envelope.body.paused
+        elif is_paused and type(entry.event) is StepTaken:
+            return True
+    return False
 
 
 def test_inner_state_goes_from_an_island_to_one_of_another_shape_and_back(tmp_path):
@@ -207,7 +224,8 @@ def test_an_island_stands_still_is_drained_and_deals_out_its_samples(tmp_path):
         island.order("go")
         run.until(run.merges(3), "it trains")
         control(run, "pause")
-        run.until(stand_still(1), "the island stands still")
+        run.until(stand_still(1), "the leader knows that the run is paused")
+        run.until(lambda _: has_stepped_since_pause(run, 1), "the island stands still")
         before = shown(run, 1)["step"]
         island.order("hold")  # is heard when it goes on
         control(run, "resume")

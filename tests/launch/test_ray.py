@@ -98,12 +98,14 @@ def test_a_command_ends_well_and_leaves_nothing_but_what_it_printed(nodes, engin
     assert again.said()[1:] == ["again\n"]
 
 
+@pytest.mark.long
 def test_a_command_that_fails_is_started_again(nodes, engine, tmp_path):
     started = Started(engine, unit(nodes, tmp_path, "test -e been-here || { touch been-here; exit 3; }; echo better"))
     assert started.until(Standing.ENDED).restarts == 1
     assert started.said() == ["", "better\n"]
 
 
+@pytest.mark.long
 def test_a_command_that_fails_too_often_has_failed(nodes, engine, tmp_path):
     started = Started(engine, unit(nodes, tmp_path, "echo no; exit 7", restarts=1))
     assert started.until(Standing.FAILED) == Status(Standing.FAILED, 1, "exit code 7, and of 1 restarts none is left")
@@ -115,6 +117,7 @@ def test_a_command_that_does_not_exist_says_so(nodes, engine, tmp_path):
     assert "No such file or directory: 'no-such-program'" in started.until(Standing.FAILED).why
 
 
+@pytest.mark.long
 def test_a_full_disk_takes_no_unit_along_and_one_that_has_ended_can_be_started_again(nodes, engine, tmp_path):
     (tmp_path / "ray.json.new").symlink_to("/dev/full")
     started = Started(engine, unit(nodes, tmp_path, "echo first"))
@@ -126,6 +129,7 @@ def test_a_full_disk_takes_no_unit_along_and_one_that_has_ended_can_be_started_a
     again.until(Standing.ENDED)
 
 
+@pytest.mark.long
 def test_what_is_started_again_after_the_end_of_the_run_is_not_started(nodes, engine, tmp_path):
     """It would wait for a syncer for an hour. A shard ends with the syncer, and has no end of its own."""
     nowhere = {"options": {"resources": {"nowhere": 1}}}
@@ -141,6 +145,7 @@ def test_what_is_started_again_after_the_end_of_the_run_is_not_started(nodes, en
     assert waits.until(Standing.STOPPED).why == f"{over} (it waited for its place)"
 
 
+@pytest.mark.long
 def test_a_shard_that_leaves_a_run_that_goes_on_is_brought_back(nodes, engine, tmp_path):
     script = "test -e been-here || { touch been-here; exit 0; }; "
     script += "trap 'exit 0' TERM; echo $$; while :; do sleep 0.1; done"
@@ -175,6 +180,7 @@ def test_stopping_reaches_grand_children_and_may_be_done_twice(nodes, engine, tm
     assert started.stop() == Status(Standing.STOPPED, 0, "ended by signal 15")
 
 
+@pytest.mark.long
 def test_one_that_does_not_stop_is_killed_when_the_notice_is_over(nodes, engine, tmp_path):
     script = "trap '' TERM; echo $$; while :; do sleep 1; done"
     started = Started(engine, unit(nodes, tmp_path, script, notice_s=0.5))
@@ -198,6 +204,7 @@ print(json.dumps(RayEngine().start(unit)))
 """
 
 
+@pytest.mark.long
 def test_it_goes_on_when_the_caller_ends_and_others_find_it(nodes, engine, tmp_path):
     command = [sys.executable, "-c", CALLER, nodes.address, str(tmp_path), PRINT_AND_WAIT]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
@@ -219,6 +226,7 @@ def test_it_goes_on_when_the_caller_ends_and_others_find_it(nodes, engine, tmp_p
     assert again.status().standing is Standing.STOPPED
 
 
+@pytest.mark.long
 def test_where_there_is_no_cluster_one_is_started_and_outlives_its_caller(engine, tmp_path):
     with nowhere() as temporary:
         command = [sys.executable, "-c", CALLER, "local", str(tmp_path), "echo here"]
@@ -231,7 +239,7 @@ def test_where_there_is_no_cluster_one_is_started_and_outlives_its_caller(engine
         until(lambda: engine.status(handles[0]).standing is Standing.ENDED, "ends well")
 
 
-@pytest.mark.parametrize("killed", ["Hand", "Keeper"])
+@pytest.mark.parametrize("killed", ["Hand", pytest.param("Keeper", marks=pytest.mark.long)])
 def test_a_process_of_ray_that_is_killed_takes_the_command_along_and_both_come_back(nodes, engine, tmp_path, killed):
     script = "echo $$; setsid sleep 1000 & echo $! ; wait"
     started = Started(engine, unit(nodes, tmp_path, script, restarts=0))  # which are for what the command does
@@ -259,6 +267,7 @@ def processes_titled(title: str) -> list[int]:
     return found
 
 
+@pytest.mark.long
 def test_a_node_that_is_killed_takes_only_its_own_unit_down_and_it_comes_back_on_another(nodes, engine, tmp_path):
     lost_node = nodes.add(spare=1)
     nodes.wait()
@@ -291,6 +300,7 @@ def test_a_unit_of_two_nodes_begins_and_fails_and_ends_as_one(nodes, engine, tmp
     assert len({found[2] for found in told[:2] if found}) == 1
 
 
+@pytest.mark.long
 def test_a_command_that_fails_because_its_other_node_is_lost_has_not_failed(nodes, engine, tmp_path):
     script = "test -e again && exit 0; "
     script += "test $NODE_RANK = 0 && { until test -e begun; do sleep 0.1; done; exit 1; }; "

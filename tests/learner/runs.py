@@ -506,7 +506,12 @@ class Run:
             connection.close()
 
     def status(self) -> dict[str, Any]:
-        code, body = self.ask("GET", "/v1/status")
+        try:
+            code, body = self.ask("GET", "/v1/status")
+        except (ConnectionResetError, http.client.RemoteDisconnected):
+            if self.planted != "hurried-listener":
+                raise
+            return self.status()  # on a busy machine we are too slow for a listener that waits for half a second
         assert code == 200, body
         found: dict[str, Any] = json.loads(body)
         return found

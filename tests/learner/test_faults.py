@@ -230,7 +230,7 @@ def test_not_a_number_is_refused_with_a_reason_and_quarantined_when_it_repeats(t
 # The syncer
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_syncer_that_is_killed_at_any_moment_goes_on_from_its_directory(tmp_path, seed):
     rng = random.Random(seed)
     numerics = Numerics(up="int8", down="int4") if seed % 2 else Numerics()

@@ -58,6 +58,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, object
     return found
 
 
+@pytest.mark.long
 def test_0_dimensional_parameters_and_buffers_are_saved_exported_and_imported(tmp_path, capsys):
     run, job = tmp_path / "run", clip(1)
     line = [sys.executable, "-m", "atoll", "syncer", "--out", str(run), "--port", "0", "--tokens", "1000"]

@@ -379,6 +379,7 @@ def test_a_loop_of_many_ranks_that_ends_by_the_notice_pushes_when_it_is_left(tmp
         everything_merged(run)
 
 
+@pytest.mark.long
 def test_torchrun_and_its_ranks_are_told_and_all_of_them_leave(tmp_path):
     """By an engine that tells every process: the ranks hear it twice."""
     told = tmp_path / "told"

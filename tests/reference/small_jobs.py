@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,6 +14,10 @@ from typing import Any
 from atoll.reference.data import Text
 from atoll.reference.job_settings import JobSettings
 from atoll.reference.live_view import LiveView
+from atoll.transport.address_file import ask, where
+
+LIMIT_S = 300.0
+"""Of every wait. It only ends a test that hangs."""
 
 WORDS = ("island", "learner", "syncer", "fragment", "anchor", "report", "round", "quorum", "merge", "publish", "adopt")
 
@@ -61,3 +68,34 @@ def processes_of(run: Path) -> list[int]:
         except OSError:  # it ended, or is not ours
             continue
     return sorted(found)
+
+
+def wait_for(process: subprocess.Popen[str], condition: Callable[[], object], what: str) -> None:
+    """Wait until the condition holds. Fails at once where the process ends before."""
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, f"{what}: waited in vain"
+        try:
+            process.wait(0.02)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def until(
+    process: subprocess.Popen[str], run: Path, what: str, condition: Callable[[dict[str, Any]], object]
+) -> dict[str, Any]:
+    """Wait until the status of the syncer of this run meets the condition, and return that status."""
+    status: dict[str, Any] = {}
+
+    def is_met() -> bool:
+        nonlocal status
+        found = where(run) if run.is_dir() else None
+        try:
+            status = ask(found.address, found.token, "GET", "/v1/status", 5.0) if found is not None else {}
+        except ValueError:
+            status = {}
+        return bool(status.get("learners") and condition(status))
+
+    wait_for(process, is_met, what)
+    return status

@@ -27,7 +27,8 @@ from atoll.store.snapshots import list_snapshots
 from atoll.tape.files import RunTapes
 from atoll.transport.address_file import NAME
 from tests.cli.test_train import assert_tapes_are_sound, small
-from tests.reference.small_jobs import processes_of, small_text
+from tests.reference.small_jobs import LIMIT_S, processes_of, small_text, until
+from tests.shared_runs import made_once
 
 LONG = pytest.mark.long
 STEP = 2 * 16  # tokens of one step of one learner
@@ -58,34 +59,29 @@ def said(capsys: pytest.CaptureFixture[str]) -> Any:
 @pytest.fixture(scope="module")
 def stopped(text, tmp_path_factory):
     """A run of two islands that was stopped in order after a snapshot on request: its directory, and the snapshot."""
-    run = tmp_path_factory.mktemp("stopped") / "run"
+    folder, told = made_once(tmp_path_factory, "stopped", lambda folder: train_and_stop(text, folder / "run"))
+    return folder / "run", told
+
+
+def train_and_stop(text: Path, run: Path) -> dict[str, Any]:
     words = small(text, "--learners", "2", "--tokens", str(TOKENS), "--kill", "none", "--snapshot-every", "0")
-    capture: list[dict[str, Any]] = []
     with training(run, [*words, "--step-time", "20ms"]) as process:
-        for _ in range(300):
-            assert process.poll() is None, process.communicate()
-            if (run / NAME).exists():
-                assert (run / NAME).stat().st_mode & 0o777 == 0o600
-                token = json.loads((run / NAME).read_text())["token"]
-                command = [sys.executable, "-m", "atoll", "snapshot", str(run), "--json"]
-                done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-                told = json.loads(done.stdout) if done.stdout else {"parts": []}
-                assert token not in done.stdout + done.stderr
-                if done.returncode == 0 and len(told["parts"]) == 2 and told["merges"] > 8:
-                    capture.append(told)
-                    break
-            try:
-                process.wait(0.1)
-            except subprocess.TimeoutExpired:
-                continue
-        assert capture, "no snapshot was taken"
+        until(process, run, "it trains", lambda status: status["merges"] > 8 and status["alive"] == 2)
+        assert (run / NAME).stat().st_mode & 0o777 == 0o600
+        token = json.loads((run / NAME).read_text())["token"]
+        command = [sys.executable, "-m", "atoll", "snapshot", str(run), "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        assert done.returncode == 0, done.stderr
+        assert token not in done.stdout + done.stderr
+        told: dict[str, Any] = json.loads(done.stdout)
+        assert (len(told["parts"]), told["merges"] > 8) == (2, True), told
         process.send_signal(signal.SIGINT)
-        assert process.wait(300) == 130
+        assert process.wait(LIMIT_S) == 130
     assert processes_of(run) == []
     assert not (run / NAME).exists(), "the token is left behind"
     for log in (run / "logs").iterdir():
         assert token not in log.read_text(encoding="utf-8", errors="replace"), f"the token is in {log.name}"
-    return run, capture[0]
+    return told
 
 
 def copy_of(run: Path, folder: Path) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -19,9 +19,11 @@ from atoll.reference.job_settings import Kill
 from atoll.reference.models import inner_optimizer
 from atoll.tape.files import RunTapes
 from tests.cli.test_train import small
-from tests.reference.small_jobs import corpus_of, silent_view, small_settings, small_text
+from tests.reference.small_jobs import corpus_of, silent_view, small_settings, small_text, wait_for
 from tests.reference.test_recovery import training
+from tests.shared_runs import made_once
 
+LONG = pytest.mark.long
 TOKENS = 2 * 2 * 16 * 150
 
 
@@ -33,11 +35,14 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="module")
 def killed(text, tmp_path_factory):
     """A finished run of three islands, one of which was killed on the way."""
-    run = tmp_path_factory.mktemp("killed") / "run"
+    folder, _ = made_once(tmp_path_factory, "killed", lambda folder: train_with_kill(text, folder / "run"))
+    return folder / "run"
+
+
+def train_with_kill(text, run):
     settings = small_settings(text, learners=3, tokens=TOKENS, kills=(Kill(2, 0.3, 0.1),), step_time_s=0.01)
     report = start_job(settings, run, silent_view()[0], corpus_of(settings))
     assert any(fault["planned"] for fault in report.to_json()["faults"]), "nobody was killed"
-    return run
 
 
 def test_a_run_with_a_kill_ends_with_the_same_bits(killed, capsys):
@@ -92,7 +97,9 @@ def wrong_progress(monkeypatch):
     monkeypatch.setattr(Execution, "_train", wrong)
 
 
-@pytest.mark.parametrize("plant", [wrong_sample, wrong_moment, wrong_progress])
+@pytest.mark.parametrize(
+    "plant", [wrong_sample, *(pytest.param(p, marks=LONG) for p in (wrong_moment, wrong_progress))]
+)
 def test_one_other_sample_moment_or_rate_is_another_model(plant, killed, monkeypatch, capsys):
     plant(monkeypatch)
     assert main(["replay", str(killed)]) == 1
@@ -106,20 +113,17 @@ def test_a_tape_that_is_lost_is_said_and_no_model_is_made_up(killed, tmp_path, c
     assert "training cannot be replayed: the tapes are incomplete" in capsys.readouterr().out
 
 
-@pytest.mark.long
+def newest_version(folder: Path) -> str:
+    """Return the name of the file of the newest version, or nothing where there is none."""
+    return max((each.name for each in folder.iterdir()), default="") if folder.is_dir() else ""
+
+
+@LONG
 def test_a_run_that_was_stopped_and_resumed_on_fewer_islands_replays(text, tmp_path, capsys):
     run = tmp_path / "run"
     words = small(text, "--learners", "3", "--tokens", str(2 * TOKENS), "--kill", "none", "--step-time", "20ms")
     with training(run, words) as process:
-        for _ in range(600):
-            assert process.poll() is None, process.communicate()
-            store = run / "store" / "fragments" / "000"
-            if store.is_dir() and max((each.name for each in store.iterdir()), default="") > "000000003":
-                break
-            try:
-                process.wait(0.05)
-            except subprocess.TimeoutExpired:
-                continue
+        wait_for(process, lambda: newest_version(run / "store" / "fragments" / "000") > "000000003", "four versions")
         process.send_signal(signal.SIGINT)
         assert process.wait(300) == 130
     assert replaying.replay_training(run, RunTapes(run)).recorded is None, "nothing is final yet"
@@ -128,7 +132,7 @@ def test_a_run_that_was_stopped_and_resumed_on_fewer_islands_replays(text, tmp_p
     assert "the same to the last bit" in capsys.readouterr().out
 
 
-@pytest.mark.long
+@LONG
 def test_a_run_whose_codec_changed_on_a_thin_link_ends_with_the_same_bits(text, tmp_path, capsys):
     """A fragment of 5 MB in bf16 over 5 MB/s takes longer than its few short steps."""
     run = tmp_path / "run"

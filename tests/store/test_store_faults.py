@@ -27,6 +27,7 @@ from tests.store.store_samples import InPlace, NameFirst, founded, members, same
 from tests.store.test_version_store import ROOT, files, raise_epoch
 
 LARGE = 2**20  # 4 MiB per tensor
+LONG = pytest.mark.long
 
 
 def unfinished(directory: Path) -> list[Path]:
@@ -176,7 +177,8 @@ BEFORE_AND_AFTER = {
 }
 
 
-@pytest.mark.parametrize("kind", EITHER)
+# The files of the others are written by the same function; test_kill_points.py kills at their operations.
+@pytest.mark.parametrize("kind", ["version", *(pytest.param(kind, marks=LONG) for kind in [*EITHER][1:])])
 def test_killed_at_any_line_the_old_or_the_new_is_found_and_nothing_else(kind):
     rows = kills("lines", kind, "Store")
     *killed, through = rows
@@ -204,7 +206,8 @@ def test_killed_anywhere_the_last_version_that_was_told_is_found():
 
 
 @pytest.mark.parametrize(
-    ("kind", "file"), [("version", "fragments/001/000000003.safetensors"), ("members", "members.json")]
+    ("kind", "file"),
+    [pytest.param("version", "fragments/001/000000003.safetensors", marks=LONG), ("members", "members.json")],
 )
 def test_a_store_that_writes_in_place_is_caught(kind, file):
     rows = kills("lines", kind, "InPlace")

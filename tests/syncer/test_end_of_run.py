@@ -58,6 +58,7 @@ def test_syncer_stops_serving_the_end_after_the_time_given_and_on_ctrl_c(tmp_pat
         assert again.hear("ended") is True
 
 
+@pytest.mark.long
 def test_resume_on_a_finished_run_serves_the_end_until_every_learner_has_received_it(tmp_path):
     settings = JobSettings()
     with Run(tmp_path, endless(), extra=settings.to_json()) as run, stopped_at_the_end(run) as two:

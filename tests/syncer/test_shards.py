@@ -35,8 +35,10 @@ def test_a_run_with_shards_is_a_run(tmp_path):
         run.assert_clean()
 
 
-@pytest.mark.parametrize("shards", [0, 2])
-@pytest.mark.parametrize("thin", [1, 2])
+@pytest.mark.parametrize(
+    ("shards", "thin"),
+    [(0, 1), (2, 2), pytest.param(0, 2, marks=pytest.mark.long), pytest.param(2, 1, marks=pytest.mark.long)],
+)
 def test_codecs_change_under_way_and_all_hold_the_same_values(tmp_path, shards, thin):
     """Up, of who has a thin link alone. Down, for all, where the one in the middle has: of two, both."""
     with Run(tmp_path, endless(fragments=2), shards=shards) as run:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
 from tests.learner.runs import Run, endless
 from tests.syncer.test_shards import versions
 
@@ -25,6 +27,7 @@ def test_a_shard_that_stands_still_holds_up_its_own_fragments_only(tmp_path):
         run.assert_clean()
 
 
+@pytest.mark.long
 def test_a_shard_that_stands_still_for_long_is_away_and_comes_back(tmp_path):
     with Run(tmp_path, endless(fragments=4), shards=2) as run:
         learners = run.joined(1, 2)

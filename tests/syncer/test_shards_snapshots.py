@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from atoll.store.atomic import read_file, read_tensor_file
 from atoll.store.snapshots import snapshot_info, version_of_snapshot
 from tests.learner.planted import struck
@@ -61,6 +63,7 @@ def test_a_snapshot_has_its_versions_at_the_shards(tmp_path):
         run.assert_clean()
 
 
+@pytest.mark.long
 def test_versions_of_a_snapshot_stay_however_long_its_parts_take(tmp_path):
     """A learner's part waits at a pipe while more versions are merged than a store keeps."""
     with Run(tmp_path, endless(fragments=4), shards=2) as run:
@@ -82,6 +85,7 @@ def test_versions_of_a_snapshot_stay_however_long_its_parts_take(tmp_path):
         run.assert_clean()
 
 
+@pytest.mark.long
 def test_a_shard_that_dies_while_a_snapshot_is_written_leaves_none_and_the_next_one_is_whole(tmp_path):
     with Run(tmp_path, endless(fragments=4), shards=2) as run:
         learners = run.joined(1, 2)

@@ -76,6 +76,7 @@ def test_a_version_that_the_end_does_not_name_is_forgotten_when_its_shard_is_bac
         run.assert_clean()
 
 
+@pytest.mark.long
 def test_so_it_is_when_the_syncer_is_started_again_after_the_end(tmp_path):
     with Run(tmp_path, both(), shards=2) as run:
         _, fragment, number = ended_without_a_version(run)

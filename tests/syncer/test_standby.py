@@ -130,6 +130,7 @@ def test_a_copy_of_the_directory_serves_elsewhere_what_was_durable(tmp_path):
         run.syncer.expected_to_end = True
 
 
+@pytest.mark.long
 def test_the_commands_of_the_manual(tmp_path):
     """`atoll syncer --standby` beside `atoll syncer`: said on the terminal, with exit codes."""
     run, atoll = tmp_path / "run", [sys.executable, "-m", "atoll", "syncer", "--out", str(tmp_path / "run")]
@@ -243,6 +244,7 @@ def test_a_syncer_that_lives_on_another_machine_keeps_others_away(tmp_path, monk
 # The fence
 
 
+@pytest.mark.long
 def test_of_many_who_take_over_at_once_at_most_one_is_left():
     rows = kills("race", "20", "Store")
     assert len(rows) == 20

@@ -69,6 +69,7 @@ def test_a_thin_link_carries_reports_while_fragments_are_on_their_way(tmp_path):
         run.assert_clean()
 
 
+@pytest.mark.long
 def test_a_long_link_gets_its_fragments_although_each_is_old_when_its_request_arrives(tmp_path):
     """A request is under way for as long as eight versions of the only fragment live, however quick the machine is."""
     with Run(tmp_path, endless(fragments=1, every_steps=1)) as run, relay_to(run.address) as relay:

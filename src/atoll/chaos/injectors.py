@@ -43,6 +43,9 @@ class World(Protocol):
 
     def add_learner(self, number: int) -> None: ...
 
+    def has_failed_write(self) -> bool:
+        """Return whether a version waits at the syncer because its disk refused it."""
+
 
 class Injector(ABC):
     """One fault. `begin` is called once, when `is_ready`; `keep` at every look until `end`."""
@@ -70,6 +73,10 @@ class Injector(ABC):
     def end(self) -> None:  # noqa: B027 - some leave nothing behind
         """Everything as it was. Called exactly once after `begin`, also when the run is interrupted."""
 
+    def is_met(self) -> bool:
+        """Return whether the target has met the fault. A fault that has a length does not end before."""
+        return self.seen
+
     def seconds(self, option: str) -> float:
         return float(self.planned.options[option])
 
@@ -92,6 +99,10 @@ class Kill(Injector):
         member = self.world.member(self.target)
         if member is not None and member.child.pid != self._pid:
             self.seen = True
+
+    def is_met(self) -> bool:
+        """A process is gone at once; `seen` is that of the next one."""
+        return True
 
 
 class Stop(Injector):
@@ -323,7 +334,19 @@ class Damage(LinkFault):
 # Disks
 
 
-class Full(Injector):
+class DiskFault(Injector):
+    """Lasts until the syncer has failed to write a version, where its disk is struck: it may write rarely."""
+
+    def __init__(self, planned: Planned, world: World) -> None:
+        super().__init__(planned, world)
+        self._has_failed_write = False
+
+    def is_met(self) -> bool:
+        self._has_failed_write = self._has_failed_write or self.world.has_failed_write()
+        return self.seen and (self.number != 0 or self._has_failed_write)
+
+
+class Full(DiskFault):
     def begin(self) -> None:
         self.how = self.world.disk(self.number).how_full
         self.keep()
@@ -337,7 +360,7 @@ class Full(Injector):
         self.world.disk(self.number).empty()
 
 
-class ReadOnly(Injector):
+class ReadOnly(DiskFault):
     why_not = "root may write everywhere, and nothing can be mounted here"
 
     def begin(self) -> None:

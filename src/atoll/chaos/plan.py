@@ -168,12 +168,12 @@ class _Drawing:
         option = KINDS[what.fault].lasts
         until_s = at_s + (float(what.options[option]) if option is not None else 0.0) + SETTLE_S
         return any(
-            _touches(fault.target, target) and fault.at_s < until_s and at_s < fault.at_s + fault.lasts_s + SETTLE_S
+            touches(fault.target, target) and fault.at_s < until_s and at_s < fault.at_s + fault.lasts_s + SETTLE_S
             for fault in self.faults
         )
 
 
-def _touches(one: Target, other: Target) -> bool:
+def touches(one: Target, other: Target) -> bool:
     """Whatever strikes a learner's process strikes everything of that learner."""
     if "shard" in (one.kind, other.kind):
         return one == other

@@ -16,9 +16,10 @@ from atoll.chaos.faults import Target
 from atoll.chaos.in_process import Orders, learn_under_faults, serve_under_faults
 from atoll.chaos.injectors import INJECTORS, Injector
 from atoll.chaos.netns import Namespaces
-from atoll.chaos.plan import Plan, Planned
+from atoll.chaos.plan import Plan, Planned, touches
 from atoll.chaos.relay import Relay, Relays
 from atoll.chaos.struck import Log, Struck
+from atoll.core.reasons import REASONS
 from atoll.reference.children import Child, JobFailed
 from atoll.reference.job_settings import JobSettings
 from atoll.reference.live_view import LiveView
@@ -26,12 +27,19 @@ from atoll.reference.supervisor import Member, Supervisor, new_run_id
 from atoll.store.snapshots import STORE
 
 LOOK_S = 0.1
+STALL_S = 0.5
+"""The plan's clock stands while this process stands for longer. Otherwise all faults that are due by then would begin
+at once, which no plan says."""
+
 ASK_EVERY_S = 0.2
-READY_WAIT_S = 30.0
+READY_WAIT_S = 120.0
 """A fault waits so long for its target to be there, to train or to be connected. Then it has not fired."""
 
 SEEN_WAIT_S = 30.0
-"""A fault without a length of its own, such as poison, may take so long until it was seen."""
+"""A fault without a length of its own, such as poison, may take so long until it was seen. One with a length goes on
+for so much longer while its target has not met it."""
+
+WRITE_FAILED = REASONS["persist-failed"].partition("}")[2].partition("(")[0]
 
 ISLANDS = "islands"
 
@@ -45,7 +53,7 @@ class Active:
     injector: Injector
     began_at: float  # of the Unix epoch
     until: float  # on the monotonic clock
-    is_over: bool = False  # it has ended, and is only looked at until it was seen
+    ended_at: float | None = None  # of the Unix epoch; from then on it is only looked at until it was seen
 
 
 class ChaosSupervisor(Supervisor):
@@ -64,6 +72,7 @@ class ChaosSupervisor(Supervisor):
         self._waiting: list[Planned] = list(plan.faults)
         self._active: list[Active] = []
         self._started: float | None = None  # the plan's clock, on the monotonic one
+        self._looked_at = time.monotonic()
         self._relays = Relays()
         self._cleanup.callback(self._relays.close)
         self._by_learner: dict[int, Relay] = {}
@@ -147,6 +156,11 @@ class ChaosSupervisor(Supervisor):
         self._learners[number] = Member(self._learner_child(number))
         self._watched.learners = max(self._watched.learners, number)
 
+    def has_failed_write(self) -> bool:
+        if self.settings.shards:
+            return True  # versions are on the disks of the shards, and no fault strikes those
+        return any(WRITE_FAILED in fragment["reason"] for fragment in self._status.get("fragments", ()))
+
     # ------------------------------------------------------------------------------------------ striking
 
     def _strike_due(self) -> None:
@@ -157,25 +171,37 @@ class ChaosSupervisor(Supervisor):
             learners = [Target("learner", number) for number in range(1, self.settings.learners + 1)]
             if not all(self.is_training(learner) for learner in learners):
                 return
-            self._started = now
+            self._started = self._looked_at = now
             self._log.began(time.time())
             self._tell(f"all learners train; {_counted(len(self._waiting))} to come")
+        self._started += max(0.0, now - self._looked_at - STALL_S)
+        self._looked_at = now
         self._keep_and_end(now)
         for planned in list(self._waiting):
             late_s = now - self._started - planned.at_s
             if late_s < 0.0:
                 break  # they are in the order of time
             injector = INJECTORS[planned.fault](planned, self)
-            if injector.is_ready():
+            if injector.is_ready() and not self._is_prolonged(planned.target, now):
                 self._waiting.remove(planned)
-                self._begin(injector, now)
+                self._begin(injector)
             elif late_s > READY_WAIT_S:
                 self._waiting.remove(planned)
                 self._missed(planned, f"{planned.target} was not there within {READY_WAIT_S:.0f} s")
 
-    def _begin(self, injector: Injector, now: float) -> None:
+    def _is_prolonged(self, target: Target, now: float) -> bool:
+        """Return whether a fault goes on for longer than planned at what this target is part of."""
+        return any(
+            active.injector.planned.lasts_s > 0.0
+            and active.ended_at is None
+            and now >= active.until
+            and touches(active.injector.target, target)
+            for active in self._active
+        )
+
+    def _begin(self, injector: Injector) -> None:
         planned = injector.planned
-        active = Active(injector, time.time(), now + planned.lasts_s)
+        active = Active(injector, time.time(), time.monotonic() + planned.lasts_s)
         self._active.append(active)  # before it begins: an interrupt in between is to end it too
         self._note(active, None)
         injector.begin()
@@ -186,30 +212,28 @@ class ChaosSupervisor(Supervisor):
             injector = active.injector
             injector.keep()
             lasts = injector.planned.lasts_s > 0.0
-            if lasts and not active.is_over and now >= active.until:
-                self._heal(active)
             is_late = now >= active.until + SEEN_WAIT_S
-            if (injector.seen and (active.is_over or not lasts)) or is_late:
+            if lasts and active.ended_at is None and now >= active.until and (injector.is_met() or is_late):
+                self._heal(active)
+            if (injector.seen and (active.ended_at is not None or not lasts)) or is_late:
                 self._finish(active)
 
     def _heal(self, active: Active) -> None:
-        active.is_over = True
+        active.ended_at = time.time()
         active.injector.end()
         if active.injector.planned.fault != "kill":
             self._tell(f"fault {active.injector.planned.number} is over: {active.injector.planned.target} is whole")
 
     def _finish(self, active: Active) -> None:
-        if not active.is_over:
-            active.is_over = True
+        if active.ended_at is None:
+            active.ended_at = time.time()
             active.injector.keep()  # a last look: the run may have been interrupted the moment after it began
             active.injector.end()
         self._active.remove(active)
-        self._note(active, time.time())
+        self._note(active, active.ended_at)
 
     def _note(self, active: Active, ended_at: float | None) -> None:
         injector = active.injector
-        if ended_at is not None and injector.planned.lasts_s:
-            ended_at = min(ended_at, active.began_at + injector.planned.lasts_s)
         why_not = "" if injector.seen else injector.why_not
         told = Struck(injector.planned.number, injector.seen, active.began_at, ended_at, injector.how, why_not)
         self._log.struck(told)

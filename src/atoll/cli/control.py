@@ -12,7 +12,6 @@ from atoll.cli.output import ExitCode, JsonOption, complain, print_json
 
 EXAMPLE = "atoll control runs/first pause"
 
-ANSWER_S = 30.0
 TAKES = {"pause": "", "resume": "", "drain": "the number of a learner", "quorum": "K", "grace": "gamma", "snapshot": ""}
 """What there is, and the value that each takes."""
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "atoll snapshot runs/first"
 
-ANSWER_S = 30.0
+ANSWER_S = 120.0
 ADVICE = "take a snapshot while it does, or list those there are with --list"
 LOOK_EVERY_S = 0.2
 

@@ -119,7 +119,7 @@ class Dash:
         self._tasks: list[asyncio.Task[None]] = []
         self._known: dict[tuple[int, str, str], Alert] = {}
         self._posts: set[asyncio.Task[None]] = set()
-        self.static = Path(str(files("atoll.dash") / "static"))
+        self.static = Path(str(files("atoll.dashboard") / "static"))
 
     # ---------------------------------------------------------------------------------------------------- the app
 
