@@ -55,7 +55,7 @@ def test_a_planted_change_is_noticed(change):
 
 def test_a_change_that_nobody_sees_is_none():
     before = list(of_class("atoll.Learner", atoll.Learner))
-    assert list(of_class("atoll.Learner", another_learner("def _join(self) => def _join_it(self)"))) == before
+    assert list(of_class("atoll.Learner", another_learner("def _close( => def _close_it("))) == before
 
 
 def test_everything_public_has_types():

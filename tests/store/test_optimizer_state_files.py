@@ -22,6 +22,8 @@ from atoll.island.follower import Follower
 from atoll.island.leader import Leader
 from atoll.island.optimizer_state_io import cut_for, receive_tensors, send_tensors
 from atoll.island.topology import meet
+from atoll.learner.preemption import Notice
+from atoll.learner.stats import LearnerStatus
 from atoll.store.optimizer_state_files import StateFile, packed
 from atoll.tensors import optimizer_state
 from atoll.tensors.plan import make_plan, tensors_of
@@ -108,7 +110,9 @@ def island_child(directory: Path, rank: int, log: Path, pipe: Connection) -> Non
             leader = Leader(ranks, model, SimpleNamespace(), logging.getLogger())  # type: ignore[arg-type]
             pipe.send(("told", _lead(leader, model, optimizer, directory)))
         else:
-            follower = Follower(SimpleNamespace(), ranks, model, optimizer, logging.getLogger())  # type: ignore[arg-type]
+            notice = Notice(None, logging.getLogger())
+            unused = SimpleNamespace()  # no rank sends or fetches rows of its own here
+            follower = Follower(ranks, model, optimizer, LearnerStatus(), unused, notice, logging.getLogger())  # type: ignore[arg-type]
             follower._plan, follower._generation = make_plan(tensors_of(model), 2, "balanced"), 1
             for _ in range(4):
                 follower._on_give()

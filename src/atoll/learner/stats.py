@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from atoll.store.run_settings import RunSettings
 
 
 class LearnerStats(NamedTuple):
@@ -31,6 +34,20 @@ class LearnerStats(NamedTuple):
     parameters: int = 0  # numbers that travel, of those what this rank holds
     way: str = "alone"  # in an island of several ranks "rows": each sends and fetches its own; "leader": rank 0 for all
     unmerged: int = 0  # tokens that some fragment has not merged yet, as far as the leader knows; of rank 0 only
+
+
+@dataclass(slots=True)
+class LearnerStatus:
+    """What a rank knows of its run, as of the last step boundary. The properties of `atoll.Learner` show it."""
+
+    settings: RunSettings = field(default_factory=RunSettings)
+    number: tuple[int, int] | None = None  # of the learner and its incarnation
+    finished: bool = False
+    drained: bool = False
+    progress: float = 0.0
+    paused_s: float = 0.0
+    warmup_steps: int = 0
+    restored_state: Any = None
 
 
 def metrics_of(stats: LearnerStats, loss: float | Tensor | None, tokens_per_s: float) -> dict[str, Any]:
