@@ -12,7 +12,7 @@ import torch
 
 import atoll
 from atoll import errors as error_module
-from atoll.learner.stats import LearnerStats
+from atoll.island.stats import LearnerStats
 from tests.public_api import KEPT, described, of_class, untyped
 
 ADVICE = "if it is meant: python -m tests.public_api --write, and a line in CHANGELOG.md"

@@ -20,8 +20,8 @@ from atoll.core import policy
 from atoll.core.protocol import LinkMeasured, Persisted, Record, VersionRecord
 from atoll.core.types import RoundId
 from atoll.island import leader, row_transfer
-from atoll.learner import bulk_transfer, fragment_transfer, part_writer
-from atoll.learner.fragments import FragmentTensors, ValueInWork
+from atoll.island.fragments import FragmentTensors, ValueInWork
+from atoll.learner import fragment_transfer, part_writer
 from atoll.store import atomic, sharded_parts
 from atoll.store.version_store import Store
 from atoll.syncer import fragment_executor
@@ -30,7 +30,7 @@ from atoll.syncer.fragment_executor import FragmentKeeper
 from atoll.syncer.partial_uploads import Arrivals
 from atoll.syncer.process import SyncerProcess
 from atoll.tensors import robust_merge
-from atoll.transport import auth, http_client, listener, pacing
+from atoll.transport import auth, bulk_transfer, http_client, listener, pacing
 
 
 def plant(names: str, directory: Path) -> None:

@@ -21,10 +21,10 @@ import atoll
 from atoll.core.protocol import MessageArrived, StepTaken
 from atoll.core.types import RoundId
 from atoll.errors import BackgroundFailed, LearnerRefused
+from atoll.island.boundary import Action, Copy, Solo, Start
+from atoll.island.fragments import FragmentTensors, plan_of
 from atoll.island.rank_connection import Told
 from atoll.learner.api import Learner
-from atoll.learner.boundary import Action, Copy, Solo, Start
-from atoll.learner.fragments import FragmentTensors, plan_of
 from atoll.store.run_settings import RunSettings
 from atoll.tensors.codecs import codec
 from atoll.tensors.model_view import ModelView

@@ -21,9 +21,8 @@ from torch.distributed.fsdp import fully_shard
 from atoll.island.follower import Follower
 from atoll.island.leader import Leader
 from atoll.island.optimizer_state_io import cut_for, receive_tensors, send_tensors
+from atoll.island.stats import LearnerStatus
 from atoll.island.topology import meet
-from atoll.learner.preemption import Notice
-from atoll.learner.stats import LearnerStatus
 from atoll.store.optimizer_state_files import StateFile, packed
 from atoll.tensors import optimizer_state
 from atoll.tensors.plan import make_plan, tensors_of
@@ -107,12 +106,11 @@ def island_child(directory: Path, rank: int, log: Path, pipe: Connection) -> Non
         ranks = meet(model)
         assert ranks is not None
         if rank == 0:
-            leader = Leader(ranks, model, SimpleNamespace(), logging.getLogger())  # type: ignore[arg-type]
+            leader = Leader(ranks, model, SimpleNamespace(), logging.getLogger())
             pipe.send(("told", _lead(leader, model, optimizer, directory)))
         else:
-            notice = Notice(None, logging.getLogger())
             unused = SimpleNamespace()  # no rank sends or fetches rows of its own here
-            follower = Follower(ranks, model, optimizer, LearnerStatus(), unused, notice, logging.getLogger())  # type: ignore[arg-type]
+            follower = Follower(ranks, model, optimizer, LearnerStatus(), unused, lambda: 0, logging.getLogger())
             follower._plan, follower._generation = make_plan(tensors_of(model), 2, "balanced"), 1
             for _ in range(4):
                 follower._on_give()

@@ -11,24 +11,22 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from atoll.core.types import NOTHING, AdoptHow, FragmentId, RoundId, Version
 from atoll.errors import AtollError, IslandBroken, LearnerRefused
+from atoll.island.boundary import LEFT, cause_of
 from atoll.island.follower_fragments import OwnRows, Rows
+from atoll.island.fragments import Buffer, CopyGone, FragmentTensors, plan_of
 from atoll.island.optimizer_state_io import ORDERS as PART_ORDERS
 from atoll.island.optimizer_state_io import FollowerParts, receive_tensors
-from atoll.island.rank_connection import ONLY_BESIDE, Ask, Order, Status, Told, failure_text
+from atoll.island.rank_connection import ONLY_BESIDE, Ask, Line, Order, Status, Told, failure_text
 from atoll.island.row_fragment import RowFragment
+from atoll.island.stats import LearnerStats, LearnerStatus
 from atoll.island.topology import Ranks, fsdp_modules, reshard
-from atoll.learner.background import Background
-from atoll.learner.boundary import cause_of
-from atoll.learner.fragments import Buffer, CopyGone, FragmentTensors, plan_of
-from atoll.learner.preemption import LEFT, Notice
-from atoll.learner.stats import LearnerStats, LearnerStatus
 from atoll.store.learner_parts import set_rng, take_rng
 from atoll.store.run_settings import RunSettings
 from atoll.tensors import optimizer_state
@@ -54,6 +52,29 @@ class Parcel(NamedTuple):
     wrong: str
 
 
+class FollowerBackground(Protocol):
+    """What a follower needs of the background thread of its process, with which it sends and fetches its own rows."""
+
+    @property
+    def has_token(self) -> bool: ...
+
+    def start(self) -> None: ...
+
+    def check(self) -> None: ...
+
+    def try_reach(self, address: str) -> None: ...
+
+    def obey(
+        self,
+        line: Line,
+        rows: Callable[[int], Sequence[RowFragment]],
+        hold: Callable[[RowFragment, Version], Buffer | None],
+        ranks: int,
+    ) -> None: ...
+
+    def stop(self, last_words_s: float | None) -> None: ...
+
+
 class Follower:
     is_open = True  # steps can be reported; `Learner.__enter__` makes it
 
@@ -63,13 +84,13 @@ class Follower:
         model: nn.Module,
         optimizers: Optimizers,
         status: LearnerStatus,
-        background: Background,
-        notice: Notice,
+        background: FollowerBackground,
+        notice_level: Callable[[], int],
         log: logging.Logger,
     ) -> None:
         self._status = status
         self._background = background
-        self._notice = notice
+        self._notice_level = notice_level
         self._ranks = ranks
         self._model = model
         self._optimizers = optimizers
@@ -139,7 +160,7 @@ class Follower:
 
     def _meet(self, kind: Ask, value: int = 0) -> None:
         """Ask, and do what is answered."""
-        self._leader.ask(kind, value, noticed=self._notice.level)
+        self._leader.ask(kind, value, noticed=self._notice_level())
         told, words = self._leader.answered()
         self._paused = told.paused
         if kind not in (Ask.JOIN, Ask.CLOSE):

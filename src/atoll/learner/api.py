@@ -30,6 +30,7 @@ from atoll.errors import (
 )
 from atoll.island.follower import Follower
 from atoll.island.leader import Leader
+from atoll.island.stats import LearnerStats, LearnerStatus
 from atoll.island.topology import meet
 from atoll.learner.arguments import (
     check_directory,
@@ -56,7 +57,6 @@ from atoll.learner.loop_check import LoopCheck
 from atoll.learner.preemption import Notice
 from atoll.learner.published import PublishedValues
 from atoll.learner.signals import Interrupts
-from atoll.learner.stats import LearnerStats, LearnerStatus
 from atoll.learner.trained_parameters import TrainedParameters
 from atoll.logs import Named
 from atoll.tensors import optimizer_state
@@ -203,8 +203,8 @@ class Learner:
             assert isinstance(self._rank, LeadingRank)
             self._rank.island = Leader(ranks, self._model, self._background, self.log)
         elif ranks is not None:
-            trained = self._model, self._optimizers
-            self._rank = Follower(ranks, *trained, self._status, self._background, self._notice, self.log)
+            trained, notice = (self._model, self._optimizers), self._notice
+            self._rank = Follower(ranks, *trained, self._status, self._background, lambda: notice.level, self.log)
         self._interrupts.listen()
         try:
             self._rank.join()

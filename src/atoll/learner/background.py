@@ -45,24 +45,24 @@ from atoll.core.protocol import (
 )
 from atoll.core.types import Version
 from atoll.errors import AtollError, BackgroundFailed, IslandBroken, SyncerUnreachable
+from atoll.island.boundary import cause_of
+from atoll.island.fragments import Buffer, FragmentTensors
 from atoll.island.rank_connection import Line
 from atoll.island.rank_rpc import Hands, obey
 from atoll.island.row_fragment import RowFragment
 from atoll.island.row_transfer import RowTraffic, RowWork
-from atoll.learner.boundary import cause_of
-from atoll.learner.bulk_transfer import LearnerBulk
+from atoll.island.stats import LearnerStats
 from atoll.learner.driver import LearnerDriver
 from atoll.learner.fragment_transfer import FragmentTraffic
-from atoll.learner.fragments import Buffer, FragmentTensors
 from atoll.learner.join import SAY_EVERY_S, Door
 from atoll.learner.part_writer import PartKeeper
-from atoll.learner.stats import LearnerStats, metrics_of
 from atoll.logs import WARNINGS, ReasonLog
 from atoll.store.optimizer_state_files import StateFile, packed
 from atoll.store.run_settings import RunSettings
 from atoll.tensors import optimizer_state
 from atoll.tensors.model_view import ModelView
 from atoll.tensors.plan import FragmentPlan
+from atoll.transport.bulk_transfer import LearnerBulk
 from atoll.transport.endpoint import Place
 from atoll.transport.http_client import LearnerLink, Refusal, why
 from atoll.transport.wire import Kind, WireError, encode_message
@@ -535,6 +535,22 @@ class Background:
             return
         driver.keep_inner_state(given)
         self.tell(MessageArrived(envelope))
+
+
+def metrics_of(stats: LearnerStats, loss: float | Tensor | None, tokens_per_s: float) -> dict[str, Any]:
+    """What the syncer is told once a second."""
+    told: dict[str, Any] = {
+        "step": stats.steps,
+        "tokens": stats.tokens,
+        "tokens_per_s": round(tokens_per_s, 3),
+        "boundary_s": round(stats.boundary_s, 6),
+        "bytes_up": stats.bytes_up,
+        "bytes_down": stats.bytes_down,
+    }
+    if loss is not None:
+        value = float(loss)
+        told["loss"] = value if value == value and abs(value) != float("inf") else None
+    return told
 
 
 _EFFECTS: dict[type[Effect], Callable[[Background, Any], None]] = {

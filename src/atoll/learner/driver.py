@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import NamedTuple
 
 from atoll.core.learner.core import LearnerCore
 from atoll.core.protocol import (
@@ -29,12 +30,12 @@ from atoll.core.protocol import (
 )
 from atoll.core.states import Mode
 from atoll.core.types import Version
-from atoll.learner.boundary import Action, Adopt, Copy, End, Give, Given, Save, Start, StepBoundary, state_key
-from atoll.learner.fragments import Buffer, FragmentTensors
+from atoll.island.boundary import Action, Adopt, Copy, End, Give, Given, Save, Start, StepBoundary, state_key
+from atoll.island.fragments import Buffer, FragmentTensors
+from atoll.island.stats import LearnerStatus
 from atoll.learner.part_writer import PartKeeper
 from atoll.learner.preemption import Notice
 from atoll.learner.signals import Interrupts
-from atoll.learner.stats import NOTHING_UNTOLD, LearnerStatus, Untold
 from atoll.tape.format import Actor, Entry
 from atoll.tape.sink import TapeKeeper
 from atoll.tensors import optimizer_state
@@ -46,6 +47,17 @@ MOST_POSTED = 256
 MOST_UNTOLD = 256
 """Boundaries in a row at which the core may be busy with a message: on a crowded machine the background may stand still
 in the middle of one. Steps are told together at the next boundary, and only then copied and adopted."""
+
+
+class Untold(NamedTuple):
+    """Steps that the core has not been told of yet."""
+
+    steps: int
+    tokens: int
+    samples: int
+
+
+NOTHING_UNTOLD = Untold(0, 0, 0)
 
 
 class LearnerDriver:
@@ -288,4 +300,4 @@ class LearnerDriver:
         return [action for wish in self._notice.wishes(self.core) for action in self._handle(wish)]
 
 
-__all__ = ["LearnerDriver"]
+__all__ = ["NOTHING_UNTOLD", "LearnerDriver"]

@@ -16,13 +16,13 @@ import aiohttp
 
 from atoll.core.protocol import Contribution, Envelope, FragmentDamaged, LearnerEvent, MessageArrived, Published
 from atoll.core.types import FragmentId, RoundId
+from atoll.island.fragments import Buffer, Copied, CopyGone, FragmentTensors, ValueInWork
 from atoll.island.row_fragment import LedRows
 from atoll.island.row_transfer import RowTraffic
-from atoll.learner.bulk_transfer import Fetched, LearnerBulk
 from atoll.learner.driver import LearnerDriver
-from atoll.learner.fragments import Buffer, Copied, CopyGone, FragmentTensors, ValueInWork
-from atoll.learner.join import RETRY_S, fragment_sizes
+from atoll.learner.join import RETRY_S
 from atoll.logs import about
+from atoll.transport.bulk_transfer import Fetched, LearnerBulk, fragment_sizes
 from atoll.transport.http_client import LearnerLink, LinkGone, Refusal, why
 from atoll.transport.streaming_buffer import Growing
 from atoll.transport.wire import CODEC_NUMBERS, WireError

@@ -15,15 +15,15 @@ from atoll.core.data_leases import SampleLine, Samples
 from atoll.core.learner.core import LearnerCore
 from atoll.core.protocol import LeaveWanted, Started, Stop
 from atoll.errors import AtollError, JoinTimeout, LearnerRefused
+from atoll.island.boundary import LEFT, Action, Adopt, Copy, End, Give, Save, Solo, Start, StepBoundary
+from atoll.island.fragments import FragmentTensors, plan_of
 from atoll.island.rank_connection import Ask, Told
+from atoll.island.stats import LearnerStats, LearnerStatus
 from atoll.learner.background import Background
-from atoll.learner.boundary import Action, Adopt, Copy, End, Give, Save, Solo, Start, StepBoundary
-from atoll.learner.driver import LearnerDriver
-from atoll.learner.fragments import FragmentTensors, plan_of
+from atoll.learner.driver import NOTHING_UNTOLD, LearnerDriver
 from atoll.learner.part_writer import PartKeeper
-from atoll.learner.preemption import LEFT, Notice
+from atoll.learner.preemption import Notice
 from atoll.learner.signals import Interrupts
-from atoll.learner.stats import NOTHING_UNTOLD, LearnerStats, LearnerStatus
 from atoll.logs import Named
 from atoll.store.learner_parts import set_rng
 from atoll.store.run_settings import start_anew

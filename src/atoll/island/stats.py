@@ -1,11 +1,9 @@
-"""What a learner counts."""
+"""What a rank of a learner counts, and what it knows of its run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-
-from torch import Tensor
 
 from atoll.store.run_settings import RunSettings
 
@@ -48,30 +46,3 @@ class LearnerStatus:
     paused_s: float = 0.0
     warmup_steps: int = 0
     restored_state: Any = None
-
-
-def metrics_of(stats: LearnerStats, loss: float | Tensor | None, tokens_per_s: float) -> dict[str, Any]:
-    """What the syncer is told once a second."""
-    told: dict[str, Any] = {
-        "step": stats.steps,
-        "tokens": stats.tokens,
-        "tokens_per_s": round(tokens_per_s, 3),
-        "boundary_s": round(stats.boundary_s, 6),
-        "bytes_up": stats.bytes_up,
-        "bytes_down": stats.bytes_down,
-    }
-    if loss is not None:
-        value = float(loss)
-        told["loss"] = value if value == value and abs(value) != float("inf") else None
-    return told
-
-
-class Untold(NamedTuple):
-    """Steps that the core has not been told of yet."""
-
-    steps: int
-    tokens: int
-    samples: int
-
-
-NOTHING_UNTOLD = Untold(0, 0, 0)
