@@ -53,11 +53,10 @@ from atoll.learner.environment import (
     told,
 )
 from atoll.learner.leading_rank import LeadingRank
-from atoll.learner.loop_check import LoopCheck
+from atoll.learner.loop_check import LoopCheck, TrainedParameters
 from atoll.learner.preemption import Notice
 from atoll.learner.published import PublishedValues
 from atoll.learner.signals import Interrupts
-from atoll.learner.trained_parameters import TrainedParameters
 from atoll.logs import Named
 from atoll.tensors import optimizer_state
 from atoll.tensors.optimizers import check_whole_step, plain_optimizers
