@@ -30,14 +30,14 @@ from torch import Tensor, nn
 
 from atoll.core.protocol import Accumulate, CopyFragment, MessageArrived, Persisted, Published
 from atoll.core.types import Limits, RoundId, RunConfig
+from atoll.island.fragments import Copied, FragmentTensors
 from atoll.learner import fragment_transfer
 from atoll.learner.api import Learner
-from atoll.learner.bulk_transfer import Fetched
-from atoll.learner.fragments import Copied, FragmentTensors
 from atoll.store.run_settings import RunSettings
 from atoll.tape.files import RunTapes
 from atoll.tensors.codecs import codec
 from atoll.tensors.settings import CodecWish, Numerics
+from atoll.transport.bulk_transfer import Fetched
 from atoll.transport.rates import rate_of
 from atoll.transport.streaming_buffer import Told
 from benchmarks.measuring import as_json, begin, describe, spread, syncer

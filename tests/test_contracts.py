@@ -63,6 +63,7 @@ def test_empty_rooms_keep_every_contract(house):
         ("tensors/planted.py", "import threading", "tensors has no sockets"),
         ("transport/planted.py", "import atoll.store", "Imports point one way"),
         ("learner/planted.py", "import atoll.reference", "Imports point one way"),
+        ("island/planted.py", "import atoll.learner", "Imports point one way"),
         ("syncer/planted.py", "import atoll.learner", "a syncer process loads no code of the learner"),
         ("syncer/planted.py", "import atoll.island", "a syncer process loads no code of the learner"),
         ("learner/planted.py", "import atoll.syncer", "a learner process loads no code of the syncer"),

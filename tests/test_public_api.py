@@ -12,7 +12,7 @@ import torch
 
 import atoll
 from atoll import errors as error_module
-from atoll.learner.stats import LearnerStats
+from atoll.island.stats import LearnerStats
 from tests.public_api import KEPT, described, of_class, untyped
 
 ADVICE = "if it is meant: python -m tests.public_api --write, and a line in CHANGELOG.md"
@@ -55,7 +55,7 @@ def test_a_planted_change_is_noticed(change):
 
 def test_a_change_that_nobody_sees_is_none():
     before = list(of_class("atoll.Learner", atoll.Learner))
-    assert list(of_class("atoll.Learner", another_learner("def _join(self) => def _join_it(self)"))) == before
+    assert list(of_class("atoll.Learner", another_learner("def _close( => def _close_it("))) == before
 
 
 def test_everything_public_has_types():

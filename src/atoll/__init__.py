@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from atoll.errors import KeysRefused as KeysRefused
     from atoll.errors import LearnerRefused as LearnerRefused
     from atoll.errors import SyncerUnreachable as SyncerUnreachable
+    from atoll.island.stats import LearnerStats as LearnerStats
     from atoll.learner.api import Learner as Learner
-    from atoll.learner.stats import LearnerStats as LearnerStats
 
 try:  # a file and not the metadata of the package, which takes 40 ms to read
     from atoll._version import version as __version__
@@ -36,7 +36,7 @@ __all__ = [
     "SyncerUnreachable",
     "__version__",
 ]
-_MODULES = {"Learner": "atoll.learner.api", "LearnerStats": "atoll.learner.stats"}
+_MODULES = {"Learner": "atoll.learner.api", "LearnerStats": "atoll.island.stats"}
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ from atoll.checkpoint.published import plan_of, published_tensors
 from atoll.errors import LearnerRefused
 from atoll.integrations.transformers import AtollCallback
 from atoll.learner.api import Learner
-from atoll.learner.trained_parameters import EVERY
+from atoll.learner.loop_check import EVERY
 from atoll.tensors.plan import named_tensors, tensors_of
 from tests.integrations.small_texts import gpt2, trainer
 from tests.learner.runs import LIMIT_S, Run, config, endless

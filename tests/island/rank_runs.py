@@ -195,7 +195,7 @@ def _train(learner: Learner, job: IslandWork, pipe: Connection, drawn: list[floa
             most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
             resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILE_BYTES, most))
         if order == "show":
-            pipe.send(("shown", _show(learner, job)))
+            pipe.send(("shown", _show(learner, job, directory)))
         goes = order in ("go", "raise", "still") or (goes and order not in ("hold", "show"))
         if not goes:
             assert time.monotonic() < until, "the test has forgotten this island"
@@ -215,10 +215,9 @@ def _train(learner: Learner, job: IslandWork, pipe: Connection, drawn: list[floa
         number += 1
 
 
-def _show(learner: Learner, job: IslandWork) -> dict[str, Any]:
+def _show(learner: Learner, job: IslandWork, directory: Path) -> dict[str, Any]:
     """What this rank has as the published model, in its file; and whether it has its own again afterwards."""
-    own, directory = job.whole(), learner._run_directory
-    assert directory is not None
+    own = job.whole()
     with learner.published():
         job.loss(0)  # after a forward pass FSDP holds gathered copies
         shown = job.whole()

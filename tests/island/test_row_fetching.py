@@ -15,12 +15,12 @@ from torch import nn
 
 from atoll.island.row_fragment import RowFragment
 from atoll.island.row_transfer import Getting, RowWork
-from atoll.learner.bulk_transfer import LearnerBulk
 from atoll.tensors.codecs import codec
 from atoll.tensors.model_view import ModelView
 from atoll.tensors.plan import digest_of, make_plan, tensors_of
 from atoll.tensors.row_sharding import share_out
 from atoll.tensors.sharding import Box
+from atoll.transport.bulk_transfer import LearnerBulk
 from atoll.transport.http_client import LearnerLink
 from atoll.transport.wire import FragmentHeader, Kind, WireError, as_bytes, frame_head
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from atoll.learner.api import Learner
+from atoll.learner.driver import LearnerDriver
+from atoll.learner.leading_rank import LeadingRank
 from tests.learner.runs import LIMIT_S, Run
 from tests.learner.small_models import BATCH, Work
 
@@ -23,3 +25,16 @@ def train(learner: Learner, job: Work, steps: int = STEPS) -> int:
             return number
         learner.step(tokens=BATCH, loss=job.step(number))
     return steps
+
+
+def leading_rank(learner: Learner) -> LeadingRank:
+    """Return the part of a learner of one rank that runs the protocol."""
+    assert isinstance(learner._rank, LeadingRank)
+    return learner._rank
+
+
+def driver_of(learner: Learner) -> LearnerDriver:
+    """Return the driver of a learner that has joined."""
+    driver = leading_rank(learner).driver
+    assert driver is not None
+    return driver

@@ -10,7 +10,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,8 @@ from atoll.core import policy
 from atoll.core.protocol import LinkMeasured, Persisted, Record, VersionRecord
 from atoll.core.types import RoundId
 from atoll.island import leader, row_transfer
-from atoll.learner import bulk_transfer, fragment_transfer, part_writer
-from atoll.learner.fragments import FragmentTensors, ValueInWork
+from atoll.island.fragments import FragmentTensors, ValueInWork
+from atoll.learner import fragment_transfer, part_writer
 from atoll.store import atomic, sharded_parts
 from atoll.store.version_store import Store
 from atoll.syncer import fragment_executor
@@ -30,7 +32,9 @@ from atoll.syncer.fragment_executor import FragmentKeeper
 from atoll.syncer.partial_uploads import Arrivals
 from atoll.syncer.process import SyncerProcess
 from atoll.tensors import robust_merge
-from atoll.transport import auth, http_client, listener, pacing
+from atoll.transport import auth, bulk_transfer, http_client, listener, pacing
+from atoll.transport.link_meter import LinkMeter
+from atoll.transport.pacing import Direction
 
 
 def plant(names: str, directory: Path) -> None:
@@ -171,14 +175,19 @@ def telling(directory: Path) -> None:
 
 def seemingly_thin(directory: Path) -> None:
     """A learner's link is measured, and found to carry a tenth of a MB in a second, of fragments of 8 MB."""
-    contribute = bulk_transfer.LearnerBulk.contribute
 
-    async def measured(self: Any, codec: int, envelope: Any, growing: Any) -> None:
-        for meter in self._meters.values():
-            meter._tell(LinkMeasured(meter._direction.way, 100_000, 1.0, 4_000_000))
-        await contribute(self, codec, envelope, growing)
+    class Thin(LinkMeter):
+        def __init__(self, direction: Direction, largest: int, tell: Callable[[LinkMeasured], None]) -> None:
+            super().__init__(direction, largest, tell)
+            self.found = partial(tell, LinkMeasured(direction.way, 100_000, 1.0, 4_000_000))
 
-    bulk_transfer.LearnerBulk.contribute = measured  # type: ignore[method-assign]
+        @contextmanager
+        def transfer(self, size: Callable[[], int]) -> Iterator[None]:
+            self.found()
+            with super().transfer(size):
+                yield
+
+    bulk_transfer.LinkMeter = Thin  # type: ignore[attr-defined, assignment]
 
 
 def forgotten_slices(directory: Path) -> None:

@@ -21,16 +21,16 @@ import atoll
 from atoll.core.protocol import MessageArrived, StepTaken
 from atoll.core.types import RoundId
 from atoll.errors import BackgroundFailed, LearnerRefused
+from atoll.island.boundary import Action, Copy, Solo, Start
+from atoll.island.fragments import FragmentTensors, plan_of
 from atoll.island.rank_connection import Told
 from atoll.learner.api import Learner
-from atoll.learner.boundary import Action, Copy, Solo
-from atoll.learner.fragments import FragmentTensors, plan_of
 from atoll.store.run_settings import RunSettings
 from atoll.tensors.codecs import codec
 from atoll.tensors.model_view import ModelView
 from atoll.tensors.plan import make_plan, tensors_of
 from atoll.tensors.settings import Numerics
-from tests.learner.in_process import learner_of, train
+from tests.learner.in_process import driver_of, leading_rank, learner_of, train
 from tests.learner.planted import plant
 from tests.learner.runs import LIMIT_S, LearnerSpec, Run, config, endless, model_file
 from tests.learner.small_models import BATCH, Work, values, work
@@ -345,29 +345,30 @@ Handle = Callable[[float, Any], list[Any]]
 
 
 def change_core(learner: Learner, change: Callable[[Handle, float, Any], list[Any]]) -> None:
-    core = learner._core
-    assert core is not None
+    core = driver_of(learner).core
     core.handle = partial(change, core.handle)  # type: ignore[method-assign]
 
 
 class InterruptedIsland(Solo):
-    """Ctrl-C at the worst moment: the core has promised a copy, and nobody is going to make it."""
+    """Ctrl-C between the moment when the core asks for an action of this kind and the action."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[Action]) -> None:
+        self.kind = kind
         self.fired = False
 
     def agree(self, actions: list[Action], told: Told) -> list[Action]:
-        if any(isinstance(action, Copy) for action in actions):
+        if any(isinstance(action, self.kind) for action in actions):
             self.fired = True
             raise KeyboardInterrupt
         return actions
 
 
 def test_ctrl_c_between_the_promise_of_a_copy_and_the_copy(tmp_path):
+    """The worst moment: nobody is going to make the copy."""
     with Run(tmp_path, endless()) as run:
         job = work()
         learner = learner_of(run, job, 1)
-        learner._island = island = InterruptedIsland()
+        leading_rank(learner).island = island = InterruptedIsland(Copy)
         with pytest.raises(KeyboardInterrupt), learner:
             train(learner, job)
         assert island.fired
@@ -383,7 +384,7 @@ def test_ctrl_c_that_leaves_the_lock_locked_does_not_hang(tmp_path):
         def island() -> None:
             with learner_of(run, job, 1) as learner:
                 train(learner, job, 5)
-                learner._lock.acquire()
+                driver_of(learner).lock.acquire()
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
@@ -454,13 +455,10 @@ def test_a_learner_that_cannot_join_leaves_too(tmp_path):
     with Run(tmp_path, endless()) as run:
         job = work()
         learner = learner_of(run, job, 1)
-
-        def interrupted(actions: list[Action]) -> bool:
-            raise KeyboardInterrupt
-
-        learner._carry_out = interrupted  # type: ignore[method-assign]
+        leading_rank(learner).island = island = InterruptedIsland(Start)
         with pytest.raises(KeyboardInterrupt), learner:
             pass
+        assert island.fired
         left = run.until(run.learner(1), "learner 1 is shown")
         assert left["reason"] == "left: its loop ended with KeyboardInterrupt"
 

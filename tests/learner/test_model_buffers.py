@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from atoll.core.types import Accepted, RoundId
+from atoll.island.fragments import FragmentTensors
 from atoll.island.row_fragment import RowFragment
-from atoll.learner.fragments import FragmentTensors
 from atoll.reference.executor import Execution, FragmentState, StepInfo, SyncerTensors, Trainee, initial_values
 from atoll.reference.lockstep import Lockstep
 from atoll.syncer.fragment import HeldFragment

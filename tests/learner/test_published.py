@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from atoll.checkpoint.published import assembled, plan_of
 from atoll.core.types import AdoptHow
+from atoll.island.fragments import Buffer, FragmentTensors
 from atoll.learner import published
 from atoll.learner.api import Learner
-from atoll.learner.fragments import Buffer, FragmentTensors
 from atoll.store.atomic import read_file, read_tensor_file
 from atoll.store.snapshots import STORE
 from atoll.tensors.plan import named_tensors

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from atoll.learner.trained_parameters import EVERY, PERSISTS, TrainedParameters
+from atoll.learner.loop_check import EVERY, PERSISTS, TrainedParameters
 from tests.learner.in_process import learner_of, train
 from tests.learner.runs import Run, endless
 from tests.learner.small_models import BATCH, work

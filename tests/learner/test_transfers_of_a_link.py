@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from atoll.learner.bulk_transfer import LearnerBulk
+from atoll.transport.bulk_transfer import LearnerBulk
 from atoll.transport.http_client import LearnerLink, LinkGone
 
 

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from atoll.island.follower import Follower
 from atoll.island.leader import Leader
 from atoll.island.optimizer_state_io import cut_for, receive_tensors, send_tensors
+from atoll.island.stats import LearnerStatus
 from atoll.island.topology import meet
 from atoll.store.optimizer_state_files import StateFile, packed
 from atoll.tensors import optimizer_state
@@ -105,10 +106,11 @@ def island_child(directory: Path, rank: int, log: Path, pipe: Connection) -> Non
         ranks = meet(model)
         assert ranks is not None
         if rank == 0:
-            leader = Leader(ranks, model, SimpleNamespace(), logging.getLogger())  # type: ignore[arg-type]
+            leader = Leader(ranks, model, SimpleNamespace(), logging.getLogger())
             pipe.send(("told", _lead(leader, model, optimizer, directory)))
         else:
-            follower = Follower(SimpleNamespace(), ranks, model, optimizer, logging.getLogger())  # type: ignore[arg-type]
+            unused = SimpleNamespace()  # no rank sends or fetches rows of its own here
+            follower = Follower(ranks, model, optimizer, LearnerStatus(), unused, lambda: 0, logging.getLogger())
             follower._plan, follower._generation = make_plan(tensors_of(model), 2, "balanced"), 1
             for _ in range(4):
                 follower._on_give()

@@ -25,7 +25,7 @@ from atoll.store.learner_parts import KEEP, find_inner_state, list_parts, part_p
 from atoll.store.run_settings import CONFIG
 from atoll.store.snapshots import list_snapshots
 from atoll.tensors import optimizer_state
-from tests.learner.in_process import learner_of, train
+from tests.learner.in_process import driver_of, learner_of, train
 from tests.learner.planted import struck
 from tests.learner.runs import QUICK, Child, LearnerSpec, Run, config, endless
 from tests.learner.small_models import work
@@ -99,7 +99,7 @@ def test_the_copy_is_of_one_step_boundary_whatever_the_learner_does_next(tmp_pat
             held: dict[int, dict[str, torch.Tensor]] = {}
             for number in range(before, before + 5000):
                 loss = job.step(number)
-                if learner._core is not None and learner._core.cut_due:
+                if driver_of(learner).core.cut_due:
                     held[learner.stats().steps + 1] = {n: p.detach().clone() for n, p in job.model.named_parameters()}
                 learner.step(tokens=16, loss=loss)
                 if list_parts(tmp_path):
@@ -108,8 +108,7 @@ def test_the_copy_is_of_one_step_boundary_whatever_the_learner_does_next(tmp_pat
             (number,) = list_parts(tmp_path)[1]
             part = read_part(part_path(tmp_path, 1, number))
             at = held[part.note["step"]]
-            assert learner._boundary is not None
-            for fragment in learner._boundary.fragments:
+            for fragment in driver_of(learner).boundary.fragments:
                 flat = part.tensors[f"model.{fragment.p:03d}"]
                 for piece, begin, end in fragment._view.plan.spans(fragment.p):
                     wanted = at[piece.tensor].reshape(at[piece.tensor].shape[0], -1)[piece.start : piece.stop]

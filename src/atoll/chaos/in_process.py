@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from atoll.chaos.netns import enter
-from atoll.learner.fragments import Copied, FragmentTensors
+from atoll.island.fragments import Copied, FragmentTensors
 from atoll.reference.island import train_island
 from atoll.reference.job_settings import JobSettings
 from atoll.reference.supervisor import serve_job

@@ -1,4 +1,4 @@
-"""Many ranks, one learner: topology, connections between ranks, leader and followers.
+"""The ranks of one learner: fragments and actions at a step boundary, topology, connections, leader and followers.
 
-Knows nothing of the syncer's process.
+A learner of one rank uses the fragments and actions alone. Imports neither the learner's driver nor the syncer.
 """

@@ -11,23 +11,22 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from atoll.core.types import NOTHING, AdoptHow, FragmentId, RoundId, Version
 from atoll.errors import AtollError, IslandBroken, LearnerRefused
+from atoll.island.boundary import LEFT, cause_of
 from atoll.island.follower_fragments import OwnRows, Rows
+from atoll.island.fragments import Buffer, CopyGone, FragmentTensors, plan_of
 from atoll.island.optimizer_state_io import ORDERS as PART_ORDERS
 from atoll.island.optimizer_state_io import FollowerParts, receive_tensors
-from atoll.island.rank_connection import ONLY_BESIDE, Ask, Order, Status, Told, failure_text
+from atoll.island.rank_connection import ONLY_BESIDE, Ask, Line, Order, Status, Told, failure_text
 from atoll.island.row_fragment import RowFragment
+from atoll.island.stats import LearnerStats, LearnerStatus
 from atoll.island.topology import Ranks, fsdp_modules, reshard
-from atoll.learner.boundary import cause_of
-from atoll.learner.fragments import Buffer, CopyGone, FragmentTensors, plan_of
-from atoll.learner.preemption import LEFT
-from atoll.learner.stats import LearnerStats
 from atoll.store.learner_parts import set_rng, take_rng
 from atoll.store.run_settings import RunSettings
 from atoll.tensors import optimizer_state
@@ -37,9 +36,6 @@ from atoll.tensors.optimizers import Optimizers
 from atoll.tensors.plan import FragmentPlan
 from atoll.tensors.row_sharding import RowShare, share_out
 from atoll.tensors.sharding import Window, owned, windows
-
-if TYPE_CHECKING:
-    from atoll.learner.api import Learner
 
 MOST_PARCELS = 4
 """Of inner state that was taken and that nobody has asked for yet."""
@@ -56,11 +52,45 @@ class Parcel(NamedTuple):
     wrong: str
 
 
+class FollowerBackground(Protocol):
+    """What a follower needs of the background thread of its process, with which it sends and fetches its own rows."""
+
+    @property
+    def has_token(self) -> bool: ...
+
+    def start(self) -> None: ...
+
+    def check(self) -> None: ...
+
+    def try_reach(self, address: str) -> None: ...
+
+    def obey(
+        self,
+        line: Line,
+        rows: Callable[[int], Sequence[RowFragment]],
+        hold: Callable[[RowFragment, Version], Buffer | None],
+        ranks: int,
+    ) -> None: ...
+
+    def stop(self, last_words_s: float | None) -> None: ...
+
+
 class Follower:
+    is_open = True  # steps can be reported; `Learner.__enter__` makes it
+
     def __init__(
-        self, learner: Learner, ranks: Ranks, model: nn.Module, optimizers: Optimizers, log: logging.Logger
+        self,
+        ranks: Ranks,
+        model: nn.Module,
+        optimizers: Optimizers,
+        status: LearnerStatus,
+        background: FollowerBackground,
+        notice_level: Callable[[], int],
+        log: logging.Logger,
     ) -> None:
-        self._learner = learner
+        self._status = status
+        self._background = background
+        self._notice_level = notice_level
         self._ranks = ranks
         self._model = model
         self._optimizers = optimizers
@@ -102,11 +132,12 @@ class Follower:
         self._began = time.monotonic()
         self._rest()
 
-    def step(self, tokens: int) -> None:
+    def step(self, tokens: int, loss: float | Tensor | None) -> None:
+        """Report one step. Only rank 0 sends the loss."""
         begin = time.monotonic()
         if self._error is not None:
             raise IslandBroken(f"the background of this rank has failed: {self._error}") from self._error
-        self._learner._background.check()
+        self._background.check()
         self.steps += 1
         self._meet(Ask.STEP, tokens)
         self._boundary_s += time.monotonic() - begin
@@ -122,19 +153,19 @@ class Follower:
         return tuple(words[0][1])
 
     def _rest(self) -> None:
-        while self._paused and not self._learner._finished:
+        while self._paused and not self._status.finished:
             began = time.monotonic()
             self._meet(Ask.REST)
-            self._learner._paused_s += time.monotonic() - began
+            self._status.paused_s += time.monotonic() - began
 
     def _meet(self, kind: Ask, value: int = 0) -> None:
         """Ask, and do what is answered."""
-        self._leader.ask(kind, value, noticed=self._learner._notice.level)
+        self._leader.ask(kind, value, noticed=self._notice_level())
         told, words = self._leader.answered()
         self._paused = told.paused
         if kind not in (Ask.JOIN, Ask.CLOSE):
             self._told = told
-            self._learner._progress = told.progress
+            self._status.progress = told.progress
         if words and self._is_joined:
             reshard(self._fsdp)
         for word, *rest in words:
@@ -156,7 +187,7 @@ class Follower:
             link="up" if self._is_joined else "down",
             samples=told.samples,
             repeated=0,
-            paused_s=self._learner._paused_s,
+            paused_s=self._status.paused_s,
             host_bytes=sum(rows.host_bytes for rows in self._rows),
             parameters=self._view.local_numel if self._view is not None else 0,
             way="rows" if self._shares else "leader",
@@ -170,29 +201,29 @@ class Follower:
                 if self._paused:  # there is a notice, and something to push
                     self._rest()
                     self._meet(Ask.CLOSE)
-                if self._learner._finished and not self._learner._drained:
+                if self._status.finished and not self._status.drained:
                     reshard(self._fsdp)
                     self._write_anchors()
             else:
                 self._leader.ask(Ask.FAILED, 0, failure_text(wrong, self._ranks.rank))
                 self._leader.shut_after_last_words()
         except AtollError:
-            if wrong is None and not self._learner._finished:
+            if wrong is None and not self._status.finished:
                 raise
         finally:
             with self._news:
                 self._closing = True
                 self._news.notify_all()
             self._ranks.shut()
-            self._learner._background.stop(None)
+            self._background.stop(None)
             self._thread.join(JOIN_S)
             self._parts.close()
 
     # ------------------------------------------------------------------------------------------------------------ words
 
     def _on_settings(self, settings: Any) -> None:
-        self._learner._settings = RunSettings.from_json(settings)
-        plan = plan_of(self._model, self._learner._settings)
+        self._status.settings = RunSettings.from_json(settings)
+        plan = plan_of(self._model, self._status.settings)
         view = ModelView(self._model, plan, packed=True)
         optimizer_state.named(self._optimizers, self._model)  # raises for an optimizer of another model
         mine = owned(self._ranks.boxes, plan.tensors)[self._ranks.rank]
@@ -203,25 +234,22 @@ class Follower:
 
     def _on_reach(self, address: str, with_token: bool) -> None:
         """May this rank speak to the syncer? It has its own token and keys, if any."""
-        background = self._learner._background
         try:
-            if with_token and not background.has_token:
+            if with_token and not self._background.has_token:
                 raise ValueError("it was given no token")  # to ask without one would look like a stranger
-            self._learner._place.check()
-            background.start()
-            background.try_reach(address)
+            self._background.start()
+            self._background.try_reach(address)
             self._reaches = 1
         except (ValueError, OSError, AtollError) as wrong:  # OSError: keys that this rank may not read
             self._log.info("rank %d cannot speak to the syncer: %s", self._ranks.rank, wrong)
 
     def _on_way(self, way: str) -> None:
-        background = self._learner._background
         if not way:
-            background.stop(None)
+            self._background.stop(None)
             return
         assert self._plan is not None
         self._shares = [share_out(self._plan, p, self._ranks.boxes) for p in range(len(self._plan.fragments))]
-        background.obey(self._ranks.rows[0], self._own_rows, self._hold_version, self._ranks.size)
+        self._background.obey(self._ranks.rows[0], self._own_rows, self._hold_version, self._ranks.size)
 
     def _own_rows(self, generation: int) -> list[RowFragment]:
         """The leader may ask before the training thread has heard of its new incarnation."""
@@ -240,13 +268,13 @@ class Follower:
         assert self._view is not None
         if not self._shares:
             return Rows(self._view, p)
-        up = codec(self._learner._settings.numerics.ups[0])
+        up = codec(self._status.settings.numerics.ups[0])
         return OwnRows(self._view, p, up, self._shares[p], self._ranks.rank)
 
     def _on_attach(self, learner: int, incarnation: int, generation: int, alpha: float) -> None:
         """One incarnation begins."""
         assert self._view is not None and self._plan is not None
-        self._learner._number = (learner, incarnation)
+        self._status.number = (learner, incarnation)
         self._alpha = alpha
         with self._news:
             self._rows = [self._fragment(p) for p in range(len(self._plan.fragments))]
@@ -306,16 +334,16 @@ class Follower:
             optimizer_state.prepare(about, tensors, self._optimizers, self._model, cut=True).install()
         set_rng({name: tensor for name, tensor in tensors.items() if name.startswith("rng.")})
         self._parts.forget()
-        self._learner._warmup_steps = warmup_steps
-        self._learner._restored_state = restored
+        self._status.warmup_steps = warmup_steps
+        self._status.restored_state = restored
         self._is_joined = True
 
     def _on_end(self, code: str, text: str) -> None:
         if code == "learner-finished":
             self._write_anchors()
-            self._learner._finished = self._is_joined = True
+            self._status.finished = self._is_joined = True
         elif code in LEFT:
-            self._learner._finished = self._learner._drained = self._is_joined = True
+            self._status.finished = self._status.drained = self._is_joined = True
         elif self._is_joined:
             raise LearnerRefused(text)
 
@@ -324,7 +352,7 @@ class Follower:
         for rows, version in zip(self._rows, versions, strict=True):
             with self._news:
                 rows.adopt_version(version, "overwrite", False, 0.0)
-        self._learner._finished = self._is_joined = True
+        self._status.finished = self._is_joined = True
 
     def _write_anchors(self) -> None:
         for rows in self._rows:
@@ -389,7 +417,7 @@ class Follower:
                 parcel = self._parcel_of(key, generation)
                 if parcel is not None and p < len(parcel.rows):
                     wait = parcel.rows[p][2]
-                    held = [(parcel.rows[p][0], self._rows[p]._buffers.hold(parcel.rows[p][1]))]
+                    held = [(parcel.rows[p][0], parcel.rows[p][0].hold(parcel.rows[p][1]))]
         try:
             if wait is None:
                 self._orders.say(Status.GONE)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from atoll.core.types import AdoptHow, FragmentId, Version
 from atoll.errors import IslandBroken
+from atoll.island.fragments import Buffer, FragmentTensors
 from atoll.island.row_fragment import RowFragment
-from atoll.learner.fragments import Buffer, FragmentTensors
 from atoll.tensors.codecs import Codec, codec
 from atoll.tensors.model_view import ModelView
 from atoll.tensors.row_sharding import RowShare

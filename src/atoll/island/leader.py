@@ -19,7 +19,7 @@ from concurrent.futures import CancelledError
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,7 @@ from xxhash import xxh3_128
 from atoll.core.protocol import StartTraining
 from atoll.core.types import FragmentId, Version
 from atoll.errors import AtollError, IslandBroken
-from atoll.island.optimizer_state_io import cut_for, get_ready, load_by_all, send_tensors, write_by_all
-from atoll.island.rank_connection import CALLS, ONLY_BESIDE, Ask, Line, Order, Status, Told, bytes_of, failure_text
-from atoll.island.rank_rpc import Hands
-from atoll.island.row_fragment import LedRows
-from atoll.island.topology import Ranks, fsdp_modules, reshard
-from atoll.learner.background import Background
-from atoll.learner.boundary import (
+from atoll.island.boundary import (
     Action,
     Adopt,
     Copy,
@@ -48,7 +42,12 @@ from atoll.learner.boundary import (
     StepBoundary,
     cause_of,
 )
-from atoll.learner.fragments import Buffer, Copied, CopyGone, FragmentTensors
+from atoll.island.fragments import Buffer, Copied, CopyGone, FragmentTensors
+from atoll.island.optimizer_state_io import cut_for, get_ready, load_by_all, send_tensors, write_by_all
+from atoll.island.rank_connection import CALLS, ONLY_BESIDE, Ask, Line, Order, Status, Told, bytes_of, failure_text
+from atoll.island.rank_rpc import Hands
+from atoll.island.row_fragment import LedRows
+from atoll.island.topology import Ranks, fsdp_modules, reshard
 from atoll.store.learner_parts import Part
 from atoll.tensors import optimizer_state
 from atoll.tensors.codecs import Codec
@@ -65,10 +64,24 @@ LEAST_OWN_VALUES = 2**18
 processor whatever it carries, and of a smaller fragment a rank may well hold the whole for a moment."""
 
 
+class LeaderBackground(Protocol):
+    """What the leader needs of the background thread of its process."""
+
+    @property
+    def address(self) -> str:
+        """The syncer's."""
+        ...
+
+    @property
+    def has_token(self) -> bool: ...
+
+    def lead(self, hands: Hands, ranks: int) -> None: ...
+
+
 class Leader(Solo):
     way = "leader"
 
-    def __init__(self, ranks: Ranks, model: nn.Module, background: Background, log: logging.Logger) -> None:
+    def __init__(self, ranks: Ranks, model: nn.Module, background: LeaderBackground, log: logging.Logger) -> None:
         self.ranks = ranks
         self.shares: list[RowShare] = []  # by fragment, where ranks send and fetch their own rows
         self._background = background

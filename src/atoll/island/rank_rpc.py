@@ -16,8 +16,8 @@ from typing import Any
 import aiohttp
 
 from atoll.errors import IslandBroken
+from atoll.island.fragments import CopyGone
 from atoll.island.rank_connection import Line
-from atoll.learner.fragments import CopyGone
 from atoll.transport.http_client import Refusal, why
 from atoll.transport.wire import WireError
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.types import FragmentId, Version
-from atoll.learner.fragments import Buffer, Copied, CopyGone, FragmentTensors
+from atoll.island.fragments import Buffer, Copied, CopyGone, FragmentTensors
 from atoll.tensors.codecs import CODECS, Codec, codec
 from atoll.tensors.model_view import ModelView
 from atoll.tensors.row_sharding import Laid, RowShare, Strip, StripCoder, apply_rows

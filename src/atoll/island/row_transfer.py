@@ -20,14 +20,13 @@ import aiohttp
 from atoll.core.protocol import Contribution, Envelope
 from atoll.core.types import FragmentId, RoundId, Version
 from atoll.errors import IslandBroken
+from atoll.island.fragments import Buffer, Copied
 from atoll.island.rank_rpc import Hands
 from atoll.island.row_fragment import LedRows, RowFragment
-from atoll.learner.bulk_transfer import RETRY_S, TRIES, Fetching, LearnerBulk
-from atoll.learner.fragments import Buffer, Copied
-from atoll.learner.join import fragment_sizes
 from atoll.tensors.codecs import CODECS
 from atoll.tensors.row_sharding import Laid, Stretch, Strip, cover, lay
 from atoll.transport.buffers import ByteBuffers
+from atoll.transport.bulk_transfer import RETRY_S, TRIES, Fetching, LearnerBulk, fragment_sizes
 from atoll.transport.byte_ranges import Spans
 from atoll.transport.http_client import LearnerLink, Refusal
 from atoll.transport.wire import (

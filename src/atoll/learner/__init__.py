@@ -1,4 +1,4 @@
-"""`atoll.Learner`: the driver of the learner's core, its background thread, its work between two steps.
+"""`atoll.Learner`: the driver of the learner's core, its background thread, the rank that runs both.
 
 Loads no code of the syncer.
 """

@@ -8,16 +8,11 @@ one list and all of its ranks carry it out at the same step.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from os import PathLike
 from types import TracebackType
 from typing import Any, SupportsIndex
@@ -25,17 +20,8 @@ from typing import Any, SupportsIndex
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from atoll.core.data_leases import SampleLine, Samples
-from atoll.core.learner.core import LearnerCore
-from atoll.core.protocol import (
-    LeaveWanted,
-    Started,
-    StepTaken,
-    Stop,
-)
 from atoll.core.types import MOST_TOKENS_PER_STEP
 from atoll.errors import (
-    AtollError,
     IslandBroken,
     JoinTimeout,
     KeysRefused,
@@ -44,7 +30,7 @@ from atoll.errors import (
 )
 from atoll.island.follower import Follower
 from atoll.island.leader import Leader
-from atoll.island.rank_connection import Ask, Told
+from atoll.island.stats import LearnerStats, LearnerStatus
 from atoll.island.topology import meet
 from atoll.learner.arguments import (
     check_directory,
@@ -55,7 +41,6 @@ from atoll.learner.arguments import (
     whole_number,
 )
 from atoll.learner.background import Background
-from atoll.learner.boundary import Action, Solo, StepBoundary
 from atoll.learner.environment import (
     KEYS,
     RUN_DIRECTORY,
@@ -67,37 +52,22 @@ from atoll.learner.environment import (
     syncer_told,
     told,
 )
-from atoll.learner.fragments import plan_of
-from atoll.learner.loop_check import LoopCheck
-from atoll.learner.pause import Resting
+from atoll.learner.leading_rank import LeadingRank
+from atoll.learner.loop_check import LoopCheck, TrainedParameters
 from atoll.learner.preemption import Notice
 from atoll.learner.published import PublishedValues
 from atoll.learner.signals import Interrupts
-from atoll.learner.stats import NOTHING_UNTOLD, LearnerStats, Untold
-from atoll.learner.trained_parameters import TrainedParameters
 from atoll.logs import Named
-from atoll.store.run_settings import RunSettings, start_anew
-from atoll.tape.files import tape_path
-from atoll.tape.format import Actor
 from atoll.tensors import optimizer_state
-from atoll.tensors.codecs import codec
-from atoll.tensors.model_view import ModelView
 from atoll.tensors.optimizers import check_whole_step, plain_optimizers
-from atoll.tensors.plan import FragmentPlan
 from atoll.transport.endpoint import place
 from atoll.transport.pacing import check_streams
 from atoll.transport.rates import rate_of
-from atoll.transport.run_clock import RunClock
 
 AWAY_TIMEOUT_S = 86_400.0
-MOST_REJOINS = 5
-STRANGERS = frozenset({"refused-run", "refused-fingerprint"})
-MOST_UNTOLD = 256
-"""Boundaries in a row at which the core may be busy with a message: on a crowded machine the background may stand still
-in the middle of one. Steps are told together at the next boundary, and only then copied and adopted."""
 
 
-class Learner(Resting):
+class Learner:
     """One island of a run, around a training loop that already works.
 
         batches = epochs(loader)  # from atoll.integrations.data
@@ -189,26 +159,15 @@ class Learner(Resting):
         self._optimizers = plain_optimizers(optimizer)
         optimizer_state.watch(self._optimizers)
         self._given = optimizer  # as a framework has wrapped it
-        self._wanted = learner
-        self._run_directory = check_directory("run_directory", run_directory) if run_directory is not None else None
-        self._join_timeout_s = join_timeout_s if join_timeout_s is not None else join_timeout_told()
-        self._extra_state = extra_state
-        self._restored_state: Any = None
-        self._join_by: float | None = None  # on the monotonic clock
+        run = check_directory("run_directory", run_directory) if run_directory is not None else None
         own_keys = check_path("keys", keys) if keys is not None else None
-        self._place = place(syncer, own_keys, check_path("ca", ca) if ca is not None else None)
+        syncer_place = place(syncer, own_keys, check_path("ca", ca) if ca is not None else None)
         rate = rate_of(max_rate) if max_rate is not None else None
         bounds = rate, check_streams(streams) if streams is not None else None
         away_timeout_s = away_timeout_s if away_timeout_s is not None else away_timeout_told() or AWAY_TIMEOUT_S
         if away_timeout_s != math.inf:
             away_timeout_s = check_seconds("away_timeout_s", "how long to train without a syncer", away_timeout_s)
-        self._background = Background(self._place, token, self.log, *bounds, away_timeout_s)
-        self._lock = threading.RLock()  # it knows whose it is: an interrupt may leave it locked
-        self._news = threading.Condition(self._lock)  # actions for the training thread, while it joins
-        self._actions: deque[Action] = deque()  # of events that the background told of; done at the next boundary
-        self._core: LearnerCore | None = None
-        self._boundary: StepBoundary | None = None
-        self._island = Solo()
+        self._background = Background(syncer_place, token, self.log, *bounds, away_timeout_s)
         self._entered = False
         self._pid = 0  # of the process that has entered
         self._interrupts = Interrupts()
@@ -216,29 +175,20 @@ class Learner(Resting):
         self._published = PublishedValues(model, self._interrupts)
         self._trained: TrainedParameters | None = None  # from the join on
         self._loop_check: LoopCheck | None = None  # from the join on
-        self._follower: Follower | None = None  # in an island of many ranks, on all but one
-        self._number: tuple[int, int] | None = None  # of the learner and its incarnation
-        self._settings = RunSettings()
-        self._clock = RunClock(time.time())
-        self._stop: Stop | None = None
-        self._untold = NOTHING_UNTOLD
-        self._line: SampleLine | None = None
-        self._fresh = 0  # samples that were taken for the step that is under way
-        self._repeats = False  # and it has no new ones
-        self._repeated = 0
-        self._is_whole = True  # the newest event is on its way to the tape
-        self._finished = False
-        self._drained = False
-        self._came = False  # something that the core was told of, since this thread last looked
-        self._paused_s = 0.0
-        self._warmup_steps = 0
-        self._progress = 0.0  # at the last boundary
-        self._last_end = 0.0  # of the previous boundary, on the monotonic clock
-        self._began = 0.0
-        self._boundary_s = 0.0
-        self._lock_wait_s = 0.0
-        self._adopted = 0
-        self._contributed = 0
+        self._status = LearnerStatus()
+        self._rank: LeadingRank | Follower = LeadingRank(
+            model,
+            self._optimizers,
+            self._background,
+            self._status,
+            self._interrupts,
+            self._notice,
+            self.log,
+            learner=learner,
+            run_directory=run,
+            join_timeout_s=join_timeout_s if join_timeout_s is not None else join_timeout_told(),
+            extra_state=extra_state,
+        )
 
     # ---------------------------------------------------------------------------------------------------- joining
 
@@ -249,115 +199,21 @@ class Learner(Resting):
         self._pid = os.getpid()
         ranks = meet(self._model)
         if ranks is not None and ranks.leads:
-            self._island = Leader(ranks, self._model, self._background, self.log)
+            assert isinstance(self._rank, LeadingRank)
+            self._rank.island = Leader(ranks, self._model, self._background, self.log)
         elif ranks is not None:
-            self._follower = Follower(self, ranks, self._model, self._optimizers, self.log)
-        if self._join_timeout_s is not None:
-            self._join_by = time.monotonic() + self._join_timeout_s
+            trained, notice = (self._model, self._optimizers), self._notice
+            self._rank = Follower(ranks, *trained, self._status, self._background, lambda: notice.level, self.log)
         self._interrupts.listen()
         try:
-            if self._follower is not None:
-                self._follower.join()
-            else:
-                self._place.check()
-                self._background.start()
-                self._background.while_waiting = self._island.pulse
-                self._join()
-                self._background.while_waiting = None
+            self._rank.join()
         except BaseException as wrong:
             self._close(wrong)
             raise
         self._trained = TrainedParameters(self._model, self._optimizers, self.log)
-        self._loop_check = LoopCheck(self._model, list(self._optimizers), lambda: self._finished, self.log)
+        self._loop_check = LoopCheck(self._model, list(self._optimizers), lambda: self._status.finished, self.log)
         self._notice.listen(self._interrupts)
         return self
-
-    def _join(self) -> None:
-        settings = self._background.fetch_settings(self._wanted, self._join_by)
-        self._island.say([["settings", settings.to_json()]])
-        plan = plan_of(self._model, settings)
-        view = self._island.view(self._model, plan)
-        optimizer_state.named(self._optimizers, self._model)  # raises for an optimizer of another model
-        while not self._background.is_founded:
-            self._background.found(plan, view, self._join_by)
-            settings = self._background.fetch_settings(self._wanted, self._join_by)
-        self._settings = settings
-        self._clock = RunClock(settings.founded_at)
-        for _ in range(MOST_REJOINS):
-            if self._start(plan, view):
-                return
-        raise LearnerRefused(
-            f"refused {MOST_REJOINS} times as learner {self._wanted}: {self._run_directory} holds tapes of other"
-            " processes with these numbers, or the syncer gave them up; give another number, or another run directory"
-        )
-
-    def _start(self, plan: FragmentPlan, view: ModelView) -> bool:
-        """Start one incarnation, up to its first step. Return False if its number is used up and it needs another."""
-        learner, incarnation = self._background.ask_for_number(self._wanted, self._join_by)
-        self._wanted = learner
-        self.log.fields |= {"run": self._settings.config.run_id, "learner": learner, "incarnation": incarnation}
-        if self._run_directory is not None and tape_path(self._run_directory, Actor(learner, incarnation)).exists():
-            return False  # a process that was killed before it was admitted by a syncer that was killed had this number
-        config = replace(self._settings.config, fragments=len(plan.fragments), fingerprint=plan.fingerprint())
-        core = LearnerCore(config, learner, incarnation)
-        up = codec(self._settings.numerics.ups[0])
-        fragments = [self._island.fragment(view, p, up) for p in range(len(plan.fragments))]
-        self._core = core
-        self._line = SampleLine(config.lease_samples) if config.lease_samples else None
-        self._number = (learner, incarnation)
-        made_of = self._model, self._optimizers, fragments, config.blend_alpha, self._extra_state
-        self._boundary = self._island.boundary(*made_of, self._settings.config.warmup_steps)
-        self._island.say([["attach", learner, incarnation, self._island.generation, config.blend_alpha]])
-        actor = Actor(learner, incarnation)
-        self._background.attach(self, actor, config, fragments, self._run_directory)
-        self._tell(Started())
-        self._background.kick()
-        while True:
-            with self._news:
-                if not self._actions:
-                    if self._join_by is not None and time.monotonic() >= self._join_by:
-                        raise JoinTimeout(f"could not join within the time given: {core.reason}")
-                    self._background.check()
-                    self._news.wait(0.2)
-                actions = [self._with_state(action) for action in self._actions]
-                self._actions.clear()
-                is_paused = core.rests
-            self._island.hear(Ask.JOIN)
-            actions = self._island.agree(actions, Told(paused=is_paused))
-            if actions and self._carry_out(actions):
-                break
-        if self._stop is not None:
-            return self._stopped_at_the_door(core, self._stop)
-        self._began = time.monotonic()
-        if is_paused:
-            self._rest()
-        return True
-
-    def _stopped_at_the_door(self, core: LearnerCore, stop: Stop) -> bool:
-        if self._finished:
-            return True  # while it joined: it has fetched the final versions, and that is all there was to do
-        self._background.detach()
-        if core.refused_for is not None and "refused-incarnation" not in core.said:
-            # It was given up as lost. One that was replaced must not take a further number: it would evict the process
-            # that was started after it.
-            self._stop = None
-            self._actions.clear()
-            return False
-        if "refused-finished" not in core.said:
-            self._core = None  # it never was a learner of this run
-            if self._run_directory is not None and not STRANGERS.isdisjoint(core.said):
-                # The tape of another model or run would make the directory one of two runs.
-                tape_path(self._run_directory, Actor(core.id, core.incarnation)).unlink(missing_ok=True)
-            is_other_model = "refused-fingerprint" in core.said
-            hint = f"; {start_anew(self._background.syncer_directory)}" if is_other_model else ""
-            raise LearnerRefused(f"{stop.reason}{hint}")
-        self.log.info("the run is over: taking the final model")
-        assert self._boundary is not None
-        self._background.fetch_final(self._boundary.fragments, self._join_by)
-        self._island.say([["final", [fragment.newest_version for fragment in self._boundary.fragments]]])
-        self._boundary.write_anchors()
-        self._finished = True
-        return True
 
     # ---------------------------------------------------------------------------------------------------- training
 
@@ -368,33 +224,14 @@ class Learner(Resting):
         again. In an island of several ranks all of them call it, each for its own part of the step; ranks that train
         on the same data (tensor parallelism) get the same numbers.
         """
-        if self._core is None and self._follower is None:
+        if not self._rank.is_open:
             raise ValueError("take outside of `with atoll.Learner(...)`: enter it first")
-        if not self._settings.config.lease_samples:
+        if not self._status.settings.config.lease_samples:
             raise ValueError("this run has no leases: train on data of your own, or in a run of `atoll syncer`")
         wanted = whole_number(count)
         if wanted is None or wanted < 1:
             raise ValueError(f"count must be a whole number of at least 1, got {count!r}")
-        if self._finished:
-            return ()
-        if self._follower is not None:
-            return self._follower.take(wanted)
-        assert self._core is not None and self._line is not None
-        config, count = self._core.config, self._island.hear(Ask.TAKE, wanted)
-        if count > config.lease_samples * config.leases_ahead:
-            raise ValueError(
-                f"a step of {count} samples, with {config.leases_ahead} leases of {config.lease_samples} ahead, would"
-                f" never have enough: take fewer, or start a new run with `atoll syncer --batch {count}`"
-            )
-        if self._repeats and self._untold.steps:
-            # The core is told of several steps at once. That the new ones came first is then known.
-            taken = Samples(self._line.again(count), 0)
-        else:
-            taken = self._line.next(self._core.leases, count)
-        self._fresh += taken.fresh
-        self._repeats = taken.fresh < count
-        self._repeated += self._repeats
-        return self._island.deal(taken.numbers)
+        return self._rank.take(wanted) if not self._status.finished else ()
 
     def step(self, tokens: SupportsIndex, loss: float | Tensor | None = None) -> None:
         """Report one optimizer step. Copies and adopts what is due at this boundary; never waits for the network.
@@ -404,7 +241,7 @@ class Learner(Resting):
         In an island of several ranks all of them call it after every step, each with the tokens of its own batch; they
         are added up, those of ranks that train on the same data once. The loss that is shown is that of rank 0.
         """
-        if self._core is None and self._follower is None:
+        if not self._rank.is_open:
             raise ValueError("step outside of `with atoll.Learner(...)`: enter it first")
         count = whole_number(tokens)
         if count is None or not 0 < count <= MOST_TOKENS_PER_STEP:
@@ -417,67 +254,15 @@ class Learner(Resting):
             loss = float(loss)
         self._published.check_step()
         check_whole_step(self._given)
-        if self._finished:
+        if self._status.finished:
             return
         if self._trained is not None:
             self._trained.check()
         if self._loop_check is not None:
             self._loop_check.begin_call()
-        if self._follower is not None:
-            self._follower.step(count)
-        else:
-            self._report_step(count, loss)
+        self._rank.step(count, loss)
         if self._loop_check is not None:
             self._loop_check.end_call()
-
-    def _report_step(self, tokens: int, loss: float | Tensor | None) -> None:
-        """Count the step and carry out what is due, as the leader of the ranks or as the only one."""
-        self._background.check()
-        self._background.check_away()
-        self._background.last_loss = loss
-        tokens = self._island.hear(Ask.STEP, tokens)
-        begin = time.monotonic()
-        waited_s, actions, is_paused = self._told_of_step(tokens, begin)
-        try:
-            self._carry_out(self._island.agree(actions, self._told(is_paused)))
-        finally:
-            self._background.kick()  # not before: it would take the interpreter away in between the copies
-        self._boundary_s += time.monotonic() - begin
-        if waited_s is not None:
-            # Copying and adopting are this learner's own work; only what it waited for the lock is somebody else's.
-            self._last_end = begin + waited_s
-        if is_paused and not self._finished:
-            self._rest()
-
-    def _told_of_step(self, tokens: int, begin: float) -> tuple[float | None, list[Action], bool]:
-        """How long it waited for the lock, what is due at this boundary, and whether it stands still here. Where the
-        background is busy, nothing is due, and the core is told at the next boundary: None."""
-        assert self._core is not None
-        before = self._untold
-        self._untold = untold = Untold(before.steps + 1, before.tokens + tokens, before.samples + self._fresh)
-        self._fresh = 0
-        leaves = self._notice.came or self._island.noticed
-        if self._background.is_behind and untold.steps <= MOST_UNTOLD and not leaves:
-            return None, [], False  # steps of microseconds: several are told at once, or it would never catch up
-        waited_s = 0.0
-        if not self._lock.acquire(blocking=False):
-            # The background has it, and waits for its turn on this machine, perhaps. This thread does not wait.
-            if untold.steps <= MOST_UNTOLD and not leaves:
-                return None, [], False
-            self._lock.acquire()
-            self._lock_wait_s += (waited_s := time.monotonic() - begin)
-        try:
-            actions = list(self._actions)
-            self._actions.clear()
-            if self._core.training:
-                step_time_s = max(0.0, begin - self._last_end) / untold.steps
-                event = StepTaken(untold.steps, untold.tokens, step_time_s, untold.samples)
-                actions += self._handle(event, at=begin)
-            self._untold = NOTHING_UNTOLD
-            actions += self._heed_notice()
-            return waited_s, actions, self._core.rests
-        finally:
-            self._lock.release()
 
     def published(self) -> AbstractContextManager[None]:
         """Inside of this block the model has the newest published values, as adopted by the last step boundary;
@@ -489,9 +274,7 @@ class Learner(Resting):
         No step is taken in it. Nothing is sent: of several ranks those use it that evaluate, which are all of them
         where the model is sharded. It takes memory for one more copy of the model on the host.
         """
-        if self._follower is not None:
-            return self._published.shown(self._follower.fragments)
-        return self._published.shown(self._boundary.fragments if self._boundary is not None else [])
+        return self._published.shown(self._rank.fragments)
 
     # ---------------------------------------------------------------------------------------------------- showing
 
@@ -506,9 +289,9 @@ class Learner(Resting):
         return self._joined_as("incarnation")[1]
 
     def _joined_as(self, asked: str) -> tuple[int, int]:
-        if self._number is None:
+        if self._status.number is None:
             raise ValueError(f"{asked} is known once the learner has joined: enter `with atoll.Learner(...)` first")
-        return self._number
+        return self._status.number
 
     @property
     def progress(self) -> float:
@@ -516,71 +299,43 @@ class Learner(Resting):
 
         Not as heard by now: what a step depends on would then not be on the tape, and nobody could take it again.
         """
-        return 1.0 if self._finished and not self._drained else self._progress
+        return 1.0 if self._status.finished and not self._status.drained else self._status.progress
 
     @property
     def finished(self) -> bool:
         """There is nothing more to do here: the run is over, or this learner was asked to leave (`drained`)."""
-        return self._finished
+        return self._status.finished
 
     @property
     def drained(self) -> bool:
         """An operator, or the notice of its machine, has asked this learner to leave: the others go on, and the model
         is as its last step left it, with what was adopted since."""
-        return self._drained
+        return self._status.drained
 
     @property
     def paused_s(self) -> float:
         """How long it has stood still in all because the run was paused."""
-        return self._paused_s
+        return self._status.paused_s
 
     @property
     def lr_scale(self) -> float:
         """Below 1 during the first steps of a learner that found no peer to take inner state from."""
-        step = self._core.step + self._untold.steps if self._core is not None else 0
-        if self._follower is not None:
-            step = self._follower.steps
-        if step >= self._warmup_steps:
-            return 1.0
-        return (step + 1) / (self._warmup_steps + 1)
+        step, warmup_steps = self._rank.steps, self._status.warmup_steps
+        return (step + 1) / (warmup_steps + 1) if step < warmup_steps else 1.0
 
     @property
     def restored_state(self) -> Any:
         """What `extra_state` had returned for the part that this learner has started from; None where it did not."""
-        return self._restored_state
+        return self._status.restored_state
 
     @property
     def extra(self) -> dict[str, Any]:
         """What the syncer was given for all learners."""
-        return dict(self._settings.extra)
+        return dict(self._status.settings.extra)
 
     def stats(self) -> LearnerStats:
         """In an island of several ranks: what the leader has counted; times and memory are those of this rank."""
-        if self._follower is not None:
-            return self._follower.stats()
-        fragments = self._boundary.fragments if self._boundary is not None else []
-        core, link = self._core, self._background
-        return LearnerStats(
-            steps=core.step + self._untold.steps if core is not None else 0,
-            tokens=core.trained + self._untold.tokens if core is not None else 0,
-            bytes_up=link.bytes_up,
-            bytes_down=link.bytes_down,
-            boundary_s=self._boundary_s,
-            lock_wait_s=self._lock_wait_s,
-            training_s=time.monotonic() - self._began if self._began else 0.0,
-            adopted=self._adopted,
-            contributed=self._contributed,
-            link=core.link.value if core is not None else "down",
-            samples=core.taken + self._untold.samples if core is not None else 0,
-            repeated=self._repeated,
-            paused_s=self._paused_s,
-            island_s=self._island.waited_s,
-            host_bytes=sum(fragment.host_bytes for fragment in fragments),
-            device_bytes=max((fragment.device_bytes for fragment in fragments), default=0),
-            parameters=fragments[0].parameters if fragments else 0,
-            way=self._island.way,
-            unmerged=core.unmerged_tokens() if core is not None else 0,
-        )
+        return self._rank.stats()
 
     # ---------------------------------------------------------------------------------------------------- leaving
 
@@ -588,12 +343,6 @@ class Learner(Resting):
         self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._close(wrong if wrong is not None else kind)
-
-    def _say_memory(self) -> None:
-        stats = self.stats()
-        if stats.parameters:
-            host, device = stats.host_bytes / stats.parameters, stats.device_bytes / stats.parameters
-            self.log.info("Atoll's memory per parameter: %.1f bytes on the host, %.1f on the device", host, device)
 
     def _close(self, wrong: BaseException | type[BaseException] | None) -> None:
         """Leave the run, unless it is over; no thread is left behind, whatever went wrong.
@@ -604,49 +353,10 @@ class Learner(Resting):
         if self._loop_check is not None:
             self._loop_check.close(ended_well=wrong is None and os.getpid() == self._pid)
         try:
-            if os.getpid() != self._pid:
-                return
-            if self._follower is not None:
-                self._follower.close(wrong)
-            else:
-                self._leave(wrong)
+            if os.getpid() == self._pid:
+                self._rank.close(wrong)
         finally:
             self._interrupts.forget()
-
-    def _leave(self, wrong: BaseException | type[BaseException] | None) -> None:
-        self._say_memory()
-        broken: BaseException | None = None
-        if wrong is None:
-            try:
-                self._island.hear(Ask.CLOSE)
-                if self._has_to_push():
-                    self._island.stay()
-                    self._push_after_the_loop()
-                    self._island.hear(Ask.CLOSE)
-            except (AtollError, KeyboardInterrupt) as gone:
-                broken = wrong = gone
-        if wrong is not None:
-            self._island.fail(wrong)
-        with contextlib.suppress(RuntimeError):  # until it is not ours any more
-            while True:
-                self._lock.release()
-        with self._lock:
-            speaks = self._background.is_attached and self._is_whole
-        try:
-            if speaks and not self._finished and self._stop is None:
-                kind = wrong if wrong is None or isinstance(wrong, type) else type(wrong)
-                why = "its loop ended" if kind is None else f"its loop ended with {kind.__name__}"
-                self._tell(LeaveWanted(why))
-            if self._finished and not self._drained and wrong is None and self._boundary is not None:
-                self._boundary.before()
-                self._boundary.write_anchors()  # a loop that checks `finished` after its step took one too many
-        finally:
-            self._background.while_waiting = None
-            self._background.stop(self._notice.last_words_s())
-            if wrong is None:
-                self._island.close()
-        if broken is not None and not (self._finished and isinstance(broken, AtollError)):
-            raise broken
 
 
 __all__ = [

@@ -12,11 +12,10 @@ import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
 from torch import Tensor
@@ -40,43 +39,35 @@ from atoll.core.protocol import (
     SaveSnapshot,
     Say,
     Send,
-    SnapshotPart,
     StateRejected,
     TimerFired,
     Welcome,
 )
-from atoll.core.types import RunConfig, Version
+from atoll.core.types import Version
 from atoll.errors import AtollError, BackgroundFailed, IslandBroken, SyncerUnreachable
+from atoll.island.boundary import cause_of
+from atoll.island.fragments import Buffer, FragmentTensors
 from atoll.island.rank_connection import Line
 from atoll.island.rank_rpc import Hands, obey
 from atoll.island.row_fragment import RowFragment
 from atoll.island.row_transfer import RowTraffic, RowWork
-from atoll.learner.boundary import Given, Saved, cause_of, state_key
-from atoll.learner.bulk_transfer import LearnerBulk
+from atoll.island.stats import LearnerStats
+from atoll.learner.driver import LearnerDriver
 from atoll.learner.fragment_transfer import FragmentTraffic
-from atoll.learner.fragments import Buffer, FragmentTensors
 from atoll.learner.join import SAY_EVERY_S, Door
 from atoll.learner.part_writer import PartKeeper
-from atoll.learner.stats import metrics_of
 from atoll.logs import WARNINGS, ReasonLog
-from atoll.store.learner_parts import TakenPart
 from atoll.store.optimizer_state_files import StateFile, packed
 from atoll.store.run_settings import RunSettings
-from atoll.tape.files import new_header
-from atoll.tape.format import Actor, Entry
-from atoll.tape.sink import TapeKeeper
 from atoll.tensors import optimizer_state
 from atoll.tensors.model_view import ModelView
 from atoll.tensors.plan import FragmentPlan
+from atoll.transport.bulk_transfer import LearnerBulk
 from atoll.transport.endpoint import Place
 from atoll.transport.http_client import LearnerLink, Refusal, why
 from atoll.transport.wire import Kind, WireError, encode_message
 
-if TYPE_CHECKING:
-    from atoll.learner.api import Learner
-
 METRICS_EVERY_S = 1.0
-MOST_POSTED = 256
 STATE_BYTES_PER_PARAMETER = 64
 
 T = TypeVar("T")
@@ -105,6 +96,7 @@ class Background:
         away_timeout_s: float = math.inf,
     ) -> None:
         """`max_rate`: bytes per second of values, each way."""
+        self._place = place
         self._away_timeout_s = away_timeout_s
         self._away: Away | None = None
         self.log = log
@@ -119,17 +111,13 @@ class Background:
         self._door = Door(self._link, self._bulk, log)
         self._thread = threading.Thread(target=self._run, name="atoll-background", daemon=True)
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="atoll-codec")
-        work = (self._compute, self._spawn, self._tell, self._drain)
+        work = (self._compute, self._spawn, self.tell, self._drain)
         self._traffic = FragmentTraffic(self._link, self._bulk, *work)
-        self._outbox: deque[tuple[Entry, list[Any]]] = deque()
         self._drain_due = False
         self._error: BaseException | None = None
-        self._learner: Learner | None = None
-        self._tape: TapeKeeper | None = None
+        self._driver: LearnerDriver | None = None
         self._fragments: list[FragmentTensors] = []
         self._settings = RunSettings()
-        self._states: dict[tuple[int, int], Future[optimizer_state.Taken]] = {}  # promised at a step boundary
-        self._inner_state: Given | None = None
         self._run_directory: Path | None = None
         self._parts: PartKeeper | None = None  # of this incarnation
         self._timer: asyncio.TimerHandle | None = None
@@ -142,6 +130,7 @@ class Background:
 
     def start(self) -> None:
         assert not self._stopping and not self._thread.is_alive(), "a background starts once"
+        self._place.check()
         self._loop = asyncio.new_event_loop()
         self._thread.start()
         self._wait_for(self._link.start())
@@ -210,13 +199,11 @@ class Background:
         self._wait_for(self._door.final(fragments, self._settings.numerics.downs, join_by, self._traffic.fetch_final))
 
     def attach(
-        self, learner: Learner, actor: Actor, config: RunConfig, fragments: list[FragmentTensors], run: Path | None
+        self, driver: LearnerDriver, parts: PartKeeper, run: Path | None, stats: Callable[[], LearnerStats]
     ) -> None:
         """One incarnation begins."""
         self._run_directory = run
-        tape = TapeKeeper(run, new_header(actor, config), self.log)
-        parts = PartKeeper(run, config, actor.learner, actor.start, self._tell, self.log)
-        self._wait_for(self._begin(learner, fragments, tape, parts))
+        self._wait_for(self._begin(driver, parts, stats))
 
     # In an island whose ranks send and fetch their own rows.
 
@@ -256,47 +243,25 @@ class Background:
         return [fragment for fragment in self._fragments if isinstance(fragment, RowFragment)]
 
     def _hold_version(self, fragment: RowFragment, version: Version) -> Buffer | None:
-        learner = self._learner
-        if learner is None:  # it leaves
+        driver = self._driver
+        if driver is None:  # it leaves
             return None
-        with learner._lock:
+        with driver.lock:
             return fragment.hold_newest(version)
 
     @property
     def is_attached(self) -> bool:
         """Between `attach` and the end of that incarnation: what the core is told is written down and sent."""
-        return self._learner is not None
+        return self._driver is not None
 
     def detach(self) -> None:
         """One incarnation ends without having trained. Nothing of it may be heard by the next."""
         self._wait_for(self._leave_off(None))
 
-    def post(self, entry: Entry, effects: list[Any]) -> None:
-        """With the learner's lock held, so that entries and messages keep the order of the core's ticks."""
-        self._outbox.append((entry, effects))
-
-    @property
-    def is_behind(self) -> bool:
-        """It has more to write and to send than it should have."""
-        return len(self._outbox) > MOST_POSTED
-
     def kick(self) -> None:
         if not self._drain_due and not self._stopping:
             self._drain_due = True
             self._loop.call_soon_threadsafe(self._drain)
-
-    def expect_state(self, envelope: Envelope) -> Future[optimizer_state.Taken]:
-        return self._states.setdefault(state_key(envelope), Future())
-
-    def expect_part(self, part: SnapshotPart) -> Future[TakenPart] | None:
-        return self._parts.expect(part) if self._parts is not None else None
-
-    def take_saved(self) -> Saved | None:
-        return self._parts.take_saved() if self._parts is not None else None
-
-    def take_inner_state(self) -> Given | None:
-        state, self._inner_state = self._inner_state, None
-        return state
 
     def stop(self, last_words_s: float | None) -> None:
         """Close everything; with time for last words, what was posted is sent first."""
@@ -315,8 +280,6 @@ class Background:
             self._thread.join()
             self._loop.close()
             self._compute.shutdown()
-            if self._tape is not None:
-                self._tape.close()
 
     async def _end(self, last_words_s: float | None) -> None:
         await self._leave_off(last_words_s)
@@ -330,26 +293,22 @@ class Background:
 
     # ---------------------------------------------------------------------------------------------------- the core
 
-    async def _begin(
-        self, learner: Learner, fragments: list[FragmentTensors], tape: TapeKeeper, parts: PartKeeper
-    ) -> None:
-        self._learner = learner
-        self._fragments = fragments
-        self._tape = tape
+    async def _begin(self, driver: LearnerDriver, parts: PartKeeper, stats: Callable[[], LearnerStats]) -> None:
+        self._driver = driver
+        self._fragments = fragments = driver.boundary.fragments
         self._parts = parts
         self._told_at = (time.monotonic(), 0)
-        self._bulk.tell_of(self._tell, self._settings.numerics, max(fragment.whole_numel for fragment in fragments))
-        self._traffic.begin(learner, fragments, self._settings.numerics.downs)
-        self._spawn(self._tell_metrics())
+        self._bulk.tell_of(self.tell, self._settings.numerics, max(fragment.whole_numel for fragment in fragments))
+        self._traffic.begin(driver, fragments, self._settings.numerics.downs)
+        self._spawn(self._tell_metrics(stats))
 
     async def _leave_off(self, last_words_s: float | None) -> None:
         """What was posted is said and written down; whatever comes after is nobody's."""
-        if self._tape is not None:
-            self._drain()
-        self._learner = None
+        self._drain()
+        self._driver = None
+        self._traffic.detach()
         if last_words_s is not None:
             await self._link.say_goodbye(last_words_s)
-        self._outbox.clear()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -361,30 +320,26 @@ class Background:
             await self._parts.close()
             self._parts = None
         self._traffic.end()
-        self._states.clear()
-        self._inner_state = None
-        if self._tape is not None:
-            self._tape.close()
-            self._tape = None
 
-    def _tell(self, event: LearnerEvent) -> None:
-        if self._learner is None:
+    def tell(self, event: LearnerEvent) -> None:
+        """Tell the core of an event and carry out its effects. Called in the loop."""
+        if self._driver is None:
             return
         try:
-            self._learner._tell(event)
+            self._driver.tell(event)
         except BaseException as wrong:  # our bug: the training thread raises it at its next step
             self._failed(wrong)
             return
         self._drain()
 
     def _drain(self) -> None:
-        """Entries to the tape, then their effects: what others see has its cause on the tape."""
+        """Carry out the effects of all events so far."""
         self._drain_due = False
+        driver = self._driver
+        if driver is None:
+            return
         try:
-            while self._outbox:
-                entry, effects = self._outbox.popleft()
-                assert self._tape is not None
-                self._tape.write(entry)
+            while (effects := driver.next_effects()) is not None:
                 for effect in effects:
                     carry_out = _EFFECTS.get(type(effect))
                     if carry_out is not None:
@@ -397,15 +352,15 @@ class Background:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        due_s = self._learner._due_in() if self._learner is not None else None
+        due_s = self._driver.due_in() if self._driver is not None else None
         if due_s is not None:
             self._timer = self._loop.call_later(max(0.0, due_s), self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None
-        due_s = self._learner._due_in() if self._learner is not None else None
+        due_s = self._driver.due_in() if self._driver is not None else None
         if due_s is not None and due_s <= 0:
-            self._tell(TimerFired())
+            self.tell(TimerFired())
         else:
             self._arm()
 
@@ -443,7 +398,8 @@ class Background:
         if type(body) is Contribution:
             self._traffic.contribute(envelope, body)
         elif type(body) is InnerState:
-            self._spawn(self._give_state(envelope, body))
+            assert self._driver is not None
+            self._spawn(self._give_state(self._driver, envelope, body))
         else:
             self._link.post(envelope)
 
@@ -473,10 +429,10 @@ class Background:
 
     # ---------------------------------------------------------------------------------------------------- sending
 
-    async def _give_state(self, envelope: Envelope, body: InnerState) -> None:
+    async def _give_state(self, driver: LearnerDriver, envelope: Envelope, body: InnerState) -> None:
         """Send inner state, or the answer that there is none to give: the other learner does not wait for it then."""
         try:
-            taken = await asyncio.wrap_future(self._states.pop(state_key(envelope)))
+            taken = await asyncio.wrap_future(driver.take_promised_state(envelope))
             file = await self._computed(packed, taken, self._run_directory)
         except AtollError:  # the island is broken
             raise
@@ -489,13 +445,12 @@ class Background:
         except (Refusal, aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             self.log.warning("inner state for learner %d did not arrive: %s", body.to, why(error))
 
-    async def _tell_metrics(self) -> None:
+    async def _tell_metrics(self, get_stats: Callable[[], LearnerStats]) -> None:
         while True:
             await asyncio.sleep(METRICS_EVERY_S)
-            learner = self._learner
-            if learner is None:
+            if self._driver is None:
                 return
-            stats = learner.stats()
+            stats = get_stats()
             now, (then, before) = time.monotonic(), self._told_at
             self._told_at = (now, stats.tokens)
             told = metrics_of(stats, self.last_loss, (stats.tokens - before) / (now - then) if now > then else 0.0)
@@ -504,7 +459,7 @@ class Background:
     # ---------------------------------------------------------------------------------------------------- hearing
 
     def _on_opened(self, session: int) -> None:
-        self._tell(LinkOpened(session))
+        self.tell(LinkOpened(session))
 
     def _note_away(self, problem: str) -> Away:
         if self._away is None:
@@ -514,7 +469,7 @@ class Background:
 
     def _on_closed(self, session: int, reason: str) -> None:
         self._note_away(reason)
-        self._tell(LinkClosed(session, reason))
+        self.tell(LinkClosed(session, reason))
 
     def _on_failed(self, reason: str) -> None:
         now, away = time.monotonic(), self._note_away(reason)
@@ -523,11 +478,11 @@ class Background:
             limit = f", for up to {self._away_timeout_s:g} s" if self._away_timeout_s < math.inf else ""
             said = "cannot reach syncer at %s since %s (%s); retrying%s"
             self.log.warning(said, self._link.address, away.date, reason, limit)
-        self._tell(DialFailed(reason))
+        self.tell(DialFailed(reason))
 
     def _on_message(self, envelope: Envelope) -> None:
         body = envelope.body
-        if self._learner is None:
+        if self._driver is None:
             return  # it says goodbye
         if type(body) is Welcome:
             self._away = None
@@ -542,17 +497,17 @@ class Background:
                 p = body.round.fragment
                 prefix = f"the syncer refused the contribution to fragment {p}: "
                 self._reasons.write(body.reason, ("fragment", p), prefix)
-            self._tell(MessageArrived(envelope))
+            self.tell(MessageArrived(envelope))
 
     async def _seek(self, no_peer: Envelope | None = None) -> None:
         """Inner state on disk, for a learner to which nobody gives any. The core hears of it first."""
-        learner, parts = self._learner, self._parts
-        if learner is None or parts is None or learner._boundary is None:
+        driver, parts = self._driver, self._parts
+        if driver is None or parts is None:
             return
-        if learner._is_joining():
-            await asyncio.shield(parts.seek(learner._boundary))
+        if driver.is_joining():
+            await asyncio.shield(parts.seek(driver.boundary))
         if no_peer is not None:
-            self._tell(MessageArrived(no_peer))
+            self.tell(MessageArrived(no_peer))
 
     async def _fetch_state(self, envelope: Envelope) -> None:
         most = STATE_BYTES_PER_PARAMETER * sum(fragment.whole_numel for fragment in self._fragments) + 2**24
@@ -567,20 +522,35 @@ class Background:
         except (Refusal, WireError, aiohttp.ClientError, OSError, TimeoutError) as wrong:
             self.log.warning("a peer's inner state could not be fetched: %s", why(wrong))  # another peer is asked
             return
-        learner = self._learner
-        if learner is None or learner._boundary is None or not learner._is_joining():
-            self._tell(MessageArrived(envelope))
+        driver = self._driver
+        if driver is None or not driver.is_joining():
+            self.tell(MessageArrived(envelope))
             return
         assert isinstance(envelope.body, InnerState)
         try:
-            given = await asyncio.to_thread(learner._boundary.prepare_given, files[0])
+            given = await asyncio.to_thread(driver.boundary.prepare_given, files[0])
         except Exception as error:
             await self._seek()  # before the last peer has failed too
-            self._tell(StateRejected(envelope.body.giver, cause_of(error)))
+            self.tell(StateRejected(envelope.body.giver, cause_of(error)))
             return
-        if self._inner_state is None:  # the core starts from the first one that it is told of
-            self._inner_state = given
-        self._tell(MessageArrived(envelope))
+        driver.keep_inner_state(given)
+        self.tell(MessageArrived(envelope))
+
+
+def metrics_of(stats: LearnerStats, loss: float | Tensor | None, tokens_per_s: float) -> dict[str, Any]:
+    """What the syncer is told once a second."""
+    told: dict[str, Any] = {
+        "step": stats.steps,
+        "tokens": stats.tokens,
+        "tokens_per_s": round(tokens_per_s, 3),
+        "boundary_s": round(stats.boundary_s, 6),
+        "bytes_up": stats.bytes_up,
+        "bytes_down": stats.bytes_down,
+    }
+    if loss is not None:
+        value = float(loss)
+        told["loss"] = value if value == value and abs(value) != float("inf") else None
+    return told
 
 
 _EFFECTS: dict[type[Effect], Callable[[Background, Any], None]] = {

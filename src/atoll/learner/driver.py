@@ -1,22 +1,27 @@
-"""Where a learner's threads meet its core: events go in under a lock, effects come out as actions and as work for the
-background."""
+"""The driver of a learner's core: events of all threads go in under one lock, effects come out as actions of the
+training thread and as work of the background thread."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 import time
 from collections import deque
-from typing import Any
-
-from torch import nn
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import NamedTuple
 
 from atoll.core.learner.core import LearnerCore
 from atoll.core.protocol import (
     AdoptFragment,
     CopyFragment,
     Effect,
+    Envelope,
     InnerState,
+    LearnerEffect,
     LearnerEvent,
+    MessageArrived,
     SaveSnapshot,
     Send,
     StartTraining,
@@ -24,170 +29,275 @@ from atoll.core.protocol import (
     Stop,
 )
 from atoll.core.states import Mode
-from atoll.errors import LearnerRefused
-from atoll.learner.background import Background
-from atoll.learner.boundary import Action, Adopt, Copy, End, Give, Save, Solo, Start, StepBoundary
-from atoll.learner.preemption import LEFT, Notice
+from atoll.core.types import Version
+from atoll.island.boundary import Action, Adopt, Copy, End, Give, Given, Save, Start, StepBoundary, state_key
+from atoll.island.fragments import Buffer, FragmentTensors
+from atoll.island.stats import LearnerStatus
+from atoll.learner.part_writer import PartKeeper
+from atoll.learner.preemption import Notice
 from atoll.learner.signals import Interrupts
-from atoll.logs import Named
-from atoll.store.learner_parts import set_rng
 from atoll.tape.format import Actor, Entry
-from atoll.tensors.robust_merge import unfit_in_model
+from atoll.tape.sink import TapeKeeper
+from atoll.tensors import optimizer_state
 from atoll.transport.run_clock import RunClock
 
+MOST_POSTED = 256
+"""Events in the outbox. Beyond it the background thread is behind with writing and sending."""
 
-class CoreDriver:
-    """What `Learner` does with its core. It makes what is named here."""
+MOST_UNTOLD = 256
+"""Boundaries in a row at which the core may be busy with a message: on a crowded machine the background may stand still
+in the middle of one. Steps are told together at the next boundary, and only then copied and adopted."""
 
-    log: Named
-    _actions: deque[Action]
-    _adopted: int
-    _background: Background
-    _began: float
-    _boundary: StepBoundary | None
-    _came: bool
-    _clock: RunClock
-    _contributed: int
-    _core: LearnerCore | None
-    _drained: bool
-    _finished: bool
-    _interrupts: Interrupts
-    _is_whole: bool
-    _model: nn.Module
-    _island: Solo
-    _last_end: float
-    _lock: threading.RLock
-    _news: threading.Condition
-    _notice: Notice
-    _progress: float
-    _restored_state: Any
-    _stop: Stop | None
-    _warmup_steps: int
 
-    def _carry_out(self, actions: list[Action]) -> bool:
-        """What has to be done before the next step. True when it said that training starts or ends."""
-        assert self._boundary is not None
-        turned = False
-        if actions:
-            self._boundary.before()
-        for action in actions:
-            match action:
-                case Copy():
-                    self._boundary.copy(action)
-                    self._contributed += 1
-                case Adopt():
-                    self._boundary.adopt(action)
-                    self._adopted += 1
-                case Give():
-                    self._boundary.give(action)
-                case Save():
-                    self._boundary.save(action)
-                case Start():
-                    self._begin(action)
-                    turned = True
-                case End():
-                    self._ended(action.effect)
-                    turned = True
-        return turned
+class Untold(NamedTuple):
+    """Steps that the core has not been told of yet."""
 
-    def _with_state(self, action: Action) -> Action:
-        """What training starts with is decided before all ranks are told that it does."""
-        if type(action) is not Start:
-            return action
-        assert self._boundary is not None and self._core is not None
-        saved, given = self._background.take_saved(), self._background.take_inner_state()
-        return Start(action.effect, self._boundary.starting(action.effect, given, saved, self._core.id, self.log))
+    steps: int
+    tokens: int
+    samples: int
 
-    def _begin(self, start: Start) -> None:
-        assert start.inner is not None and self._boundary is not None
-        self._warmup_steps = start.inner.warmup_steps
-        if start.inner.prepared is not None:
-            start.inner.prepared.install()
-        if start.inner.part is not None:
-            set_rng(start.inner.part.rng_of(0))
-            self._restored_state = start.inner.restored
-        came = f": {start.inner.prepared}" if start.inner.prepared is not None else ""
-        self.log.info("training starts: %s%s", start.effect.moments, came)
 
-    def _ended(self, stop: Stop) -> None:
-        assert self._boundary is not None and self._core is not None
-        self._stop = stop
-        self.log.info("%s", stop.reason)
-        if stop.reason.code == "learner-finished":
-            self._boundary.write_anchors()
-            self._finished = True
-        elif stop.reason.code in LEFT:
-            self._finished = self._drained = True
-            self._notice.say_left(self._core)
-        elif self._began:
-            unfit = unfit_in_model(self._model) if "refused-quarantined" in self._core.said else ""
-            raise LearnerRefused(f"{stop.reason}{unfit and f'; the model of this process holds {unfit}'}")
+NOTHING_UNTOLD = Untold(0, 0, 0)
 
-    def _heed_notice(self) -> list[Action]:
-        """With the lock held, at a step boundary."""
-        assert self._core is not None
-        self._notice.hear_of(self._island.noticed)
-        return [action for wish in self._notice.wishes(self._core) for action in self._handle(wish)]
 
-    # ---------------------------------------------------------------------------------------------------- the core
+class LearnerDriver:
+    """Owns the core of one incarnation, its lock, clock, tape and outbox.
 
-    def _tell(self, event: LearnerEvent) -> None:
-        """An event from the background thread. What it asks of the training thread waits for the next boundary."""
+    `tell` and `receive_version` take events from any thread. `wait_for_start`, `step` and `rest` are step boundaries:
+    the training thread calls them and carries out the actions that they return. The background thread carries out the
+    effects that `next_effects` returns. `lock` also guards the fragments; it is held for microseconds.
+    """
+
+    def __init__(
+        self,
+        core: LearnerCore,
+        boundary: StepBoundary,
+        clock: RunClock,
+        tape: TapeKeeper,
+        parts: PartKeeper,
+        interrupts: Interrupts,
+        notice: Notice,
+        status: LearnerStatus,
+        log: logging.Logger,
+    ) -> None:
+        self.core = core
+        self.boundary = boundary
+        self.lock = threading.RLock()  # it knows whose it is: an interrupt may leave it locked
+        self.untold = NOTHING_UNTOLD
+        self._news = threading.Condition(self.lock)  # actions for the training thread, while it joins or rests
+        self._actions: deque[Action] = deque()  # of events that the background told of; done at the next boundary
+        self._outbox: deque[tuple[Entry, list[LearnerEffect]]] = deque()
+        self._clock = clock
+        self._tape = tape
+        self._parts = parts
+        self._interrupts = interrupts
+        self._notice = notice
+        self._status = status
+        self._log = log
+        self._states: dict[tuple[int, int], Future[optimizer_state.Taken]] = {}  # promised at a step boundary
+        self._inner_state: Given | None = None  # of a peer, to start from
+        self._is_whole = True  # the newest event is on its way to the tape
+        self._came = False  # something that the core was told of, since the training thread last looked
+        self._last_end = 0.0  # of the previous boundary, on the monotonic clock
+
+    # ------------------------------------------------------------------------------------------------ from any thread
+
+    def tell(self, event: LearnerEvent) -> None:
+        """Handle an event. What it asks of the training thread waits for the next boundary."""
         with self._news:
             self._actions.extend(self._handle(event))
             self._news.notify_all()
 
+    def receive_version(
+        self, envelope: Envelope, fragment: FragmentTensors, version: Version, take: Callable[[], Buffer]
+    ) -> None:
+        """Handle the arrival of a version that all ranks have. `take` returns its value; it is called only if the core
+        accepts the message."""
+        with self._news:
+            if self.core.hears(envelope):
+                fragment.arrived(version, take())
+            self._actions.extend(self._handle(MessageArrived(envelope)))
+            self._news.notify_all()
+
+    def due_in(self) -> float | None:
+        """Seconds until the core wants to be told of the time."""
+        with self.lock:
+            deadline = self.core.next_deadline()
+        return deadline - self._clock.now() if deadline is not None else None
+
+    def is_joining(self) -> bool:
+        with self.lock:
+            return self.core.mode is Mode.JOINING
+
+    # ------------------------------------------------------------------------------------------ in the training thread
+
+    def wait_for_start(self, before_wait: Callable[[], None]) -> tuple[list[Action], bool]:
+        """Return the actions before the first step, and whether the run is paused. If there are no actions, call
+        `before_wait` and wait up to 0.2 s."""
+        with self._news:
+            if not self._actions:
+                before_wait()
+                self._news.wait(0.2)
+            actions = [self._with_state(action) for action in self._actions]
+            self._actions.clear()
+            return actions, self.core.rests
+
+    def step(self, tokens: int, samples: int, begin: float, noticed: int) -> tuple[float | None, list[Action], bool]:
+        """Return how long this call waited for the lock, the actions of this boundary, and whether the learner rests.
+
+        If the background thread is busy, return None and no actions: the core is told at the next boundary. `noticed`
+        is the highest `Notice.level` of the other ranks.
+        """
+        before = self.untold
+        self.untold = untold = Untold(before.steps + 1, before.tokens + tokens, before.samples + samples)
+        leaves = self._notice.came or noticed
+        if len(self._outbox) > MOST_POSTED and untold.steps <= MOST_UNTOLD and not leaves:
+            return None, [], False  # steps of microseconds: several are told at once, or it would never catch up
+        waited_s = 0.0
+        if not self.lock.acquire(blocking=False):
+            # The background has it, and waits for its turn on this machine, perhaps. This thread does not wait.
+            if untold.steps <= MOST_UNTOLD and not leaves:
+                return None, [], False
+            self.lock.acquire()
+            waited_s = time.monotonic() - begin
+        try:
+            actions = list(self._actions)
+            self._actions.clear()
+            if self.core.training:
+                step_time_s = max(0.0, begin - self._last_end) / untold.steps
+                event = StepTaken(untold.steps, untold.tokens, step_time_s, untold.samples)
+                actions += self._handle(event, at=begin)
+            self.untold = NOTHING_UNTOLD
+            actions += self._heed_notice(noticed)
+            # Copying and adopting are this learner's own work; only what it waited for the lock is somebody else's.
+            self._last_end = begin + waited_s
+            return waited_s, actions, self.core.rests
+        finally:
+            self.lock.release()
+
+    def rest(self, noticed: int, before_wait: Callable[[], None]) -> tuple[list[Action], bool]:
+        """Return the actions that are due while the learner rests, and whether it still rests. If no event has arrived,
+        call `before_wait` and wait up to 0.2 s."""
+        core = self.core
+        with self._news:
+            if core.rests and not self._came and not core.can_answer:
+                before_wait()
+                self._news.wait(0.2)
+            came, self._came = self._came, False
+            actions = list(self._actions)
+            self._actions.clear()
+            due = (came and core.has_boundary_work) or core.can_answer
+            if core.training and (due or not core.rests):
+                self._last_end = time.monotonic()  # the next step begins here
+                actions += self._handle(StepTaken(0, 0, 0.0), at=self._last_end)
+            actions += self._heed_notice(noticed)
+            return actions, core.rests
+
+    def end_steps(self, noticed: int) -> None:
+        """Tell the core of the last steps and of a notice, after the loop. `rest` returns the actions."""
+        with self._news:
+            now, (steps, tokens, samples) = time.monotonic(), self.untold
+            self.untold = NOTHING_UNTOLD
+            if steps:
+                took_s = max(0.0, now - self._last_end) / steps
+                self._actions += self._handle(StepTaken(steps, tokens, took_s, samples), at=now)
+            self._actions += self._heed_notice(noticed)
+
+    def release_lock(self) -> None:
+        """Release the lock where an interrupt has left it locked."""
+        with contextlib.suppress(RuntimeError):  # until it is not ours any more
+            while True:
+                self.lock.release()
+
+    def is_whole(self) -> bool:
+        """Return whether every event of the core is on its way to the tape."""
+        with self.lock:
+            return self._is_whole
+
+    def close(self) -> None:
+        """Close the tape and drop what was not sent, after the background thread has detached or stopped."""
+        self._outbox.clear()
+        self._states.clear()
+        self._inner_state = None
+        self._tape.close()
+
+    # ---------------------------------------------------------------------------------------- in the background thread
+
+    def next_effects(self) -> list[LearnerEffect] | None:
+        """Write the oldest event to the tape and return its effects, or None if the outbox is empty. The tape comes
+        first: what others see has its cause on the tape."""
+        if not self._outbox:
+            return None
+        entry, effects = self._outbox.popleft()
+        self._tape.write(entry)
+        return effects
+
+    def take_promised_state(self, envelope: Envelope) -> Future[optimizer_state.Taken]:
+        """Return the copy of inner state that this message announces, which a step boundary makes."""
+        return self._states.pop(state_key(envelope))
+
+    def keep_inner_state(self, given: Given) -> None:
+        """Keep a peer's inner state, before the core is told of it: training starts from the first one."""
+        if self._inner_state is None:
+            self._inner_state = given
+
+    # --------------------------------------------------------------------------------------------- with the lock held
+
     def _handle(self, event: LearnerEvent, at: float | None = None) -> list[Action]:
-        """With the lock held. Effects go to the background in the order of the events, whoever told of them."""
+        """Effects go to the background in the order of the events, whoever told of them."""
         with self._interrupts:
             return self._handled(event, at)
 
     def _handled(self, event: LearnerEvent, at: float | None) -> list[Action]:
-        assert self._core is not None and self._boundary is not None
         moment = at if at is not None else time.monotonic()
         now = self._clock.at(moment)
         self._is_whole = False  # whatever is raised in between leaves the core ahead of its tape
-        effects = self._core.handle(now, event)
-        actor = Actor(self._core.id, self._core.incarnation)
-        entry = Entry(now, actor, self._core.tick, event, tuple(effects))
+        effects = self.core.handle(now, event)
+        actor = Actor(self.core.id, self.core.incarnation)
+        entry = Entry(now, actor, self.core.tick, event, tuple(effects))
         actions = [action for effect in effects if (action := self._action(effect)) is not None]
         if any(type(action) is Start for action in actions):
             self._last_end = moment  # the first step begins here
-            self._progress = self._core.progress
+            self._status.progress = self.core.progress
         elif type(event) is StepTaken:
-            self._progress = self._core.progress
+            self._status.progress = self.core.progress
         self._came = self._came or type(event) is not StepTaken
-        self._background.post(entry, effects)
+        self._outbox.append((entry, effects))
         self._is_whole = True
         return actions
 
-    def _due_in(self) -> float | None:
-        """Seconds until the core wants to be told of the time."""
-        with self._lock:
-            deadline = self._core.next_deadline() if self._core is not None else None
-        return deadline - self._clock.now() if deadline is not None else None
-
-    def _is_joining(self) -> bool:
-        with self._lock:
-            return self._core is not None and self._core.mode is Mode.JOINING
-
     def _action(self, effect: Effect) -> Action | None:
-        assert self._boundary is not None
         match effect:
             case CopyFragment():
-                fragment = self._boundary.fragments[effect.round.fragment]
+                fragment = self.boundary.fragments[effect.round.fragment]
                 return Copy(effect, fragment.will_copy(effect.round, effect.codec))
             case AdoptFragment():
-                value, reference = self._boundary.fragments[effect.fragment].will_adopt(effect.merged_copy)
+                value, reference = self.boundary.fragments[effect.fragment].will_adopt(effect.merged_copy)
                 return Adopt(effect, value, reference)
             case SaveSnapshot():
-                assert self._core is not None and self._core.part is not None
-                taken = self._background.expect_part(self._core.part)
+                assert self.core.part is not None
+                taken = self._parts.expect(self.core.part)
                 return Save(effect, taken) if taken is not None else None
             case StartTraining():
                 return Start(effect)
             case Stop():
                 return End(effect)
             case Send() if type(effect.envelope.body) is InnerState:
-                return Give(effect.envelope, self._background.expect_state(effect.envelope))
+                return Give(effect.envelope, self._states.setdefault(state_key(effect.envelope), Future()))
         return None
+
+    def _with_state(self, action: Action) -> Action:
+        """What training starts with is decided before all ranks are told that it does."""
+        if type(action) is not Start:
+            return action
+        given, self._inner_state = self._inner_state, None
+        saved = self._parts.take_saved()
+        return Start(action.effect, self.boundary.starting(action.effect, given, saved, self.core.id, self._log))
+
+    def _heed_notice(self, noticed: int) -> list[Action]:
+        """Tell the core of a notice, at a step boundary."""
+        self._notice.hear_of(noticed)
+        return [action for wish in self._notice.wishes(self.core) for action in self._handle(wish)]
+
+
+__all__ = ["NOTHING_UNTOLD", "LearnerDriver"]

@@ -10,24 +10,22 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 
 from atoll.core.protocol import Contribution, Envelope, FragmentDamaged, LearnerEvent, MessageArrived, Published
 from atoll.core.types import FragmentId, RoundId
+from atoll.island.fragments import Buffer, Copied, CopyGone, FragmentTensors, ValueInWork
 from atoll.island.row_fragment import LedRows
 from atoll.island.row_transfer import RowTraffic
-from atoll.learner.bulk_transfer import Fetched, LearnerBulk
-from atoll.learner.fragments import Buffer, Copied, CopyGone, FragmentTensors, ValueInWork
-from atoll.learner.join import RETRY_S, fragment_sizes
+from atoll.learner.driver import LearnerDriver
+from atoll.learner.join import RETRY_S
 from atoll.logs import about
+from atoll.transport.bulk_transfer import Fetched, LearnerBulk, fragment_sizes
 from atoll.transport.http_client import LearnerLink, LinkGone, Refusal, why
 from atoll.transport.streaming_buffer import Growing
 from atoll.transport.wire import CODEC_NUMBERS, WireError
-
-if TYPE_CHECKING:
-    from atoll.learner.api import Learner
 
 T = TypeVar("T")
 FETCH_TRIES = 3
@@ -57,7 +55,7 @@ class FragmentTraffic:
         self._tell = tell
         self._drain = drain
         self._log = link.log
-        self._learner: Learner | None = None
+        self._driver: LearnerDriver | None = None
         self._fragments: list[FragmentTensors] = []
         self._downs: tuple[str, ...] = ()
         self._noticed: dict[FragmentId, Envelope] = {}  # newest notice of each fragment that is being fetched
@@ -67,13 +65,16 @@ class FragmentTraffic:
         self._uploads: dict[FragmentId, tuple[RoundId, asyncio.Task[None]]] = {}
         self.rows: RowTraffic | None = None  # in an island whose ranks send and fetch their own
 
-    def begin(self, learner: Learner, fragments: list[FragmentTensors], downs: tuple[str, ...]) -> None:
+    def begin(self, driver: LearnerDriver, fragments: list[FragmentTensors], downs: tuple[str, ...]) -> None:
         """One incarnation of it."""
-        self._learner, self._fragments, self._downs = learner, fragments, downs
+        self._driver, self._fragments, self._downs = driver, fragments, downs
+
+    def detach(self) -> None:
+        """Stop telling the core of events."""
+        self._driver = None
 
     def end(self) -> None:
         """Its tasks are over, or cancelled."""
-        self._learner = None
         self._noticed.clear()
         self._uploads.clear()
 
@@ -88,10 +89,10 @@ class FragmentTraffic:
         self._uploads[body.round.fragment] = (body.round, self._spawn(self._contribute(envelope, body)))
 
     async def _contribute(self, envelope: Envelope, body: Contribution) -> None:
-        learner, fragment = self._learner, self._fragments[body.round.fragment]
-        if learner is None:
+        driver, fragment = self._driver, self._fragments[body.round.fragment]
+        if driver is None:
             return
-        with learner._lock:
+        with driver.lock:
             copied = fragment.hold_copy()
         if copied is None:
             return
@@ -156,13 +157,14 @@ class FragmentTraffic:
             self._fetching.discard(p)
 
     async def _fetch_one(self, p: FragmentId, envelope: Envelope, body: Published) -> None:
-        if self._learner is None:
+        driver = self._driver
+        if driver is None:
             return
         if not 0 <= p < len(self._fragments):
             self._log.warning("the syncer tells of fragment %d, which this model does not have", p)
             return
         fragment = self._fragments[p]
-        with self._learner._lock:
+        with driver.lock:
             known = body.version <= fragment.newest_version
             base = fragment.hold_newest(body.base) if body.base is not None else None
         arriving = _Arriving(fragment, base, self._compute)
@@ -221,15 +223,9 @@ class FragmentTraffic:
         self, fragment: FragmentTensors, envelope: Envelope, body: Published, taken: Callable[[], Buffer]
     ) -> None:
         """All ranks have it."""
-        learner = self._learner
-        if learner is None:
-            return
-        with learner._news:
-            if learner._core is not None and learner._core.hears(envelope):
-                fragment.arrived(body.version, taken())
-            learner._actions.extend(learner._handle(MessageArrived(envelope)))
-            learner._news.notify_all()
-        self._drain()
+        if self._driver is not None:
+            self._driver.receive_version(envelope, fragment, body.version, taken)
+            self._drain()
 
     async def _fetch_rows(self, fragment: LedRows, envelope: Envelope, body: Published) -> None:
         rows, downs = self.rows, self._downs

@@ -15,16 +15,15 @@ import aiohttp
 from torch import Tensor
 
 from atoll.errors import KeysRefused, LearnerRefused, SyncerUnreachable
-from atoll.learner.bulk_transfer import LearnerBulk
-from atoll.learner.fragments import Buffer, FragmentTensors
+from atoll.island.fragments import Buffer, FragmentTensors
 from atoll.store.run_settings import RunSettings
-from atoll.tensors.codecs import codec
 from atoll.tensors.model_view import ModelView
 from atoll.tensors.plan import FragmentPlan
+from atoll.transport.bulk_transfer import LearnerBulk
 from atoll.transport.chunked_payload import Flow, Flowing
 from atoll.transport.http_client import LearnerLink, Refusal, why
 from atoll.transport.tls import tls_problem
-from atoll.transport.wire import CODEC_NUMBERS, WireError
+from atoll.transport.wire import WireError
 
 RETRY_S = 0.5
 SAY_EVERY_S = 10.0
@@ -134,8 +133,3 @@ class Door:
                 said = now
                 self._log.warning("no syncer answers at %s yet (%s); trying again", address, problem)
             await asyncio.sleep(RETRY_S)
-
-
-def fragment_sizes(numel: int, downs: tuple[str, ...]) -> dict[int, int]:
-    """What an update of a fragment may have, by the number of its codec; under -1 what a whole value has."""
-    return {CODEC_NUMBERS[down]: codec(down).size(numel) for down in downs} | {-1: 4 * numel}

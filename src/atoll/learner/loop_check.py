@@ -1,9 +1,14 @@
-"""Warnings about a training loop that raises no error and is wrong: a call of `learner.step()` or `optimizer.step()`
-is missing, or `learner.step()` is called after every micro-batch.
+"""Checks of the training loop of a script, at every call of `learner.step()`.
 
-A hook counts the steps of the optimizers. It cannot see all of them: compiled steps, optimizers that the learner was
-not given, parameters that a script updates by itself. So a call of `learner.step()` counts as one without training only
-if no parameter has changed since the call before.
+`LoopCheck` warns about a loop that raises no error and is wrong: a call of `learner.step()` or `optimizer.step()` is
+missing, or `learner.step()` is called after every micro-batch. A hook counts the steps of the optimizers. It cannot see
+all of them: compiled steps, optimizers that the learner was not given, parameters that a script updates by itself. So a
+call of `learner.step()` counts as one without training only if no parameter has changed since the call before.
+
+`TrainedParameters` refuses a model that has changed. What of a model travels was settled at the join. What is unfrozen,
+added or replaced later would be trained and never travel. A look at all parameters and modules costs about 0.3 ms for
+1,600 parameters in 1,100 modules, so it is taken every 32 steps (10 us per step), and whenever the number of the
+optimizer's parameters has changed.
 """
 
 from __future__ import annotations
@@ -18,7 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from atoll.tensors.sharding import local_of
+from atoll.tensors.optimizers import Optimizers, optimizers_of
+from atoll.tensors.plan import named_tensors
+from atoll.tensors.sharding import is_sharded, local_of
 
 MAX_UNREPORTED = 128
 """Steps of one optimizer without a `learner.step()` before it is missed: a GAN may train its critic 100 times for one
@@ -31,6 +38,12 @@ step the count starts anew."""
 
 SAMPLE_VALUES = 1024
 """Values of each parameter that are compared."""
+
+EVERY = 32
+"""Steps between two looks of `TrainedParameters`."""
+
+PERSISTS = 100
+"""Steps for which a parameter may be frozen without a word: who trains two halves of a model in turn freezes one."""
 
 
 class LoopCheck:
@@ -139,4 +152,91 @@ class LoopCheck:
             )
 
 
-__all__ = ["MAX_UNREPORTED", "PATIENCE", "LoopCheck"]
+class TrainedParameters:
+    """Of one model. Only the training thread uses it."""
+
+    def __init__(self, model: nn.Module, optimizers: Optimizers, log: logging.Logger) -> None:
+        self._log = log
+        self._model = model
+        found = {name: each for name, each in named_tensors(model).items() if isinstance(each, nn.Parameter)}
+        self._names = tuple(found)
+        self._parameters = tuple(found.values())
+        self._known = {id(each): each for each in self._parameters}
+        self._at_the_join = self._now()
+        self._optimizers = optimizers_of(optimizers)
+        self._held = self._count()
+        self._steps = 0
+        self._left = 0  # steps until it looks at what is frozen
+        self._is_said = False
+        self._frozen_for: dict[str, int] = {}  # steps in a row, of those that were not at the join
+
+    def _check_objects(self) -> None:
+        """Raise ValueError where the model trains a parameter that was not in it at the join.
+
+        Objects are compared, not names: a module that was wrapped has other names, and its parameters travel.
+        """
+        waiting: list[nn.Module | None] = [self._model]
+        held: list[nn.Parameter | None] = []
+        while waiting:
+            module = waiting.pop()
+            if module is not None:
+                held += module._parameters.values()
+                waiting += module._modules.values()
+        new = {id(each): each for each in held if each is not None and id(each) not in self._known}
+        if not any(each.requires_grad for each in new.values()):
+            return
+        known = dict(zip(self._names, self._parameters, strict=True))
+        for name, each in named_tensors(self._model).items():
+            if id(each) in new and each.requires_grad:
+                before = known.get(name)
+                if before is None or not is_sharded(before):
+                    raise ValueError(_changed(name, "added" if before is None else "replaced"))
+                assert isinstance(each, nn.Parameter)
+                self._known[id(each)] = each  # FSDP2 puts the gathered parameter in the place of the sharded one
+
+    def _now(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._parameters]
+
+    def _count(self) -> int:
+        return sum([len(group["params"]) for each in self._optimizers for group in each.param_groups])
+
+    def check(self) -> None:
+        """At every step. Raise ValueError where a parameter was unfrozen, added or replaced. One that was frozen and
+        stays so is logged once: nothing is lost by it."""
+        before, self._held = self._held, self._count()
+        if self._steps % EVERY == 0 or self._held != before:
+            self._check_objects()
+        self._steps += 1
+        if self._left and self._held == before:
+            self._left -= 1
+            return
+        now, frozen_for = self._now(), {}
+        if now != self._at_the_join:
+            for name, is_trained, was_trained in zip(self._names, now, self._at_the_join, strict=True):
+                if is_trained and not was_trained:
+                    raise ValueError(_sentence(name, "unfrozen", "would be trained here alone"))
+                if was_trained and not is_trained:
+                    frozen_for[name] = self._frozen_for.get(name, 0) + 1
+                    if frozen_for[name] == PERSISTS + 1 and not self._is_said:
+                        self._is_said = True
+                        self._log.warning("%s", _sentence(name, "frozen", "goes on with what others train"))
+        self._frozen_for = frozen_for
+        self._left = 0 if frozen_for and not self._is_said else EVERY - 1
+
+
+def _changed(name: str, what: str) -> str:
+    return (
+        f"a parameter was {what} after the join: {name}. What travels was settled then, and this one would be trained"
+        " here alone: make all changes of the model before the Learner is made; to go on with it as it is now, start a"
+        " new run from its weights (atoll syncer --init)"
+    )
+
+
+def _sentence(name: str, what: str, then: str) -> str:
+    return (
+        f"a parameter was {what} after the join: {name}. What travels was settled then, and it {then}: leave and"
+        " join anew as it was, or train the other parameters in a new run (atoll syncer --init)"
+    )
+
+
+__all__ = ["EVERY", "MAX_UNREPORTED", "PATIENCE", "PERSISTS", "LoopCheck", "TrainedParameters"]

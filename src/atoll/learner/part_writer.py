@@ -23,7 +23,7 @@ from atoll.core.protocol import (
 )
 from atoll.core.types import Incarnation, LearnerId, RunConfig
 from atoll.errors import AtollError
-from atoll.learner.boundary import Saved, StepBoundary, cause_of
+from atoll.island.boundary import Saved, StepBoundary, cause_of
 from atoll.store.learner_parts import TakenPart, write_part
 
 BUSY = "the part before it is still being written"

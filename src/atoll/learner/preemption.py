@@ -21,9 +21,6 @@ LAST_WORDS_S = 3.0
 SAME_NOTICE_S = 5.0
 """An engine may tell every process of an island, and torchrun passes on what it is told: one notice comes often."""
 
-LEFT = frozenset({"learner-drained", "learner-pushed", "learner-hurried"})
-"""Reasons with which a learner leaves that was asked to."""
-
 
 def check_notice(seconds: float | None) -> float | None:
     """Raise ValueError where this is not a time."""
@@ -109,4 +106,4 @@ class Notice:
             )
 
 
-__all__ = ["LEFT", "SAME_NOTICE_S", "Notice", "check_notice"]
+__all__ = ["SAME_NOTICE_S", "Notice", "check_notice"]

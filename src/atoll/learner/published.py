@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from atoll.island.fragments import FragmentTensors
 from atoll.island.topology import fsdp_modules, reshard
-from atoll.learner.fragments import FragmentTensors
 from atoll.learner.signals import Interrupts
 from atoll.tensors.plan import named_tensors
 from atoll.tensors.sharding import local_of

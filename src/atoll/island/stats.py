@@ -1,10 +1,11 @@
-"""What a learner counts."""
+"""What a rank of a learner counts, and what it knows of its run."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from atoll.store.run_settings import RunSettings
 
 
 class LearnerStats(NamedTuple):
@@ -33,28 +34,15 @@ class LearnerStats(NamedTuple):
     unmerged: int = 0  # tokens that some fragment has not merged yet, as far as the leader knows; of rank 0 only
 
 
-def metrics_of(stats: LearnerStats, loss: float | Tensor | None, tokens_per_s: float) -> dict[str, Any]:
-    """What the syncer is told once a second."""
-    told: dict[str, Any] = {
-        "step": stats.steps,
-        "tokens": stats.tokens,
-        "tokens_per_s": round(tokens_per_s, 3),
-        "boundary_s": round(stats.boundary_s, 6),
-        "bytes_up": stats.bytes_up,
-        "bytes_down": stats.bytes_down,
-    }
-    if loss is not None:
-        value = float(loss)
-        told["loss"] = value if value == value and abs(value) != float("inf") else None
-    return told
+@dataclass(slots=True)
+class LearnerStatus:
+    """What a rank knows of its run, as of the last step boundary. The properties of `atoll.Learner` show it."""
 
-
-class Untold(NamedTuple):
-    """Steps that the core has not been told of yet."""
-
-    steps: int
-    tokens: int
-    samples: int
-
-
-NOTHING_UNTOLD = Untold(0, 0, 0)
+    settings: RunSettings = field(default_factory=RunSettings)
+    number: tuple[int, int] | None = None  # of the learner and its incarnation
+    finished: bool = False
+    drained: bool = False
+    progress: float = 0.0
+    paused_s: float = 0.0
+    warmup_steps: int = 0
+    restored_state: Any = None

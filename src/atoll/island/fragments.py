@@ -218,6 +218,9 @@ class FragmentTensors:
         self.newest = value
         self.newest_version = version
 
+    def hold(self, buffer: Buffer) -> Buffer:
+        return self._buffers.hold(buffer)
+
     def release(self, *buffers: Buffer | None) -> None:
         for buffer in buffers:
             self._buffers.release(buffer)

@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 
 from atoll.core.protocol import AdoptFragment, CopyFragment, Envelope, InnerState, SaveSnapshot, StartTraining, Stop
 from atoll.core.types import FragmentId, LearnerId, RunConfig
+from atoll.island.fragments import Buffer, Copied, FragmentTensors
 from atoll.island.rank_connection import Ask, Told
-from atoll.learner.fragments import Buffer, Copied, FragmentTensors
 from atoll.store.learner_parts import FragmentCopy, Part, TakenPart, find_inner_state, take_rng
 from atoll.store.optimizer_state_files import StateFile
 from atoll.tensors import optimizer_state
@@ -101,21 +101,14 @@ class End(NamedTuple):
     effect: Stop
 
 
+LEFT = frozenset({"learner-drained", "learner-pushed", "learner-hurried"})
+"""Reasons with which a learner leaves that was asked to."""
+
 Action: TypeAlias = Copy | Adopt | Give | Save | Start | End
 
 
-class Island(Protocol):
-    """Where the ranks of one island come to the same list. Ranks ask (`hear`), and the leader answers (`agree`)."""
-
-    def hear(self, kind: Ask, value: int = 0) -> int:
-        """All ranks are here for the same thing. The sum of what they gave, over those that count."""
-        ...
-
-    def agree(self, actions: list[Action], told: Told) -> list[Action]: ...
-
-
 class Solo:
-    """An island of one rank."""
+    """An island of one rank, and the base of one of many: all ranks carry out the same actions at the same boundary."""
 
     generation = 0
     waited_s = 0.0
@@ -123,9 +116,11 @@ class Solo:
     noticed = 0  # the most that another rank has got, see `Notice.level`
 
     def hear(self, kind: Ask, value: int = 0) -> int:
+        """Wait until all ranks are here for the same thing. Return the sum of their values, over those that count."""
         return value
 
     def agree(self, actions: list[Action], told: Told) -> list[Action]:
+        """Send the actions to all ranks, which wait for them since `hear`."""
         return actions
 
     def say(self, words: list[Any]) -> None: ...

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from atoll.core.protocol import Contribution, Envelope, LearnerEvent
 from atoll.core.types import FragmentId, RoundId, Version
+from atoll.tensors.codecs import codec
 from atoll.tensors.settings import Numerics
 from atoll.transport.buffers import SMALL_BYTES, ByteBuffers
 from atoll.transport.byte_ranges import Spans
@@ -317,3 +318,8 @@ class LearnerBulk:
         size = len(head) + len(header) + view.nbytes
         await self._link.ask("PUT", path, place, data=body(), headers={"Content-Length": str(size)})
         self._link.bytes_up += size
+
+
+def fragment_sizes(numel: int, downs: tuple[str, ...]) -> dict[int, int]:
+    """What an update of a fragment may have, by the number of its codec; under -1 what a whole value has."""
+    return {CODEC_NUMBERS[down]: codec(down).size(numel) for down in downs} | {-1: 4 * numel}

@@ -1,0 +1,413 @@
+"""The rank of a learner that runs the protocol: the only one, or rank 0 of many. It joins, steps, rests and leaves in
+the training thread, and carries out the actions of each step boundary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from atoll.core.data_leases import SampleLine, Samples
+from atoll.core.learner.core import LearnerCore
+from atoll.core.protocol import LeaveWanted, Started, Stop
+from atoll.errors import AtollError, JoinTimeout, LearnerRefused
+from atoll.island.boundary import LEFT, Action, Adopt, Copy, End, Give, Save, Solo, Start, StepBoundary
+from atoll.island.fragments import FragmentTensors, plan_of
+from atoll.island.rank_connection import Ask, Told
+from atoll.island.stats import LearnerStats, LearnerStatus
+from atoll.learner.background import Background
+from atoll.learner.driver import NOTHING_UNTOLD, LearnerDriver
+from atoll.learner.part_writer import PartKeeper
+from atoll.learner.preemption import Notice
+from atoll.learner.signals import Interrupts
+from atoll.logs import Named
+from atoll.store.learner_parts import set_rng
+from atoll.store.run_settings import start_anew
+from atoll.tape.files import new_header, tape_path
+from atoll.tape.format import Actor
+from atoll.tape.sink import TapeKeeper
+from atoll.tensors import optimizer_state
+from atoll.tensors.codecs import codec
+from atoll.tensors.model_view import ModelView
+from atoll.tensors.optimizers import Optimizers
+from atoll.tensors.plan import FragmentPlan
+from atoll.tensors.robust_merge import unfit_in_model
+from atoll.transport.run_clock import RunClock
+
+MOST_REJOINS = 5
+STRANGERS = frozenset({"refused-run", "refused-fingerprint"})
+
+
+class LeadingRank:
+    """Used by the training thread, except for `stats`. Replace `island` before `join` if there are several ranks."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Optimizers,
+        background: Background,
+        status: LearnerStatus,
+        interrupts: Interrupts,
+        notice: Notice,
+        log: Named,
+        *,
+        learner: int | None,
+        run_directory: Path | None,
+        join_timeout_s: float | None,
+        extra_state: Callable[[], Any] | None,
+    ) -> None:
+        self.island = Solo()
+        self.driver: LearnerDriver | None = None  # of the newest incarnation
+        self._model = model
+        self._optimizers = optimizers
+        self._background = background
+        self._status = status
+        self._interrupts = interrupts
+        self._notice = notice
+        self._log = log
+        self._wanted = learner
+        self._run_directory = run_directory
+        self._join_timeout_s = join_timeout_s
+        self._extra_state = extra_state
+        self._join_by: float | None = None  # on the monotonic clock
+        self._clock = RunClock(time.time())
+        self._boundary: StepBoundary | None = None
+        self._stop: Stop | None = None
+        self._line: SampleLine | None = None
+        self._fresh = 0  # samples that were taken for the step that is under way
+        self._repeats = False  # and it has no new ones
+        self._repeated = 0
+        self._began = 0.0
+        self._boundary_s = 0.0
+        self._lock_wait_s = 0.0
+        self._adopted = 0
+        self._contributed = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether steps can be reported, because this rank is or was a learner of the run."""
+        return self.driver is not None
+
+    @property
+    def steps(self) -> int:
+        return self.driver.core.step + self.driver.untold.steps if self.driver is not None else 0
+
+    @property
+    def fragments(self) -> Sequence[FragmentTensors]:
+        return self._boundary.fragments if self._boundary is not None else []
+
+    def stats(self) -> LearnerStats:
+        """Return the counters of this rank. May be called from any thread."""
+        fragments = self.fragments
+        driver, link = self.driver, self._background
+        core, untold = (driver.core, driver.untold) if driver is not None else (None, NOTHING_UNTOLD)
+        return LearnerStats(
+            steps=core.step + untold.steps if core is not None else 0,
+            tokens=core.trained + untold.tokens if core is not None else 0,
+            bytes_up=link.bytes_up,
+            bytes_down=link.bytes_down,
+            boundary_s=self._boundary_s,
+            lock_wait_s=self._lock_wait_s,
+            training_s=time.monotonic() - self._began if self._began else 0.0,
+            adopted=self._adopted,
+            contributed=self._contributed,
+            link=core.link.value if core is not None else "down",
+            samples=core.taken + untold.samples if core is not None else 0,
+            repeated=self._repeated,
+            paused_s=self._status.paused_s,
+            island_s=self.island.waited_s,
+            host_bytes=sum(fragment.host_bytes for fragment in fragments),
+            device_bytes=max((fragment.device_bytes for fragment in fragments), default=0),
+            parameters=fragments[0].parameters if fragments else 0,
+            way=self.island.way,
+            unmerged=core.unmerged_tokens() if core is not None else 0,
+        )
+
+    # ---------------------------------------------------------------------------------------------------- joining
+
+    def join(self) -> None:
+        if self._join_timeout_s is not None:
+            self._join_by = time.monotonic() + self._join_timeout_s
+        self._background.start()
+        self._background.while_waiting = self.island.pulse
+        self._join()
+        self._background.while_waiting = None
+
+    def _join(self) -> None:
+        settings = self._background.fetch_settings(self._wanted, self._join_by)
+        self.island.say([["settings", settings.to_json()]])
+        plan = plan_of(self._model, settings)
+        view = self.island.view(self._model, plan)
+        optimizer_state.named(self._optimizers, self._model)  # raises for an optimizer of another model
+        while not self._background.is_founded:
+            self._background.found(plan, view, self._join_by)
+            settings = self._background.fetch_settings(self._wanted, self._join_by)
+        self._status.settings = settings
+        self._clock = RunClock(settings.founded_at)
+        for _ in range(MOST_REJOINS):
+            if self._start(plan, view):
+                return
+        raise LearnerRefused(
+            f"refused {MOST_REJOINS} times as learner {self._wanted}: {self._run_directory} holds tapes of other"
+            " processes with these numbers, or the syncer gave them up; give another number, or another run directory"
+        )
+
+    def _start(self, plan: FragmentPlan, view: ModelView) -> bool:
+        """Start one incarnation, up to its first step. Return False if its number is used up and it needs another."""
+        settings = self._status.settings
+        learner, incarnation = self._background.ask_for_number(self._wanted, self._join_by)
+        self._wanted = learner
+        self._log.fields |= {"run": settings.config.run_id, "learner": learner, "incarnation": incarnation}
+        actor = Actor(learner, incarnation)
+        if self._run_directory is not None and tape_path(self._run_directory, actor).exists():
+            return False  # a process that was killed before it was admitted by a syncer that was killed had this number
+        config = replace(settings.config, fragments=len(plan.fragments), fingerprint=plan.fingerprint())
+        up = codec(settings.numerics.ups[0])
+        fragments = [self.island.fragment(view, p, up) for p in range(len(plan.fragments))]
+        self._line = SampleLine(config.lease_samples) if config.lease_samples else None
+        self._status.number = (learner, incarnation)
+        made_of = self._model, self._optimizers, fragments, config.blend_alpha, self._extra_state
+        self._boundary = boundary = self.island.boundary(*made_of, settings.config.warmup_steps)
+        self.island.say([["attach", learner, incarnation, self.island.generation, config.blend_alpha]])
+        tape = TapeKeeper(self._run_directory, new_header(actor, config), self._log)
+        parts = PartKeeper(self._run_directory, config, learner, incarnation, self._background.tell, self._log)
+        owned = LearnerCore(config, learner, incarnation), boundary, self._clock, tape, parts
+        self.driver = driver = LearnerDriver(*owned, self._interrupts, self._notice, self._status, self._log)
+        self._background.attach(driver, parts, self._run_directory, self.stats)
+        driver.tell(Started())
+        self._background.kick()
+        is_paused = self._wait_for_start(driver)
+        if self._stop is not None:
+            return self._stopped_at_the_door(driver, self._stop)
+        self._began = time.monotonic()
+        if is_paused:
+            self._rest(driver)
+        return True
+
+    def _wait_for_start(self, driver: LearnerDriver) -> bool:
+        """Carry out actions until training starts or ends. Return whether the run is paused then."""
+
+        def before_wait() -> None:
+            if self._join_by is not None and time.monotonic() >= self._join_by:
+                raise JoinTimeout(f"could not join within the time given: {driver.core.reason}")
+            self._background.check()
+
+        while True:
+            actions, is_paused = driver.wait_for_start(before_wait)
+            self.island.hear(Ask.JOIN)
+            actions = self.island.agree(actions, Told(paused=is_paused))
+            if actions and self._carry_out(driver, actions):
+                return is_paused
+
+    def _stopped_at_the_door(self, driver: LearnerDriver, stop: Stop) -> bool:
+        core = driver.core
+        if self._status.finished:
+            return True  # while it joined: it has fetched the final versions, and that is all there was to do
+        self._background.detach()
+        driver.close()
+        if core.refused_for is not None and "refused-incarnation" not in core.said:
+            # It was given up as lost. One that was replaced must not take a further number: it would evict the process
+            # that was started after it.
+            self._stop = None
+            return False
+        if "refused-finished" not in core.said:
+            self.driver = None  # it never was a learner of this run
+            if self._run_directory is not None and not STRANGERS.isdisjoint(core.said):
+                # The tape of another model or run would make the directory one of two runs.
+                tape_path(self._run_directory, Actor(core.id, core.incarnation)).unlink(missing_ok=True)
+            is_other_model = "refused-fingerprint" in core.said
+            hint = f"; {start_anew(self._background.syncer_directory)}" if is_other_model else ""
+            raise LearnerRefused(f"{stop.reason}{hint}")
+        self._log.info("the run is over: taking the final model")
+        self._background.fetch_final(driver.boundary.fragments, self._join_by)
+        self.island.say([["final", [fragment.newest_version for fragment in driver.boundary.fragments]]])
+        driver.boundary.write_anchors()
+        self._status.finished = True
+        return True
+
+    # ---------------------------------------------------------------------------------------------------- training
+
+    def take(self, wanted: int) -> tuple[int, ...]:
+        driver = self.driver
+        assert driver is not None and self._line is not None
+        config, count = driver.core.config, self.island.hear(Ask.TAKE, wanted)
+        if count > config.lease_samples * config.leases_ahead:
+            raise ValueError(
+                f"a step of {count} samples, with {config.leases_ahead} leases of {config.lease_samples} ahead, would"
+                f" never have enough: take fewer, or start a new run with `atoll syncer --batch {count}`"
+            )
+        if self._repeats and driver.untold.steps:
+            # The core is told of several steps at once. That the new ones came first is then known.
+            taken = Samples(self._line.again(count), 0)
+        else:
+            taken = self._line.next(driver.core.leases, count)
+        self._fresh += taken.fresh
+        self._repeats = taken.fresh < count
+        self._repeated += self._repeats
+        return self.island.deal(taken.numbers)
+
+    def step(self, tokens: int, loss: float | Tensor | None) -> None:
+        """Count the step and carry out what is due, as the leader of the ranks or as the only one."""
+        driver = self.driver
+        assert driver is not None
+        self._background.check()
+        self._background.check_away()
+        self._background.last_loss = loss
+        tokens = self.island.hear(Ask.STEP, tokens)
+        samples, self._fresh = self._fresh, 0
+        begin = time.monotonic()
+        waited_s, actions, is_paused = driver.step(tokens, samples, begin, self.island.noticed)
+        try:
+            self._carry_out(driver, self.island.agree(actions, self._told(driver, is_paused)))
+        finally:
+            self._background.kick()  # not before: it would take the interpreter away in between the copies
+        self._boundary_s += time.monotonic() - begin
+        if waited_s is not None:
+            self._lock_wait_s += waited_s
+        if is_paused and not self._status.finished:
+            self._rest(driver)
+
+    def _told(self, driver: LearnerDriver, is_paused: bool) -> Told:
+        """What the other ranks of this island are told at every boundary."""
+        core, link = driver.core, self._background
+        sent = (link.bytes_up, link.bytes_down, self._adopted, self._contributed, core.taken)
+        return Told(is_paused, self._status.progress, core.step, core.trained, *sent)
+
+    def _carry_out(self, driver: LearnerDriver, actions: list[Action]) -> bool:
+        """What has to be done before the next step. True when it said that training starts or ends."""
+        boundary, turned = driver.boundary, False
+        if actions:
+            boundary.before()
+        for action in actions:
+            match action:
+                case Copy():
+                    boundary.copy(action)
+                    self._contributed += 1
+                case Adopt():
+                    boundary.adopt(action)
+                    self._adopted += 1
+                case Give():
+                    boundary.give(action)
+                case Save():
+                    boundary.save(action)
+                case Start():
+                    self._begin(action)
+                    turned = True
+                case End():
+                    self._ended(driver, action.effect)
+                    turned = True
+        return turned
+
+    def _begin(self, start: Start) -> None:
+        assert start.inner is not None
+        self._status.warmup_steps = start.inner.warmup_steps
+        if start.inner.prepared is not None:
+            start.inner.prepared.install()
+        if start.inner.part is not None:
+            set_rng(start.inner.part.rng_of(0))
+            self._status.restored_state = start.inner.restored
+        came = f": {start.inner.prepared}" if start.inner.prepared is not None else ""
+        self._log.info("training starts: %s%s", start.effect.moments, came)
+
+    def _ended(self, driver: LearnerDriver, stop: Stop) -> None:
+        self._stop = stop
+        self._log.info("%s", stop.reason)
+        if stop.reason.code == "learner-finished":
+            driver.boundary.write_anchors()
+            self._status.finished = True
+        elif stop.reason.code in LEFT:
+            self._status.finished = self._status.drained = True
+            self._notice.say_left(driver.core)
+        elif self._began:
+            unfit = unfit_in_model(self._model) if "refused-quarantined" in driver.core.said else ""
+            raise LearnerRefused(f"{stop.reason}{unfit and f'; the model of this process holds {unfit}'}")
+
+    def _rest(self, driver: LearnerDriver) -> None:
+        """Stand still at this boundary until the run is resumed or ends, or this learner may leave: the one wait that
+        somebody has asked for.
+
+        What comes meanwhile is answered, adopted and saved here, as at any boundary.
+        """
+        began, is_paused = time.monotonic(), True
+        try:
+            while is_paused and not self._status.finished:
+                actions, is_paused = driver.rest(self.island.noticed, self._check_background)
+                self.island.hear(Ask.REST)
+                try:
+                    self._carry_out(driver, self.island.agree(actions, self._told(driver, is_paused)))
+                finally:
+                    self._background.kick()
+        finally:
+            self._status.paused_s += time.monotonic() - began
+
+    def _check_background(self) -> None:
+        self._background.check()
+        self._background.check_away()
+
+    # ---------------------------------------------------------------------------------------------------- leaving
+
+    def close(self, wrong: BaseException | type[BaseException] | None) -> None:
+        """Leave the run, unless it is over. No thread is left behind, whatever went wrong."""
+        self._log_memory()
+        broken: BaseException | None = None
+        if wrong is None:
+            try:
+                self.island.hear(Ask.CLOSE)
+                if self._has_to_push():
+                    self.island.stay()
+                    self._push_after_the_loop()
+                    self.island.hear(Ask.CLOSE)
+            except (AtollError, KeyboardInterrupt) as gone:
+                broken = wrong = gone
+        if wrong is not None:
+            self.island.fail(wrong)
+        driver, status = self.driver, self._status
+        try:
+            if driver is not None:
+                driver.release_lock()
+                self._say_leaving(driver, wrong)
+            if status.finished and not status.drained and wrong is None and self._boundary is not None:
+                self._boundary.before()
+                self._boundary.write_anchors()  # a loop that checks `finished` after its step took one too many
+        finally:
+            self._background.while_waiting = None
+            try:
+                self._background.stop(self._notice.last_words_s())
+            finally:
+                if driver is not None:
+                    driver.close()
+            if wrong is None:
+                self.island.close()
+        if broken is not None and not (status.finished and isinstance(broken, AtollError)):
+            raise broken
+
+    def _say_leaving(self, driver: LearnerDriver, wrong: BaseException | type[BaseException] | None) -> None:
+        speaks = self._background.is_attached and driver.is_whole()
+        if speaks and not self._status.finished and self._stop is None:
+            kind = wrong if wrong is None or isinstance(wrong, type) else type(wrong)
+            why = "its loop ended" if kind is None else f"its loop ended with {kind.__name__}"
+            driver.tell(LeaveWanted(why))
+
+    def _has_to_push(self) -> bool:
+        """A loop that has heard of the notice by itself may have ended before its learner came to a boundary."""
+        came = self._notice.came or self.island.noticed
+        trains = self.driver is not None and self.driver.core.training
+        return bool(came and trains and self._began and not self._status.finished)
+
+    def _push_after_the_loop(self) -> None:
+        assert self.driver is not None
+        self.driver.end_steps(self.island.noticed)
+        self._rest(self.driver)
+
+    def _log_memory(self) -> None:
+        stats = self.stats()
+        if stats.parameters:
+            host, device = stats.host_bytes / stats.parameters, stats.device_bytes / stats.parameters
+            self._log.info("Atoll's memory per parameter: %.1f bytes on the host, %.1f on the device", host, device)
+
+
+__all__ = ["LeadingRank"]
