@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from atoll.core.types import NOTHING, AdoptHow, FragmentId, RoundId, Version
 from atoll.errors import AtollError, IslandBroken, LearnerRefused
 from atoll.island.boundary import LEFT, cause_of
-from atoll.island.follower_fragments import OwnRows, Rows
 from atoll.island.fragments import Buffer, CopyGone, FragmentTensors, plan_of
 from atoll.island.optimizer_state_io import ORDERS as PART_ORDERS
 from atoll.island.optimizer_state_io import FollowerParts, receive_tensors
 from atoll.island.rank_connection import ONLY_BESIDE, Ask, Line, Order, Status, Told, failure_text
-from atoll.island.row_fragment import RowFragment
+from atoll.island.row_fragment import OwnRows, RowFragment, Rows
 from atoll.island.stats import LearnerStats, LearnerStatus
 from atoll.island.topology import Ranks, fsdp_modules, reshard
 from atoll.store.learner_parts import set_rng, take_rng

@@ -1,5 +1,5 @@
-"""One fragment at a rank that sends and fetches its own rows: anchor, copies, arrivals and what rounding left out are
-of those rows only. No rank of the island has more."""
+"""One fragment at a rank that holds its own rows of it: anchor, copies, arrivals and what rounding left out are of
+those rows only. Where every rank sends and fetches its own, no rank of the island has more."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from atoll.core.types import FragmentId, Version
+from atoll.core.types import AdoptHow, FragmentId, Version
+from atoll.errors import IslandBroken
 from atoll.island.fragments import Buffer, Copied, CopyGone, FragmentTensors
 from atoll.tensors.codecs import CODECS, Codec, codec
 from atoll.tensors.model_view import ModelView
 from atoll.tensors.row_sharding import Laid, RowShare, Strip, StripCoder, apply_rows
+
+MOST_ARRIVALS = 16
 
 
 class Strips(NamedTuple):
@@ -172,4 +175,60 @@ class LedRows(RowFragment, ABC):
         """Every rank has its rows of the version when this returns, or none of them has (None)."""
 
 
-__all__ = ["LedRows", "Prepared", "RowFragment", "Strips"]
+class _Arrivals(FragmentTensors):
+    """At a rank that does not lead: versions that are here and not adopted. They arrive before it is told to adopt
+    them."""
+
+    _arrivals: dict[Version, Buffer]
+    copies: int  # made so far
+
+    def buffer(self) -> Buffer:
+        return self._buffers.take()
+
+    def came(self, version: Version, value: Buffer) -> None:
+        """The leader may have decided to adopt an earlier one that is still to be adopted here."""
+        self.release(self._arrivals.pop(version, None))
+        self._arrivals[version] = value
+        while len(self._arrivals) > MOST_ARRIVALS:
+            self.release(self._arrivals.pop(min(self._arrivals)))
+
+    def adopt_version(self, version: Version, how: AdoptHow, merged_copy: bool, alpha: float) -> None:
+        value = self._arrivals.pop(version, None)
+        if value is None:
+            raise IslandBroken(f"version {version} of fragment {self.p} is adopted, and has not arrived at this rank")
+        for older in [each for each in self._arrivals if each < version]:
+            self.release(self._arrivals.pop(older))
+        self.arrived(version, value)
+        new, reference = self.will_adopt(merged_copy)
+        self.adopt(how, new, reference, alpha)
+        self.release(new, reference)
+
+
+class Rows(_Arrivals):
+    """The leader sends and fetches them."""
+
+    def __init__(self, view: ModelView, p: FragmentId) -> None:
+        super().__init__(view, p, codec("f32"))
+        self._arrivals = {}
+        self.copies = 0
+
+
+class OwnRows(RowFragment, _Arrivals):
+    """This rank sends and fetches them itself."""
+
+    def __init__(self, view: ModelView, p: FragmentId, up: Codec, share: RowShare, rank: int) -> None:
+        super().__init__(view, p, up, share, rank)
+        self._arrivals = {}
+        self.copies = 0
+
+    def adopt_version(self, version: Version, how: AdoptHow, merged_copy: bool, alpha: float) -> None:
+        super().adopt_version(version, how, merged_copy, alpha)
+        self.settle(merged_copy)
+
+    def hold_version(self, version: Version) -> Buffer | None:
+        """One that is here, adopted or not."""
+        found = self._arrivals.get(version)
+        return self._buffers.hold(found) if found is not None else self.hold_newest(version)
+
+
+__all__ = ["LedRows", "OwnRows", "Prepared", "RowFragment", "Rows", "Strips"]

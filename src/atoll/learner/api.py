@@ -152,6 +152,8 @@ class Learner:
         learner = check_learner(learner) if learner is not None else None
         if join_timeout_s is not None:
             join_timeout_s = check_seconds("join_timeout_s", "how long to wait for the run", join_timeout_s)
+        else:
+            join_timeout_s = join_timeout_told()
         if extra_state is not None and not callable(extra_state):
             raise ValueError(f"extra_state is a function that returns what to keep, got {extra_state!r}")
         self.log = Named(log if log is not None else logging.getLogger("atoll.learner"), learner=learner)
@@ -186,7 +188,7 @@ class Learner:
             self.log,
             learner=learner,
             run_directory=run,
-            join_timeout_s=join_timeout_s if join_timeout_s is not None else join_timeout_told(),
+            join_timeout_s=join_timeout_s,
             extra_state=extra_state,
         )
 
