@@ -150,9 +150,10 @@ async def measure(served: Syncer, settings: RunSettings, mib: int, repeats: int,
 
 def no_round(learner: LightLearner) -> Envelope:
     """A contribution that the syncer takes, looks at, and does not merge: there is no such round."""
-    core = learner.core
-    body = Contribution(RoundId(0, 0, core.epoch, 1), core.step, 1, 1, 1, 0)
-    return Envelope(core.id, core.incarnation, core.session, core.epoch, core.tick, core.seen, core.marker, body)
+    state = learner.core.state
+    body = Contribution(RoundId(0, 0, state.epoch, 1), state.step, 1, 1, 1, 0)
+    place = (state.id, state.incarnation, state.session, state.epoch, state.tick, state.seen, state.marker)
+    return Envelope(*place, body)
 
 
 def best(what: Callable[[], object]) -> float:

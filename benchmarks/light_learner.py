@@ -209,7 +209,7 @@ class LightLearner:
             while (envelope := self._noticed.pop(p, None)) is not None:
                 body = envelope.body
                 assert isinstance(body, Published)
-                if body.version > self.core.received[p] and body.base in (None, self.core.received[p]):
+                if body.version > self.core.state.received[p] and body.base in (None, self.core.state.received[p]):
                     await self.fetch(p, body.version, body.base)
                     self.got += 1
                 self.tell(MessageArrived(envelope))

@@ -43,7 +43,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import nn
 
-from atoll.core.syncer.core import SyncerCore
+from atoll.core.syncer.core import SyncerCore, SyncerParts
+from atoll.core.syncer.rounds import Rounds
+from atoll.core.syncer.state import Restored
 from atoll.core.types import Limits, RunConfig
 from atoll.reference.data import Sampler, Text, dealt
 from atoll.reference.executor import Execution, StepInfo, Trainee, initial_values, load_values, mean_of_learners
@@ -184,12 +186,17 @@ def run_plain(setting: Setting, corpus: Text) -> dict[str, Any]:
 def growing(setting: Setting) -> type[SyncerCore]:
     """A syncer whose H grows from `h_start` to `h` with the square root of progress."""
 
-    class Growing(SyncerCore):
+    class GrowingRounds(Rounds):
         def _open(self, now: float, f: Any, final: bool = False, in_turn: bool = True) -> bool:
-            share = math.sqrt(self._progress())
+            state = self._state
+            share = math.sqrt(state.progress())
             every = round(setting.h_start + (setting.h - setting.h_start) * share)
-            self.config = dataclasses.replace(self.config, every_steps=max(1, every))
+            state.config = dataclasses.replace(state.config, every_steps=max(1, every))
             return super()._open(now, f, final, in_turn)
+
+    class Growing(SyncerCore):
+        def __init__(self, config: RunConfig, epoch: int, restored: Restored | None = None) -> None:
+            super().__init__(config, epoch, restored, SyncerParts(rounds=GrowingRounds))
 
     return Growing
 

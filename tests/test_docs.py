@@ -318,7 +318,7 @@ def learner_at_step_64(adopt: str) -> tuple[LearnerCore, protocol.Contribution]:
 
 
 def hear(core: LearnerCore, body: protocol.SyncerBody) -> None:
-    core.handle(core.now, protocol.MessageArrived(protocol.Envelope(1, 1, 1, 1, core.seen + 1, 0, 0, body)))
+    core.handle(core.now, protocol.MessageArrived(protocol.Envelope(1, 1, 1, 1, core.state.seen + 1, 0, 0, body)))
 
 
 def train_to(core: LearnerCore, step: int) -> list[protocol.LearnerEffect]:

@@ -142,7 +142,7 @@ class TinyRun:
     def _handle(self, actor: Actor, core: SyncerCore | LearnerCore, event: Event) -> None:
         if isinstance(event, StepTaken) and not core.training:  # type: ignore[union-attr]
             return
-        if isinstance(event, StepTaken) and core.held - core.taken >= SAMPLES:  # type: ignore[union-attr]
+        if isinstance(event, StepTaken) and core.state.held - core.taken >= SAMPLES:  # type: ignore[union-attr]
             event = event._replace(samples=SAMPLES)
         at = self.now + self.clocks_s.get(actor.learner, 0.0)
         effects = core.handle(at, event)  # type: ignore[arg-type]

@@ -213,8 +213,8 @@ def test_the_tapes_of_a_hostile_world_say_what_its_books_say(seed):
     assert history.problems == []
     assert world.syncer is not None
     core = world.syncer.core
-    books = core.leases.sums()
-    undurable = sum(holder.count - holder.durable for holder in core.leases.holders.values())
+    books = core.state.leases.sums()
+    undurable = sum(holder.count - holder.durable for holder in core.state.leases.holders.values())
     assert (sums.merged, sums.waiting) == (books.merged, books.pool)
     assert (sums.leased == books.leased) or undurable, "what is not durable is on no tape as leased"
     assert [line.merged for line in history.tokens().values()] == [core.ledger.merged(p) for p in core.fragments]

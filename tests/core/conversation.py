@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Self, TypeVar
 
-from atoll.core.learner.core import LearnerCore
+from atoll.core.learner.core import LearnerCore, LearnerParts
 from atoll.core.protocol import (
     Body,
     Contribution,
@@ -52,7 +52,7 @@ from atoll.core.protocol import (
     Welcome,
 )
 from atoll.core.reasons import Reason, because
-from atoll.core.syncer.core import SyncerCore
+from atoll.core.syncer.core import SyncerCore, SyncerParts
 from atoll.core.syncer.state import Restored
 from atoll.core.types import NOTHING, FragmentId, LearnerId, Mark, RoundId, RunConfig, Version
 from atoll.tape.format import encode
@@ -161,9 +161,10 @@ class SyncerTalk(Talk):
     """The test speaks for the learners, the merge thread and the disk."""
 
     core_type = SyncerCore
+    parts = SyncerParts()
 
     def __init__(self, config: RunConfig, epoch: int = 1, restored: Restored | None = None) -> None:
-        super().__init__(self.core_type(config, epoch, restored))
+        super().__init__(self.core_type(config, epoch, restored, self.parts))
         self.config = config
         self.epoch = epoch
         self.voices: dict[LearnerId, Voice] = {}
@@ -366,9 +367,10 @@ class LearnerTalk(Talk):
     """The test speaks for the syncer, the network and the training loop."""
 
     core_type = LearnerCore
+    parts = LearnerParts()
 
     def __init__(self, config: RunConfig, learner: LearnerId = 1, incarnation: int = 1) -> None:
-        super().__init__(self.core_type(config, learner, incarnation))
+        super().__init__(self.core_type(config, learner, incarnation, self.parts))
         self.config = config
         self.session = 0
         self.epoch = 1
@@ -424,8 +426,8 @@ class LearnerTalk(Talk):
 
     def sends(self, body: Body) -> Send:
         """The message as this learner would send it now."""
-        core = self.core
-        return Send(Envelope(core.id, core.incarnation, core.session, core.epoch, 0, 0, core.marker, body))
+        state = self.core.state
+        return Send(Envelope(state.id, state.incarnation, state.session, state.epoch, 0, 0, state.marker, body))
 
     def line(self, p: FragmentId = 0) -> Any:
         return self.core.view().ledger[p]

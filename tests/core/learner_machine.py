@@ -122,7 +122,9 @@ class LearnerMachine(Machine):
         self.was_training = core.training
         for p, line in enumerate(view.ledger):
             self.checked(line.balanced(), f"fragment {p}: {line}")
-            self.checked(core.held == 5 * core.lease_count or not self.config.lease_samples, "a lease counts twice")
+            self.checked(
+                core.state.held == 5 * core.state.lease_count or not self.config.lease_samples, "a lease counts twice"
+            )
             if self.config.adopt == "carry":
                 self.checked(not line.dropped, f"fragment {p}: carry drops nothing, {line}")
 
@@ -179,7 +181,7 @@ class LearnerMachine(Machine):
 
     def leases_more(self, skipped: int) -> None:
         """The next lease, one that it has had, or one after another that was lost."""
-        number = max(0, self.talk.core.lease_count + skipped)
+        number = max(0, self.talk.core.state.lease_count + skipped)
         self.hears(Lease(number, 7 * number, 7 * number + 5))
 
     def dialing_ends_well(self) -> None:
@@ -207,7 +209,7 @@ class LearnerMachine(Machine):
             return
         self.steps += steps
         core = self.talk.core
-        samples = 3 * steps if core.held - core.taken >= 3 * steps else 0
+        samples = 3 * steps if core.state.held - core.taken >= 3 * steps else 0
         done = self.happens(StepTaken(steps, tokens, 1.0, samples))
         up = self.talk.core.link is Link.UP
         told = [e for e in done if isinstance(e, Send) and isinstance(e.envelope.body, Report)]
@@ -314,7 +316,7 @@ class LearnerMachine(Machine):
         versions = tuple(self.published.values())
         bodies = [Finish(versions, 1), Refuse(because("refused-finished"), 0, True), Welcome(versions, 0.0, 1.0)]
         own = {"session": self.talk.session, "incarnation": self.talk.core.incarnation, "epoch": self.talk.epoch}
-        if fields == "epoch" and (change == 1 or self.talk.core.epoch < self.talk.epoch):
+        if fields == "epoch" and (change == 1 or self.talk.core.state.epoch < self.talk.epoch):
             return  # whoever greets may be answered by a newer syncer
         self.hears(bodies[what], **{fields: own[fields] + change})
         self.heard.pop()  # told again when the link has that number, it would be for us after all

@@ -429,7 +429,7 @@ def test_most_giving_joining_learners_are_served_and_the_next_one_replaces_the_o
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
     for to in range(2, 2 + MOST_GIVING + 1):
         talk.hears(0.1, StateWanted(to, 1, (0,)))
-    assert talk.core.ignored == {"too many joining learners to serve": 1}
+    assert talk.core.state.ignored == {"too many joining learners to serve": 1}
     talk.steps(1.0)
     assert [body.to for _, body in talk.bodies(InnerState)] == list(range(3, 3 + MOST_GIVING))
 

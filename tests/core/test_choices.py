@@ -173,17 +173,17 @@ def test_after_a_choice_it_measures_anew_and_says_when_it_goes_back():
     talk = LearnerTalk(CONFIG).trains()
     talk.steps(1.0)
     assert len(measures(talk, 1.1, 1e6)) == 1
-    assert talk.core.codec == "int4"
+    assert talk.core.state.codec == "int4"
     assert measures(talk, 1.2, 1e9, CODEC_SAMPLES - 1) == []
     (said,) = measures(talk, 1.3, 1e9, 1)
     assert (said.reason.code, said.reason.args[:2]) == ("codec-finer", ("bf16", "int4"))
-    assert talk.core.codec == "bf16"
+    assert talk.core.state.codec == "bf16"
 
 
 def test_one_that_does_not_train_chooses_nothing():
     talk = LearnerTalk(CONFIG)
     assert measures(talk, 0.1, 1.0) == []
-    assert talk.core.codec is None
+    assert talk.core.state.codec is None
 
 
 def test_what_comes_down_is_told_to_the_syncer_from_the_third_measurement_on():
@@ -193,7 +193,7 @@ def test_what_comes_down_is_told_to_the_syncer_from_the_third_measurement_on():
         assert [body.seconds for _, body in talk.bodies(FetchTime)] == expected
     talk.tell(2.0, LinkMeasured("down", 1000, 1.0, 1000))
     assert talk.bodies(FetchTime) == [], "small fragments say nothing"
-    assert talk.core.codec is None, "what comes down does not change what goes up"
+    assert talk.core.state.codec is None, "what comes down does not change what goes up"
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ def test_nobody_is_suspected_while_the_run_is_paused_and_the_pause_is_no_gap():
     one = talk.voices[1]
     for step in range(2, 12):
         one.reports(1.6 + 0.1 * step, step=step, step_time_s=0.1)
-    limit = talk.core._silence_limit(talk.core.members[1])
+    limit = talk.core.membership.silence_limit(talk.core.members[1])
     high = talk.core.members[1].gap.high()
     at = 4.0
     for _ in range(20):
@@ -292,12 +292,12 @@ def test_a_learner_that_stands_still_pings_often_enough_and_measures_no_gap():
     for n in range(8):
         talk.hears(0.5 * n, Hold(n + 1, False))
     talk.hears(4.0, Hold(9, True))
-    high = talk.core.gap.high()
+    high = talk.core.state.gap.high()
     talk.fires(6.1)
     assert [type(effect.envelope.body).__name__ for effect in talk.effects] == ["Ping"]
     talk.hears(100.0, Hold(10, False))
-    assert talk.core.gap.high() == high
-    assert not talk.core.paused
+    assert talk.core.state.gap.high() == high
+    assert not talk.core.state.paused
 
 
 def test_a_learner_that_joins_a_paused_run_starts_and_stands_still():
@@ -305,7 +305,7 @@ def test_a_learner_that_joins_a_paused_run_starts_and_stands_still():
     talk.opens(0.0)
     talk.welcomed(0.1)
     talk.hears(0.2, Hold(1, True))
-    assert talk.core.paused
+    assert talk.core.state.paused
     talk.gets(0.3, 0, 0)
     assert talk.core.has_boundary_work
 
@@ -324,7 +324,7 @@ def test_at_the_end_nobody_stands_still():
     talk.hears(1.0, Hold(1, True))
     talk.steps(1.5)
     talk.hears(2.0, Finish((1,), 1))
-    assert not talk.core.paused
+    assert not talk.core.state.paused
     assert talk.core.training
     talk.hears(2.5, Hold(2, True))
     talk.expect(talk.sends(Held(2, False)))

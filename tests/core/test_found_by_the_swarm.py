@@ -98,7 +98,7 @@ def test_a_quarantined_learner_is_told_at_once():
     talk = SyncerTalk(RunConfig(fragments=1, every_steps=2))
     one = talk.joined(1)
     one.reports(1.0, step=1)
-    for n in range(talk.core.limits.strikes):
+    for n in range(talk.core.state.limits.strikes):
         one.contributes(1.1 + n, problem="values are not finite")
     assert [e.learner for e in talk.of(Hangup)] == [1]
 

@@ -84,12 +84,12 @@ def test_a_learner_of_another_run_with_a_later_epoch_does_not_stop_this_syncer()
 def test_a_pong_that_arrives_twice_says_nothing_about_the_round_trip():
     """(1) A ping is answered within 0.1 s, (2) much later the answer arrives once more."""
     talk = LearnerTalk(RunConfig(fragments=1)).trains()
-    while not talk.core.pings:
+    while not talk.core.state.pings:
         talk.fires(talk.core.next_deadline())
     talk.hears(talk.now + 0.1, Pong(1))
-    before = talk.core.round_trip.mean
+    before = talk.core.state.round_trip.mean
     talk.hears(talk.now + 500.0, Pong(1))
-    assert talk.core.round_trip.mean == before
+    assert talk.core.state.round_trip.mean == before
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -384,7 +384,7 @@ def test_timers_of_replaced_incarnations_end():
         one = talk.joined(1, at=float(incarnation), incarnation=incarnation)
     for step in range(1, 300):
         one.reports(30.0 + step, step)
-    armed = sum(1 for _, _, kind, key in talk.core._timers if (kind, key) == ("silence", 1))
+    armed = sum(1 for _, _, kind, key in talk.core.state.timers if (kind, key) == ("silence", 1))
     assert armed <= 2
 
 

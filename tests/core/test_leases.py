@@ -22,7 +22,8 @@ from atoll.core.protocol import (
     StartTraining,
 )
 from atoll.core.reasons import because
-from atoll.core.syncer.core import SyncerCore
+from atoll.core.syncer.core import SyncerParts
+from atoll.core.syncer.data_leases import DataLeases
 from atoll.core.types import RoundId, RunConfig
 from tests.core.conversation import LearnerTalk, SyncerTalk, Voice
 
@@ -140,7 +141,7 @@ def test_leases_return_only_when_no_open_round_holds_anything_of_their_holder():
     new = talk.voice(1, incarnation=2)
     new.hello(1.2)
     talk.persisted(1.3)
-    assert talk.core.lease_closing
+    assert talk.core.state.lease_closing
     assert leased(talk, new, 1.4) == []  # not before its predecessor's samples are settled
     other.contributes(1.5, taken=4)
     talk.merged(1.6)
@@ -151,13 +152,13 @@ def test_leases_return_only_when_no_open_round_holds_anything_of_their_holder():
     assert [(lease.begin, lease.end) for _, lease in talk.bodies(Lease)] == [(4, 14), (14, 20), (40, 50)]
 
 
-class GrantsAtOnce(SyncerCore):
+class GrantsAtOnce(DataLeases):
     def _has_unsettled_predecessor(self, learner: int) -> bool:
         return False
 
 
 class Hasty(SyncerTalk):
-    core_type = GrantsAtOnce
+    parts = SyncerParts(data_leases=GrantsAtOnce)
 
 
 @pytest.mark.parametrize(("kind", "merged_samples_wait"), [(SyncerTalk, False), (Hasty, True)])
@@ -194,7 +195,7 @@ def test_a_successor_that_waits_for_its_leases_keeps_the_mark_of_its_predecessor
     talk.merges_and_persists(3.2)
     assert dict(talk.disk[("version", 0)].marks)[1].incarnation == 2
     again = talk.restarted(4.0)
-    waiting = {n for begin, end in again.core.leases.pool for n in range(begin, end)}
+    waiting = {n for begin, end in again.core.state.leases.pool for n in range(begin, end)}
     assert (not waiting.isdisjoint(range(4))) is merged_samples_wait
 
 
@@ -289,7 +290,7 @@ def test_a_run_without_leases_knows_nothing_of_them():
     talk.expect()
     learner = LearnerTalk(RunConfig(fragments=1, every_steps=1)).trains()
     learner.hears(1.0, Lease(0, 0, 8))
-    assert learner.core.held == 0
+    assert learner.core.state.held == 0
 
 
 def test_lengths_that_make_no_sense_are_refused_with_a_sentence():
@@ -342,8 +343,8 @@ def test_leases_may_come_late_again_and_out_of_order_and_every_sample_counts_onc
     talk = joining()
     for lease in (Lease(1, 8, 16), Lease(0, 0, 8), Lease(0, 0, 8), Lease(2, 16, 24), Lease(1, 8, 16), Lease(1, 8, 16)):
         talk.hears(1.0, lease)
-    assert talk.core.lease_count == 2
-    assert talk.core.held == 16
+    assert talk.core.state.lease_count == 2
+    assert talk.core.state.held == 16
     talk.steps(2.0, samples=8)
     assert talk.bodies(Report) == [(1, Report(1, 100, 1.0, 8))]
     with pytest.raises(AssertionError, match="took 9 samples of 8"):
@@ -356,7 +357,7 @@ def test_steps_without_a_lease_are_counted_and_said_once():
     talk.steps(2.0, samples=8)
     for at in (3.0, 4.0, 5.0):
         talk.steps(at)
-    assert talk.core.repeated == 3
+    assert talk.core.state.repeated == 3
     assert talk.sentences.count(str(because("leases-dry", 8))) == 1
     talk.hears(6.0, Lease(1, 8, 16))
     talk.steps(7.0, samples=8)

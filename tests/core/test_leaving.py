@@ -57,7 +57,7 @@ def test_one_who_is_alone_is_asked_at_once_and_again_for_what_an_old_copy_left_o
     one.contributes(2.6, 1)
     talk.merges_and_persists(2.7)
     assert [line.pending for line in talk.core.view().ledger] == [0, 0]
-    assert talk.core.leavers == {}
+    assert talk.core.state.leavers == {}
 
 
 def test_the_quorum_is_kept_and_others_are_asked_when_they_have_a_step():
@@ -85,7 +85,7 @@ def test_two_who_leave_at_once_are_in_the_same_merges():
         voice.contributes(2.1)
     assert len(talk.one(MergeRound).contributions) == 2
     talk.merges_and_persists(2.2)
-    assert talk.core.leavers == {}
+    assert talk.core.state.leavers == {}
 
 
 def test_one_who_names_and_never_gives_holds_up_nobody_for_long():
@@ -120,7 +120,7 @@ def test_a_word_that_comes_late_or_twice_or_from_nowhere_changes_nothing():
     assert pulled(talk) == [(1, 1)]
     one.says(2.1, Leaving(1, TOKENS, (0, 1)), tick=89)
     assert list(talk.core.members[1].unmerged) == [1]
-    assert talk.core.ignored["an older word of one who leaves"] == 1
+    assert talk.core.state.ignored["an older word of one who leaves"] == 1
     talk.voice(9).says(2.2, Leaving(1, TOKENS, (0,)))
     assert pulled(talk) == []
 

@@ -104,7 +104,7 @@ def test_a_learner_never_follows_an_older_syncer_than_the_one_it_has_met():
     talk.expect()
     assert talk.core.link.value == "greeting"
     talk.hears(2.2, Welcome((0,), 0.0, 0.0), epoch=4)
-    assert (talk.core.link.value, talk.core.epoch) == ("up", 4)
+    assert (talk.core.link.value, talk.core.state.epoch) == ("up", 4)
 
 
 def _events(learners: tuple[int, ...]) -> list[tuple[float, int, int]]:

@@ -354,13 +354,13 @@ def test_leases_of_one_that_is_gone_wait_for_the_word_of_a_shard():
 
 def test_a_shard_that_is_back_opens_nothing_while_the_run_is_paused():
     talk, one = pulling()
-    talk.core.paused = True
+    talk.core.state.paused = True
     talk.shard_lost(1.1, 0)
     one.reports(2.0, step=2)
     one.reports(3.0, step=3)
     talk.shard_back(3.1, (0, 0))
     assert talk.bodies(Pull) == []
-    talk.core.paused = False
+    talk.core.state.paused = False
 
 
 # --------------------------------------------------------------------------------------------------------------------

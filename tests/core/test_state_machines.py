@@ -12,10 +12,14 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from atoll.core.learner.core import LearnerCore
+from atoll.core.learner.core import LearnerCore, LearnerParts
+from atoll.core.learner.data_leases import LearnerLeases
+from atoll.core.learner.rounds import LearnerRounds
 from atoll.core.protocol import Lease, Published
 from atoll.core.states import Link
-from atoll.core.syncer.core import SyncerCore
+from atoll.core.syncer.core import SyncerParts
+from atoll.core.syncer.data_leases import DataLeases
+from atoll.core.syncer.rounds import Rounds
 from tests.core.learner_machine import LearnerMachine, QuietLearner
 from tests.core.machine import Machine
 from tests.core.syncer_machine import QuietSyncer, SyncerMachine
@@ -31,30 +35,30 @@ TestLearnerCore.settings = settings(max_examples=3 * EXAMPLES, stateful_step_cou
 # A machine that cannot fail checks nothing
 
 
-class BelowQuorum(SyncerCore):
+class BelowQuorum(Rounds):
     def _has_quorum(self, f: Any) -> bool:
         return True
 
 
-class SkipsAVersion(SyncerCore):
-    def _version_saved(self, now: float, f: Any) -> None:
-        super()._version_saved(now, f)
+class SkipsAVersion(Rounds):
+    def on_version_saved(self, now: float, f: Any) -> None:
+        super().on_version_saved(now, f)
         f.version += 1
-        self.merges += 1
+        self._state.merges += 1
 
 
-class ForgetsWhatIsMerged(SyncerCore):
-    def _settle_leases(self) -> None:
-        for key in self.lease_closing:
-            self.leases.holders[key].merged = self.leases.holders[key].before
-        super()._settle_leases()
+class ForgetsWhatIsMerged(DataLeases):
+    def settle(self) -> None:
+        for key in self._state.lease_closing:
+            self._state.leases.holders[key].merged = self._state.leases.holders[key].before
+        super().settle()
 
 
-class LeasesTwice(LearnerCore):
-    def _on_lease(self, now: float, envelope: Any, body: Lease) -> None:
-        if body.number < self.lease_count:
-            self.held += body.end - body.begin
-        super()._on_lease(now, envelope, body)
+class LeasesTwice(LearnerLeases):
+    def add(self, now: float, body: Lease) -> bool:
+        if body.number < self._state.lease_count:
+            self._state.held += body.end - body.begin
+        return super().add(now, body)
 
 
 class WaitsForTheLink(LearnerCore):
@@ -63,28 +67,33 @@ class WaitsForTheLink(LearnerCore):
         return super().training and self.link is Link.UP
 
 
-class AdoptsTheOlder(LearnerCore):
-    def _on_published(self, now: float, envelope: Any, body: Published) -> None:
-        if body.fragment in self.received:
-            self.received[body.fragment] = body.version
-            self.arrivals[body.fragment] = None
-        super()._on_published(now, envelope, body)
+class AdoptsTheOlder(LearnerRounds):
+    def record_arrival(self, body: Published) -> bool:
+        if body.fragment in self._state.received:
+            self._state.received[body.fragment] = body.version
+            self._state.arrivals[body.fragment] = None
+        return super().record_arrival(body)
 
 
 @pytest.mark.parametrize(
-    ("core", "machine", "talk", "complaint"),
+    ("planted", "machine", "talk", "complaint"),
     [
-        (BelowQuorum, SyncerMachine, QuietSyncer, "below (the )?quorum"),
-        (SkipsAVersion, SyncerMachine, QuietSyncer, r"is at version|version \d+ of \d+"),
-        (ForgetsWhatIsMerged, SyncerMachine, QuietSyncer, "is merged by"),
-        (LeasesTwice, LearnerMachine, QuietLearner, "a lease counts twice"),
-        (WaitsForTheLink, LearnerMachine, QuietLearner, "because of something that the network did"),
-        (AdoptsTheOlder, LearnerMachine, QuietLearner, "is not newer|arrivals are wrong|adopted before it arrived"),
+        ({"parts": SyncerParts(rounds=BelowQuorum)}, SyncerMachine, QuietSyncer, "below (the )?quorum"),
+        ({"parts": SyncerParts(rounds=SkipsAVersion)}, SyncerMachine, QuietSyncer, r"is at version|version \d+ of \d+"),
+        ({"parts": SyncerParts(data_leases=ForgetsWhatIsMerged)}, SyncerMachine, QuietSyncer, "is merged by"),
+        ({"parts": LearnerParts(data_leases=LeasesTwice)}, LearnerMachine, QuietLearner, "a lease counts twice"),
+        ({"core_type": WaitsForTheLink}, LearnerMachine, QuietLearner, "because of something that the network did"),
+        (
+            {"parts": LearnerParts(rounds=AdoptsTheOlder)},
+            LearnerMachine,
+            QuietLearner,
+            "is not newer|arrivals are wrong|adopted before it arrived",
+        ),
     ],
 )
-def test_a_planted_bug_is_found(core: type, machine: type[Machine], talk: type, complaint: str) -> None:
-    kind = type("Planted", (talk,), {"core_type": core})
-    planted = type("PlantedMachine", (machine,), {"kind": kind})
+def test_a_planted_bug_is_found(planted: dict[str, Any], machine: type[Machine], talk: type, complaint: str) -> None:
+    kind = type("PlantedTalk", (talk,), planted)
+    planted_machine = type("PlantedMachine", (machine,), {"kind": kind})
     quick = settings(max_examples=600, stateful_step_count=60, phases=[Phase.generate], print_blob=False)
     with pytest.raises(AssertionError, match=complaint):
-        run_state_machine_as_test(planted, settings=quick)
+        run_state_machine_as_test(planted_machine, settings=quick)

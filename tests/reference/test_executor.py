@@ -162,7 +162,7 @@ def test_the_samples_of_every_step_follow_from_the_tape(seed):
         line = [n for _, (b, e) in sorted(execution.learners[actor].leases.items()) for n in range(b, e)]
         assert list(dict.fromkeys(n for step in steps for n in step)) == line[: core.taken]
         assert len(steps) == core.step
-    assert world.coverage()[1]["leases-returned"] + sum(core.repeated for core in processes.values()) > 0
+    assert world.coverage()[1]["leases-returned"] + sum(core.state.repeated for core in processes.values()) > 0
 
 
 def paced(config: RunConfig, execution: Execution, starts: dict[int, float] | None = None) -> Paced:

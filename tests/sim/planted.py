@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from atoll.core.data_leases import Key, LeaseBooks
-from atoll.core.learner.core import LearnerCore
-from atoll.core.learner.state import Copy
+from atoll.core.learner.connection import Connection
+from atoll.core.learner.core import LearnerCore, LearnerParts
+from atoll.core.learner.data_leases import LearnerLeases
+from atoll.core.learner.joining import Joining
+from atoll.core.learner.leaving import Departure
+from atoll.core.learner.rounds import LearnerRounds
+from atoll.core.learner.shutdown import LearnerShutdown
+from atoll.core.learner.state import Copy, LearnerState
 from atoll.core.protocol import (
     AdoptFragment,
     Contribution,
@@ -18,9 +25,9 @@ from atoll.core.protocol import (
     LeaseRecord,
     MergeRound,
     OpenGrace,
-    Persisted,
     Published,
     Pull,
+    RecordKey,
     RefuseContribution,
     ShardBack,
     ShardLost,
@@ -28,63 +35,86 @@ from atoll.core.protocol import (
 )
 from atoll.core.reasons import Reason
 from atoll.core.states import Link, Mode, Phase, Stage, Standing
-from atoll.core.syncer.core import SyncerCore
-from atoll.core.syncer.state import Fragment, Member, Restored
-from atoll.core.types import Accepted, Interval, RoundId, RunConfig
+from atoll.core.syncer.controls import Controls
+from atoll.core.syncer.core import SyncerCore, SyncerParts
+from atoll.core.syncer.data_leases import DataLeases
+from atoll.core.syncer.delivery import Delivery
+from atoll.core.syncer.membership import Membership
+from atoll.core.syncer.rounds import Rounds
+from atoll.core.syncer.shards import SyncerShards
+from atoll.core.syncer.shutdown import Shutdown
+from atoll.core.syncer.snapshots import Snapshots
+from atoll.core.syncer.state import Fragment, Member, Restored, SyncerState
+from atoll.core.types import Accepted, Incarnation, Interval, LearnerId, RoundId, RunConfig
 
 
 @dataclass(frozen=True)
 class Planted:
     name: str
     checkers: tuple[str, ...]  # any of these may be the first to see it
-    syncer: type[SyncerCore] = SyncerCore
-    learner: type[LearnerCore] = LearnerCore
+    syncer: SyncerParts = field(default_factory=SyncerParts)
+    learner: LearnerParts = field(default_factory=LearnerParts)
     first_seed: int = 0  # where the search starts: a seed that shows the bug
+    syncer_core: type[SyncerCore] = SyncerCore
+    learner_core: type[LearnerCore] = LearnerCore
+
+    def new_syncer(self, config: RunConfig, epoch: int, restored: Restored | None) -> SyncerCore:
+        return self.syncer_core(config, epoch, restored, self.syncer)
+
+    def new_learner(self, config: RunConfig, learner: LearnerId, incarnation: Incarnation) -> LearnerCore:
+        return self.learner_core(config, learner, incarnation, self.learner)
 
 
-class MergesBelowQuorum(SyncerCore):
-    def _has_quorum(self, f: Fragment) -> bool:
-        return len(f.contributions) >= 1
-
+class Unchecked(SyncerCore):
     def check_invariants(self) -> None:
         """Switched off: the observer must find it, not the core's own self-test."""
 
 
-class AcceptsOldIncarnation(SyncerCore):
+class MergesBelowQuorum(Rounds):
+    def _has_quorum(self, f: Fragment) -> bool:
+        return len(f.contributions) >= 1
+
+
+class AcceptsOldIncarnation(Membership):
     def _is_current(self, member: Member, envelope: Envelope) -> bool:
         return True
 
+    def on_heard(self, now: float, member: Member, envelope: Envelope) -> None:
+        assert isinstance(self._rounds, MergesOldIncarnation)
+        self._rounds.speaker = envelope.incarnation
+        super().on_heard(now, member, envelope)
+
+
+class MergesOldIncarnation(Rounds):
+    speaker = 0
+
     def _accepted(self, member: Member, body: Contribution) -> Accepted:
-        return super()._accepted(member, body)._replace(incarnation=self._speaker)
+        return super()._accepted(member, body)._replace(incarnation=self.speaker)
 
     def _refusal(self, f: Fragment, member: Member, body: Contribution) -> Reason | None:
         refusal = super()._refusal(f, member, body)
         if refusal is not None and refusal.code == "contribution-not-asked":
-            f.asked[member.id] = self.now
+            f.asked[member.id] = self._state.now
             return None
         return refusal
 
-    def _heard(self, now: float, member: Member, envelope: Envelope) -> None:
-        self._speaker = envelope.incarnation
-        super()._heard(now, member, envelope)
 
-
-class PublishesBeforeDurable(SyncerCore):
+class PublishesBeforeDurable(Rounds):
     def _save_version(self, f: Fragment) -> None:
         super()._save_version(f)
         f.version += 1
-        self._publish(self.now, f)
+        self._delivery.publish(self._state.now, f)
         f.version -= 1
 
 
-class ForgetsFailedWrite(SyncerCore):
+class ForgetsFailedWrite(Rounds):
     """A full disk is taken for a success."""
 
-    def _version_not_saved(self, now: float, f: Fragment, why: str) -> None:
-        self._version_saved(now, f)
+    def _on_version_not_saved(self, now: float, f: Fragment, why: str) -> None:
+        self.on_version_saved(now, f)
 
 
-class MergesTwiceAfterRestart(SyncerCore):
+class MergesTwiceAfterRestart(SyncerState):
     """Reads the last but one version of its directory."""
 
     def _restore(self, restored: Restored) -> None:
@@ -95,47 +125,47 @@ class MergesTwiceAfterRestart(SyncerCore):
                 self.merges -= 1
 
 
-class WelcomesBeforeDurable(SyncerCore):
-    def _save_members(self, now: float) -> None:
-        super()._save_members(now)
-        for member in list(self.members.values()):
+class WelcomesBeforeDurable(Membership):
+    def _save(self, now: float) -> None:
+        super()._save(now)
+        for member in list(self._state.members.values()):
             if member.standing is Standing.ADMITTING and member.hello is not None:
-                self._stand(member, "admitted")
+                self._state.move_member(member, "admitted")
                 self._welcome(now, member, member.hello)
 
 
-class LosesRefusedContribution(LearnerCore):
+class LosesRefusedContribution(LearnerRounds):
     """Takes a refused contribution for settled."""
 
-    def _on_refused_contribution(self, now: float, envelope: Envelope, body: RefuseContribution) -> None:
-        super()._on_refused_contribution(now, envelope, body)
-        copy = self.copies.pop(body.round.fragment, None)
+    def on_refused_contribution(self, now: float, envelope: Envelope, body: RefuseContribution) -> None:
+        super().on_refused_contribution(now, envelope, body)
+        copy = self._state.copies.pop(body.round.fragment, None)
         if copy is not None:
-            self.settled[body.round.fragment] = copy.trained
-            self.base_step[body.round.fragment] = copy.step
+            self._state.settled[body.round.fragment] = copy.trained
+            self._state.base_step[body.round.fragment] = copy.step
 
 
-class ForgetsPullDeadline(SyncerCore):
-    def _on_pull_timer(self, now: float, fragment: int) -> None:
+class ForgetsPullDeadline(Rounds):
+    def on_pull_timer(self, now: float, fragment: int) -> None:
         """A lost answer is waited for until the end of time."""
 
 
-class ForgetsGraceDeadline(SyncerCore):
-    def _on_grace_timer(self, now: float, fragment: int) -> None:
+class ForgetsGraceDeadline(Rounds):
+    def on_grace_timer(self, now: float, fragment: int) -> None:
         """The window never closes by itself."""
 
 
-class GraceBeyondBound(SyncerCore):
+class GraceBeyondBound(Rounds):
     def _enter_grace(self, now: float, f: Fragment) -> None:
         super()._enter_grace(now, f)
-        opened = self._out[-1]
+        opened = self._state.effects[-1]
         assert isinstance(opened, OpenGrace)
-        self._out[-1] = opened._replace(window_s=2 * opened.window_s)
+        self._state.effects[-1] = opened._replace(window_s=2 * opened.window_s)
         f.grace_until = now + 2 * opened.window_s
-        self._arm(f.grace_until, "grace", f.id)
+        self._state.arm(f.grace_until, "grace", f.id)
 
 
-class WaitsForWhoMissedNothing(SyncerCore):
+class WaitsForWhoMissedNothing(Rounds):
     """Every round waits as long as it may, as if somebody had missed the one before."""
 
     def _enter_grace(self, now: float, f: Fragment) -> None:
@@ -143,45 +173,45 @@ class WaitsForWhoMissedNothing(SyncerCore):
         super()._enter_grace(now, f)
 
     def _still_needs(self, now: float, f: Fragment, member: Member) -> float:
-        return self.config.grace_margin * (self.config.every_steps * self._step_s()) / 2
+        return self._state.config.grace_margin * (self._state.config.every_steps * self._state.step_s()) / 2
 
 
-class WeighsByStaleCounters(SyncerCore):
+class WeighsByStaleCounters(Rounds):
     """Uses what the learner last reported instead of what the contribution says."""
 
     def _accepted(self, member: Member, body: Contribution) -> Accepted:
-        steps = max(1, member.step - self._baseline(self.fragments[body.round.fragment], member))
+        steps = max(1, member.step - self._state.baseline(self._state.fragments[body.round.fragment], member))
         return super()._accepted(member, body)._replace(weight=body.tokens * body.tokens / steps)
 
 
-class AdoptsOlderVersion(LearnerCore):
-    def _on_published(self, now: float, envelope: Envelope, body: Published) -> None:
-        if body.version < self.received.get(body.fragment, -1) and self.step:
+class AdoptsOlderVersion(LearnerRounds):
+    def record_arrival(self, body: Published) -> bool:
+        if body.version < self._state.received.get(body.fragment, -1) and self._state.step:
             p = body.fragment
-            pending = self.trained - self.settled[p]
-            self._out.append(AdoptFragment(p, body.version, self.config.adopt, False, 0, 0, pending))
-        super()._on_published(now, envelope, body)
+            pending = self._state.trained - self._state.settled[p]
+            self._state.effects.append(AdoptFragment(p, body.version, self._state.config.adopt, False, 0, 0, pending))
+        return super().record_arrival(body)
 
 
-class MissesInFlight(SyncerCore):
-    def _record_in_flight(self, member: Member, envelope: Envelope, body: Contribution) -> None:
+class MissesInFlight(Snapshots):
+    def record_in_flight(self, member: Member, envelope: Envelope, body: Contribution) -> None:
         """What is under way at the cut is not written down."""
 
 
-class CutsAfterAdopting(LearnerCore):
+class CutsAfterAdopting(LearnerRounds):
     """Saves its part at the end of the step boundary: what was published after the cut is already in it."""
 
-    def _save_part(self) -> None:
-        if self.arrivals:
-            self._adopt_arrived()
-        super()._save_part()
+    def save_part(self) -> None:
+        if self._state.arrivals:
+            self.adopt_arrived()
+        super().save_part()
 
 
-class CountsDuplicates(SyncerCore):
+class CountsDuplicates(Rounds):
     """A contribution that arrives twice is merged twice: a list where a mapping belongs."""
 
-    def __init__(self, config: RunConfig, epoch: int, restored: Restored | None = None) -> None:
-        super().__init__(config, epoch, restored)
+    def __init__(self, state: SyncerState, *neighbours: Any) -> None:
+        super().__init__(state, *neighbours)
         self.twice: dict[RoundId, Accepted] = {}
 
     def _is_duplicate(self, f: Fragment, member: Member, body: Contribution) -> bool:
@@ -191,10 +221,10 @@ class CountsDuplicates(SyncerCore):
 
     def _seal(self, now: float, f: Fragment, reason: Reason) -> None:
         super()._seal(now, f, reason)
-        merge = self._out[-1]
+        merge = self._state.effects[-1]
         assert isinstance(merge, MergeRound)
         if merge.round in self.twice:
-            self._out[-1] = merge._replace(contributions=(*merge.contributions, self.twice[merge.round]))
+            self._state.effects[-1] = merge._replace(contributions=(*merge.contributions, self.twice[merge.round]))
 
 
 class WaitsForTheSyncer(LearnerCore):
@@ -205,144 +235,143 @@ class WaitsForTheSyncer(LearnerCore):
         return super().training and self.link is Link.UP
 
 
-class IgnoresItsMark(LearnerCore):
+class IgnoresItsMark(LearnerRounds):
     """Takes merged work for unmerged and sends it once more."""
 
     def _was_merged(self, p: int, copy: Copy | None) -> bool:
         return False
 
 
-class CopiesAnewForOldRound(LearnerCore):
+class CopiesAnewForOldRound(LearnerRounds):
     """Answers a repeated pull with a new copy: nobody can tell which one was merged."""
 
-    def _on_pull(self, now: float, envelope: Envelope, body: Pull) -> None:
-        copy = self.copies.get(body.round.fragment)
+    def on_pull(self, now: float, envelope: Envelope, body: Pull) -> None:
+        copy = self._state.copies.get(body.round.fragment)
         if copy is not None and copy.round == body.round:
-            del self.copies[body.round.fragment]
-        super()._on_pull(now, envelope, body)
+            del self._state.copies[body.round.fragment]
+        super().on_pull(now, envelope, body)
 
 
-class EndsWithoutLastMerge(SyncerCore):
+class EndsWithoutLastMerge(Rounds):
     def _open_final(self, now: float) -> None:
-        for f in self.fragments.values():
+        for f in self._state.fragments.values():
             if f.phase is Phase.IDLE:
                 f.final = True
-        self._check_end(now)
+        self._shutdown.check_end(now)
 
 
-class DeadLearnerBlocksEnd(SyncerCore):
-    def _check_end(self, now: float) -> None:
-        if self.stage is Stage.FINISHING and len(self.live) < len(self.members):
+class DeadLearnerBlocksEnd(Shutdown):
+    def check_end(self, now: float) -> None:
+        if self._state.stage is Stage.FINISHING and len(self._state.live) < len(self._state.members):
             return
-        super()._check_end(now)
+        super().check_end(now)
 
 
-class AsksForEver(SyncerCore):
-    def _on_pull_timer(self, now: float, fragment: int) -> None:
-        f = self.fragments[fragment]
+class AsksForEver(Rounds):
+    def on_pull_timer(self, now: float, fragment: int) -> None:
+        f = self._state.fragments[fragment]
         if f.phase is Phase.PULLING and now >= f.pull_again_at:
             f.pull_tries = 1
-        super()._on_pull_timer(now, fragment)
+        super().on_pull_timer(now, fragment)
 
 
-class StartsTooEarly(LearnerCore):
-    def _on_welcome(self, now: float, envelope: Envelope, body: Welcome) -> None:
-        super()._on_welcome(now, envelope, body._replace(versions=tuple(-1 for _ in body.versions)))
+class StartsTooEarly(Joining):
+    def on_welcome(self, now: float, envelope: Envelope, body: Welcome) -> None:
+        super().on_welcome(now, envelope, body._replace(versions=tuple(-1 for _ in body.versions)))
 
 
-class GivesOldState(LearnerCore):
-    def _give_state(self, now: float) -> None:
-        self.giving = {
+class GivesOldState(Joining):
+    def give_state(self, now: float) -> None:
+        self._state.giving = {
             to: g._replace(wanted=g.wanted._replace(versions=tuple(-1 for _ in g.wanted.versions)))
-            for to, g in self.giving.items()
+            for to, g in self._state.giving.items()
         }
-        super()._give_state(now)
+        super().give_state(now)
 
 
-class ContributesAfterStop(LearnerCore):
+class ContributesAfterStop(LearnerShutdown):
     """Answers a last pull although its training has ended."""
 
-    def _check_final(self) -> None:
-        copies = dict(self.copies)
-        super()._check_final()
-        if self.mode is Mode.STOPPED:
+    def check_final(self) -> None:
+        copies = dict(self._state.copies)
+        super().check_final()
+        if self._state.mode is Mode.STOPPED:
             for copy in copies.values():
-                self._send_copy(copy)
+                self._rounds.send_copy(copy)
 
 
-class TicksTwice(LearnerCore):
+class TicksTwice(Connection):
     """Counts a message that it sends as an event of its own: clocks run ahead of the tape."""
 
     def _greet(self, now: float) -> None:
-        self.tick += 1
+        self._state.tick += 1
         super()._greet(now)
-        self.tick -= 1
+        self._state.tick -= 1
 
 
-class StopsWithoutFinalVersions(LearnerCore):
-    def _final_here(self) -> bool:
+class StopsWithoutFinalVersions(LearnerShutdown):
+    def has_final_versions(self) -> bool:
         return True
 
 
-class NeverDialsAgain(LearnerCore):
+class NeverDialsAgain(Connection):
     """Gives a link up and never dials again."""
 
     def _redial(self) -> None:
         """Forgotten."""
 
 
-class AsksTheDiskTwice(SyncerCore):
+class AsksTheDiskTwice(Rounds):
     """Asks the disk again without waiting for its answer."""
 
     def _save_version(self, f: Fragment) -> None:
         super()._save_version(f)
         super()._save_version(f)
 
-    def _on_persisted(self, now: float, event: Persisted) -> None:
-        if event.key.kind == "version" and self.fragments[event.key.number].version >= event.key.version:
-            return
-        super()._on_persisted(now, event)
+    def on_persisted(self, now: float, key: RecordKey) -> bool:
+        return self._state.fragments[key.number].version < key.version and super().on_persisted(now, key)
 
 
-class ContributesSettledTokens(LearnerCore):
+class ContributesSettledTokens(LearnerRounds):
     """Off by a few tokens."""
 
     def _contribute(self, p: int, round_id: RoundId) -> None:
-        self.settled[p] -= min(self.settled[p], 8)
+        self._state.settled[p] -= min(self._state.settled[p], 8)
         super()._contribute(p, round_id)
 
 
-class LeasesBeforeDurable(SyncerCore):
-    def _save_leases(self) -> None:
-        super()._save_leases()
-        for (learner, incarnation), holder in self.leases.holders.items():
-            member = self.members[learner]
+class LeasesBeforeDurable(DataLeases):
+    def _save(self) -> None:
+        super()._save()
+        for (learner, incarnation), holder in self._state.leases.holders.items():
+            member = self._state.members[learner]
             if self._may_lease(member, incarnation):
                 self._send_leases(member, holder, max(holder.durable, holder.first), holder.count)
 
 
-class ReturnsLeasesOfTheAbsent(SyncerCore):
+class ReturnsLeasesOfTheAbsent(Membership):
     """Takes a broken link for the end of its learner."""
 
     def _gone(self, now: float, member: Member, reason: Reason) -> None:
         key = (member.id, member.incarnation)
         super()._gone(now, member, reason)
-        if key in self.leases.holders and key not in self.lease_closing:
-            self._return_leases(key)
+        state = self._state
+        if key in state.leases.holders and key not in state.lease_closing:
+            state.say("learner", key[0], "leases-returned", state.leases.close(key), key[1])
 
 
-class ReturnsLeasesBeforeTheEndIsDurable(SyncerCore):
-    def _close_leases(self, member: Member, serial: int) -> None:
-        super()._close_leases(member, 0)
-        self._settle_leases()
+class ReturnsLeasesBeforeTheEndIsDurable(DataLeases):
+    def close(self, member: Member, serial: int) -> None:
+        super().close(member, 0)
+        self.settle()
 
 
-class ReturnsWhatARoundHolds(SyncerCore):
+class ReturnsWhatARoundHolds(DataLeases):
     def _is_contributing(self, key: Key) -> bool:
         return False
 
 
-class WelcomesTheLost(SyncerCore):
+class WelcomesTheLost(Membership):
     """One that was given up goes on as what it was."""
 
     def _hello_refusal(self, envelope: Envelope, body: Hello, member: Member | None) -> Reason | None:
@@ -351,16 +380,16 @@ class WelcomesTheLost(SyncerCore):
             return refusal
         assert member is not None
         member.standing = Standing.AWAY
-        self.ledger.open(member.id, member.incarnation)
+        self._state.ledger.open(member.id, member.incarnation)
         return None
 
 
-class NeverGivesUp(SyncerCore):
+class NeverGivesUp(Membership):
     def _give_up(self, now: float, member: Member, away_s: float) -> None:
         """What it holds, it holds for ever."""
 
 
-class ForgetsWhoIsLost(SyncerCore):
+class ForgetsWhoIsLost(SyncerState):
     """After a restart takes the lost for those who have left, and answers them nothing."""
 
     def _restore(self, restored: Restored) -> None:
@@ -368,7 +397,7 @@ class ForgetsWhoIsLost(SyncerCore):
         super()._restore(replace(restored, members=members))
 
 
-class ForgetsMarksOfLeases(SyncerCore):
+class ForgetsMarksOfLeases(SyncerState):
     """After a restart takes the last record of leases for all that there is to know."""
 
     def _restore_leases(self, record: LeaseRecord) -> None:
@@ -379,7 +408,7 @@ class ForgetsMarksOfLeases(SyncerCore):
                 self.leases.close(key)
 
 
-class NewSamplesFirst(SyncerCore):
+class NewSamplesFirst(SyncerState):
     class Books(LeaseBooks):
         def _cut(self, samples: int) -> Interval:
             self.next += samples
@@ -392,196 +421,272 @@ class NewSamplesFirst(SyncerCore):
         self.leases = books
 
 
-class CountsLeasesTwice(LearnerCore):
+class CountsLeasesTwice(LearnerLeases):
     """A lease that comes again is taken for another one."""
 
-    def _on_lease(self, now: float, envelope: Envelope, body: Lease) -> None:
-        if body.number < self.lease_count:
-            self.held += body.end - body.begin
-        super()._on_lease(now, envelope, body)
+    def add(self, now: float, body: Lease) -> bool:
+        if body.number < self._state.lease_count:
+            self._state.held += body.end - body.begin
+        return super().add(now, body)
 
 
-class StartsWithoutLease(LearnerCore):
-    def _check_ready(self, now: float) -> None:
-        self.lease_samples = 0
-        super()._check_ready(now)
-        self.lease_samples = self.config.lease_samples
+class StartsWithoutLease(Joining):
+    def check_ready(self, now: float) -> None:
+        self._state.lease_samples = 0
+        super().check_ready(now)
+        self._state.lease_samples = self._state.config.lease_samples
 
 
-class OpensWhilePaused(SyncerCore):
-    def _open_ripe(self, now: float) -> None:
-        paused, self.paused = self.paused, False
-        super()._open_ripe(now)
-        self.paused = paused
+class OpensWhilePaused(Rounds):
+    def open_ripe(self, now: float) -> None:
+        paused, self._state.paused = self._state.paused, False
+        super().open_ripe(now)
+        self._state.paused = paused
 
 
-class StepsWhilePaused(LearnerCore):
-    def _on_hold(self, now: float, envelope: Envelope, body: Hold) -> None:
+class StepsWhilePaused(Connection):
+    def on_hold(self, now: float, envelope: Envelope, body: Hold) -> None:
         """Heard, and forgotten."""
-        self._send(Held(body.serial, body.paused))
+        self._state.send(Held(body.serial, body.paused))
 
 
-class KeepsItsQuorum(SyncerCore):
+class KeepsItsQuorum(Controls):
     def _change_quorum(self, now: float, quorum: int, who: str) -> None:
-        super()._change_quorum(now, min(quorum, self.config.quorum), who)
+        super()._change_quorum(now, min(quorum, self._state.config.quorum), who)
 
 
-class KeepsItsGrace(SyncerCore):
-    def __init__(self, config: RunConfig, epoch: int, restored: Restored | None = None) -> None:
-        super().__init__(config, epoch, restored)
-        self.first = config
+class KeepsItsGrace(Rounds):
+    def __init__(self, state: SyncerState, *neighbours: Any) -> None:
+        super().__init__(state, *neighbours)
+        self.first = state.config
 
     def _enter_grace(self, now: float, f: Fragment) -> None:
-        changed, self.config = self.config, replace(self.config, grace_margin=self.first.grace_margin)
+        changed, self._state.config = (
+            self._state.config,
+            replace(self._state.config, grace_margin=self.first.grace_margin),
+        )
         super()._enter_grace(now, f)
-        self.config = changed
+        self._state.config = changed
 
 
-class TellsOnce(SyncerCore):
+class TellsOnce(Controls):
     """Of a pause, of its end and of a wish to leave; and if it is lost, it is lost."""
 
-    def _on_control_timer(self, now: float, learner: int) -> None:
+    def on_timer(self, now: float, learner: int) -> None:
         """Not again."""
 
 
-class TellsNobodyWhoReturns(SyncerCore):
-    def _tell_wish_anew(self, now: float, member: Member) -> None:
+class TellsNobodyWhoReturns(Controls):
+    def send_request_anew(self, now: float, member: Member) -> None:
         """What it was told before its link broke it has heard, most likely."""
 
 
-class KeepsRoundsOfALostShard(SyncerCore):
+class KeepsRoundsOfALostShard(Rounds):
     """A round goes on when its shard is back, with contributions that were lost with it."""
 
-    def _abandon(self, now: float, f: Fragment, reason: Reason, what: str = "") -> None:
+    def abandon(self, now: float, f: Fragment, reason: Reason, what: str = "") -> None:
         if reason.code != "shard-round-lost":
-            super()._abandon(now, f, reason, what)
-
-    def check_invariants(self) -> None:
-        """Switched off: the observer must find it, not the core's own self-test."""
+            super().abandon(now, f, reason, what)
 
 
-class AsksAShardThatIsAway(SyncerCore):
+class AsksAShardThatIsAway(Delivery):
     """Sends what nobody can fetch."""
 
-    def _owe(self, now: float, member: Member, f: Fragment) -> None:
+    def owe(self, now: float, member: Member, f: Fragment) -> None:
         away, f.away = f.away, False
-        super()._owe(now, member, f)
+        super().owe(now, member, f)
         f.away = away
 
 
-class TakesAllForDurable(SyncerCore):
+class TakesAllForDurable(SyncerShards):
     """Whatever a shard had merged it has written, most likely."""
 
     def _take_back(self, now: float, f: Fragment, version: int) -> None:
-        super()._take_back(now, f, f.version + 1 if f.id in self.unheard else version)
+        super()._take_back(now, f, f.version + 1 if f.id in self._state.unheard else version)
 
 
-class TakesAllForLost(SyncerCore):
+class TakesAllForLost(SyncerShards):
     """Whatever a shard was writing is gone, most likely."""
 
-    def _on_shard_back(self, now: float, event: ShardBack) -> None:
-        held = tuple((p, min(version, self.fragments[p].version)) for p, version in event.held)
-        super()._on_shard_back(now, ShardBack(held))
+    def on_back(self, now: float, event: ShardBack) -> None:
+        held = tuple((p, min(version, self._state.fragments[p].version)) for p, version in event.held)
+        super().on_back(now, ShardBack(held))
 
 
-class ForgetsWhatALostShardOwes(SyncerCore):
-    def _on_shard_lost(self, now: float, event: ShardLost) -> None:
-        super()._on_shard_lost(now, event)
-        for member in self.members.values():
+class ForgetsWhatALostShardOwes(SyncerShards):
+    def on_lost(self, now: float, event: ShardLost) -> None:
+        super().on_lost(now, event)
+        for member in self._state.members.values():
             for p in event.fragments:
                 member.owed.pop(p, None)
 
 
-class WaitsForALostShard(SyncerCore):
+class WaitsForALostShard(Rounds):
     """The fragment that is ripe first goes first, there or not."""
 
     def _front(self) -> Fragment | None:
-        idle = (f for f in self.by_opening.values() if f.phase is Phase.IDLE and f.id not in self.retrying)
+        idle = (
+            f for f in self._state.by_opening.values() if f.phase is Phase.IDLE and f.id not in self._state.retrying
+        )
         return next(idle, None)
 
 
-class KeepsThePlaceOfALostShard(SyncerCore):
-    def _places_taken(self) -> int:
+class KeepsThePlaceOfALostShard(SyncerState):
+    def occupied_slots(self) -> int:
         return self.in_flight
 
 
-class LostShardBlocksEnd(SyncerCore):
-    def _skip_final(self, f: Fragment, why: str) -> None:
+class LostShardBlocksEnd(Shutdown):
+    def skip_final(self, f: Fragment, why: str) -> None:
         if not f.away:
-            super()._skip_final(f, why)
+            super().skip_final(f, why)
 
 
-class LeavesTooEarly(LearnerCore):
+class LeavesTooEarly(Departure):
     """Takes what it has sent for merged."""
 
     def unmerged(self) -> tuple[int, ...]:
-        return tuple(p for p in super().unmerged() if p not in self.copies)
+        return tuple(p for p in super().unmerged() if p not in self._state.copies)
 
 
-class StepsAfterTheNotice(LearnerCore):
+class StepsAfterTheNotice(LearnerState):
     @property
     def rests(self) -> bool:
         return self.paused
 
 
 PLANTED: tuple[Planted, ...] = (
-    Planted("merge below quorum", ("quorum",), syncer=MergesBelowQuorum, first_seed=2),
-    Planted("accept an old incarnation", ("current",), syncer=AcceptsOldIncarnation, first_seed=137),
-    Planted("publish before durable", ("durable-first",), syncer=PublishesBeforeDurable),
-    Planted("take a failed write for done", ("versions", "durable-first"), syncer=ForgetsFailedWrite, first_seed=42),
-    Planted("merge twice after a restart", ("versions", "current"), syncer=MergesTwiceAfterRestart, first_seed=14),
-    Planted("welcome before the admission is durable", ("durable-first",), syncer=WelcomesBeforeDurable),
-    Planted("lose a refused contribution", ("ledger",), learner=LosesRefusedContribution),
-    Planted("forget the pull deadline", ("rounds-end", "liveness"), syncer=ForgetsPullDeadline, first_seed=5),
-    Planted("forget the grace deadline", ("grace",), syncer=ForgetsGraceDeadline),
-    Planted("grace beyond its bound", ("grace",), syncer=GraceBeyondBound),
-    Planted("wait for who missed nothing", ("grace",), syncer=WaitsForWhoMissedNothing),
-    Planted("weight from stale counters", ("weights",), syncer=WeighsByStaleCounters),
-    Planted("adopt an older version", ("versions",), learner=AdoptsOlderVersion, first_seed=24),
-    Planted("snapshot misses an in-flight message", ("snapshot",), syncer=MissesInFlight),
-    Planted("snapshot after adopting", ("snapshot",), learner=CutsAfterAdopting),
-    Planted("a learner twice in a merge", ("once",), syncer=CountsDuplicates),
-    Planted("learner waits for the syncer", ("independence",), learner=WaitsForTheSyncer, first_seed=11),
-    Planted("merged work is sent again", ("ledger", "once"), learner=IgnoresItsMark),
-    Planted("new copy for an old round", ("ledger",), learner=CopiesAnewForOldRound),
-    Planted("end without the last merge", ("the-end",), syncer=EndsWithoutLastMerge),
-    Planted("a dead learner blocks the end", ("liveness",), syncer=DeadLearnerBlocksEnd, first_seed=3),
-    Planted("ask without bound", ("bounds",), syncer=AsksForEver, first_seed=35),
-    Planted("start before everything arrived", ("recovery",), learner=StartsTooEarly),
-    Planted("give old inner state", ("recovery",), learner=GivesOldState, first_seed=12),
-    Planted("step after the stop", ("stopped",), learner=ContributesAfterStop),
-    Planted("message from the future", ("clocks",), learner=TicksTwice),
-    Planted("stop without the final versions", ("the-end",), learner=StopsWithoutFinalVersions),
-    Planted("never dial again", ("liveness",), learner=NeverDialsAgain, first_seed=1),
-    Planted("ask the disk twice", ("one-answer",), syncer=AsksTheDiskTwice),
-    Planted("contribute settled tokens again", ("ledger",), learner=ContributesSettledTokens),
-    Planted("lease before it is durable", ("lease-durable",), syncer=LeasesBeforeDurable),
-    Planted("return the leases of the absent", ("leased-once",), syncer=ReturnsLeasesOfTheAbsent, first_seed=18),
-    Planted("return leases too early", ("leased-once",), syncer=ReturnsLeasesBeforeTheEndIsDurable, first_seed=20),
-    Planted("return what a round still holds", ("samples-once",), syncer=ReturnsWhatARoundHolds),
-    Planted("welcome one that was given up", ("current",), syncer=WelcomesTheLost, first_seed=36),
-    Planted("never give up", ("liveness",), syncer=NeverGivesUp, first_seed=20),
-    Planted("forget who is lost", ("liveness",), syncer=ForgetsWhoIsLost, first_seed=558),
-    Planted("forget marks of leases", ("samples-once",), syncer=ForgetsMarksOfLeases, first_seed=36),
-    Planted("lease new samples first", ("returned-first",), syncer=NewSamplesFirst),
-    Planted("count a lease twice", ("lease-held",), learner=CountsLeasesTwice, first_seed=19),
-    Planted("start without a lease", ("lease-held",), learner=StartsWithoutLease),
-    Planted("open a round while paused", ("paused",), syncer=OpensWhilePaused, first_seed=22),
-    Planted("take steps while paused", ("paused",), learner=StepsWhilePaused, first_seed=20),
-    Planted("keep the quorum of before", ("quorum",), syncer=KeepsItsQuorum, first_seed=29),
-    Planted("keep the grace margin of before", ("grace",), syncer=KeepsItsGrace, first_seed=50),
-    Planted("tell of a wish once", ("liveness",), syncer=TellsOnce, first_seed=965),
-    Planted("tell nobody who returns", ("liveness",), syncer=TellsNobodyWhoReturns, first_seed=118),
-    Planted("go on with a round that was lost", ("shards",), syncer=KeepsRoundsOfALostShard, first_seed=5),
-    Planted("ask a shard that is away", ("shards",), syncer=AsksAShardThatIsAway, first_seed=36),
     Planted(
-        "take what a shard forgot for durable", ("durable-first", "versions"), syncer=TakesAllForDurable, first_seed=13
+        "merge below quorum",
+        ("quorum",),
+        syncer=SyncerParts(rounds=MergesBelowQuorum),
+        syncer_core=Unchecked,
+        first_seed=2,
     ),
-    Planted("take what a shard kept for lost", ("versions", "current"), syncer=TakesAllForLost, first_seed=8),
-    Planted("forget what a lost shard owes", ("liveness",), syncer=ForgetsWhatALostShardOwes, first_seed=5),
-    Planted("wait for a lost shard", ("liveness",), syncer=WaitsForALostShard, first_seed=1),
-    Planted("keep the place of a lost shard", ("liveness",), syncer=KeepsThePlaceOfALostShard, first_seed=23),
-    Planted("a lost shard blocks the end", ("liveness",), syncer=LostShardBlocksEnd, first_seed=17),
-    Planted("leave before it is merged", ("pushed",), learner=LeavesTooEarly, first_seed=27),
-    Planted("go on after the notice", ("pushed",), learner=StepsAfterTheNotice, first_seed=3),
+    Planted(
+        "accept an old incarnation",
+        ("current",),
+        syncer=SyncerParts(membership=AcceptsOldIncarnation, rounds=MergesOldIncarnation),
+        first_seed=137,
+    ),
+    Planted("publish before durable", ("durable-first",), syncer=SyncerParts(rounds=PublishesBeforeDurable)),
+    Planted(
+        "take a failed write for done",
+        ("versions", "durable-first"),
+        syncer=SyncerParts(rounds=ForgetsFailedWrite),
+        first_seed=42,
+    ),
+    Planted(
+        "merge twice after a restart",
+        ("versions", "current"),
+        syncer=SyncerParts(state=MergesTwiceAfterRestart),
+        first_seed=14,
+    ),
+    Planted(
+        "welcome before the admission is durable",
+        ("durable-first",),
+        syncer=SyncerParts(membership=WelcomesBeforeDurable),
+    ),
+    Planted("lose a refused contribution", ("ledger",), learner=LearnerParts(rounds=LosesRefusedContribution)),
+    Planted(
+        "forget the pull deadline",
+        ("rounds-end", "liveness"),
+        syncer=SyncerParts(rounds=ForgetsPullDeadline),
+        first_seed=5,
+    ),
+    Planted("forget the grace deadline", ("grace",), syncer=SyncerParts(rounds=ForgetsGraceDeadline)),
+    Planted("grace beyond its bound", ("grace",), syncer=SyncerParts(rounds=GraceBeyondBound)),
+    Planted("wait for who missed nothing", ("grace",), syncer=SyncerParts(rounds=WaitsForWhoMissedNothing)),
+    Planted("weight from stale counters", ("weights",), syncer=SyncerParts(rounds=WeighsByStaleCounters)),
+    Planted("adopt an older version", ("versions",), learner=LearnerParts(rounds=AdoptsOlderVersion), first_seed=24),
+    Planted("snapshot misses an in-flight message", ("snapshot",), syncer=SyncerParts(snapshots=MissesInFlight)),
+    Planted("snapshot after adopting", ("snapshot",), learner=LearnerParts(rounds=CutsAfterAdopting)),
+    Planted("a learner twice in a merge", ("once",), syncer=SyncerParts(rounds=CountsDuplicates)),
+    Planted("learner waits for the syncer", ("independence",), learner_core=WaitsForTheSyncer, first_seed=11),
+    Planted("merged work is sent again", ("ledger", "once"), learner=LearnerParts(rounds=IgnoresItsMark)),
+    Planted("new copy for an old round", ("ledger",), learner=LearnerParts(rounds=CopiesAnewForOldRound)),
+    Planted("end without the last merge", ("the-end",), syncer=SyncerParts(rounds=EndsWithoutLastMerge)),
+    Planted(
+        "a dead learner blocks the end", ("liveness",), syncer=SyncerParts(shutdown=DeadLearnerBlocksEnd), first_seed=3
+    ),
+    Planted("ask without bound", ("bounds",), syncer=SyncerParts(rounds=AsksForEver), first_seed=35),
+    Planted("start before everything arrived", ("recovery",), learner=LearnerParts(joining=StartsTooEarly)),
+    Planted("give old inner state", ("recovery",), learner=LearnerParts(joining=GivesOldState), first_seed=12),
+    Planted("step after the stop", ("stopped",), learner=LearnerParts(shutdown=ContributesAfterStop)),
+    Planted("message from the future", ("clocks",), learner=LearnerParts(connection=TicksTwice)),
+    Planted("stop without the final versions", ("the-end",), learner=LearnerParts(shutdown=StopsWithoutFinalVersions)),
+    Planted("never dial again", ("liveness",), learner=LearnerParts(connection=NeverDialsAgain), first_seed=1),
+    Planted("ask the disk twice", ("one-answer",), syncer=SyncerParts(rounds=AsksTheDiskTwice)),
+    Planted("contribute settled tokens again", ("ledger",), learner=LearnerParts(rounds=ContributesSettledTokens)),
+    Planted("lease before it is durable", ("lease-durable",), syncer=SyncerParts(data_leases=LeasesBeforeDurable)),
+    Planted(
+        "return the leases of the absent",
+        ("leased-once",),
+        syncer=SyncerParts(membership=ReturnsLeasesOfTheAbsent),
+        first_seed=18,
+    ),
+    Planted(
+        "return leases too early",
+        ("leased-once",),
+        syncer=SyncerParts(data_leases=ReturnsLeasesBeforeTheEndIsDurable),
+        first_seed=20,
+    ),
+    Planted(
+        "return what a round still holds", ("samples-once",), syncer=SyncerParts(data_leases=ReturnsWhatARoundHolds)
+    ),
+    Planted(
+        "welcome one that was given up", ("current",), syncer=SyncerParts(membership=WelcomesTheLost), first_seed=36
+    ),
+    Planted("never give up", ("liveness",), syncer=SyncerParts(membership=NeverGivesUp), first_seed=20),
+    Planted("forget who is lost", ("liveness",), syncer=SyncerParts(state=ForgetsWhoIsLost), first_seed=558),
+    Planted("forget marks of leases", ("samples-once",), syncer=SyncerParts(state=ForgetsMarksOfLeases), first_seed=36),
+    Planted("lease new samples first", ("returned-first",), syncer=SyncerParts(state=NewSamplesFirst)),
+    Planted("count a lease twice", ("lease-held",), learner=LearnerParts(data_leases=CountsLeasesTwice), first_seed=19),
+    Planted("start without a lease", ("lease-held",), learner=LearnerParts(joining=StartsWithoutLease)),
+    Planted("open a round while paused", ("paused",), syncer=SyncerParts(rounds=OpensWhilePaused), first_seed=22),
+    Planted("take steps while paused", ("paused",), learner=LearnerParts(connection=StepsWhilePaused), first_seed=20),
+    Planted("keep the quorum of before", ("quorum",), syncer=SyncerParts(controls=KeepsItsQuorum), first_seed=29),
+    Planted("keep the grace margin of before", ("grace",), syncer=SyncerParts(rounds=KeepsItsGrace), first_seed=50),
+    Planted("tell of a wish once", ("liveness",), syncer=SyncerParts(controls=TellsOnce), first_seed=965),
+    Planted(
+        "tell nobody who returns", ("liveness",), syncer=SyncerParts(controls=TellsNobodyWhoReturns), first_seed=118
+    ),
+    Planted(
+        "go on with a round that was lost",
+        ("shards",),
+        syncer=SyncerParts(rounds=KeepsRoundsOfALostShard),
+        syncer_core=Unchecked,
+        first_seed=5,
+    ),
+    Planted("ask a shard that is away", ("shards",), syncer=SyncerParts(delivery=AsksAShardThatIsAway), first_seed=36),
+    Planted(
+        "take what a shard forgot for durable",
+        ("durable-first", "versions"),
+        syncer=SyncerParts(shards=TakesAllForDurable),
+        first_seed=13,
+    ),
+    Planted(
+        "take what a shard kept for lost",
+        ("versions", "current"),
+        syncer=SyncerParts(shards=TakesAllForLost),
+        first_seed=8,
+    ),
+    Planted(
+        "forget what a lost shard owes",
+        ("liveness",),
+        syncer=SyncerParts(shards=ForgetsWhatALostShardOwes),
+        first_seed=5,
+    ),
+    Planted("wait for a lost shard", ("liveness",), syncer=SyncerParts(rounds=WaitsForALostShard), first_seed=1),
+    Planted(
+        "keep the place of a lost shard",
+        ("liveness",),
+        syncer=SyncerParts(state=KeepsThePlaceOfALostShard),
+        first_seed=23,
+    ),
+    Planted(
+        "a lost shard blocks the end", ("liveness",), syncer=SyncerParts(shutdown=LostShardBlocksEnd), first_seed=17
+    ),
+    Planted("leave before it is merged", ("pushed",), learner=LearnerParts(leaving=LeavesTooEarly), first_seed=27),
+    Planted("go on after the notice", ("pushed",), learner=LearnerParts(state=StepsAfterTheNotice), first_seed=3),
 )

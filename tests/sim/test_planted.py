@@ -16,7 +16,7 @@ MOST_SEEDS = 1000
 def test_the_checker_named_for_it_finds_it(planted: Planted) -> None:
     others: dict[str, int] = {}
     for seed in range(planted.first_seed, planted.first_seed + MOST_SEEDS):
-        result = run_seed(seed, syncer=planted.syncer, learner=planted.learner)
+        result = run_seed(seed, syncer=planted.new_syncer, learner=planted.new_learner)
         if result.checker in planted.checkers:
             return
         if result.checker is not None:

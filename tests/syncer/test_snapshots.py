@@ -99,7 +99,7 @@ def test_the_copy_is_of_one_step_boundary_whatever_the_learner_does_next(tmp_pat
             held: dict[int, dict[str, torch.Tensor]] = {}
             for number in range(before, before + 5000):
                 loss = job.step(number)
-                if driver_of(learner).core.cut_due:
+                if driver_of(learner).core.state.cut_due:
                     held[learner.stats().steps + 1] = {n: p.detach().clone() for n, p in job.model.named_parameters()}
                 learner.step(tokens=16, loss=loss)
                 if list_parts(tmp_path):

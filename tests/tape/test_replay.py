@@ -131,7 +131,7 @@ def test_a_replay_can_be_made_with_another_core():
 def test_the_core_of_a_header():
     syncer = core_of(RUN.headers[Actor(0, 2)])
     assert isinstance(syncer, SyncerCore)
-    assert syncer.epoch == 2
+    assert syncer.state.epoch == 2
     assert syncer.merges > 0
     learner = core_of(RUN.headers[Actor(2, 2)])
     assert isinstance(learner, LearnerCore)

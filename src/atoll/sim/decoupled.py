@@ -249,8 +249,8 @@ class DecoupledRun:
     def finish(self) -> bool:
         """After the horizon: ask the syncer to end the run, and go on until it has. False if a day was not enough."""
         self._tell_syncer(FinishRequested())
-        self.engine.run_until(self.horizon_s + 86_400.0, stop=lambda: self.syncer.halted)
-        return self.syncer.halted
+        self.engine.run_until(self.horizon_s + 86_400.0, stop=lambda: self.syncer.state.halted)
+        return self.syncer.state.halted
 
     # ---------------------------------------------------------------------------------------------------- islands
 
@@ -354,7 +354,7 @@ class DecoupledRun:
         if core.pulls:
             return False  # answered at the next boundary, so there must be one
         due = self.protocol.every_steps + self.protocol.overlap_steps - 1
-        return any(core.step - learner.copied.get(p, 0) >= due for p in core.fragments)
+        return any(core.step - learner.copied.get(p, 0) >= due for p in core.state.fragments)
 
     def _go_on(self, learner: _Learner) -> None:
         if learner.waiting and learner.segment.stepping and not self._must_wait(learner):
@@ -435,7 +435,7 @@ class DecoupledRun:
                 learner.copied[effect.round.fragment] = effect.copied_at  # type: ignore[union-attr]
             elif kind is AdoptFragment:
                 if effect.merged_copy:  # type: ignore[union-attr]
-                    mark = core.marks[effect.fragment]  # type: ignore[union-attr]
+                    mark = core.state.marks[effect.fragment]  # type: ignore[union-attr]
                     if mark is not None:
                         self.stale_steps += core.step - mark.copied_at
                         self.stale_count += 1

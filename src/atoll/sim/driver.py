@@ -52,7 +52,7 @@ from atoll.core.protocol import (
 from atoll.core.states import Mode, Standing
 from atoll.core.syncer.core import SyncerCore
 from atoll.core.syncer.state import Restored
-from atoll.core.types import SYNCER, FragmentId, LearnerId
+from atoll.core.types import SYNCER, FragmentId, Incarnation, LearnerId, RunConfig
 from atoll.sim.checkers import Violation, Watch, all_checkers
 from atoll.sim.draws import LinkDraw, Plan
 from atoll.sim.engine import Engine
@@ -68,8 +68,8 @@ class Driver:
     def __init__(
         self,
         plan: Plan,
-        syncer: type[SyncerCore] = SyncerCore,
-        learner: type[LearnerCore] = LearnerCore,
+        syncer: Callable[[RunConfig, int, Restored | None], SyncerCore] = SyncerCore,
+        learner: Callable[[RunConfig, LearnerId, Incarnation], LearnerCore] = LearnerCore,
         on_entry: Callable[[Entry], None] | None = None,
         on_start: Callable[[Actor, Restored | None], None] | None = None,
     ) -> None:
@@ -104,8 +104,8 @@ class Driver:
         self.fired: Counter[tuple[Any, str]] = Counter()
         self.said: Counter[str] = Counter()
         self.pairs: Counter[tuple[Any, type]] = Counter()
-        self._syncer_type = syncer
-        self._learner_type = learner
+        self._new_syncer = syncer
+        self._new_learner = learner
         self._on_entry = on_entry
         self._on_start = on_start
         self._writing: dict[int, Record] = {}  # disk operations under way, by serial
@@ -125,7 +125,7 @@ class Driver:
             return
         self.disk.epoch += 1
         restored = self.disk.restored(self.config.fragment_ids()) if self.disk.epoch > 1 else None
-        core = self._syncer_type(self.config, self.disk.epoch, restored)
+        core = self._new_syncer(self.config, self.disk.epoch, restored)
         self.syncer = Process(Actor(SYNCER, self.disk.epoch), core)
         self._began(self.syncer, restored)
         for wish in self.disk.wishes.values():
@@ -143,7 +143,7 @@ class Driver:
         least = before.core.refused_for if before is not None and before.core.refused_for is not None else 0
         self.incarnations[learner] = max(self.incarnations[learner], least) + 1
         actor = Actor(learner, self.incarnations[learner])
-        proc = Process(actor, self._learner_type(self.config, learner, actor.start))
+        proc = Process(actor, self._new_learner(self.config, learner, actor.start))
         self.learners[learner] = proc
         self.processes.append(proc)
         self.by_actor[actor] = proc
@@ -519,7 +519,7 @@ class Driver:
         if not self.config.lease_samples:
             return 0
         batch = self.plan.samples[proc.actor.learner]
-        return batch if batch <= proc.core.held - proc.core.taken else 0
+        return batch if batch <= proc.core.state.held - proc.core.taken else 0
 
     def _running(self, learner: LearnerId) -> Process | None:
         proc = self.learners.get(learner)

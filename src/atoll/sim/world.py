@@ -119,7 +119,7 @@ class World(Driver):
             return False
         if core.stage is not Stage.RUNNING:
             return True
-        holding = {key[0] for key in core.leases.holders} | set(core.ledger.accounts)
+        holding = {key[0] for key in core.state.leases.holders} | set(core.ledger.accounts)
         return not holding & self.died
 
     def _drained_left(self) -> bool:

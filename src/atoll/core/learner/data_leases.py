@@ -2,80 +2,90 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
-from atoll.core.learner.connection import LinkKeeper
+from atoll.core.learner.state import LearnerState
 from atoll.core.policy import patience
-from atoll.core.protocol import Envelope, Lease, LeaseRequest, StepTaken
+from atoll.core.protocol import Lease, LeaseRequest, StepTaken
 from atoll.core.states import Link, Mode
 
 
-class LearnerLeases(LinkKeeper, ABC):
-    def _on_lease(self, now: float, envelope: Envelope, body: Lease) -> None:
-        """Leases count from 0 within the incarnation: one that comes again, or before another, changes nothing."""
-        if body.number != self.lease_count or not self.lease_samples or not 0 <= body.begin < body.end:
-            self._ignore("lease out of turn")
-            return
-        self.leases[body.number] = (body.begin, body.end)
-        self.lease_count += 1
-        self.held += body.end - body.begin
-        if self.lease_tries == 1:
-            self.lease_time.add(now - self.lease_asked_at)
-        if not self._leases_are_low():
-            self.lease_tries = 0
-        if self.mode is Mode.JOINING:
-            self._check_ready(now)
+class LearnerLeases:
+    """Request leases before they run out and count the samples that were taken from them."""
 
-    def _count_samples(self, now: float, event: StepTaken) -> None:
+    def __init__(self, state: LearnerState) -> None:
+        self._state = state
+
+    def add(self, now: float, body: Lease) -> bool:
+        """Add a lease. Return False for one that comes again, or before another: leases count from 0 within the
+        incarnation."""
+        state = self._state
+        if body.number != state.lease_count or not state.lease_samples or not 0 <= body.begin < body.end:
+            state.ignore("lease out of turn")
+            return False
+        state.leases[body.number] = (body.begin, body.end)
+        state.lease_count += 1
+        state.held += body.end - body.begin
+        if state.lease_tries == 1:
+            state.lease_time.add(now - state.lease_asked_at)
+        if not self._are_low():
+            state.lease_tries = 0
+        return True
+
+    def count_samples(self, now: float, event: StepTaken) -> None:
         """Steps on samples that it has had already are told with none: training never waits for a lease. Whoever never
         takes any brings data of its own."""
+        state = self._state
         samples = event.samples
-        assert 0 <= samples <= self.held - self.taken, f"took {samples} samples of {self.held - self.taken} that it has"
+        assert 0 <= samples <= state.held - state.taken, (
+            f"took {samples} samples of {state.held - state.taken} that it has"
+        )
         if samples:
-            self.taken += samples
-            self.is_dry = False
-            while self.lease_passed + self._first_length() <= self.taken and self.lease_first + 1 < self.lease_count:
-                self.lease_passed += self._first_length()
-                del self.leases[self.lease_first]
-                self.lease_first += 1
-        elif event.steps and self.taken:
-            self.repeated += event.steps
-            if not self.is_dry:
-                self.is_dry = True
-                self._say("leases-dry", self.taken)
-        if not self.lease_tries and self._leases_are_low():
-            self._ask_leases(now)
+            state.taken += samples
+            state.is_dry = False
+            while (
+                state.lease_passed + self._first_length() <= state.taken and state.lease_first + 1 < state.lease_count
+            ):
+                state.lease_passed += self._first_length()
+                del state.leases[state.lease_first]
+                state.lease_first += 1
+        elif event.steps and state.taken:
+            state.repeated += event.steps
+            if not state.is_dry:
+                state.is_dry = True
+                state.say("leases-dry", state.taken)
+        if not state.lease_tries and self._are_low():
+            self._send_request(now)
 
     def _first_length(self) -> int:
-        begin, end = self.leases[self.lease_first]
+        state = self._state
+        begin, end = state.leases[state.lease_first]
         return end - begin
 
-    def _leases_are_low(self) -> bool:
-        return self.held - self.taken <= self.lease_low
+    def _are_low(self) -> bool:
+        state = self._state
+        return state.held - state.taken <= state.lease_low
 
-    def _ask_leases(self, now: float) -> None:
-        if self.link is not Link.UP or self.mode not in (Mode.JOINING, Mode.TRAINING):
+    def _send_request(self, now: float) -> None:
+        state = self._state
+        if state.link is not Link.UP or state.mode not in (Mode.JOINING, Mode.TRAINING):
             return
-        self.lease_tries += 1
-        self.lease_asked_at = now
-        self._send(LeaseRequest(self.lease_count, self.taken))
-        wait = patience(self.lease_time, 4, self.limits) * 2.0 ** min(self.lease_tries - 1, 20)
-        self.lease_due = now + min(wait, self.limits.most_wait_s)
-        self._arm(self.lease_due, "lease")
+        state.lease_tries += 1
+        state.lease_asked_at = now
+        state.send(LeaseRequest(state.lease_count, state.taken))
+        wait = patience(state.lease_time, 4, state.limits) * 2.0 ** min(state.lease_tries - 1, 20)
+        state.lease_due = now + min(wait, state.limits.most_wait_s)
+        state.arm(state.lease_due, "lease")
 
-    def _ask_leases_anew(self, now: float) -> None:
+    def renew_request(self, now: float) -> None:
         """On a new link: what was asked for on the old one may be lost."""
-        self.lease_tries = 0
-        if self._leases_are_low():
-            self._ask_leases(now)
+        self._state.lease_tries = 0
+        if self._are_low():
+            self._send_request(now)
 
-    def _on_lease_timer(self, now: float, key: int) -> None:
-        if not self.lease_tries or now < self.lease_due:
+    def on_timer(self, now: float, key: int) -> None:
+        state = self._state
+        if not state.lease_tries or now < state.lease_due:
             return
-        if self.link is not Link.UP:
-            self.lease_tries = 0  # asked again with the next welcome
+        if state.link is not Link.UP:
+            state.lease_tries = 0  # asked again with the next welcome
             return
-        self._ask_leases(now)
-
-    @abstractmethod
-    def _check_ready(self, now: float) -> None: ...
+        self._send_request(now)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-
+from atoll.core.learner.connection import Connection
+from atoll.core.learner.data_leases import LearnerLeases
+from atoll.core.learner.leaving import Departure
 from atoll.core.learner.rounds import LearnerRounds
-from atoll.core.learner.state import Giving
+from atoll.core.learner.state import Giving, LearnerState
 from atoll.core.policy import state_wait_s
 from atoll.core.protocol import (
     Envelope,
@@ -27,139 +28,166 @@ MOST_GIVING = 16
 """Joining learners that one peer serves at a time; the next one replaces the oldest, which asks another peer."""
 
 
-class Joining(LearnerRounds):
-    def _on_welcome(self, now: float, envelope: Envelope, body: Welcome) -> None:
-        if self.link is not Link.GREETING:
-            self._ignore("welcome twice")
-            return
-        self._relink("welcomed")
-        self.reason = self._say("link-up")
-        self.dials = 0
-        self.progress = max(self.progress, body.progress)
-        if envelope.epoch > self.epoch:
-            self.epoch = envelope.epoch
-            self.seen = envelope.tick  # another process, another count
-            self.hold_serial = 0
-            self.pulls.clear()  # its rounds ended with the syncer that opened them
-        self._watch_quiet(now + self._quiet_limit())
-        if self.mode is Mode.NEW:
-            self._turn("welcomed")
-            self.wanted = body.versions
-            self.state_wait_s = state_wait_s(self.config, body.step_time_s)
-        if self.mode is Mode.JOINING and self.moments is None:
-            self._ask_state_again(now)
-        if self.lease_samples:
-            self._ask_leases_anew(now)
-        if self.mode is Mode.JOINING:
-            self._check_ready(now)
-        self._say_leaving(now)
+class Joining:
+    """Join the run, and give inner state to learners that join later."""
 
-    @abstractmethod
-    def _say_leaving(self, now: float) -> None: ...
+    def __init__(
+        self,
+        state: LearnerState,
+        connection: Connection,
+        leases: LearnerLeases,
+        rounds: LearnerRounds,
+        leaving: Departure,
+    ) -> None:
+        self._state = state
+        self._connection = connection
+        self._leases = leases
+        self._rounds = rounds
+        self._leaving = leaving
+
+    def on_welcome(self, now: float, envelope: Envelope, body: Welcome) -> None:
+        state = self._state
+        if state.link is not Link.GREETING:
+            state.ignore("welcome twice")
+            return
+        state.move_link("welcomed")
+        state.reason = state.say("link-up")
+        state.dials = 0
+        state.progress = max(state.progress, body.progress)
+        if envelope.epoch > state.epoch:
+            state.epoch = envelope.epoch
+            state.seen = envelope.tick  # another process, another count
+            state.hold_serial = 0
+            state.pulls.clear()  # its rounds ended with the syncer that opened them
+        self._connection.watch_quiet(now)
+        if state.mode is Mode.NEW:
+            state.move_mode("welcomed")
+            state.wanted = body.versions
+            state.state_wait_s = state_wait_s(state.config, body.step_time_s)
+        if state.mode is Mode.JOINING and state.moments is None:
+            self._ask_state_again(now)
+        if state.lease_samples:
+            self._leases.renew_request(now)
+        if state.mode is Mode.JOINING:
+            self.check_ready(now)
+        self._leaving.announce(now)
 
     def _ask_state_again(self, now: float) -> None:
         """On a new link the request may have been lost, but the wait goes on: links that break often must not keep a
         learner from ever starting."""
-        if self.state_due == 0.0:
+        state = self._state
+        if state.state_due == 0.0:
             self._ask_state(now)
-        elif now >= self.state_due:
-            self._on_state_timer(now, 0)
+        elif now >= state.state_due:
+            self.on_state_timer(now, 0)
         else:
-            self._send(StateRequest(self.tried))
+            state.send(StateRequest(state.tried))
 
     def _ask_state(self, now: float) -> None:
-        self.peer = 0
-        self.state_due = now + self.state_wait_s
-        self._send(StateRequest(self.tried))
-        self._arm(self.state_due, "state")
+        state = self._state
+        state.peer = 0
+        state.state_due = now + state.state_wait_s
+        state.send(StateRequest(state.tried))
+        state.arm(state.state_due, "state")
 
-    def _on_state_timer(self, now: float, key: int) -> None:
-        if self.mode is not Mode.JOINING or self.moments is not None or now < self.state_due:
+    def on_state_timer(self, now: float, key: int) -> None:
+        state = self._state
+        if state.mode is not Mode.JOINING or state.moments is not None or now < state.state_due:
             return
-        if self.link is not Link.UP:
+        if state.link is not Link.UP:
             return  # asked again with the next welcome
-        self._say("state-late", f"learner {self.peer}" if self.peer else "any peer", self.state_wait_s)
-        if self.peer:
-            self.tried = (*self.tried, self.peer)
+        state.say("state-late", f"learner {state.peer}" if state.peer else "any peer", state.state_wait_s)
+        if state.peer:
+            state.tried = (*state.tried, state.peer)
         self._ask_next_peer(now)
 
-    def _on_state_rejected(self, now: float, event: StateRejected) -> None:
+    def on_state_rejected(self, now: float, event: StateRejected) -> None:
         """Ask the next peer at once. An answer of a peer that was too late does not end the wait for the next one."""
-        if self.mode is not Mode.JOINING or self.moments is not None or event.giver in self.tried:
+        state = self._state
+        if state.mode is not Mode.JOINING or state.moments is not None or event.giver in state.tried:
             return
-        self._say("state-rejected", event.giver, event.why)
-        self.tried = (*self.tried, event.giver)
+        state.say("state-rejected", event.giver, event.why)
+        state.tried = (*state.tried, event.giver)
         self._ask_next_peer(now)
 
     def _ask_next_peer(self, now: float) -> None:
-        self.asked_peers += 1
-        if self.asked_peers >= self.limits.state_peers:
-            self._start_fresh(now, self._note(Reason("state-tries-over", (self.asked_peers,))))
-        elif self.link is Link.UP:
+        state = self._state
+        state.asked_peers += 1
+        if state.asked_peers >= state.limits.state_peers:
+            self._start_fresh(now, state.note(Reason("state-tries-over", (state.asked_peers,))))
+        elif state.link is Link.UP:
             self._ask_state(now)
         else:
-            self.state_due = 0.0  # asked with the next welcome
+            state.state_due = 0.0  # asked with the next welcome
 
-    def _on_peer_chosen(self, now: float, envelope: Envelope, body: PeerChosen) -> None:
-        self.peer = body.peer
+    def on_peer_chosen(self, now: float, envelope: Envelope, body: PeerChosen) -> None:
+        self._state.peer = body.peer
 
-    def _on_no_peer(self, now: float, envelope: Envelope, body: NoPeer) -> None:
-        if self.mode is Mode.JOINING and self.moments is None:
-            if body.new_run and self.saved_moments is None:
-                self.moments = body.reason
-                self._check_ready(now)
+    def on_no_peer(self, now: float, envelope: Envelope, body: NoPeer) -> None:
+        state = self._state
+        if state.mode is Mode.JOINING and state.moments is None:
+            if body.new_run and state.saved_moments is None:
+                state.moments = body.reason
+                self.check_ready(now)
             else:
                 self._start_fresh(now, body.reason)
 
-    def _on_moments_found(self, now: float, event: MomentsFound) -> None:
-        self.saved_moments = Reason("moments-saved", (event.learner, event.snapshot))
+    def on_moments_found(self, now: float, event: MomentsFound) -> None:
+        self._state.saved_moments = Reason("moments-saved", (event.learner, event.snapshot))
 
     def _start_fresh(self, now: float, why: Reason) -> None:
         """Nobody gives any: what was saved, and only then fresh ones."""
-        self.moments = self.saved_moments
-        if self.moments is None:
-            self.warmup_steps = self.config.warmup_steps
-            self.moments = Reason("moments-fresh", (self.warmup_steps, str(why)))
-        self._check_ready(now)
+        state = self._state
+        state.moments = state.saved_moments
+        if state.moments is None:
+            state.warmup_steps = state.config.warmup_steps
+            state.moments = Reason("moments-fresh", (state.warmup_steps, str(why)))
+        self.check_ready(now)
 
-    def _on_inner_state(self, now: float, envelope: Envelope, body: InnerState) -> None:
-        if self.mode is Mode.JOINING and self.moments is None and body.to_incarnation == self.incarnation:
-            self.moments = Reason("moments-peer", (body.giver,))
-            self._check_ready(now)
+    def on_inner_state(self, now: float, envelope: Envelope, body: InnerState) -> None:
+        state = self._state
+        if state.mode is Mode.JOINING and state.moments is None and body.to_incarnation == state.incarnation:
+            state.moments = Reason("moments-peer", (body.giver,))
+            self.check_ready(now)
 
-    def _check_ready(self, now: float) -> None:
+    def check_ready(self, now: float) -> None:
         """Training starts when every fragment is here, it is known where inner state comes from, and there is a lease.
 
         Versions that arrived meanwhile were buffered, one per fragment; they are replayed now.
         """
-        if self.lease_samples and not self.lease_count:
+        state = self._state
+        if state.lease_samples and not state.lease_count:
             return
-        if self.moments is None or any(self.received[p] < v for p, v in zip(self.fragments, self.wanted, strict=True)):
+        if state.moments is None or any(
+            state.received[p] < v for p, v in zip(state.fragments, state.wanted, strict=True)
+        ):
             return
-        self._turn("ready")
-        self._adopt_arrived()
-        self.reason = self._note(self.moments)
-        self._out.append(StartTraining(self.moments, self.warmup_steps))
-        if self.link is Link.UP:
-            self._send(Ready(self.moments))
+        state.move_mode("ready")
+        self._rounds.adopt_arrived()
+        state.reason = state.note(state.moments)
+        state.effects.append(StartTraining(state.moments, state.warmup_steps))
+        if state.link is Link.UP:
+            state.send(Ready(state.moments))
 
-    def _on_state_wanted(self, now: float, envelope: Envelope, body: StateWanted) -> None:
-        if self.mode is not Mode.TRAINING:
+    def on_state_wanted(self, now: float, envelope: Envelope, body: StateWanted) -> None:
+        state = self._state
+        if state.mode is not Mode.TRAINING:
             return
-        self.giving.pop(body.to, None)
-        if len(self.giving) >= MOST_GIVING:
-            del self.giving[next(iter(self.giving))]
-            self._ignore("too many joining learners to serve")
+        state.giving.pop(body.to, None)
+        if len(state.giving) >= MOST_GIVING:
+            del state.giving[next(iter(state.giving))]
+            state.ignore("too many joining learners to serve")
         # As long as the other one waits, and not for so many steps: versions come at the pace of the link.
-        self.giving[body.to] = Giving(body, now + state_wait_s(self.config, self.step_time.mean))
+        state.giving[body.to] = Giving(body, now + state_wait_s(state.config, state.step_time.mean))
 
-    def _give_state(self, now: float) -> None:
+    def give_state(self, now: float) -> None:
         """Copied at a step boundary once we have adopted all that the joining learner will start from."""
-        for to, giving in list(self.giving.items()):
-            versions = tuple(self.versions.values())
+        state = self._state
+        for to, giving in list(state.giving.items()):
+            versions = tuple(state.versions.values())
             if all(have >= want for have, want in zip(versions, giving.wanted.versions, strict=True)):
-                del self.giving[to]
-                if self.link is Link.UP:
-                    self._send(InnerState(self.id, to, giving.wanted.to_incarnation, self.step, versions))
+                del state.giving[to]
+                if state.link is Link.UP:
+                    state.send(InnerState(state.id, to, giving.wanted.to_incarnation, state.step, versions))
             elif now > giving.due:
-                del self.giving[to]
+                del state.giving[to]

@@ -7,7 +7,7 @@ it. How long it may take is its driver's business: a second wish to leave, witho
 
 from __future__ import annotations
 
-from atoll.core.learner.joining import Joining
+from atoll.core.learner.state import LearnerState
 from atoll.core.policy import patience
 from atoll.core.protocol import Drain, Envelope, Leave, LeaveWanted, Leaving, Stop
 from atoll.core.reasons import Reason
@@ -15,69 +15,76 @@ from atoll.core.states import Link, Mode
 from atoll.core.types import FragmentId
 
 
-class Parting(Joining):
-    @property
-    def rests(self) -> bool:
-        """A driver begins no step while this holds: the run is paused, or this learner has taken its last one."""
-        return self.paused or self.leaving
+class Departure:
+    """Leave at once, or once everything that was trained is merged."""
 
-    @property
+    def __init__(self, state: LearnerState) -> None:
+        self._state = state
+
     def can_answer(self) -> bool:
         """While it leaves: a pull that had to wait for the version that it builds on has to wait no longer."""
-        return (self.leaving and self.link is Link.UP) and any(
-            self.versions[p] > asked.base or (self.versions[p] == asked.base and self.step > self.base_step[p])
-            for p, asked in self.pulls.items()
+        state = self._state
+        return (state.leaving and state.link is Link.UP) and any(
+            state.versions[p] > asked.base or (state.versions[p] == asked.base and state.step > state.base_step[p])
+            for p, asked in state.pulls.items()
         )
 
     def unmerged(self) -> tuple[FragmentId, ...]:
         """Fragments of which it has trained something that is in no version, as far as it knows."""
-        return tuple(p for p in self.fragments if self.trained > self.settled[p])
+        state = self._state
+        return tuple(p for p in state.fragments if state.trained > state.settled[p])
 
     def unmerged_tokens(self) -> int:
         """Tokens that at least one fragment would lose if it left now."""
-        return self.trained - min(self.settled.values())
+        state = self._state
+        return state.trained - min(state.settled.values())
 
-    def _on_leave_wanted(self, now: float, event: LeaveWanted) -> None:
-        if self.mode is Mode.STOPPED or (event.push and self.leaving):
+    def on_leave_wanted(self, now: float, event: LeaveWanted) -> None:
+        state = self._state
+        if state.mode is Mode.STOPPED or (event.push and state.leaving):
             return
-        if not event.push or self.mode in (Mode.NEW, Mode.JOINING):  # who joins has trained nothing
-            if self.leaving:
+        if not event.push or state.mode in (Mode.NEW, Mode.JOINING):  # who joins has trained nothing
+            if state.leaving:
                 self._leave("learner-hurried", event.why, self.unmerged_tokens())
             else:
                 self._leave("learner-left", event.why)
             return
-        self.leaving = True
-        self.leave_why = event.why
-        self._say("learner-leaving", self.unmerged_tokens(), event.why)
-        self._say_leaving(now)
-        self._check_pushed()
+        state.leaving = True
+        state.leave_why = event.why
+        state.say("learner-leaving", self.unmerged_tokens(), event.why)
+        self.announce(now)
+        self.check_pushed()
 
-    def _say_leaving(self, now: float) -> None:
+    def announce(self, now: float) -> None:
         """Again and again: what was said may be lost, and the syncer is to know that it is still here."""
-        if not self.leaving or self.mode is not Mode.TRAINING or self.link is not Link.UP:
+        state = self._state
+        if not state.leaving or state.mode is not Mode.TRAINING or state.link is not Link.UP:
             return
-        self._send(Leaving(self.step, self.trained, self.unmerged()))
-        wait = patience(self.round_trip, 4, self.limits) if self.round_trip.count else 0.0
-        self.leaving_due = now + min(max(wait, 4 * self.limits.least_wait_s), self.limits.first_wait_s / 4)
-        self._arm(self.leaving_due, "leaving")
+        state.send(Leaving(state.step, state.trained, self.unmerged()))
+        wait = patience(state.round_trip, 4, state.limits) if state.round_trip.count else 0.0
+        state.leaving_due = now + min(max(wait, 4 * state.limits.least_wait_s), state.limits.first_wait_s / 4)
+        state.arm(state.leaving_due, "leaving")
 
-    def _on_leaving_timer(self, now: float, key: int) -> None:
-        if now >= self.leaving_due:
-            self._say_leaving(now)
+    def on_timer(self, now: float, key: int) -> None:
+        if now >= self._state.leaving_due:
+            self.announce(now)
 
-    def _check_pushed(self) -> None:
-        if self.mode is Mode.TRAINING and not self.unmerged():
-            self._leave("learner-pushed", self.leave_why)
+    def check_pushed(self) -> None:
+        state = self._state
+        if state.mode is Mode.TRAINING and not self.unmerged():
+            self._leave("learner-pushed", state.leave_why)
 
-    def _on_drain(self, now: float, envelope: Envelope, body: Drain) -> None:
-        if self.mode in (Mode.JOINING, Mode.TRAINING):
+    def on_drain(self, now: float, envelope: Envelope, body: Drain) -> None:
+        state = self._state
+        if state.mode in (Mode.JOINING, Mode.TRAINING):
             self._leave("learner-drained", body.why)
-        elif self.reason.code == "learner-drained":
-            self._send(Leave(body.why))  # what it said was lost
+        elif state.reason.code == "learner-drained":
+            state.send(Leave(body.why))  # what it said was lost
 
     def _leave(self, code: str, why: str, *lost: int) -> None:
-        if self.link is Link.UP:
-            self._send(Leave(why))
-        self._turn("stopped")
-        self.reason = self._note(Reason(code, (why, *lost)))
-        self._out.append(Stop(self.reason))
+        state = self._state
+        if state.link is Link.UP:
+            state.send(Leave(why))
+        state.move_mode("stopped")
+        state.reason = state.note(Reason(code, (why, *lost)))
+        state.effects.append(Stop(state.reason))

@@ -1,4 +1,4 @@
-"""What a learner remembers, and the small helpers that its parts share."""
+"""The state of a learner, and the helpers that its components share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Giving(NamedTuple):
 
 
 class LearnerState:
-    """State and helpers; the parts of the learner build on it. Only `LearnerCore.handle` may change it."""
+    """The state that all components of a learner share. It changes only inside `LearnerCore.handle`."""
 
     # long: all that it remembers, a line each
     def __init__(self, config: RunConfig, learner: LearnerId, incarnation: Incarnation) -> None:
@@ -114,32 +114,37 @@ class LearnerState:
         self.ignored: dict[str, int] = {}
         self.fired: dict[tuple[StrEnum, str], int] = {}
         self.said: dict[str, int] = {}
-        self._timers: list[tuple[float, int, str, int]] = []
+        self.timers: list[tuple[float, int, str, int]] = []  # a heap
         self._timer_serial = 0
-        self._out: list[LearnerEffect] = []
+        self.effects: list[LearnerEffect] = []  # of the event that is being handled
 
-    def _send(self, body: Body) -> None:
+    @property
+    def rests(self) -> bool:
+        """A driver begins no step while this holds: the run is paused, or this learner has taken its last one."""
+        return self.paused or self.leaving
+
+    def send(self, body: Body) -> None:
         place = (self.id, self.incarnation, self.session, self.epoch, self.tick, self.seen, self.marker, body)
-        self._out.append(send(place))
+        self.effects.append(send(place))
 
-    def _say(self, code: str, *args: object) -> Reason:
-        reason = self._note(Reason(code, args))
-        self._out.append(Say(("learner", self.id), reason))
+    def say(self, code: str, *args: object) -> Reason:
+        reason = self.note(Reason(code, args))
+        self.effects.append(Say(("learner", self.id), reason))
         return reason
 
-    def _note(self, reason: Reason) -> Reason:
+    def note(self, reason: Reason) -> Reason:
         self.said[reason.code] = self.said.get(reason.code, 0) + 1
         return reason
 
-    def _ignore(self, cause: str) -> None:
+    def ignore(self, cause: str) -> None:
         self.ignored[cause] = self.ignored.get(cause, 0) + 1
 
-    def _arm(self, at: float, kind: str, key: int = 0) -> None:
+    def arm(self, at: float, kind: str, key: int = 0) -> None:
         self._timer_serial += 1
-        heapq.heappush(self._timers, (at, self._timer_serial, kind, key))
+        heapq.heappush(self.timers, (at, self._timer_serial, kind, key))
 
-    def _turn(self, trigger: str) -> None:
+    def move_mode(self, trigger: str) -> None:
         self.mode = moved(LEARNER_TABLE, self.mode, trigger, self.fired)
 
-    def _relink(self, trigger: str) -> None:
+    def move_link(self, trigger: str) -> None:
         self.link = moved(LINK_TABLE, self.link, trigger, self.fired)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import heapq
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple
 
 from atoll.core.data_leases import LeaseSums
-from atoll.core.dispatch import Table, handlers
-from atoll.core.ledger import Line
+from atoll.core.ledger import Line, SyncerLedger
 from atoll.core.policy import budget_progress
 from atoll.core.protocol import (
     Contribution,
     ControlRequested,
     Delivered,
+    Envelope,
     FetchTime,
     FinishAck,
     FinishRequested,
@@ -23,6 +26,7 @@ from atoll.core.protocol import (
     LeaseRequest,
     Leave,
     Leaving,
+    ManifestRecord,
     MergeDone,
     MergeFailed,
     MessageArrived,
@@ -45,9 +49,20 @@ from atoll.core.protocol import (
 )
 from atoll.core.reasons import Reason
 from atoll.core.states import Phase, Stage, Standing
-from atoll.core.syncer.shutdown import Ending
-from atoll.core.syncer.state import Fragment, Member, Restored
-from atoll.core.types import RunConfig
+from atoll.core.syncer.controls import Controls
+from atoll.core.syncer.data_leases import DataLeases
+from atoll.core.syncer.delivery import Delivery
+from atoll.core.syncer.finishing import Finishing
+from atoll.core.syncer.leaving import Leavers
+from atoll.core.syncer.membership import Membership
+from atoll.core.syncer.peers import Peers
+from atoll.core.syncer.reports import Reports
+from atoll.core.syncer.rounds import Rounds
+from atoll.core.syncer.shards import SyncerShards
+from atoll.core.syncer.shutdown import Shutdown
+from atoll.core.syncer.snapshots import Snapshots
+from atoll.core.syncer.state import Cut, Fragment, LearnerFault, Member, Restored, SyncerState
+from atoll.core.types import FragmentId, LearnerId, RunConfig
 
 
 class FragmentView(NamedTuple):
@@ -99,8 +114,33 @@ class SyncerView(NamedTuple):
     ignored: dict[str, int]
 
 
-class SyncerCore(Ending):
+@dataclass(frozen=True, slots=True)
+class SyncerParts:
+    """The classes of which a syncer core is composed. A test that plants a bug replaces one of them."""
+
+    state: type[SyncerState] = SyncerState
+    delivery: type[Delivery] = Delivery
+    data_leases: type[DataLeases] = DataLeases
+    snapshots: type[Snapshots] = Snapshots
+    leavers: type[Leavers] = Leavers
+    shutdown: type[Shutdown] = Shutdown
+    rounds: type[Rounds] = Rounds
+    controls: type[Controls] = Controls
+    finishing: type[Finishing] = Finishing
+    reports: type[Reports] = Reports
+    membership: type[Membership] = Membership
+    peers: type[Peers] = Peers
+    shards: type[SyncerShards] = SyncerShards
+
+
+ALL_PARTS = SyncerParts()
+
+
+class SyncerCore:
     """One syncer process.
+
+    Components share `state` and call only components that were built before them. A component that detects a fault of
+    a learner returns it, and `Membership` acts on it.
 
     >>> core = SyncerCore(RunConfig(fragments=2, every_steps=2), epoch=1)
     >>> core.handle(0.0, Started())
@@ -109,44 +149,110 @@ class SyncerCore(Ending):
     'running'
     """
 
-    def __init__(self, config: RunConfig, epoch: int, restored: Restored | None = None) -> None:
-        super().__init__(config, epoch, restored)
-        self._events = handlers(type(self), _EVENTS)
-        self._bodies = handlers(type(self), _BODIES)
-        self._timer_handlers = handlers(type(self), _TIMERS)
+    def __init__(
+        self, config: RunConfig, epoch: int, restored: Restored | None = None, parts: SyncerParts = ALL_PARTS
+    ) -> None:
+        self.state = state = parts.state(config, epoch, restored)
+        self.delivery = delivery = parts.delivery(state)
+        self.data_leases = leases = parts.data_leases(state)
+        self.snapshots = snapshots = parts.snapshots(state)
+        self.leavers = leavers = parts.leavers(state)
+        self.shutdown = shutdown = parts.shutdown(state)
+        self.rounds = rounds = parts.rounds(state, delivery, leases, snapshots, leavers, shutdown)
+        self.controls = controls = parts.controls(state, rounds)
+        self.finishing = finishing = parts.finishing(state, rounds, controls, snapshots, shutdown)
+        self.reports = reports = parts.reports(state, rounds, leavers, finishing)
+        self.membership = parts.membership(state, rounds, delivery, leases, snapshots, controls, shutdown)
+        self.peers = peers = parts.peers(state)
+        self.shards = parts.shards(state, rounds, delivery, snapshots, finishing, shutdown)
+        self._events: dict[type[SyncerEvent], Callable[[float, Any], None]] = {
+            Started: self._on_started,
+            MessageArrived: self._on_message,
+            TimerFired: self._on_timer,
+            LearnerDisconnected: self.membership.on_disconnected,
+            MergeDone: rounds.on_merge_done,
+            MergeFailed: rounds.on_merge_failed,
+            Persisted: self._on_persisted,
+            PersistFailed: self._on_persist_failed,
+            StoreFenced: self.membership.on_fenced,
+            SnapshotRequested: snapshots.on_requested,
+            FinishRequested: finishing.on_requested,
+            ControlRequested: controls.on_control,
+            ShardLost: self.shards.on_lost,
+            ShardBack: self.shards.on_back,
+        }
+        self._bodies: dict[type, Callable[[float, Member, Envelope, Any], LearnerFault | None]] = {
+            Report: reports.on_report,
+            Contribution: rounds.on_contribution,
+            Delivered: delivery.on_delivered,
+            Resync: delivery.on_resync,
+            SnapshotPart: snapshots.on_part,
+            StateRequest: peers.on_state_request,
+            InnerState: peers.on_inner_state,
+            Ready: reports.on_ready,
+            Leave: self.membership.on_leave,
+            Leaving: reports.on_leaving,
+            LeaseRequest: leases.on_request,
+            Held: controls.on_held,
+            FetchTime: rounds.on_fetch_time,
+            FinishAck: shutdown.on_finish_ack,
+            Ping: self.membership.on_ping,
+        }
+        self._timer_handlers: dict[str, Callable[[float, int], LearnerFault | None]] = {
+            "pull": rounds.on_pull_timer,
+            "grace": rounds.on_grace_timer,
+            "save": rounds.on_save_timer,
+            "publish": delivery.on_timer,
+            "silence": self.membership.on_silence_timer,
+            "gone": self.membership.on_absence_timer,
+            "members": self.membership.on_save_timer,
+            "leases": leases.on_timer,
+            "snapshot": snapshots.on_timer,
+            "control": controls.on_timer,
+            "finals": finishing.on_finals_timer,
+            "manifest": shutdown.on_save_timer,
+            "finish": self._on_finish_timer,
+        }
 
     def handle(self, now: float, event: SyncerEvent) -> list[SyncerEffect]:
         """The one door. Timers that are due are handled first, so a late event never finds an expired deadline open."""
-        self.tick += 1
-        out: list[SyncerEffect] = []
-        self._out = out
-        before = self.now
+        state = self.state
+        state.tick += 1
+        effects: list[SyncerEffect] = []
+        state.effects = effects
+        before = state.now
         if now < before:
             now = before  # a clock that went back
-        self.now = now
-        timers = self._timers
+        state.now = now
+        timers = state.timers
         if timers and timers[0][0] <= now:
-            if now - timers[0][0] > self.limits.stall_s:
-                self._excuse_silence(now - before)  # since when, nobody knows: perhaps since the event before
+            if now - timers[0][0] > state.limits.stall_s:
+                self.membership.excuse_silence(now - before)  # since when, nobody knows: perhaps since the event before
             self._fire(now)
-        if self.stage is not Stage.SUPERSEDED:
-            self._events[type(event)](self, now, event)
-        return out
+        if state.stage is not Stage.SUPERSEDED:
+            self._events[type(event)](now, event)
+        return effects
+
+    def next_deadline(self) -> float | None:
+        return self.state.next_deadline()
 
     def _fire(self, now: float) -> None:
-        timers = self._timers
+        state = self.state
+        timers = state.timers
         while timers and timers[0][0] <= now:
             _, _, kind, key = heapq.heappop(timers)
-            if self.stage is not Stage.SUPERSEDED:
-                self._timer_handlers[kind](self, now, key)
+            if state.stage is not Stage.SUPERSEDED:
+                fault = self._timer_handlers[kind](now, key)
+                if fault is not None:
+                    self.membership.handle_fault(now, fault)
 
     def _on_started(self, now: float, event: Started) -> None:
-        self._watch_absences(now)
-        if self.stage is Stage.RUNNING:
-            self._check_budget(now)
-        elif self.stage is Stage.FINISHED:
+        self.membership.watch_absences(now)
+        if self.state.stage is Stage.RUNNING:
+            self.finishing.check_budget(now)
+        elif self.state.stage is Stage.FINISHED:
             # Restarted after the end: learners that missed it may come back; if none does, there is nothing to do.
-            self._arm(now + self.limits.first_wait_s, "finish")
+            self.state.arm(now + self.state.limits.first_wait_s, "finish")
 
     def _on_timer(self, now: float, event: TimerFired) -> None:
         """Due timers were handled at the door."""
@@ -154,88 +260,163 @@ class SyncerCore(Ending):
     def _on_message(self, now: float, event: MessageArrived) -> None:
         envelope = event.envelope
         body = envelope.body
+        membership = self.membership
         if type(body) is Hello:
-            self._on_hello(now, envelope, body)
+            membership.on_hello(now, envelope, body)
             return
-        member = self._current_member(envelope)
+        member = membership.sender_of(envelope)
         if member is None:
             return
-        self._heard(now, member, envelope)
+        membership.on_heard(now, member, envelope)
         handler = self._bodies.get(type(body))
         if handler is None:
-            self._ignore("a message that learners do not send")
+            self.state.ignore("a message that learners do not send")
             return
-        handler(self, now, member, envelope, body)
-        if self.cut is not None:
-            self._check_cut(now)
+        fault = handler(now, member, envelope, body)
+        if fault is not None:
+            membership.handle_fault(now, fault)
+        if self.state.cut is not None:
+            self.snapshots.check_cut(now)
 
     def _on_persisted(self, now: float, event: Persisted) -> None:
         key = event.key
-        if self.unsaved:
-            self._save_unsaved()
+        if self.state.unsaved:
+            self.rounds.save_unsaved()
         if key.kind == "version":
-            f = self.fragments[key.number]
-            if f.away:
-                self._ignore("the word of a shard that is away")  # what it holds it says when it is back
-                return
-            assert f.phase is Phase.MERGING and f.merged and key.version == f.version + 1, f"unasked {key}"
-            self._version_saved(now, f)
-            self._after_versions(now)
+            if self.rounds.on_persisted(now, key):
+                self.finishing.after_versions(now)
         elif key.kind == "members":
-            self._members_saved(now, key.number)
+            self.membership.on_saved(now, key.number)
         elif key.kind == "leases":
-            self._leases_saved(now)
+            self.data_leases.on_saved(now)
         elif key.kind == "snapshot":
-            self._snapshot_saved(now)
+            self.snapshots.on_saved(now)
         else:
-            self._manifest_saved(now)
+            self.shutdown.on_saved(now)
 
     def _on_persist_failed(self, now: float, event: PersistFailed) -> None:
         key = event.key
         if key.kind == "version":
-            if self.fragments[key.number].away:
-                self._ignore("the word of a shard that is away")
-                return
-            self._version_not_saved(now, self.fragments[key.number], event.why)
+            self.rounds.on_persist_failed(now, event)
         elif key.kind == "members":
-            self._members_not_saved(now, event.why)
+            self.membership.on_not_saved(now, event.why)
         elif key.kind == "leases":
-            self._leases_not_saved(now, event.why)
+            self.data_leases.on_not_saved(now, event.why)
         elif key.kind == "snapshot":
-            self._snapshot_not_saved(now, event.why)
+            self.snapshots.on_not_saved(now, event.why)
         else:
-            self._manifest_not_saved(now, event.why)
+            self.shutdown.on_not_saved(now, event.why)
+
+    def _on_finish_timer(self, now: float, key: int) -> None:
+        if self.state.stage is not Stage.FINISHED:
+            return
+        for member in self.shutdown.unacknowledged():
+            if now < member.finish_due:
+                continue
+            if member.finish_tries >= self.state.limits.finish_tries:
+                reason = Reason("finish-left-behind", (member.id,))
+                self.membership.handle_fault(now, LearnerFault(member, reason, drops_link=True))
+            else:
+                self.shutdown.send_finish(now, member)
+        self.shutdown.check_acks()
+
+    # ---------------------------------------------------------------------------------------------------- reading
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration in force: an operator may have changed the quorum and the grace margin."""
+        return self.state.config
+
+    @property
+    def now(self) -> float:
+        return self.state.now
+
+    @property
+    def tick(self) -> int:
+        return self.state.tick
+
+    @property
+    def stage(self) -> Stage:
+        return self.state.stage
+
+    @property
+    def paused(self) -> bool:
+        return self.state.paused
+
+    @property
+    def merges(self) -> int:
+        return self.state.merges
+
+    @property
+    def marker(self) -> int:
+        return self.state.marker
+
+    @property
+    def cut(self) -> Cut | None:
+        return self.state.cut
+
+    @property
+    def manifest(self) -> ManifestRecord | None:
+        return self.state.manifest
+
+    @property
+    def fragments(self) -> dict[FragmentId, Fragment]:
+        return self.state.fragments
+
+    @property
+    def members(self) -> dict[LearnerId, Member]:
+        return self.state.members
+
+    @property
+    def live(self) -> dict[LearnerId, Member]:
+        return self.state.live
+
+    @property
+    def ledger(self) -> SyncerLedger:
+        return self.state.ledger
+
+    @property
+    def fired(self) -> dict[tuple[StrEnum, str], int]:
+        return self.state.fired
+
+    @property
+    def said(self) -> dict[str, int]:
+        return self.state.said
+
+    def missing_end(self) -> list[LearnerId]:
+        return self.shutdown.missing_end()
 
     # ---------------------------------------------------------------------------------------------------- showing
 
     def view(self) -> SyncerView:
-        open_rounds = [f for f in self.fragments.values() if f.phase is not Phase.IDLE]
+        state = self.state
+        open_rounds = [f for f in state.fragments.values() if f.phase is not Phase.IDLE]
         return SyncerView(
-            epoch=self.epoch,
-            stage=self.stage.value,
-            paused=self.paused,
-            quorum=self.config.quorum,
-            grace_margin=self.config.grace_margin,
-            merges=self.merges,
-            trained=self.ledger.trained,
-            progress=budget_progress(self.config, self.merges, self.ledger.trained),
-            rounds_in_flight=self.in_flight,
-            flight_limit=self.flight_limit,
-            alive=len(self.live),
+            epoch=state.epoch,
+            stage=state.stage.value,
+            paused=state.paused,
+            quorum=state.config.quorum,
+            grace_margin=state.config.grace_margin,
+            merges=state.merges,
+            trained=state.ledger.trained,
+            progress=budget_progress(state.config, state.merges, state.ledger.trained),
+            rounds_in_flight=state.in_flight,
+            flight_limit=state.flight_limit,
+            alive=len(state.live),
             asked=max((len(f.asked) for f in open_rounds), default=0),
-            merged=max((len(f.last_contributors) for f in self.fragments.values()), default=0),
-            step_s=self._step_s(),
-            quorum_s=self.quorum_time.mean,
-            sync_s=self._sync_time().mean,
-            fragments=tuple(self._view_fragment(f) for f in self.fragments.values()),
-            members=tuple(self._view_member(m) for _, m in sorted(self.members.items())),
-            ledger=tuple(self.ledger.line(p) for p in self.fragments),
-            leases=self.leases.sums(),
-            ignored=dict(sorted(self.ignored.items())),
+            merged=max((len(f.last_contributors) for f in state.fragments.values()), default=0),
+            step_s=state.step_s(),
+            quorum_s=state.quorum_time.mean,
+            sync_s=state.sync_time().mean,
+            fragments=tuple(self._view_fragment(f) for f in state.fragments.values()),
+            members=tuple(self._view_member(m) for _, m in sorted(state.members.items())),
+            ledger=tuple(state.ledger.line(p) for p in state.fragments),
+            leases=state.leases.sums(),
+            ignored=dict(sorted(state.ignored.items())),
         )
 
     def _view_fragment(self, f: Fragment) -> FragmentView:
-        waiting = tuple(m.id for m in self._waiting(f)) if f.phase in (Phase.PULLING, Phase.GRACE) else ()
+        waiting = tuple(m.id for m in self.rounds.waiting(f)) if f.phase in (Phase.PULLING, Phase.GRACE) else ()
         return FragmentView(
             f.id,
             f.version,
@@ -251,19 +432,20 @@ class SyncerCore(Ending):
 
     def explain(self, f: Fragment) -> Reason:
         """Why the fragment is where it is, for people."""
-        quorum = self.config.quorum
+        state = self.state
+        quorum = state.config.quorum
         if f.away:
             assert f.reason is not None
             return f.reason
-        if f.phase is Phase.IDLE and self.paused:
+        if f.phase is Phase.IDLE and state.paused:
             return Reason("round-paused")
         if f.phase is Phase.IDLE:
-            ready = self._steps_ready(f)
+            ready = self.rounds.steps_ready(f)
             if ready < quorum:
                 return Reason("round-not-ripe", (ready, quorum, f.need_steps))
-            if self._places_taken() >= self.flight_limit:
-                return Reason("round-no-slot", (self._places_taken(), self.flight_limit))
-            return Reason("round-too-few", (len(self._askable(f)), quorum))
+            if state.occupied_slots() >= state.flight_limit:
+                return Reason("round-no-slot", (state.occupied_slots(), state.flight_limit))
+            return Reason("round-too-few", (len(self.rounds.askable(f)), quorum))
         if f.phase is Phase.PULLING:
             return Reason("round-waiting", (len(f.contributions), quorum, f.pull_tries))
         if f.phase is Phase.MERGING and not f.merged:
@@ -272,13 +454,14 @@ class SyncerCore(Ending):
         return f.reason
 
     def _view_member(self, m: Member) -> MemberView:
+        state = self.state
         reason = Reason("member-live") if m.standing is Standing.LIVE else Reason("member-joining", (m.incarnation,))
-        if m.standing is Standing.LIVE and self.paused and m.held == self.pause_serial:
+        if m.standing is Standing.LIVE and state.paused and m.held == state.pause_serial:
             reason = Reason("member-paused")
         elif m.standing is Standing.LIVE and m.leaving:
             reason = Reason("member-leaving", (len(m.unmerged),))
         elif m.standing is Standing.SUSPECT:
-            reason = Reason("member-suspected", (self.now - m.last_heard, self._silence_limit(m)))
+            reason = Reason("member-suspected", (state.now - m.last_heard, self.membership.silence_limit(m)))
         elif m.standing is Standing.ADMITTING:
             reason = Reason("member-admitting", (m.incarnation,))
         text = str(reason)
@@ -291,80 +474,31 @@ class SyncerCore(Ending):
 
     def check_invariants(self) -> None:
         """Everything that must hold between two events; raises AssertionError with what does not."""
-        not_idle = sum(1 for f in self.fragments.values() if f.phase is not Phase.IDLE)
-        assert self.in_flight == not_idle, f"{self.in_flight} rounds counted, {not_idle} open"
-        assert self.live == {i: m for i, m in self.members.items() if m.standing is Standing.LIVE}
-        assert list(self.live) == sorted(self.live)
-        assert set(self.by_opening) == set(self.fragments)
-        assert self.merges == sum(f.version for f in self.fragments.values())
-        assert len(self.members) <= self.limits.most_learners
-        for f in self.fragments.values():
+        state = self.state
+        not_idle = sum(1 for f in state.fragments.values() if f.phase is not Phase.IDLE)
+        assert state.in_flight == not_idle, f"{state.in_flight} rounds counted, {not_idle} open"
+        assert state.live == {i: m for i, m in state.members.items() if m.standing is Standing.LIVE}
+        assert list(state.live) == sorted(state.live)
+        assert set(state.by_opening) == set(state.fragments)
+        assert state.merges == sum(f.version for f in state.fragments.values())
+        assert len(state.members) <= state.limits.most_learners
+        for f in state.fragments.values():
             assert (f.round is None) == (f.phase is Phase.IDLE), f"fragment {f.id}: {f.phase} with round {f.round}"
             assert set(f.contributions) <= set(f.asked), f"fragment {f.id}: contributions of learners not asked"
             if f.phase in (Phase.GRACE, Phase.MERGING):
                 assert len(f.contributions) >= f.quorum, f"fragment {f.id}: {f.phase} below quorum"
             unheard = f.away and f.phase is Phase.MERGING
-            assert (f.id in self.unheard) == unheard, f"fragment {f.id}: {f.phase}, and its shard's word is awaited"
+            assert (f.id in state.unheard) == unheard, f"fragment {f.id}: {f.phase}, and its shard's word is awaited"
             assert not f.away or f.phase is Phase.IDLE or f.merged, f"fragment {f.id}: {f.phase} without its shard"
-            assert not f.away or f.id not in self.unsaved, f"fragment {f.id}: to be saved without its shard"
+            assert not f.away or f.id not in state.unsaved, f"fragment {f.id}: to be saved without its shard"
             if f.round is not None:
                 assert f.round.base == f.version, f"fragment {f.id}: round on {f.round.base}, version {f.version}"
-            line = self.ledger.line(f.id)
+            line = state.ledger.line(f.id)
             assert line.balanced(), f"fragment {f.id}: ledger out of balance, {line}"
-        for m in self.members.values():
-            assert set(m.owed) <= set(self.fragments)
+        for m in state.members.values():
+            assert set(m.owed) <= set(state.fragments)
             assert m.standing in (Standing.JOINING, Standing.LIVE, Standing.SUSPECT) or not m.owed
-        for learner, m in self.leavers.items():
-            assert self.members.get(learner) is m and m.leaving and m.unmerged, f"learner {learner} does not leave"
-        self.leases.check()
-        assert set(self.lease_closing) <= set(self.leases.holders)
-
-
-_EVENTS: Table = (
-    (Started, "_on_started"),
-    (MessageArrived, "_on_message"),
-    (TimerFired, "_on_timer"),
-    (LearnerDisconnected, "_on_disconnected"),
-    (MergeDone, "_on_merge_done"),
-    (MergeFailed, "_on_merge_failed"),
-    (Persisted, "_on_persisted"),
-    (PersistFailed, "_on_persist_failed"),
-    (StoreFenced, "_on_fenced"),
-    (SnapshotRequested, "_on_snapshot_requested"),
-    (FinishRequested, "_on_finish_requested"),
-    (ControlRequested, "_on_control"),
-    (ShardLost, "_on_shard_lost"),
-    (ShardBack, "_on_shard_back"),
-)
-_BODIES: Table = (
-    (Report, "_on_report"),
-    (Contribution, "_on_contribution"),
-    (Delivered, "_on_delivered"),
-    (Resync, "_on_resync"),
-    (SnapshotPart, "_on_part"),
-    (StateRequest, "_on_state_request"),
-    (InnerState, "_on_inner_state"),
-    (Ready, "_on_ready"),
-    (Leave, "_on_leave"),
-    (Leaving, "_on_leaving"),
-    (LeaseRequest, "_on_lease_request"),
-    (Held, "_on_held"),
-    (FetchTime, "_on_fetch_time"),
-    (FinishAck, "_on_finish_ack"),
-    (Ping, "_on_ping"),
-)
-_TIMERS: Table = (
-    ("pull", "_on_pull_timer"),
-    ("grace", "_on_grace_timer"),
-    ("save", "_on_save_timer"),
-    ("publish", "_on_publish_timer"),
-    ("silence", "_on_silence_timer"),
-    ("gone", "_on_gone_timer"),
-    ("members", "_on_members_timer"),
-    ("leases", "_on_leases_timer"),
-    ("snapshot", "_on_snapshot_timer"),
-    ("control", "_on_control_timer"),
-    ("finals", "_on_finals_timer"),
-    ("manifest", "_on_manifest_timer"),
-    ("finish", "_on_finish_timer"),
-)
+        for learner, m in state.leavers.items():
+            assert state.members.get(learner) is m and m.leaving and m.unmerged, f"learner {learner} does not leave"
+        state.leases.check()
+        assert set(state.lease_closing) <= set(state.leases.holders)

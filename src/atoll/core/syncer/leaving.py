@@ -7,11 +7,9 @@ anything to give; the quorum is what it always is, and the round waits for the l
 
 from __future__ import annotations
 
-from atoll.core.protocol import Envelope, Leaving
-from atoll.core.reasons import Reason
-from atoll.core.states import Phase, Standing
-from atoll.core.syncer.rounds import Rounds
-from atoll.core.syncer.state import Fragment, Member
+from atoll.core.states import Standing
+from atoll.core.syncer.state import Fragment, Member, SyncerState
+from atoll.core.types import FragmentId
 
 MOST_PUSHES = 8
 """Rounds of one fragment that are opened out of turn for one leaver, and wait for it. Two are enough where nothing is
@@ -19,67 +17,52 @@ lost: the copy that was on its way, and what came after it. One that names fragm
 for longer."""
 
 
-class Leavers(Rounds):
-    def _on_leaving(self, now: float, member: Member, envelope: Envelope, body: Leaving) -> None:
-        """Its newest word counts: one that was delayed or doubled must not bring back what is merged. Neither must one
-        that was said before it heard of a version that holds the rest."""
-        if envelope.tick <= member.leaving_tick:
-            self._ignore("an older word of one who leaves")
-            return
-        steps = body.step - member.step
-        if steps > self.limits.most_steps_per_report or not self._is_plausible(member, body.step, body.trained):
-            self._strike(now, member, self._note(Reason("report-wild", (steps, body.trained, 0.0))))
-            return
-        member.leaving_tick = envelope.tick
-        member.step = max(member.step, body.step)
-        self.ledger.tell(member.id, body.trained)
-        if member.standing is Standing.JOINING:
-            self._trains(now, member, self._note(Reason("moments-kept")))  # its word that it is ready was lost
-        named = (self.fragments[p] for p in body.unmerged if p in self.fragments)
-        member.unmerged = {f.id: None for f in named if not self._holds(f, member)}
+class Leavers:
+    """Track which work of leaving learners is in no version yet."""
+
+    def __init__(self, state: SyncerState) -> None:
+        self._state = state
+
+    def record(self, member: Member, named: tuple[FragmentId, ...]) -> None:
+        """Record the fragments of which a leaving learner names unmerged work, except those that are merged already."""
+        state = self._state
+        fragments = (state.fragments[p] for p in named if p in state.fragments)
+        member.unmerged = {f.id: None for f in fragments if not self._holds(f, member)}
         if not member.leaving:
             member.leaving = True
-            self._say("learner", member.id, "member-leaving", len(member.unmerged))
+            state.say("learner", member.id, "member-leaving", len(member.unmerged))
         if member.unmerged:
-            self.leavers[member.id] = member
+            state.leavers[member.id] = member
         else:
-            self.leavers.pop(member.id, None)
-        self._ask_too(now, member)
-        for f in list(self.pulling.values()):
-            if member.id in f.asked:
-                self._check_round(now, f)  # it waits no longer for what is not named any more
-        self._open_ripe(now)
+            state.leavers.pop(member.id, None)
 
     def _holds(self, f: Fragment, member: Member) -> bool:
         """A durable version has all that it ever told of."""
-        mark, account = f.marks.get(member.id), self.ledger.accounts[member.id]
+        mark, account = f.marks.get(member.id), self._state.ledger.accounts[member.id]
         return mark is not None and mark.incarnation == member.incarnation and mark.trained >= account.trained
 
-    def _open_for_leavers(self, now: float) -> None:
-        """All at once, whatever is in flight: there is no later. Their turns stay what they were."""
-        for f in list(self.fragments.values()):
-            if f.phase is Phase.IDLE and self._is_pushed(f):
-                self._open(now, f, in_turn=f.id in self.retrying)
-
-    def _is_pushed(self, f: Fragment) -> bool:
+    def is_pushed(self, f: Fragment) -> bool:
+        """A round has to be opened for a leaver that has unmerged work of this fragment."""
         return not f.away and any(self._pushes(f, m) < MOST_PUSHES for m in self._leavers_of(f))
 
-    def _awaits_leaver(self, f: Fragment) -> bool:
+    def is_awaited(self, f: Fragment) -> bool:
+        """The open round still waits for a leaver."""
         return any(
             m.id in f.asked and m.id not in f.contributions and self._pushes(f, m) <= MOST_PUSHES
             for m in self._leavers_of(f)
         )
 
     def _leavers_of(self, f: Fragment) -> list[Member]:
-        return [m for m in self.leavers.values() if f.id in m.unmerged and m.standing is Standing.LIVE]
+        return [m for m in self._state.leavers.values() if f.id in m.unmerged and m.standing is Standing.LIVE]
 
     def _pushes(self, f: Fragment, member: Member) -> int:
         return member.pushes.get(f.id, 0)
 
-    def _pushed(self, f: Fragment) -> None:
+    def on_version(self, f: Fragment) -> None:
         """A version of it is durable. What a leaver had trained after its copy is still to be merged."""
-        for member in list(self.leavers.values()):
+        state = self._state
+        for member in list(state.leavers.values()):
             if f.id in member.unmerged and self._holds(f, member):
                 del member.unmerged[f.id]
                 if not member.unmerged:
-                    del self.leavers[member.id]
+                    del state.leavers[member.id]

@@ -1,52 +1,68 @@
-"""Who is there: admission, links, silence, loss, return, and inner state from a peer."""
+"""Who is there: admission, links, silence, loss, return."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-
-from atoll.core.policy import Estimate, backoff_s, patience
+from atoll.core.policy import backoff_s, patience
 from atoll.core.protocol import (
     Envelope,
     Halt,
     Hangup,
     Hello,
-    InnerState,
     LearnerDisconnected,
     Leave,
     MembersRecord,
-    NoPeer,
-    PeerChosen,
     Persist,
     Ping,
     Pong,
     Pull,
-    Ready,
     Refuse,
-    Report,
-    StateRequest,
-    StateWanted,
     StoreFenced,
     Welcome,
 )
 from atoll.core.reasons import Reason
 from atoll.core.states import Phase, Stage, Standing
-from atoll.core.syncer.data_leases import Leasing
-from atoll.core.syncer.state import Member
-from atoll.core.types import MOST_SECONDS, MOST_TOKENS, MOST_TOKENS_PER_STEP, NOTHING, LearnerId, first_difference
+from atoll.core.syncer.controls import Controls
+from atoll.core.syncer.data_leases import DataLeases
+from atoll.core.syncer.delivery import Delivery
+from atoll.core.syncer.rounds import Rounds
+from atoll.core.syncer.shutdown import Shutdown
+from atoll.core.syncer.snapshots import Snapshots
+from atoll.core.syncer.state import CONNECTED, LearnerFault, Member, SyncerState
+from atoll.core.types import MOST_TOKENS, MOST_TOKENS_PER_STEP, NOTHING, LearnerId, first_difference
 
 STRANGERS = ("refused-id", "refused-run", "refused-fingerprint")
 MEASURED_GAPS = 4
 """Between messages of a learner, before its silence is judged by them."""
-CONNECTED = (Standing.JOINING, Standing.LIVE, Standing.SUSPECT)
 
 
-class Members(Leasing):
+class Membership:
+    """Admit learners, notice when they are gone, and let them return."""
+
+    def __init__(
+        self,
+        state: SyncerState,
+        rounds: Rounds,
+        delivery: Delivery,
+        leases: DataLeases,
+        snapshots: Snapshots,
+        controls: Controls,
+        shutdown: Shutdown,
+    ) -> None:
+        self._state = state
+        self._rounds = rounds
+        self._delivery = delivery
+        self._leases = leases
+        self._snapshots = snapshots
+        self._controls = controls
+        self._shutdown = shutdown
+
     # ---------------------------------------------------------------------------------------------------- hello
 
-    def _on_hello(self, now: float, envelope: Envelope, body: Hello) -> None:
-        member = self.members.get(envelope.learner)
+    def on_hello(self, now: float, envelope: Envelope, body: Hello) -> None:
+        state = self._state
+        member = state.members.get(envelope.learner)
         refusal = self._hello_refusal(envelope, body, member)
-        if envelope.epoch > self.epoch and (refusal is None or refusal.code not in STRANGERS):
+        if envelope.epoch > state.epoch and (refusal is None or refusal.code not in STRANGERS):
             self._superseded(envelope.epoch)  # the epochs of another run say nothing about this one
             return
         if refusal is not None:
@@ -54,7 +70,7 @@ class Members(Leasing):
             stranger = Member(envelope.learner, envelope.incarnation, envelope.session)
             stranger.seen = envelope.tick
             final = refusal.code != "refused-full"
-            self._send(stranger, Refuse(self._note(refusal), current, final))
+            state.send(stranger, Refuse(state.note(refusal), current, final))
             return
         if member is not None and member.incarnation == envelope.incarnation:
             self._greet_again(now, member, envelope, body)
@@ -62,13 +78,14 @@ class Members(Leasing):
         self._admit(now, member, envelope, body)
 
     def _hello_refusal(self, envelope: Envelope, body: Hello, member: Member | None) -> Reason | None:
+        state = self._state
         if envelope.learner < 1:
             return Reason("refused-id", (envelope.learner,))
         if not (body.step >= 0 and 0 <= body.trained <= min(MOST_TOKENS, body.step * MOST_TOKENS_PER_STEP)):
             return Reason("refused-wild", (body.step, body.trained))
-        if body.run_id != self.config.run_id:
-            return Reason("refused-run", (self.config.run_id, body.run_id))
-        if body.fingerprint != self.config.fingerprint or len(body.received) != len(self.fragments):
+        if body.run_id != state.config.run_id:
+            return Reason("refused-run", (state.config.run_id, body.run_id))
+        if body.fingerprint != state.config.fingerprint or len(body.received) != len(state.fragments):
             return Reason("refused-fingerprint", (self._first_difference(body),))
         if member is not None and envelope.incarnation < member.incarnation:
             return Reason("refused-incarnation", (envelope.incarnation, member.incarnation))
@@ -77,16 +94,17 @@ class Members(Leasing):
             return Reason("refused-quarantined", (str(member.reason),))
         if known and member is not None and member.standing is Standing.LOST and self._is_durably_lost(member):
             return Reason("refused-lost", (member.incarnation,))
-        if not known and self.stage is not Stage.RUNNING:
+        if not known and state.stage is not Stage.RUNNING:
             return Reason("refused-finished")
-        if member is None and len(self.members) >= self.limits.most_learners:
-            return Reason("refused-full", (self.limits.most_learners,))
+        if member is None and len(state.members) >= state.limits.most_learners:
+            return Reason("refused-full", (state.limits.most_learners,))
         return None
 
     def _first_difference(self, body: Hello) -> str:
-        if body.fingerprint != self.config.fingerprint:
-            return first_difference(self.config.fingerprint, body.fingerprint)
-        return f"{len(body.received)} fragments where the run has {len(self.fragments)}"
+        state = self._state
+        if body.fingerprint != state.config.fingerprint:
+            return first_difference(state.config.fingerprint, body.fingerprint)
+        return f"{len(body.received)} fragments where the run has {len(state.fragments)}"
 
     def _admit(self, now: float, old: Member | None, envelope: Envelope, body: Hello) -> None:
         """A new incarnation. Its predecessor is out from this moment; it is in once that is durable.
@@ -94,13 +112,14 @@ class Members(Leasing):
         Without durability: (1) incarnation 2 is welcomed, (2) the syncer is killed, (3) incarnation 1, cut off until
         now, says hello to the restarted syncer and is taken for current, (4) both train as one learner.
         """
+        state = self._state
         member = Member(envelope.learner, envelope.incarnation, envelope.session)
         member.seen = envelope.tick
         member.last_heard = now
         member.hello = body
         if old is not None:
-            self._say("learner", old.id, "member-superseded", old.incarnation, envelope.incarnation)
-            self._stand(old, "superseded")
+            state.say("learner", old.id, "member-superseded", old.incarnation, envelope.incarnation)
+            state.move_member(old, "superseded")
             member.standing = old.standing
             # Timers belong to the id: those that are armed go on for the new process, or each start would add one.
             member.silence_at = old.silence_at
@@ -109,95 +128,102 @@ class Members(Leasing):
             member.drained_by = old.drained_by
             self._retire(now, old, "replaced by a new incarnation")
         else:
-            self._stand(member, "hello")
-        self.members[member.id] = member
-        self.ledger.open(member.id, member.incarnation)
-        self._say("learner", member.id, "member-admitting", member.incarnation)
-        for f in self.fragments.values():
+            state.move_member(member, "hello")
+        state.members[member.id] = member
+        state.ledger.open(member.id, member.incarnation)
+        state.say("learner", member.id, "member-admitting", member.incarnation)
+        for f in state.fragments.values():
             f.open_steps.pop(member.id, None)  # they count the steps of another process
-        self._save_members(now)
-        member.admitted_by = self._next_members_serial()
+        self._save(now)
+        member.admitted_by = self._next_serial()
         if old is not None:
-            self._close_leases(old, member.admitted_by)
+            self._leases.close(old, member.admitted_by)
 
     def _retire(self, now: float, member: Member, why: str) -> None:
         """Close the books of an incarnation that is no longer live and forget it in everything that is under way."""
-        if member.id in self.ledger.accounts:
-            self.ledger.close(member.id, why)
+        state = self._state
+        if member.id in state.ledger.accounts:
+            state.ledger.close(member.id, why)
         self._forget(now, member)
 
     def _forget(self, now: float, member: Member) -> None:
         """What it has contributed stays in its round: at the time it was current, and sums cannot be undone."""
+        state = self._state
         member.owed.clear()
-        self.leavers.pop(member.id, None)
-        self._leave_out(now, member.id)
-        for f in list(self.fragments.values()):
+        state.leavers.pop(member.id, None)
+        self._snapshots.leave_out(now, member.id)
+        for f in list(state.fragments.values()):
             if member.id in f.asked and f.phase in (Phase.PULLING, Phase.GRACE):
                 if member.id not in f.contributions:
                     del f.asked[member.id]
-                self._check_round(now, f)
+                self._rounds.check_round(now, f)
 
-    def _save_members(self, now: float) -> None:
+    def _save(self, now: float) -> None:
         """One record at a time; whoever comes meanwhile is in the next one."""
-        if self.members_saving:
-            self.members_dirty = True
+        state = self._state
+        if state.members_saving:
+            state.members_dirty = True
             return
-        self.members_saving = True
-        self.members_dirty = False
-        self.members_serial += 1
-        members = [m for _, m in sorted(self.members.items())]
+        state.members_saving = True
+        state.members_dirty = False
+        state.members_serial += 1
+        members = [m for _, m in sorted(state.members.items())]
         incarnations = tuple((m.id, m.incarnation) for m in members)
-        left = tuple(m.id for m in members if m.id not in self.ledger.accounts)
+        left = tuple(m.id for m in members if m.id not in state.ledger.accounts)
         lost = tuple(m.id for m in members if m.standing is Standing.LOST)
-        retired = self.ledger.closed_trained
-        self._out.append(Persist(MembersRecord(self.members_serial, incarnations, left, retired, lost)))
+        retired = state.ledger.closed_trained
+        state.effects.append(Persist(MembersRecord(state.members_serial, incarnations, left, retired, lost)))
 
-    def _next_members_serial(self) -> int:
+    def _next_serial(self) -> int:
         """Of the record that will hold what is known now."""
-        return self.members_serial + (1 if self.members_dirty else 0)
+        state = self._state
+        return state.members_serial + (1 if state.members_dirty else 0)
 
-    def _members_saved(self, now: float, serial: int) -> None:
-        self.members_saving = False
-        self.members_tries = 0
-        self.members_durable = serial
-        if self.lease_closing:
-            self._settle_leases()
-        for member in list(self.members.values()):
+    def on_saved(self, now: float, serial: int) -> None:
+        state = self._state
+        state.members_saving = False
+        state.members_tries = 0
+        state.members_durable = serial
+        if state.lease_closing:
+            self._leases.settle()
+        for member in list(state.members.values()):
             # Whoever said hello after the record was written waits for the next one.
             if member.standing is not Standing.ADMITTING or member.admitted_by > serial:
                 continue
             if member.hello is None:
-                self._stand(member, "gone")  # its link broke meanwhile
+                state.move_member(member, "gone")  # its link broke meanwhile
                 self._watch_absence(now, member)
             else:
-                self._stand(member, "admitted training" if member.hello.training else "admitted")
+                state.move_member(member, "admitted training" if member.hello.training else "admitted")
                 self._welcome(now, member, member.hello)
-        if self.members_dirty:
-            self._save_members(now)
+        if state.members_dirty:
+            self._save(now)
 
-    def _members_not_saved(self, now: float, why: str) -> None:
-        self.members_saving = False
-        delay = backoff_s(self.members_tries, 0, self.limits)
-        self.members_tries += 1
-        self._say("run", 0, "admission-failed", why, delay)
-        self._arm(now + delay, "members")
+    def on_not_saved(self, now: float, why: str) -> None:
+        state = self._state
+        state.members_saving = False
+        delay = backoff_s(state.members_tries, 0, state.limits)
+        state.members_tries += 1
+        state.say("run", 0, "admission-failed", why, delay)
+        state.arm(now + delay, "members")
 
-    def _on_members_timer(self, now: float, key: int) -> None:
-        if not self.members_saving:
-            self._save_members(now)
+    def on_save_timer(self, now: float, key: int) -> None:
+        if not self._state.members_saving:
+            self._save(now)
 
     def _greet_again(self, now: float, member: Member, envelope: Envelope, body: Hello) -> None:
         """The same process on a new link, or its hello once more because the welcome was lost."""
+        state = self._state
         if envelope.session < member.session:
-            self._ignore("stale session")
+            state.ignore("stale session")
             return
         member.seen = max(member.seen, envelope.tick)
         fresh_link = envelope.session > member.session
         if member.standing is Standing.LEFT:
-            self._ignore("hello after leaving")
+            state.ignore("hello after leaving")
             return
         if member.standing is Standing.LOST:
-            self._ignore("hello of one whose loss is not durable yet")  # it says it again, and is refused then
+            state.ignore("hello of one whose loss is not durable yet")  # it says it again, and is refused then
             return
         if member.standing is Standing.ADMITTING:
             member.session = envelope.session
@@ -207,36 +233,37 @@ class Members(Leasing):
             # It noticed the broken link before we did.
             self._gone(now, member, Reason("member-disconnected", ("a newer link took its place",)))
         if not fresh_link and member.standing is Standing.AWAY:
-            self._ignore("hello on a dropped link")
+            state.ignore("hello on a dropped link")
             return
         member.session = envelope.session
         if member.standing is Standing.AWAY:
-            self._stand(member, "resumed" if body.training else "resumed joining")
-            self._say("learner", member.id, "member-resumed", member.incarnation)
+            state.move_member(member, "resumed" if body.training else "resumed joining")
+            state.say("learner", member.id, "member-resumed", member.incarnation)
         self._welcome(now, member, body)
 
     def _welcome(self, now: float, member: Member, body: Hello) -> None:
+        state = self._state
         member.hello = None
         member.last_heard = member.back_at = now
         member.step = max(member.step, body.step)
         self._count_from_here(member)
         member.training = body.training
         member.finish_tries = 0
-        self.ledger.tell(member.id, body.trained)
-        member.received = {p: v for p, v in zip(self.fragments, body.received, strict=True) if v != NOTHING}
+        state.ledger.tell(member.id, body.trained)
+        member.received = {p: v for p, v in zip(state.fragments, body.received, strict=True) if v != NOTHING}
         member.owed.clear()
-        self._send(member, Welcome(self._versions(), self._progress(), self._step_s()))
-        self._tell_wish_anew(now, member)
+        state.send(member, Welcome(state.versions(), state.progress(), state.step_s()))
+        self._controls.send_request_anew(now, member)
         if member.standing is Standing.JOINING:
-            self._say("learner", member.id, "member-joining", member.incarnation)
-        for f in self.fragments.values():
-            self._owe(now, member, f)
+            state.say("learner", member.id, "member-joining", member.incarnation)
+        for f in state.fragments.values():
+            self._delivery.owe(now, member, f)
             # A round that opened before the link broke still wants its answer.
-            if f.phase in (Phase.PULLING, Phase.GRACE) and member in self._waiting(f):
+            if f.phase in (Phase.PULLING, Phase.GRACE) and member in self._rounds.waiting(f):
                 assert f.round is not None
-                self._send(member, Pull(f.round))
-        self._resend_finish(member)
-        self._watch_silence(now + self._silence_limit(member), member)
+                state.send(member, Pull(f.round))
+        self._shutdown.resend_finish(member)
+        self._watch_silence(now + self.silence_limit(member), member)
 
     def _count_from_here(self, member: Member) -> None:
         """Steps that it took while it was away are not counted for fragments that were opened meanwhile: nobody knows
@@ -246,23 +273,24 @@ class Members(Leasing):
             member.counted = True
             member.first_step = member.step
             return
-        for f in self.fragments.values():
+        for f in self._state.fragments.values():
             if f.turned_at >= member.gone_at:
                 f.open_steps[member.id] = member.step
 
     # ---------------------------------------------------------------------------------------------------- hearing
 
-    def _current_member(self, envelope: Envelope) -> Member | None:
+    def sender_of(self, envelope: Envelope) -> Member | None:
         """The member that this message speaks for; None if it comes from another process, link or time."""
-        if envelope.epoch > self.epoch:
+        state = self._state
+        if envelope.epoch > state.epoch:
             self._superseded(envelope.epoch)
             return None
-        member = self.members.get(envelope.learner)
+        member = state.members.get(envelope.learner)
         if member is None or not self._is_current(member, envelope):
-            self._ignore("stale incarnation or session")
+            state.ignore("stale incarnation or session")
             return None
         if member.standing not in CONNECTED:
-            self._ignore("not a member now")
+            state.ignore("not a member now")
             return None
         return member
 
@@ -270,50 +298,30 @@ class Members(Leasing):
         return (
             envelope.incarnation == member.incarnation
             and envelope.session == member.session
-            and envelope.epoch == self.epoch
+            and envelope.epoch == self._state.epoch
         )
 
-    def _heard(self, now: float, member: Member, envelope: Envelope) -> None:
+    def on_heard(self, now: float, member: Member, envelope: Envelope) -> None:
+        state = self._state
         if envelope.tick > member.seen:
             member.seen = envelope.tick
         silent_s = now - member.last_heard
-        if not self._rests(member):
+        if not state.is_resting(member):
             member.gap.add(silent_s)
         member.last_heard = now
         if member.gap.count == MEASURED_GAPS:
-            self._watch_silence(now + self._silence_limit(member), member)  # until now its limit was a guess
+            self._watch_silence(now + self.silence_limit(member), member)  # until now its limit was a guess
         if member.standing is Standing.SUSPECT:
             member.back_at = now
-            self._stand(member, "heard")
-            self._say("learner", member.id, "member-heard", silent_s)
+            state.move_member(member, "heard")
+            state.say("learner", member.id, "member-heard", silent_s)
 
-    def _on_report(self, now: float, member: Member, envelope: Envelope, body: Report) -> None:
-        steps = body.step - member.step
-        if steps <= 0:
-            return
-        plausible = self._is_plausible(member, body.step, body.trained) and 0 <= body.step_time_s < MOST_SECONDS
-        if steps > self.limits.most_steps_per_report or not plausible:
-            self._strike(now, member, self._note(Reason("report-wild", (steps, body.trained, body.step_time_s))))
-            return
-        if member.standing is Standing.JOINING:
-            self._trains(now, member, self._note(Reason("moments-kept")))  # its word that it is ready was lost
-        member.step = body.step
-        member.reported_at = now
-        member.quick_s = min(body.step_time_s, 1.1 * member.quick_s) if member.pace.count else body.step_time_s
-        self.ledger.tell(member.id, body.trained)
-        member.pace.add(body.step_time_s)
-        if member.standing is Standing.LIVE:
-            if self.stage is Stage.RUNNING:
-                self._check_budget(now)
-            self._ask_too(now, member)
-            self._open_ripe(now)
-
-    def _on_ping(self, now: float, member: Member, envelope: Envelope, body: Ping) -> None:
-        self._send(member, Pong(body.serial))
+    def on_ping(self, now: float, member: Member, envelope: Envelope, body: Ping) -> None:
+        self._state.send(member, Pong(body.serial))
 
     # ---------------------------------------------------------------------------------------------------- silence
 
-    def _silence_limit(self, member: Member) -> float:
+    def silence_limit(self, member: Member) -> float:
         """Four times the high value of the gaps between its messages: a stutter is no silence.
 
         Never below four of its steps: messages that were held up come in one burst and make the gaps look short. And
@@ -321,128 +329,143 @@ class Members(Leasing):
         And never below four of its answers: on a long and lossy link a message is sent again after more than a round
         trip, and once more after twice as long; who needs a second for an answer is not gone after a second.
         """
+        state = self._state
         if member.gap.count < MEASURED_GAPS:
-            return self.limits.first_wait_s
-        least = 4 * max(member.pace.mean, member.answer.mean, self.limits.least_wait_s)
-        least = min(least, self.limits.most_wait_s)
-        limit = max(patience(member.gap, 4, self.limits), least)
-        return max(limit, self.limits.first_wait_s) if self._rests(member) else limit
+            return state.limits.first_wait_s
+        least = 4 * max(member.pace.mean, member.answer.mean, state.limits.least_wait_s)
+        least = min(least, state.limits.most_wait_s)
+        limit = max(patience(member.gap, 4, state.limits), least)
+        return max(limit, state.limits.first_wait_s) if state.is_resting(member) else limit
 
     def _watch_silence(self, at: float, member: Member) -> None:
         """Look at its silence then, or earlier if that is due anyway. A later look that was due becomes stale."""
         if member.silence_at is None or at < member.silence_at:
             member.silence_at = at
-            self._arm(at, "silence", member.id)
+            self._state.arm(at, "silence", member.id)
 
-    def _on_silence_timer(self, now: float, learner: LearnerId) -> None:
-        member = self.members.get(learner)
+    def on_silence_timer(self, now: float, learner: LearnerId) -> None:
+        state = self._state
+        member = state.members.get(learner)
         if member is None or member.silence_at is None or now < member.silence_at:
             return
         member.silence_at = None
         if member.standing not in CONNECTED:
             return
-        limit = self._silence_limit(member)
+        limit = self.silence_limit(member)
         # A joining learner fetches a whole model and says little; its link, not its silence, tells of its end.
         if member.standing is Standing.JOINING:
-            limit = self.limits.most_wait_s
+            limit = state.limits.most_wait_s
         silent_s = now - member.last_heard
         if silent_s >= limit:
             if member.standing is Standing.LIVE:
-                self._stand(member, "silent")
-                self._say("learner", member.id, "member-suspected", silent_s, limit)
+                state.move_member(member, "silent")
+                state.say("learner", member.id, "member-suspected", silent_s, limit)
                 self._unwait(now, member)
             if silent_s >= 8 * limit or member.standing is Standing.JOINING:
                 self._drop_link(now, member, Reason("member-lost", (silent_s,)))
                 return
         due = member.last_heard + limit if silent_s < limit else now + limit
         if member.standing is Standing.JOINING:
-            due = min(due, now + self.limits.first_wait_s)  # it may train at any moment, and then has another limit
-        self._watch_silence(max(due, now + self.limits.least_wait_s), member)
+            due = min(due, now + state.limits.first_wait_s)  # it may train at any moment, and then has another limit
+        self._watch_silence(max(due, now + state.limits.least_wait_s), member)
 
     def _unwait(self, now: float, member: Member) -> None:
         """Nobody waits for a learner that is not live; it stays asked, in case it is heard again in time."""
-        for f in list(self.fragments.values()):
+        for f in list(self._state.fragments.values()):
             if member.id in f.asked and f.phase in (Phase.PULLING, Phase.GRACE):
-                self._check_round(now, f)
+                self._rounds.check_round(now, f)
 
-    def _excuse_silence(self, stood_s: float) -> None:
+    def excuse_silence(self, stood_s: float) -> None:
         """This process stood still, so it heard nobody: no learner's silence is counted against it."""
-        self._say("run", 0, "member-stalled", stood_s)
-        for member in self.members.values():
+        state = self._state
+        state.say("run", 0, "member-stalled", stood_s)
+        for member in state.members.values():
             member.last_heard += stood_s
             member.away_since += stood_s
 
     # ---------------------------------------------------------------------------------------------------- going
 
-    def _on_disconnected(self, now: float, event: LearnerDisconnected) -> None:
-        member = self.members.get(event.learner)
+    def on_disconnected(self, now: float, event: LearnerDisconnected) -> None:
+        state = self._state
+        member = state.members.get(event.learner)
         if member is None or (member.incarnation, member.session) != (event.incarnation, event.session):
-            self._ignore("stale session")
+            state.ignore("stale session")
             return
         if member.standing is Standing.ADMITTING:
             member.hello = None  # its admission goes on; it will dial again
         elif member.standing in CONNECTED:
             self._gone(now, member, Reason("member-disconnected", (event.why,)))
 
+    def handle_fault(self, now: float, fault: LearnerFault) -> None:
+        if fault.drops_link:
+            self._drop_link(now, fault.member, fault.reason)
+        else:
+            self._strike(now, fault.member, fault.reason)
+
     def _drop_link(self, now: float, member: Member, reason: Reason) -> None:
         """We give the link up; the learner dials again, as the same incarnation, when it can."""
-        self._out.append(Hangup(member.id, member.incarnation, member.session, reason))
+        self._state.effects.append(Hangup(member.id, member.incarnation, member.session, reason))
         self._gone(now, member, reason)
 
     def _gone(self, now: float, member: Member, reason: Reason) -> None:
-        member.reason = self._say("learner", member.id, reason.code, *reason.args)
-        self._stand(member, "gone")
+        state = self._state
+        member.reason = state.say("learner", member.id, reason.code, *reason.args)
+        state.move_member(member, "gone")
         member.gone_at = now
         self._watch_absence(now, member)
         member.owed.clear()
-        self._leave_out(now, member.id)
+        self._snapshots.leave_out(now, member.id)
         self._unwait(now, member)
-        self._check_end(now)
+        self._shutdown.check_end(now)
 
-    def _on_leave(self, now: float, member: Member, envelope: Envelope, body: Leave) -> None:
-        member.reason = self._say("learner", member.id, "member-left", body.why)
+    def on_leave(self, now: float, member: Member, envelope: Envelope, body: Leave) -> None:
+        state = self._state
+        member.reason = state.say("learner", member.id, "member-left", body.why)
         member.drained_by = ""
-        self._stand(member, "left")
+        state.move_member(member, "left")
         self._retire(now, member, "left")
-        self._save_members(now)
-        self._close_leases(member, self._next_members_serial())
-        self._check_end(now)
+        self._save(now)
+        self._leases.close(member, self._next_serial())
+        self._shutdown.check_end(now)
 
     def _strike(self, now: float, member: Member, reason: Reason) -> None:
+        state = self._state
         member.strikes += 1
-        if member.strikes >= self.limits.strikes and member.standing is Standing.LIVE:
-            member.reason = self._say("learner", member.id, "member-quarantined", member.strikes, str(reason))
-            self._stand(member, "quarantined")
+        if member.strikes >= state.limits.strikes and member.standing is Standing.LIVE:
+            member.reason = state.say("learner", member.id, "member-quarantined", member.strikes, str(reason))
+            state.move_member(member, "quarantined")
             self._forget(now, member)
             self._watch_absence(now, member)
             # It hears why when it dials again.
-            self._out.append(Hangup(member.id, member.incarnation, member.session, reason))
+            state.effects.append(Hangup(member.id, member.incarnation, member.session, reason))
 
     def _watch_absence(self, now: float, member: Member) -> None:
         """From now on it is away. One timer per id, however often it comes and goes."""
+        state = self._state
         member.away_since = now
         if not member.gone_timer:
             member.gone_timer = True
-            self._arm(now + self.limits.gone_after_s, "gone", member.id)
+            state.arm(now + state.limits.gone_after_s, "gone", member.id)
 
-    def _watch_absences(self, now: float) -> None:
+    def watch_absences(self, now: float) -> None:
         """A syncer that starts again does not know for how long they have been away: it counts from here."""
-        for member in self.members.values():
+        for member in self._state.members.values():
             if member.standing is Standing.AWAY:
                 self._watch_absence(now, member)
 
-    def _on_gone_timer(self, now: float, learner: LearnerId) -> None:
-        member = self.members.get(learner)
+    def on_absence_timer(self, now: float, learner: LearnerId) -> None:
+        state = self._state
+        member = state.members.get(learner)
         if member is None or not member.gone_timer:
             return
         member.gone_timer = False
         # At the end nothing is leased any more, and whoever returns is told that the run is over.
-        if member.standing not in (Standing.AWAY, Standing.QUARANTINED) or self.stage is not Stage.RUNNING:
+        if member.standing not in (Standing.AWAY, Standing.QUARANTINED) or state.stage is not Stage.RUNNING:
             return
-        due = member.away_since + self.limits.gone_after_s
+        due = member.away_since + state.limits.gone_after_s
         if now < due:
             member.gone_timer = True
-            self._arm(due, "gone", member.id)
+            state.arm(due, "gone", member.id)
             return
         self._give_up(now, member, now - member.away_since)
 
@@ -454,88 +477,30 @@ class Members(Leasing):
         2. Learner 1 wakes and goes on as the same incarnation.
         3. Its next contribution holds the same samples: they are merged twice.
         """
+        state = self._state
         member.drained_by = ""
-        args = (away_s, self.limits.gone_after_s, member.incarnation)
-        member.reason = self._say("learner", member.id, "member-given-up", *args)
-        self._stand(member, "given up")
+        args = (away_s, state.limits.gone_after_s, member.incarnation)
+        member.reason = state.say("learner", member.id, "member-given-up", *args)
+        state.move_member(member, "given up")
         self._retire(now, member, "lost")
-        self._save_members(now)
-        member.admitted_by = self._next_members_serial()
-        self._close_leases(member, member.admitted_by)
+        self._save(now)
+        member.admitted_by = self._next_serial()
+        self._leases.close(member, member.admitted_by)
 
     def _is_durably_lost(self, member: Member) -> bool:
-        return member.admitted_by <= self.members_durable
+        return member.admitted_by <= self._state.members_durable
 
     def _superseded(self, epoch: int) -> None:
         """A learner has met a syncer of a later epoch: this process is the past and must not write another version."""
-        if self.stage is not Stage.SUPERSEDED:
-            self._advance("superseded")
-            self.halted = True
-            reason = self._note(Reason("superseded-epoch", (epoch, self.epoch)))
-            for member in self.members.values():
+        state = self._state
+        if state.stage is not Stage.SUPERSEDED:
+            state.advance("superseded")
+            state.halted = True
+            reason = state.note(Reason("superseded-epoch", (epoch, state.epoch)))
+            for member in state.members.values():
                 if member.standing in CONNECTED:
-                    self._out.append(Hangup(member.id, member.incarnation, member.session, reason))
-            self._out.append(Halt(reason))
+                    state.effects.append(Hangup(member.id, member.incarnation, member.session, reason))
+            state.effects.append(Halt(reason))
 
-    def _on_fenced(self, now: float, event: StoreFenced) -> None:
+    def on_fenced(self, now: float, event: StoreFenced) -> None:
         self._superseded(event.epoch)
-
-    # ---------------------------------------------------------------------------------------------------- inner state
-
-    def _on_state_request(self, now: float, member: Member, envelope: Envelope, body: StateRequest) -> None:
-        peer = self._choose_peer(member, body.tried)
-        if peer is None:
-            new_run = self.merges == 0 and not body.tried
-            reason = Reason("peer-new-run") if new_run else Reason("peer-none")
-            self._send(member, NoPeer(self._note(reason), new_run))
-            return
-        self._say("learner", member.id, "peer-chosen", peer.id, member.id)
-        self._send(member, PeerChosen(peer.id))
-        self._send(peer, StateWanted(member.id, member.incarnation, self._versions()))
-
-    def _choose_peer(self, member: Member, tried: tuple[LearnerId, ...]) -> Member | None:
-        """A live learner that trains, and rather one that stays; of those the one that lags least behind what is
-        published, then the lowest id."""
-        candidates = [m for m in self.live.values() if m.id != member.id and m.id not in tried and m.step > 0]
-        return min(candidates, key=self._lag, default=None)
-
-    def _lag(self, member: Member) -> tuple[bool, int, LearnerId]:
-        behind = sum(1 for p, f in self.fragments.items() if member.received.get(p, NOTHING) < f.version)
-        return member.leaving, behind, member.id
-
-    def _on_inner_state(self, now: float, member: Member, envelope: Envelope, body: InnerState) -> None:
-        to = self.members.get(body.to)
-        if to is None or to.incarnation != body.to_incarnation or to.standing is not Standing.JOINING:
-            self._ignore("inner state for nobody")
-            return
-        self._send(to, body)
-
-    def _on_ready(self, now: float, member: Member, envelope: Envelope, body: Ready) -> None:
-        if member.standing is not Standing.JOINING:
-            self._ignore("ready twice")
-            return
-        self._trains(now, member, body.moments)
-        self._open_ripe(now)
-
-    def _trains(self, now: float, member: Member, moments: Reason) -> None:
-        self._stand(member, "ready")
-        member.training = True
-        member.gap = Estimate()  # the pace of joining says nothing about the pace of training
-        self._say("learner", member.id, "member-ready", member.incarnation, str(moments))
-
-    # ------------------------------------------------------------------------------------ what other parts provide
-
-    @abstractmethod
-    def _leave_out(self, now: float, learner: LearnerId) -> None: ...
-
-    @abstractmethod
-    def _tell_wish_anew(self, now: float, member: Member) -> None: ...
-
-    @abstractmethod
-    def _resend_finish(self, member: Member) -> None: ...
-
-    @abstractmethod
-    def _check_budget(self, now: float) -> None: ...
-
-    @abstractmethod
-    def _check_end(self, now: float) -> None: ...

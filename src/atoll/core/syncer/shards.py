@@ -14,67 +14,79 @@ version that is merged a second time has the same key as the first. So the drive
 
 from __future__ import annotations
 
-from abc import abstractmethod
-
 from atoll.core.protocol import ShardBack, ShardLost
 from atoll.core.reasons import Reason
 from atoll.core.states import Phase, Stage
-from atoll.core.syncer.controls import Controls
-from atoll.core.syncer.state import Fragment, Owed
+from atoll.core.syncer.delivery import Delivery
+from atoll.core.syncer.finishing import Finishing
+from atoll.core.syncer.rounds import Rounds
+from atoll.core.syncer.shutdown import Shutdown
+from atoll.core.syncer.snapshots import Snapshots
+from atoll.core.syncer.state import Fragment, SyncerState
 from atoll.core.types import Version
 
 
-class Shards(Controls):
-    def _on_shard_lost(self, now: float, event: ShardLost) -> None:
-        lost = [self.fragments[p] for p in event.fragments if not self.fragments[p].away]
+class SyncerShards:
+    """Stop the fragments of a lost shard and resume them when it is back."""
+
+    def __init__(
+        self,
+        state: SyncerState,
+        rounds: Rounds,
+        delivery: Delivery,
+        snapshots: Snapshots,
+        finishing: Finishing,
+        shutdown: Shutdown,
+    ) -> None:
+        self._state = state
+        self._rounds = rounds
+        self._delivery = delivery
+        self._snapshots = snapshots
+        self._finishing = finishing
+        self._shutdown = shutdown
+
+    def on_lost(self, now: float, event: ShardLost) -> None:
+        state = self._state
+        lost = [state.fragments[p] for p in event.fragments if not state.fragments[p].away]
         for f in lost:
             f.away = True  # all before the first round ends, or that one's place would go to the next of them
-            self.unsaved.pop(f.id, None)
+            state.unsaved.pop(f.id, None)
             if f.phase is Phase.MERGING and f.merged:
-                self.unheard[f.id] = None
+                state.unheard[f.id] = None
         for f in lost:
-            if f.phase is not Phase.IDLE and f.id not in self.unheard:
+            if f.phase is not Phase.IDLE and f.id not in state.unheard:
                 args = (len(f.contributions), len(f.asked))
-                self._abandon(now, f, Reason("shard-round-lost", args), "lost")
-            f.reason = self._say("fragment", f.id, "shard-lost", event.why)
-        self._check_cut(now)  # what was on its way to it does not arrive
-        self._open_ripe(now)  # others may go in the place of those that were open
-        self._check_end(now)
+                self._rounds.abandon(now, f, Reason("shard-round-lost", args), "lost")
+            f.reason = state.say("fragment", f.id, "shard-lost", event.why)
+        self._snapshots.check_cut(now)  # what was on its way to it does not arrive
+        self._rounds.open_ripe(now)  # others may go in the place of those that were open
+        self._shutdown.check_end(now)
 
-    def _on_shard_back(self, now: float, event: ShardBack) -> None:
+    def on_back(self, now: float, event: ShardBack) -> None:
+        state = self._state
         for p, version in event.held:
-            if self.fragments[p].away:
-                self._take_back(now, self.fragments[p], version)
+            if state.fragments[p].away:
+                self._take_back(now, state.fragments[p], version)
             else:
-                self._ignore("back, and was never away")
-        self._after_versions(now)
+                state.ignore("back, and was never away")
+        self._finishing.after_versions(now)
 
     def _take_back(self, now: float, f: Fragment, version: Version) -> None:
         """It holds this version. Any but the newest, or the one that it was saving, is of another time or run."""
-        sealed = self.stage in (Stage.SEALING, Stage.FINISHED)  # what the manifest does not name is of no run
-        saved = f.id in self.unheard and version == f.version + 1 and not sealed
+        state = self._state
+        sealed = state.stage in (Stage.SEALING, Stage.FINISHED)  # what the manifest does not name is of no run
+        saved = f.id in state.unheard and version == f.version + 1 and not sealed
         if not saved and version != f.version:
-            f.reason = self._say("fragment", f.id, "shard-wrong", version, f.version)
+            f.reason = state.say("fragment", f.id, "shard-wrong", version, f.version)
             return
         f.away = False
-        unheard = f.id in self.unheard
-        self.unheard.pop(f.id, None)
-        self._say("fragment", f.id, "shard-kept" if saved else "shard-back", version)
+        unheard = f.id in state.unheard
+        state.unheard.pop(f.id, None)
+        state.say("fragment", f.id, "shard-kept" if saved else "shard-back", version)
         if saved:
-            self._version_saved(now, f)
+            self._rounds.on_version_saved(now, f)
             f.published_at = -1.0  # how long it took says nothing about any link
             return
         if unheard:
-            self._abandon(now, f, Reason("shard-forgot", (f.version + 1,)), "lost")
-        for member in self.members.values():
-            owed = member.owed.get(f.id)
-            if owed is not None:
-                # One that was sent before counts as sent twice: its acknowledgement may be of either.
-                member.owed[f.id] = Owed(f.version, now, 2 if owed.tries else 1)
-                self._send_version(member, f, base=None)
-                self._watch_delivery(now, member)
-
-    # ------------------------------------------------------------------------------------ what other parts provide
-
-    @abstractmethod
-    def _after_versions(self, now: float) -> None: ...
+            self._rounds.abandon(now, f, Reason("shard-forgot", (f.version + 1,)), "lost")
+        self._delivery.send_owed(now, f)

@@ -23,8 +23,7 @@ from atoll.core.protocol import (
 )
 from atoll.core.reasons import Reason
 from atoll.core.states import Stage
-from atoll.core.syncer.membership import Members
-from atoll.core.syncer.state import Cut, Member
+from atoll.core.syncer.state import Cut, Member, SyncerState
 from atoll.core.types import LearnerId
 
 MOST_ATTEMPTS = 8
@@ -34,125 +33,142 @@ MOST_ATTEMPTS = 8
 GONE = Reason("snapshot-gone")
 
 
-class Snapshots(Members):
-    def _on_snapshot_requested(self, now: float, event: SnapshotRequested) -> None:
-        if self.cut is not None:
-            self._say("run", 0, "snapshot-busy")
-        elif self.stage is Stage.RUNNING:
+class Snapshots:
+    """Take one snapshot at a time."""
+
+    def __init__(self, state: SyncerState) -> None:
+        self._state = state
+
+    def on_requested(self, now: float, event: SnapshotRequested) -> None:
+        state = self._state
+        if state.cut is not None:
+            state.say("run", 0, "snapshot-busy")
+        elif state.stage is Stage.RUNNING:
             self._cut(now, event.who)
 
-    def _maybe_cut(self, now: float) -> None:
-        every = self.config.snapshot_every_merges
-        if every and self.cut is None and self.stage is Stage.RUNNING and self.merges - self.merges_at_cut >= every:
+    def cut_if_due(self, now: float) -> None:
+        state = self._state
+        every = state.config.snapshot_every_merges
+        if every and state.cut is None and state.stage is Stage.RUNNING and state.merges - state.merges_at_cut >= every:
             self._cut(now)
 
     def _cut(self, now: float, who: str = "") -> None:
-        self.merges_at_cut = self.merges
-        self.marker += 1
-        wanted = {m.id for m in self.live.values()}
-        deadline = now + max((self._part_patience(m) for m in self.live.values()), default=0.0)
-        self.cut = Cut(self.marker, self._versions(), self.leases, wanted, deadline)
+        state = self._state
+        state.merges_at_cut = state.merges
+        state.marker += 1
+        wanted = {m.id for m in state.live.values()}
+        deadline = now + max((self._part_patience(m) for m in state.live.values()), default=0.0)
+        state.cut = Cut(state.marker, state.versions(), state.leases, wanted, deadline)
         if who:
-            self._say("run", 0, "snapshot-asked", self.marker, len(wanted), who)
+            state.say("run", 0, "snapshot-asked", state.marker, len(wanted), who)
         else:
-            self._say("run", 0, "snapshot-started", self.marker, len(wanted))
-        for member in self.live.values():
-            self._send(member, Marker(self.marker))
-        self._arm((now + deadline) / 2, "snapshot", self.marker)
-        self._arm(deadline, "snapshot", self.marker)
-        self._check_cut(now)
+            state.say("run", 0, "snapshot-started", state.marker, len(wanted))
+        for member in state.live.values():
+            state.send(member, Marker(state.marker))
+        state.arm((now + deadline) / 2, "snapshot", state.marker)
+        state.arm(deadline, "snapshot", state.marker)
+        self.check_cut(now)
 
     def _part_patience(self, member: Member) -> float:
         """A learner saves at its next step boundary; saving a model takes longer than acknowledging a fragment."""
-        return min(16 * patience(member.gap, 4, self.limits), self.limits.most_wait_s)
+        state = self._state
+        return min(16 * patience(member.gap, 4, state.limits), state.limits.most_wait_s)
 
-    def _record_in_flight(self, member: Member, envelope: Envelope, body: Contribution) -> None:
-        cut = self.cut
+    def record_in_flight(self, member: Member, envelope: Envelope, body: Contribution) -> None:
+        state = self._state
+        cut = state.cut
         if cut is None or cut.saving or envelope.marker >= cut.id or member.id in cut.left_out:
             return
         entry = (member.id, body.round)
-        if body.round.epoch != self.epoch or entry in cut.in_flight or self._floods(cut, member):
+        if body.round.epoch != state.epoch or entry in cut.in_flight or self._floods(cut, member):
             return
         if member.id in cut.wanted or member.id in cut.parts:
             cut.in_flight[entry] = None
-            self._out.append(RecordInFlight(cut.id, member.id, body.round))
+            state.effects.append(RecordInFlight(cut.id, member.id, body.round))
 
     def _floods(self, cut: Cut, member: Member) -> bool:
         """Nobody honest has more under way than a few attempts at every fragment."""
-        if len(cut.in_flight) < MOST_ATTEMPTS * len(self.fragments):
+        state = self._state
+        if len(cut.in_flight) < MOST_ATTEMPTS * len(state.fragments):
             return False
-        return sum(1 for learner, _ in cut.in_flight if learner == member.id) >= MOST_ATTEMPTS * len(self.fragments)
+        return sum(1 for learner, _ in cut.in_flight if learner == member.id) >= MOST_ATTEMPTS * len(state.fragments)
 
-    def _on_part(self, now: float, member: Member, envelope: Envelope, body: SnapshotPart) -> None:
-        cut = self.cut
+    def on_part(self, now: float, member: Member, envelope: Envelope, body: SnapshotPart) -> None:
+        state = self._state
+        cut = state.cut
         if cut is None or cut.saving or body.snapshot != cut.id or member.id not in cut.wanted:
-            self._ignore("part of no snapshot")
+            state.ignore("part of no snapshot")
             return
         if body.problem is not None and body.problem != NO_RUN_DIRECTORY:
-            self._leave_out(now, member.id, Reason("snapshot-failed", (body.problem,)))
+            self.leave_out(now, member.id, Reason("snapshot-failed", (body.problem,)))
             return
         cut.parts[member.id] = body
-        self._check_cut(now)
+        self.check_cut(now)
 
-    def _part_complete(self, member: Member, part: SnapshotPart) -> bool:
+    def _is_complete(self, member: Member, part: SnapshotPart) -> bool:
         """Every contribution that was outstanding at the learner's cut has arrived, before our cut or since; or a later
         one of the same fragment has, and it was lost; or its shard is away, and it was lost with that."""
         heard = member.heard_rounds
-        away = {f.id for f in self.fragments.values() if f.away}
+        away = {f.id for f in self._state.fragments.values() if f.away}
         return all(r.fragment in away or (r.fragment in heard and heard[r.fragment] >= r) for r in part.outstanding)
 
-    def _check_cut(self, now: float) -> None:
-        cut = self.cut
+    def check_cut(self, now: float) -> None:
+        state = self._state
+        cut = state.cut
         if cut is None or cut.saving:
             return
         for learner in sorted(cut.wanted):
             part = cut.parts.get(learner)
-            if part is not None and self._part_complete(self.members[learner], part):
+            if part is not None and self._is_complete(state.members[learner], part):
                 cut.wanted.discard(learner)
         if cut.wanted:
             return
         if not cut.parts:
-            self._say("run", 0, "snapshot-abandoned", cut.id, "no learner has saved its part")
-            self.cut = None
+            state.say("run", 0, "snapshot-abandoned", cut.id, "no learner has saved its part")
+            state.cut = None
             return
         cut.saving = True
         parts = tuple(sorted(cut.parts.items()))
         in_flight = tuple(sorted(cut.in_flight))
         left_out = tuple(sorted(cut.left_out))
         record = SnapshotRecord(cut.id, cut.versions, parts, in_flight, left_out, cut.next_sample, cut.unmerged)
-        self._out.append(Persist(record))
+        state.effects.append(Persist(record))
 
-    def _leave_out(self, now: float, learner: LearnerId, reason: Reason = GONE) -> None:
+    def leave_out(self, now: float, learner: LearnerId, reason: Reason = GONE) -> None:
         """A lost learner is left out of the snapshot and comes back by joining."""
-        cut = self.cut
+        state = self._state
+        cut = state.cut
         if cut is None or cut.saving or learner not in cut.wanted:
             return
         cut.wanted.discard(learner)
         cut.parts.pop(learner, None)
         cut.in_flight = {entry: None for entry in cut.in_flight if entry[0] != learner}
         cut.left_out.append(learner)
-        self._say("run", 0, "snapshot-left-out", learner, cut.id, str(self._note(reason)))
-        self._check_cut(now)
+        state.say("run", 0, "snapshot-left-out", learner, cut.id, str(state.note(reason)))
+        self.check_cut(now)
 
-    def _on_snapshot_timer(self, now: float, snapshot: int) -> None:
-        cut = self.cut
+    def on_timer(self, now: float, snapshot: int) -> None:
+        state = self._state
+        cut = state.cut
         if cut is None or cut.id != snapshot or cut.saving:
             return
         for learner in sorted(cut.wanted):
             if now >= cut.deadline:
-                self._leave_out(now, learner, Reason("snapshot-late"))
+                self.leave_out(now, learner, Reason("snapshot-late"))
             elif learner not in cut.parts:
-                self._send(self.members[learner], Marker(cut.id))  # the marker or the part may have been lost
+                state.send(state.members[learner], Marker(cut.id))  # the marker or the part may have been lost
 
-    def _snapshot_saved(self, now: float) -> None:
-        cut = self.cut
+    def on_saved(self, now: float) -> None:
+        state = self._state
+        cut = state.cut
         assert cut is not None
-        self._say("run", 0, "snapshot-durable", cut.id, len(cut.parts), len(cut.in_flight))
-        self.cut = None
+        state.say("run", 0, "snapshot-durable", cut.id, len(cut.parts), len(cut.in_flight))
+        state.cut = None
 
-    def _snapshot_not_saved(self, now: float, why: str) -> None:
+    def on_not_saved(self, now: float, why: str) -> None:
         """The next one will do: an old snapshot is worth more than a late one."""
-        cut = self.cut
+        state = self._state
+        cut = state.cut
         assert cut is not None
-        self._say("run", 0, "snapshot-abandoned", cut.id, why)
-        self.cut = None
+        state.say("run", 0, "snapshot-abandoned", cut.id, why)
+        state.cut = None

@@ -1,4 +1,4 @@
-"""What a syncer remembers, and the small helpers that its parts share."""
+"""The state of a syncer, and the helpers that its components share."""
 
 from __future__ import annotations
 
@@ -49,6 +49,10 @@ class Restored:
     members: MembersRecord | None = None
     manifest: ManifestRecord | None = None
     leases: LeaseRecord | None = None
+
+
+CONNECTED = (Standing.JOINING, Standing.LIVE, Standing.SUSPECT)
+"""Standings of a member that has a link."""
 
 
 class Owed(NamedTuple):
@@ -225,6 +229,14 @@ class Member:
         self.gone_timer = False  # it is looked at whether it was away for too long
 
 
+class LearnerFault(NamedTuple):
+    """A fault of a learner. The component that detects it returns it; `Membership` decides what follows."""
+
+    member: Member
+    reason: Reason
+    drops_link: bool = False  # the link is given up at once; otherwise the fault counts as a strike
+
+
 class Cut:
     """A snapshot that is being taken."""
 
@@ -253,7 +265,7 @@ class Cut:
 
 
 class SyncerState:
-    """State and helpers; the parts of the syncer build on it. Only `SyncerCore.handle` may change it."""
+    """The state that all components of a syncer share. It changes only inside `SyncerCore.handle`."""
 
     def __init__(self, config: RunConfig, epoch: int, restored: Restored | None = None) -> None:
         self.config = config
@@ -305,11 +317,11 @@ class SyncerState:
         self.ignored: dict[str, int] = {}  # messages that were dropped, by cause
         self.fired: dict[tuple[StrEnum, str], int] = {}  # rows of the transition tables that were taken
         self.said: dict[str, int] = {}  # reason codes that were said
-        self._timers: list[tuple[float, int, str, int]] = []
+        self.timers: list[tuple[float, int, str, int]] = []  # a heap
         self._timer_serial = 0
         self._progress_tick = -1
         self._progress_now = 0.0
-        self._out: list[SyncerEffect] = []
+        self.effects: list[SyncerEffect] = []  # of the event that is being handled
         if restored is not None:
             self._restore(restored)
 
@@ -320,12 +332,12 @@ class SyncerState:
                 member = Member(learner, incarnation, session=-1)
                 self.members[learner] = member
                 if learner in restored.members.lost:
-                    self._stand(member, "known to be lost")
+                    self.move_member(member, "known to be lost")
                 elif learner in restored.members.left:
-                    self._stand(member, "known to have left")
+                    self.move_member(member, "known to have left")
                 else:
                     self.ledger.open(learner, incarnation)
-                    self._stand(member, "known")
+                    self.move_member(member, "known")
         for p, record in restored.versions.items():
             f = self.fragments[p]
             f.version = record.version
@@ -364,27 +376,27 @@ class SyncerState:
 
     # ---------------------------------------------------------------------------------------------------- speaking
 
-    def _send(self, member: Member, body: Body) -> None:
+    def send(self, member: Member, body: Body) -> None:
         place = (member.id, member.incarnation, member.session, self.epoch, self.tick, member.seen, self.marker, body)
-        self._out.append(send(place))
+        self.effects.append(send(place))
 
-    def _say(self, kind: str, number: int, code: str, *args: object) -> Reason:
+    def say(self, kind: str, number: int, code: str, *args: object) -> Reason:
         reason = Reason(code, args)
         self.said[code] = self.said.get(code, 0) + 1
-        self._out.append(Say((kind, number), reason))
+        self.effects.append(Say((kind, number), reason))
         return reason
 
-    def _note(self, reason: Reason) -> Reason:
+    def note(self, reason: Reason) -> Reason:
         """Count a sentence that travels inside another effect or message."""
         self.said[reason.code] = self.said.get(reason.code, 0) + 1
         return reason
 
-    def _ignore(self, cause: str) -> None:
+    def ignore(self, cause: str) -> None:
         self.ignored[cause] = self.ignored.get(cause, 0) + 1
 
     # ---------------------------------------------------------------------------------------------------- moving
 
-    def _phase(self, f: Fragment, trigger: str) -> None:
+    def move_round(self, f: Fragment, trigger: str) -> None:
         was_idle = f.phase is Phase.IDLE
         f.phase = moved(ROUND_TABLE, f.phase, trigger, self.fired)
         if f.phase is Phase.PULLING:
@@ -394,7 +406,7 @@ class SyncerState:
         if was_idle is not (f.phase is Phase.IDLE):
             self.in_flight += 1 if was_idle else -1
 
-    def _stand(self, member: Member, trigger: str) -> None:
+    def move_member(self, member: Member, trigger: str) -> None:
         was_live = member.standing is Standing.LIVE
         member.standing = moved(MEMBER_TABLE, member.standing, trigger, self.fired)
         if was_live is not (member.standing is Standing.LIVE):
@@ -404,65 +416,72 @@ class SyncerState:
                 self.live[member.id] = member
                 self.live = dict(sorted(self.live.items()))  # a fixed order, whoever came first
 
-    def _advance(self, trigger: str) -> None:
+    def advance(self, trigger: str) -> None:
         self.stage = moved(RUN_TABLE, self.stage, trigger, self.fired)
 
     # ---------------------------------------------------------------------------------------------------- timers
 
-    def _arm(self, at: float, kind: str, key: int = 0) -> None:
+    def arm(self, at: float, kind: str, key: int = 0) -> None:
         """A timer is not cancelled: when it fires, its handler looks whether it still means something."""
         self._timer_serial += 1
-        heapq.heappush(self._timers, (at, self._timer_serial, kind, key))
+        heapq.heappush(self.timers, (at, self._timer_serial, kind, key))
 
     def next_deadline(self) -> float | None:
-        return self._timers[0][0] if self._timers else None
+        return self.timers[0][0] if self.timers else None
 
     # ---------------------------------------------------------------------------------------------------- reading
 
-    def _places_taken(self) -> int:
+    def occupied_slots(self) -> int:
         """Rounds that keep others from opening. One that waits for the word of a shard that is away keeps nobody."""
         return self.in_flight - len(self.unheard)
 
-    def _progress(self) -> float:
+    def progress(self) -> float:
         """Of the budget. The same for all who are told in one event."""
         if self._progress_tick != self.tick:
             self._progress_tick = self.tick
             self._progress_now = budget_progress(self.config, self.merges, self.ledger.trained)
         return self._progress_now
 
-    def _step_s(self) -> float:
+    def step_s(self) -> float:
         """xi_step: the median of the live learners' moving averages. One that stood still for minutes, or says so, has
         not made the run's steps longer, nor anybody's grace."""
         return middle([m.pace.mean for m in self.live.values() if m.pace.count])
 
-    def _sync_time(self) -> Estimate:
+    def sync_time(self) -> Estimate:
         """xi_sync: of the live learner in the middle. One whose link is slow, or was cut while a version was on its
         way, has not made the run's synchronisations longer, and takes nobody's grace away."""
         known = sorted((m.sync for m in self.live.values() if m.sync.count), key=lambda each: each.mean)
         return known[(len(known) - 1) // 2] if known else Estimate()
 
-    def _versions(self) -> tuple[Version, ...]:
+    def versions(self) -> tuple[Version, ...]:
         return tuple(f.version for f in self.fragments.values())
 
-    def _received(self, member: Member, fragment: FragmentId) -> Version:
+    def received_version(self, member: Member, fragment: FragmentId) -> Version:
         return member.received.get(fragment, NOTHING)
 
-    def _rests(self, member: Member) -> bool:
+    def is_resting(self, member: Member) -> bool:
         """It stands still because it was told to, or may still: how often it speaks now says nothing about later."""
         return self.paused or member.leaving or member.held != self.pause_serial
 
-    def _baseline(self, f: Fragment, member: Member) -> int:
+    def baseline(self, f: Fragment, member: Member) -> int:
         """The learner's local step from which its steps count towards the next round of this fragment."""
         return f.open_steps.get(member.id, member.first_step)
 
-    def _is_plausible(self, member: Member, step: int, trained: int) -> bool:
+    def is_plausible(self, member: Member, step: int, trained: int) -> bool:
         """May a learner that was where we last heard it have trained so much by this step?"""
         news = trained - self.ledger.accounts[member.id].trained
         return 0 <= trained <= MOST_TOKENS and news <= max(1, step - member.step) * MOST_TOKENS_PER_STEP
 
-    def _pull_patience(self, member: Member) -> float:
+    def pull_patience(self, member: Member) -> float:
         """A pull is answered at a step boundary: no patience is shorter than a few of the learner's own steps."""
         steps_s = patience(member.pace, 4, self.limits) if member.pace.count else 0.0
         if member.answer.count == 0 and steps_s:
             return min(2 * steps_s, self.limits.most_wait_s)
         return max(patience(member.answer, 2, self.limits), steps_s)
+
+    def ack_patience(self, member: Member) -> float:
+        return patience(member.ack, 2, self.limits)
+
+    def was_cut_off(self, learner: LearnerId, since: float) -> bool:
+        """It was away or silent at some time since: what took until now says nothing about its way."""
+        return self.members[learner].back_at > since
