@@ -30,11 +30,12 @@ from torch import Tensor
 from atoll.checkpoint.published import run_settings
 from atoll.core.protocol import LeaseRecord, MembersRecord, VersionRecord
 from atoll.core.types import FragmentId, RoundId
+from atoll.files import make_folder, write_file
 from atoll.reference.job_settings import CONFIG, JobSettings, check_new
-from atoll.store.atomic import make_folder, put_file, read_file, read_tensor_file, tensor_file
 from atoll.store.learner_parts import Part, list_parts, part_path, read_part, shards_path
 from atoll.store.run_settings import RunSettings
 from atoll.store.snapshots import SHARDS, STORE, SnapshotInfo, list_snapshots, version_of_snapshot
+from atoll.store.tensor_file import read_file, read_tensor_file, tensor_file
 from atoll.store.version_store import Store
 from atoll.tape import format
 
@@ -176,7 +177,7 @@ def _write_parts(source: Source, run: Path, run_id: str, say: Callable[[str], No
             target, kept = part_path(run, learner, number), part_path(run / BEGINNING, learner, number)
             make_folder(target.parent)
             note = json.dumps({**part.note, "run": run_id}, separators=(",", ":"))
-            put_file(target, tensor_file(note, part.tensors), lambda: None, replace=True)
+            write_file(target, tensor_file(note, part.tensors))
             _keep(target, kept)
             taken.append(learner)
             break
@@ -207,4 +208,4 @@ def _keep(path: Path, name: Path) -> None:
     try:
         os.link(path, name)
     except OSError:
-        put_file(name, [read_file(path)], lambda: None, replace=True)
+        write_file(name, [read_file(path)])

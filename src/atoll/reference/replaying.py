@@ -22,8 +22,8 @@ from atoll.reference.data import Text
 from atoll.reference.executor import Execution, FragmentState, StepInfo, Trainee, initial_values, load_values
 from atoll.reference.job_settings import CONFIG, JobSettings
 from atoll.reference.loop import InnerLoop
-from atoll.store.atomic import read_file, read_tensor_file
 from atoll.store.learner_parts import Part, list_parts, part_path, read_part
+from atoll.store.tensor_file import read_file, read_tensor_file
 from atoll.tape import format
 from atoll.tape.files import RunTapes
 from atoll.tape.format import Actor, Entry

@@ -50,9 +50,9 @@ from atoll.core.syncer.core import SyncerCore
 from atoll.core.syncer.state import Restored
 from atoll.core.types import SYNCER, FragmentId, Incarnation, LearnerId, Version
 from atoll.logs import WARNINGS, Named, ReasonLog
-from atoll.store.atomic import StoreDamaged
 from atoll.store.fencing import BEAT_EVERY_S
 from atoll.store.run_settings import RunSettings
+from atoll.store.tensor_file import StoreDamaged
 from atoll.store.version_store import CONTROLS, Fenced, Store
 from atoll.syncer.controls import Wishes
 from atoll.syncer.fragment import HeldFragment, Measured
