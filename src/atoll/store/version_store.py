@@ -508,8 +508,8 @@ def _second_name(path: Path, name: Path) -> None:
     name.unlink(missing_ok=True)
     try:
         os.link(path, name)
-    except FileNotFoundError as wrong:
-        wrong.strerror = "a version of the snapshot is no longer kept: keep more versions"
+    except FileNotFoundError as error:
+        error.strerror = "a version of the snapshot is no longer kept: keep more versions"
         raise
     except OSError:
         write_file(name, [read_file(path)])
