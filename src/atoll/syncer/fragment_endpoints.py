@@ -218,9 +218,9 @@ class Bulk:
             return web.Response(status=204)
         except ConnectionError:
             raise
-        except OSError as wrong:
-            self.syncer.log.warning("a contribution cannot be put together: %s", wrong)
-            return error(507, f"the syncer has no room for it: {wrong.strerror}")
+        except OSError as error:
+            self.syncer.log.warning("a contribution cannot be put together: %s", error)
+            return error_response(507, f"the syncer has no room for it: {error.strerror}")
         finally:
             if claims and claims[0] is not None:
                 self.arrivals.give_up(claims[0])
@@ -232,10 +232,10 @@ class Bulk:
         p, version = numbers(request, "fragment", "version")
         held, wanted = syncer.fragments.get(p), request.query.get("base", "whole")
         if held is None:
-            return error(404, "there is no such fragment")
+            return error_response(404, "there is no such fragment")
         served = held.hold(version)
         if served is None:
-            return error(410, f"version {version} is not served any more, the newest is {held.served.version}")
+            return error_response(410, f"version {version} is not served any more, the newest is {held.served.version}")
         try:
             if served.update is not None and wanted == str(served.base):
                 payload, base, number = served.update, served.base, CODEC_NUMBERS[served.codec]
@@ -333,7 +333,7 @@ def _place(request: web.Request, size: int) -> tuple[int, int]:
     return begin, end
 
 
-def error(status: int, sentence: str, code: str = "") -> web.Response:
+def error_response(status: int, sentence: str, code: str = "") -> web.Response:
     text = json.dumps({"error": sentence} | ({"code": code} if code else {}))
     return web.Response(status=status, text=text, content_type="application/json")
 
