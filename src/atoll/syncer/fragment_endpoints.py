@@ -11,6 +11,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Container, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from aiohttp import web
@@ -24,7 +25,6 @@ from atoll.syncer.fragment import HeldFragment
 from atoll.syncer.fragment_executor import Payload
 from atoll.syncer.memory_limit import MemoryGate
 from atoll.syncer.partial_uploads import ArrivalKey, Arrivals, Claim
-from atoll.syncer.stall_timeout import StandStill
 from atoll.tensors.codecs import Codec, codec
 from atoll.tensors.plan import FragmentPlan
 from atoll.tensors.robust_merge import unfit_in_fragment
@@ -257,6 +257,47 @@ class Bulk:
             return sent
         finally:
             held.release(version)
+
+
+class StandStill:
+    """`TimeoutError` in the block when `moved` has not changed for `limit_s`, at the latest after twice as long.
+
+    An `asyncio.timeout` around each piece would say it to the second, and cost a tenth of what the piece itself does.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self.moved = 0  # counted up by whoever moves something
+        self._limit_s = limit_s
+        self._seen = 0
+        self._timeout = asyncio.timeout(None)
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> StandStill:
+        await self._timeout.__aenter__()
+        self.go_on()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.pause()
+        await self._timeout.__aexit__(kind, error, trace)  # makes a TimeoutError of its own cancellation
+
+    def pause(self) -> None:
+        """What now takes its time is not the other side's."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def go_on(self) -> None:
+        self._seen = self.moved
+        self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._look)
+
+    def _look(self) -> None:
+        if self.moved == self._seen:
+            self._timeout.reschedule(asyncio.get_running_loop().time())
+        else:
+            self.go_on()
 
 
 class Frames:

@@ -62,7 +62,7 @@ from atoll.syncer.learner_connection import Served, SyncerLink
 from atoll.syncer.memory_limit import MemoryGate
 from atoll.syncer.metrics import SyncerMetrics
 from atoll.syncer.shards.coordinator import Shards
-from atoll.syncer.snapshot_results import SnapshotNews
+from atoll.syncer.status import SnapshotNews
 from atoll.tape.files import new_header
 from atoll.tape.format import Actor, Entry
 from atoll.tape.sink import TapeKeeper
