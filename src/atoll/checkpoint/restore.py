@@ -171,8 +171,8 @@ def _write_parts(source: Source, run: Path, run_id: str, say: Callable[[str], No
             try:
                 part = read_part(path)
                 _keep_shards(part, run, learner)
-            except (OSError, ValueError) as wrong:
-                say(f"{path}: {wrong}; trying an older one")
+            except (OSError, ValueError) as error:
+                say(f"{path}: {error}; trying an older one")
                 continue
             target, kept = part_path(run, learner, number), part_path(run / BEGINNING, learner, number)
             make_folder(target.parent)
