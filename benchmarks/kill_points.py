@@ -29,11 +29,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from atoll import files
 from atoll.core.protocol import ManifestRecord, MembersRecord, SnapshotPart, SnapshotRecord, VersionRecord
 from atoll.core.types import Accepted, Mark, RoundId, RunConfig
-from atoll.store import atomic
-from atoll.store.atomic import read_file, read_tensor_file
 from atoll.store.learner_parts import TakenPart, list_parts, part_path, read_part, write_part
+from atoll.store.tensor_file import read_file, read_tensor_file
 from atoll.store.version_store import Store, StoreDamaged
 from atoll.tensors.optimizer_state import Taken
 
@@ -242,7 +242,7 @@ def problems(run: Path, told: dict[tuple[str, int], int]) -> Iterator[str]:
                 if not same(read_tensor_file(read_file(path))[1], fragment, version):
                     yield f"snapshot {number} has other values"
         yield from _problems_of_parts(run, told)
-        left = sorted(path.name for path in (run / "store").rglob(f".*{atomic.UNFINISHED}"))
+        left = sorted(path.name for path in (run / "store").rglob(f".*{files.UNFINISHED}"))
         if left:
             yield f"left over: {left}"
         if founded and store.manifest() is None:

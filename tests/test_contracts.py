@@ -39,7 +39,7 @@ def house(tmp_path):
     for package in ("", *PACKAGES.split()):
         (tmp_path / "src/atoll" / package).mkdir(parents=True, exist_ok=True)
         (tmp_path / "src/atoll" / package / "__init__.py").write_text("")
-    for module in ("__main__", "errors", "logs"):
+    for module in ("__main__", "errors", "files", "logs"):
         (tmp_path / "src/atoll" / f"{module}.py").write_text("")
     return tmp_path
 

@@ -18,7 +18,7 @@ from atoll.cli.main import main
 from atoll.core.protocol import SnapshotRecord
 from atoll.reference.job import start_job
 from atoll.reference.saved_models import load_model
-from atoll.store.atomic import read_file, read_tensor_file
+from atoll.store.tensor_file import read_file, read_tensor_file
 from atoll.store.version_store import Store
 from atoll.syncer.initial_model import INIT
 from tests.reference.small_jobs import corpus_of, silent_view, small_settings, small_text

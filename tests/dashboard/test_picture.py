@@ -13,10 +13,9 @@ from atoll.chaos.facts import read_facts
 from atoll.core.protocol import MessageArrived
 from atoll.core.types import SYNCER
 from atoll.dashboard.figures import Curve, as_csv, catalogue, curve, thinned
-from atoll.dashboard.picture import RunPicture
+from atoll.dashboard.picture import RunPicture, story_until
 from atoll.dashboard.samples import Samples, sample_of
 from atoll.dashboard.shown import picture_at, rounds, timeline
-from atoll.dashboard.stories import story_until
 from atoll.tape.files import TapeTail, tape_path
 from atoll.tape.format import TapeError
 from atoll.tape.time_shares import shares_of

@@ -118,12 +118,12 @@ def test_a_command_that_does_not_exist_says_so(nodes, engine, tmp_path):
 
 
 @pytest.mark.long
-def test_a_full_disk_takes_no_unit_along_and_one_that_has_ended_can_be_started_again(nodes, engine, tmp_path):
-    (tmp_path / "ray.json.new").symlink_to("/dev/full")
+def test_a_failed_write_takes_no_unit_along_and_one_that_has_ended_can_be_started_again(nodes, engine, tmp_path):
+    (tmp_path / "ray.json").mkdir()  # no file can be renamed to the name of a directory
     started = Started(engine, unit(nodes, tmp_path, "echo first"))
     assert started.until(Standing.ENDED).why == "exit code 0"
-    assert not (tmp_path / "ray.json").exists(), "its keeper lives, and has not written it down"
-    (tmp_path / "ray.json.new").unlink()
+    assert (tmp_path / "ray.json").is_dir(), "its keeper lives, and has not written it down"
+    (tmp_path / "ray.json").rmdir()
     again = Started(engine, unit(nodes, tmp_path, "echo again"))
     until(lambda: again.said()[1:] == ["again\n"], "the second one runs, once the first one's keeper is gone")
     again.until(Standing.ENDED)

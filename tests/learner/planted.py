@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 
+from atoll import files
 from atoll.core import policy
 from atoll.core.protocol import LinkMeasured, Persisted, Record, VersionRecord
 from atoll.core.types import RoundId
 from atoll.island import leader, row_transfer
 from atoll.island.fragments import FragmentTensors, ValueInWork
 from atoll.learner import fragment_transfer, part_writer
-from atoll.store import atomic, sharded_parts
+from atoll.store import sharded_parts
 from atoll.store.version_store import Store
 from atoll.syncer import fragment_executor
 from atoll.syncer.fragment import HeldFragment
@@ -244,7 +245,7 @@ def deadly_part(directory: Path) -> None:
 
     def die(file: int) -> None:
         path = os.readlink(f"/proc/self/fd/{file}")
-        if "/parts/" in path and path.endswith(atomic.UNFINISHED) and (directory / "die").exists():
+        if "/parts/" in path and path.endswith(files.UNFINISHED) and (directory / "die").exists():
             struck(directory, "part").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         name(file)

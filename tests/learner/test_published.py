@@ -16,8 +16,8 @@ from atoll.core.types import AdoptHow
 from atoll.island.fragments import Buffer, FragmentTensors
 from atoll.learner import published
 from atoll.learner.api import Learner
-from atoll.store.atomic import read_file, read_tensor_file
 from atoll.store.snapshots import STORE
+from atoll.store.tensor_file import read_file, read_tensor_file
 from atoll.tensors.plan import named_tensors
 from tests.island.rank_runs import IslandSpec, RankedIsland, rank_file
 from tests.learner.in_process import learner_of

@@ -20,10 +20,10 @@ from atoll.checkpoint.restore import BEGINNING, find_source, restore
 from atoll.cli.main import main
 from atoll.core.protocol import Lease, Send
 from atoll.reference.job_settings import JobSettings
-from atoll.store.atomic import read_file, read_tensor_file
 from atoll.store.learner_parts import list_parts, part_path
 from atoll.store.run_settings import CONFIG
 from atoll.store.snapshots import list_snapshots
+from atoll.store.tensor_file import read_file, read_tensor_file
 from atoll.tape.files import RunTapes
 from atoll.transport.address_file import NAME
 from tests.cli.test_train import assert_tapes_are_sound, small

@@ -11,9 +11,9 @@ from atoll.checkpoint.published import published_tensors
 from atoll.checkpoint.restore import find_source, restore
 from atoll.cli.main import main
 from atoll.reference.job_settings import JobSettings
-from atoll.store.atomic import read_file, read_tensor_file
 from atoll.store.run_settings import CONFIG
 from atoll.store.snapshots import list_snapshots, version_of_snapshot
+from atoll.store.tensor_file import read_file, read_tensor_file
 from tests.cli.test_train import assert_tapes_are_sound, small
 from tests.reference.small_jobs import small_text
 

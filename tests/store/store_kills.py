@@ -25,13 +25,14 @@ from typing import Any, NoReturn
 
 import torch
 
-from atoll.store import atomic, version_store
+from atoll import files
+from atoll.store import tensor_file, version_store
 from atoll.store.version_store import Fenced, InUse, Store, StoreDamaged
 from tests.store.store_samples import FRAGMENTS, InPlace, founded, members, same, snapshot, tensors, version
 
 STORES: dict[str, type[Store]] = {"Store": Store, "InPlace": InPlace}
 NUMEL = 2**15  # a file is written in several pieces, whatever its size
-CODE = {atomic.__file__, version_store.__file__, str(Path(__file__).with_name("store_samples.py"))}
+CODE = {files.__file__, tensor_file.__file__, version_store.__file__, str(Path(__file__).with_name("store_samples.py"))}
 
 
 def write_version(kind: type[Store], folder: Path) -> None:

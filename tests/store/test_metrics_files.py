@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from atoll.files import UNFINISHED
 from atoll.store.metrics_files import MetricsReader, MetricsWriter, join_old, old_files
 
 LOG = logging.getLogger("atoll.test")
@@ -89,11 +90,11 @@ def test_joining_that_was_killed_is_done_again(tmp_path):
     assert len(joined) < len(whole)
     for name, data in kept.items():
         (folder / name).write_bytes(data)
-    (folder / "joining.tmp").write_bytes(b"half of")
+    (folder / f".syncer-000001-000002.jsonl.1{UNFINISHED}").write_bytes(b"half of")
     assert read(tmp_path) == joined
     join_old(folder)
     assert read(tmp_path) == joined
-    assert {path.name for path in folder.iterdir()} == names | {"joining.tmp"}
+    assert {path.name for path in folder.iterdir()} == names
 
 
 def test_a_reader_misses_nothing_while_files_change_their_names(tmp_path):

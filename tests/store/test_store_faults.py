@@ -21,7 +21,8 @@ from typing import Any
 
 import pytest
 
-from atoll.store.atomic import UNFINISHED, read_file, read_tensor_file, tensor_file
+from atoll.files import UNFINISHED
+from atoll.store.tensor_file import read_file, read_tensor_file, tensor_file
 from atoll.store.version_store import Fenced, Store
 from tests.store.store_samples import InPlace, NameFirst, founded, members, same, snapshot, tensors, version
 from tests.store.test_version_store import ROOT, files, raise_epoch

@@ -19,7 +19,8 @@ from atoll.core.protocol import VersionRecord
 from atoll.core.syncer.core import SyncerCore
 from atoll.core.syncer.state import Restored
 from atoll.core.types import RunConfig
-from atoll.store.atomic import put_file, read_file, read_tensor_file, small_file, small_file_text, tensor_file
+from atoll.files import write_file
+from atoll.store.tensor_file import read_file, read_tensor_file, small_file, small_file_text, tensor_file
 from atoll.store.version_store import LOST_EPOCHS, Fenced, Store, StoreDamaged
 from tests.store.store_samples import FRAGMENTS, MANIFEST, founded, leases, members, same, snapshot, tensors, version
 
@@ -311,7 +312,7 @@ def test_one_process_cannot_open_it_twice(tmp_path):
 
 def raise_epoch(directory: Path, epoch: int = 9) -> None:
     """What a syncer on another machine does, where locks mean nothing."""
-    put_file(directory / "epoch", small_file(str(epoch)), lambda: None, replace=True)
+    write_file(directory / "epoch", small_file(str(epoch)))
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import pytest
 from atoll.core.protocol import ControlRequested, Held, MergeRound, Say, Send, SnapshotRequested, StepTaken
 from atoll.core.states import Stage
 from atoll.core.types import SYNCER
-from atoll.store.atomic import StoreDamaged
 from atoll.store.run_settings import RunSettings
+from atoll.store.tensor_file import StoreDamaged
 from atoll.store.version_store import Store
 from atoll.syncer import controls
 from atoll.syncer.controls import Wishes

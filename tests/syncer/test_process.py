@@ -19,13 +19,14 @@ from atoll.core.types import Accepted, Limits, RoundId
 from atoll.store.run_settings import RunSettings
 from atoll.syncer import state_relay as spool_module
 from atoll.syncer.fragment import MOST_OLD, HeldFragment
-from atoll.syncer.learner_connection import MOST_WAITING, SyncerLink
+from atoll.syncer.learner_connection import SyncerLink
 from atoll.syncer.main import serve_syncer
 from atoll.syncer.memory_limit import MemoryGate
 from atoll.syncer.state_relay import Spool
 from atoll.tensors.codecs import codec
 from atoll.tensors.plan import make_plan, tensors_of
 from atoll.tensors.settings import Numerics
+from atoll.transport.websocket import MAX_WAITING
 from atoll.transport.wire import Kind, decode_message, frame_head
 from tests.learner.runs import LIMIT_S, Run, config, endless
 from tests.syncer.stranger import Stranger
@@ -297,15 +298,15 @@ def test_a_learner_is_told_of_one_version_at_a_time_which_is_kept_until_it_has_i
 
 
 def test_a_learner_that_never_reads_is_cut_off_and_what_waits_for_it_is_bounded(monkeypatch):
-    monkeypatch.setattr("atoll.syncer.learner_connection.CLOSING_S", 0.05)
+    monkeypatch.setattr("atoll.transport.websocket.CLOSING_S", 0.05)
 
     async def test(link: SyncerLink, reader: Reader) -> None:
-        for serial in range(MOST_WAITING + 2):
+        for serial in range(MAX_WAITING + 2):
             link.post(to_learner(Pong(serial)))
         await link.closed()
         assert reader.aborted
         assert reader.got == []
-        assert len(link._waiting) <= MOST_WAITING + 1
+        assert len(link.writer) <= MAX_WAITING + 1
 
     on_a_link(test)
 

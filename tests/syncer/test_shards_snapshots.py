@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from atoll.store.atomic import read_file, read_tensor_file
 from atoll.store.snapshots import snapshot_info, version_of_snapshot
+from atoll.store.tensor_file import read_file, read_tensor_file
 from tests.learner.planted import struck
 from tests.learner.runs import LearnerSpec, Run, endless
 from tests.syncer.test_shards import versions

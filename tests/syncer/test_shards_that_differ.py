@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from atoll.core.protocol import ManifestRecord, ShardBack
 from atoll.core.types import Limits, RunConfig
-from atoll.store.atomic import small_file_text
+from atoll.store.tensor_file import small_file_text
 from atoll.store.version_store import Store
 from atoll.tape.format import decode
 from tests.learner.planted import struck

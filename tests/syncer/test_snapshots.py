@@ -19,11 +19,12 @@ import torch
 from atoll.checkpoint.restore import find_source, restore
 from atoll.cli.main import main
 from atoll.core.types import Limits
+from atoll.files import write_file
 from atoll.reference.job_settings import JobSettings
-from atoll.store.atomic import put_file, tensor_file
 from atoll.store.learner_parts import KEEP, find_inner_state, list_parts, part_path, read_part
 from atoll.store.run_settings import CONFIG
 from atoll.store.snapshots import list_snapshots
+from atoll.store.tensor_file import tensor_file
 from atoll.tensors import optimizer_state
 from tests.learner.in_process import driver_of, learner_of, train
 from tests.learner.planted import struck
@@ -437,6 +438,6 @@ def test_an_extra_state_that_fails_costs_the_part_and_nothing_else(tmp_path):
 @pytest.mark.parametrize("text", ["{}", "[]", "null", '{"format": 2}', "not JSON"])
 def test_a_file_that_is_no_part_is_refused(tmp_path, text):
     path = tmp_path / "000000001.safetensors"
-    put_file(path, tensor_file(text, {"a": torch.zeros(2)}), lambda: None, replace=True)
+    write_file(path, tensor_file(text, {"a": torch.zeros(2)}))
     with pytest.raises(ValueError, match=r"not the part of a learner|Expecting value"):
         read_part(path)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from atoll.syncer.stall_timeout import StandStill
+from atoll.syncer.fragment_endpoints import StandStill
 
 LIMIT_S = 0.02
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from atoll.core.types import Limits
+from atoll.files import write_file
 from atoll.store import fencing
-from atoll.store.atomic import put_file
 from atoll.store.fencing import Sign, Turn, Watcher, read_sign, this_machine, write_sign
 from atoll.store.version_store import Fenced, InUse, Store
 from atoll.transport.address_file import where
@@ -317,10 +317,10 @@ def test_two_processes_never_share_an_unfinished_file(tmp_path):
     def look() -> None:
         names.extend(path.name for path in tmp_path.glob(".*"))
 
-    put_file(tmp_path / "x", [b"ours"], look, replace=True)
+    write_file(tmp_path / "x", [b"ours"], before_naming=look)
     child = os.fork()
     if child == 0:
-        put_file(tmp_path / "x", [b"theirs"], look, replace=True)
+        write_file(tmp_path / "x", [b"theirs"], before_naming=look)
         os.write(2, b"")
         os._exit(0 if len(set(names)) == 2 else 1)
     assert os.waitpid(child, 0)[1] == 0

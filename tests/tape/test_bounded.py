@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.dashboard.picture import RunPicture
+from atoll.dashboard.picture import RunPicture, story_until
 from atoll.dashboard.shown import picture_at, timeline
-from atoll.dashboard.stories import story_until
 from atoll.dashboard.told import Track
 from atoll.tape.downsampling import Levels
 from atoll.tape.learner_processes import Life

@@ -11,10 +11,10 @@ import pytest
 
 from atoll.core.protocol import LearnerBody, SyncerBody
 from atoll.syncer import fragment_endpoints, http_api, partial_uploads
-from atoll.syncer.learner_connection import MOST_WAITING
 from atoll.syncer.status import TOLD
 from atoll.tensors.codecs import CODECS
 from atoll.transport import wire
+from atoll.transport.websocket import MAX_WAITING
 from tests.transport.test_vectors import FILES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -88,7 +88,7 @@ def limits_are_those_of_the_code(text: str) -> Iterator[str]:
         "inner state": f"{http_api.STATE_BYTES_PER_PARAMETER} bytes per parameter",
         "silence in the middle of a body": f"{fragment_endpoints.SILENT_S:g} s",
         "time in which nobody goes on with one of them": f"{partial_uploads.IDLE_S:g} s",
-        "messages that wait for a learner that does not read": f"{MOST_WAITING},",
+        "messages that wait for a learner that does not read": f"{MAX_WAITING},",
     }
     for what, limit in wanted.items():
         if f"| {what} | {limit}" not in section(text, "Limits"):

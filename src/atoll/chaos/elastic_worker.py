@@ -33,6 +33,7 @@ def train(folder: Path, owner: int) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     from atoll.checkpoint.model_file import save_model
+    from atoll.files import atomic_write
     from atoll.reference.data import dealt
     from atoll.reference.job_settings import JobSettings
     from atoll.reference.loop import InnerLoop
@@ -65,10 +66,9 @@ def train(folder: Path, owner: int) -> None:
             line = {"at": time.time(), "step": step, "took_s": time.monotonic() - began}
             file.write(json.dumps({**line, "restart": restart, "pid": os.getpid()}).encode() + b"\n")
             if rank == 0 and step % every == 0:
-                half = folder / f".{CHECKPOINT}.half"
                 model, optimizer = loop.model.state_dict(), loop.optimizer.state_dict()
-                torch.save({"model": model, "optimizer": optimizer, "steps": step}, half)
-                half.replace(folder / CHECKPOINT)
+                with atomic_write(folder / CHECKPOINT, durable=False) as checkpoint:
+                    torch.save({"model": model, "optimizer": optimizer, "steps": step}, checkpoint)
     if rank == 0:
         save_model(loop.model, folder)
     dist.barrier()  # whoever goes takes its sockets along, which others may still read from

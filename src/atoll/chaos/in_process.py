@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from atoll.chaos.netns import enter
+from atoll.files import write_text
 from atoll.island.fragments import Copied, FragmentTensors
 from atoll.reference.island import train_island
 from atoll.reference.job_settings import JobSettings
@@ -50,9 +51,8 @@ class Orders:
         """Change some of the orders. A reader finds the old file or the new one."""
         told = {**self.read(), **orders}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        half = self.path.with_suffix(".half")
-        half.write_text(json.dumps({name: order for name, order in told.items() if order is not None}))
-        half.replace(self.path)
+        text = json.dumps({name: order for name, order in told.items() if order is not None})
+        write_text(self.path, text, durable=False)
 
     def done(self, fault: int) -> int:
         """How often a process has carried out this fault."""

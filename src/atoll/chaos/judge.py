@@ -17,6 +17,7 @@ from atoll.chaos.faults import Target
 from atoll.chaos.plan import Plan, Planned
 from atoll.chaos.scenario import EXPECTABLE, Expectation
 from atoll.chaos.struck import Struck, read_log
+from atoll.files import write_text
 from atoll.reference.report import read_faults
 from atoll.sim.checkers import all_checkers
 from atoll.tape.files import RunTapes
@@ -125,9 +126,7 @@ class Verdict:
 
     def save(self, run: Path) -> Path:
         path = run / VERDICT
-        half = path.with_name(f".{VERDICT}.half")
-        half.write_text(json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        half.replace(path)
+        write_text(path, json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n")
         return path
 
 

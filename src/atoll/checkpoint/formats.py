@@ -19,8 +19,8 @@ from torch import Tensor
 
 from atoll.checkpoint.model_file import MODEL, tensors_digest, write_tensors
 from atoll.checkpoint.published import assembled, plan_of, published_tensors
-from atoll.store.atomic import read_file, read_tensor_file
 from atoll.store.snapshots import list_snapshots, version_of_snapshot
+from atoll.store.tensor_file import read_file, read_tensor_file
 
 FORMATS = ("safetensors", "dcp", "transformers")
 INDEX = "model.safetensors.index.json"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from atoll.files import atomic_write
 from atoll.tensors.plan import named_tensors
 
 MODEL = "model.safetensors"
@@ -43,13 +43,9 @@ def save_tensors(model: Mapping[str, Tensor], run: Path) -> Path:
 
 
 def write_tensors(model: Mapping[str, Tensor], path: Path) -> Path:
-    half = path.with_name(f".{path.name}.{os.getpid()}")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.items()}
-    try:
-        save_file(tensors, half, metadata={"format": "pt", "digest": tensors_digest(tensors)})
-        os.replace(half, path)
-    finally:
-        half.unlink(missing_ok=True)
+    with atomic_write(path) as file:
+        save_file(tensors, file.name, metadata={"format": "pt", "digest": tensors_digest(tensors)})
     return path
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from atoll.core.protocol import ManifestRecord, MembersRecord
-from atoll.store.atomic import read_file, read_small_file, read_tensor_file, small_file_text
 from atoll.store.run_settings import RunSettings
 from atoll.store.snapshots import STORE, stores_of
+from atoll.store.tensor_file import read_file, read_small_file, read_tensor_file, small_file_text
 from atoll.store.version_store import END_RECEIVED
 from atoll.tape.format import decode
 from atoll.tensors.plan import FragmentPlan

@@ -30,10 +30,11 @@ from torch import Tensor
 from atoll.checkpoint.published import run_settings
 from atoll.core.protocol import LeaseRecord, MembersRecord, VersionRecord
 from atoll.core.types import FragmentId, RoundId, RunConfig
-from atoll.store.atomic import make_folder, put_file, read_file, read_tensor_file, tensor_file
+from atoll.files import make_folder, write_file
 from atoll.store.learner_parts import Part, list_parts, part_path, read_part, shards_path
 from atoll.store.run_settings import CONFIG, RunSettings, check_new
 from atoll.store.snapshots import SHARDS, STORE, SnapshotInfo, list_snapshots, version_of_snapshot
+from atoll.store.tensor_file import read_file, read_tensor_file, tensor_file
 from atoll.store.version_store import Store
 from atoll.tape import format
 from atoll.tensors.settings import Numerics
@@ -188,13 +189,13 @@ def _write_parts(source: Source, run: Path, run_id: str, say: Callable[[str], No
             try:
                 part = read_part(path)
                 _keep_shards(part, run, learner)
-            except (OSError, ValueError) as wrong:
-                say(f"{path}: {wrong}; trying an older one")
+            except (OSError, ValueError) as error:
+                say(f"{path}: {error}; trying an older one")
                 continue
             target, kept = part_path(run, learner, number), part_path(run / BEGINNING, learner, number)
             make_folder(target.parent)
             note = json.dumps({**part.note, "run": run_id}, separators=(",", ":"))
-            put_file(target, tensor_file(note, part.tensors), lambda: None, replace=True)
+            write_file(target, tensor_file(note, part.tensors))
             _keep(target, kept)
             taken.append(learner)
             break
@@ -225,4 +226,4 @@ def _keep(path: Path, name: Path) -> None:
     try:
         os.link(path, name)
     except OSError:
-        put_file(name, [read_file(path)], lambda: None, replace=True)
+        write_file(name, [read_file(path)])

@@ -34,18 +34,14 @@ def run(
     without anything from elsewhere: fit to be sent by mail. It may be made while the run goes.
     """
     from atoll.dashboard.report_page import headline, page
+    from atoll.files import write_text
 
     if len(runs) > MOST_RUNS:
         raise ValueError(f"{len(runs)} runs are too many for one page: give at most {MOST_RUNS}")
     names = _names(runs)
     reported = [_read(path, name, check, not as_json) for path, name in zip(runs, names, strict=True)]
     if html is not None:
-        half = html.with_name(f".{html.name}.half")
-        try:
-            half.write_text(page(reported), encoding="utf-8")
-            half.replace(html)  # a page of before is not lost to a full disk
-        finally:
-            half.unlink(missing_ok=True)
+        write_text(html, page(reported), durable=False)
     told = {each.name: headline(each) for each in reported}
     if as_json:
         print_json({"runs": told, "html": str(html) if html is not None else None})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
@@ -21,6 +22,7 @@ from atoll.tape.downsampling import KEEP
 from atoll.tape.files import FOLDER, SIMULATED_NOTE, Place, TapeTail, tapes_in
 from atoll.tape.format import Actor, Entry, TapeError
 from atoll.tape.steps import Span
+from atoll.tape.story import Line, Subject, story
 from atoll.tape.syncer_tenures import Reign
 from atoll.tape.time_shares import Shares
 from atoll.tape.timeline import Books, asked_for
@@ -344,3 +346,40 @@ def _written(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The newest sentences about one learner, one fragment or the run
+
+
+FIRST_SPAN_S = 30.0
+MOST_ENTRIES = 10_000
+"""Read for one answer; about half a second. Whoever wants more of a quiet subject has `atoll story`."""
+
+
+class Story(NamedTuple):
+    lines: list[Line]  # newest last
+    more: bool  # there are older ones
+
+
+def story_until(picture: RunPicture, subject: Subject, until: float | None, limit: int) -> Story:
+    """Looks back as far as it takes, twice as far each time."""
+    end = picture.to if until is None else min(until, picture.to)
+    span_s = FIRST_SPAN_S
+    while True:
+        begin = end - span_s
+        entries = _entries(picture, subject, begin, end)
+        lines = deque(story(entries, subject, picture.config), maxlen=limit + 1)
+        if len(lines) > limit or begin <= picture.begin or len(entries) > MOST_ENTRIES:
+            return Story(list(lines)[-limit:], begin > picture.begin or len(lines) > limit)
+        span_s *= 2
+
+
+def _entries(picture: RunPicture, subject: Subject, begin: float, end: float) -> list[Entry]:
+    """In the order of their times, which is that of causes but for clocks that differ."""
+    kind, number = subject
+    of_learners = {"learner": [number], "fragment": picture.learners(), "run": []}[kind]
+    actors = [actor for actor in picture.actors() if actor.learner == SYNCER or actor.learner in of_learners]
+    entries = [entry for actor in actors for entry in picture.entries(actor, begin, end)]
+    entries.sort(key=lambda entry: (entry.at, entry.actor, entry.tick))
+    return entries

@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 from aiohttp import ClientError, ClientSession, ClientTimeout, web
 
 from atoll import __version__
-from atoll.dashboard import control, figures, stories
+from atoll.dashboard import control, figures
 from atoll.dashboard.alerts import Alert, Rules
-from atoll.dashboard.picture import RunPicture
+from atoll.dashboard.picture import RunPicture, story_until
 from atoll.dashboard.shown import picture_at, timeline, told_config
 from atoll.tape.format import TapeError
 from atoll.tape.story import Subject, shown
@@ -297,7 +297,7 @@ class Dash:
                 subject = (kind, int(number))
         limit = min(int(_number(request, "limit") or 200), MOST_LINES)
         until = _number(request, "until")
-        told = await self._in_turn(stories.story_until, self._open(request), subject, until, max(1, limit))
+        told = await self._in_turn(story_until, self._open(request), subject, until, max(1, limit))
         lines = [{"at": line.at, "about": shown(line.subject), "text": line.sentence} for line in told.lines]
         return _json({"lines": lines, "more": told.more})
 

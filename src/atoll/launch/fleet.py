@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from atoll.files import write_text
 from atoll.launch.engine import Engine, Standing, Status, TakesArrays
 from atoll.launch.islands_file import SHARD, SYNCER, IslandsFile
 from atoll.launch.registry import IN_IMAGES, engine
@@ -359,12 +360,7 @@ class Fleet:
 
     def _write(self, known: Mapping[str, Known]) -> None:
         told = {"format": FORMAT, "units": {name: unit._asdict() for name, unit in known.items()}}
-        part = self.folder / f".{KNOWN}-{os.getpid()}"
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as out:
-            out.write(json.dumps(told, indent=2) + "\n")
-            out.flush()
-            os.fsync(out.fileno())
-        part.replace(self.folder / KNOWN)
+        write_text(self.folder / KNOWN, json.dumps(told, indent=2) + "\n", mode=0o600)
 
     @contextmanager
     def alone(self, who: str) -> Iterator[None]:

@@ -31,6 +31,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from atoll.files import write_text
 from atoll.launch.endings import has_ended
 from atoll.launch.engine import Standing
 from atoll.launch.processes import LOOK_S, MARK, Process, kill, marked, orphans, process, tell
@@ -119,13 +120,8 @@ def _how(code: int) -> str:
         return f"exit code {code}"
 
 
-def write_whole(path: Path, told: dict[str, Any], mode: int = 0o644) -> None:
-    part = path.with_name(f".{path.name}-{os.getpid()}")
-    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as out:
-        out.write(json.dumps(told) + "\n")
-        out.flush()
-        os.fsync(out.fileno())  # a name that outlives a power cut without its bytes is an empty file
-    part.replace(path)
+def write_whole(path: Path, told: dict[str, Any]) -> None:
+    write_text(path, json.dumps(told) + "\n")
 
 
 class Keeper:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from atoll.files import write_text
+
 LAST_WORD = "ray.json"
 """How the unit is, for those who ask when its keeper is gone."""
 FINAL = ("ended", "failed", "stopped")
@@ -44,9 +46,7 @@ def last_word(directory: Path) -> dict[str, Any]:
 
 
 def write_last_word(directory: Path, told: Mapping[str, Any]) -> None:
-    written = directory / f"{LAST_WORD}.new"
-    written.write_text(json.dumps(told), encoding="utf-8")
-    written.replace(directory / LAST_WORD)
+    write_text(directory / LAST_WORD, json.dumps(told), durable=False)
 
 
 __all__ = ["FINAL", "last_word", "log_name", "logs_in", "next_number", "write_last_word"]

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from atoll.files import write_text
 from atoll.launch.engine import Standing, Status, Unit
 
 BODY = Path(__file__).with_name("slurm_job.sh")
@@ -174,9 +175,9 @@ class SlurmEngine:
         script = _script(units)
         handles = {unit.name: self._prepared(unit, units, task) for task, unit in enumerate(units)}
         for unit in units:
-            _write(_home(unit) / "job.sh", script)
+            write_text(_home(unit) / "job.sh", script)
             # Before sbatch: whoever does not live to see its answer has said what to look for.
-            _write(_home(unit) / HANDLE, json.dumps({**handles[unit.name], "job": None}) + "\n")
+            write_text(_home(unit) / HANDLE, json.dumps({**handles[unit.name], "job": None}) + "\n")
         # What a unit is told it is told by its own files; what this shell has for other runs, or in secret, stays here.
         own = ("ATOLL_", *sorted(frozenset().union(*(unit.secret for unit in units))))
         try:
@@ -191,7 +192,7 @@ class SlurmEngine:
         for unit in units:
             handle = handles[unit.name]
             handle["job"] = number if handle["task"] is None else f"{number}_{handle['task']}"
-            _write(_home(unit) / HANDLE, json.dumps(handle) + "\n")
+            write_text(_home(unit) / HANDLE, json.dumps(handle) + "\n")
         return handles
 
     def _prepared(self, unit: Unit, units: Sequence[Unit], task: int) -> dict[str, Any]:
@@ -398,21 +399,14 @@ def _prepare(unit: Unit) -> int:
     home.mkdir(parents=True, exist_ok=True)
     starts = max((int(_kept(home).get("starts", 0)), *_logs(home)))
     (home / "stopped").unlink(missing_ok=True)
-    _write(home / "state", f"starts={starts}\nfailures=0\n")
-    _write(home / "settings", _settings(unit))
-    _write(home / "environment", _environment(unit))
+    write_text(home / "state", f"starts={starts}\nfailures=0\n")
+    write_text(home / "settings", _settings(unit))
+    write_text(home / "environment", _environment(unit))
     secrets = home / "secrets"
     secrets.unlink(missing_ok=True)
     with os.fdopen(os.open(secrets, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(_environment(unit, secret=True))
     return starts
-
-
-def _write(path: Path, text: str) -> None:
-    """The whole of it, or what was there before."""
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(text)
-    new.replace(path)
 
 
 def _last_handle(unit: Unit) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from atoll.core.types import AdoptHow, RunConfig
+from atoll.files import write_text
 from atoll.tensors.settings import Numerics
 from atoll.transport.pacing import check_streams
 from atoll.transport.rates import rate_of
@@ -272,10 +273,8 @@ class JobSettings:
         return cls(**values)
 
     def save(self, path: Path) -> None:
-        """Named when it is whole: a run is known by this file."""
-        part = path.with_name(f".{path.name}.part")
-        part.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
-        part.replace(path)
+        """Write the file that makes a directory a run."""
+        write_text(path, json.dumps(self.to_json(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> JobSettings:

@@ -23,9 +23,9 @@ from atoll.reference.executor import Execution, FragmentState, StepInfo, Trainee
 from atoll.reference.job_settings import JobSettings
 from atoll.reference.loop import InnerLoop
 from atoll.reference.saved_models import first_model, published_model
-from atoll.store.atomic import read_file, read_tensor_file
 from atoll.store.learner_parts import Part, list_parts, part_path, read_part
 from atoll.store.run_settings import CONFIG
+from atoll.store.tensor_file import read_file, read_tensor_file
 from atoll.tape import format
 from atoll.tape.files import RunTapes
 from atoll.tape.format import Actor, Entry

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from atoll.files import write_text
 from atoll.reference.job_settings import JobSettings
 from atoll.reference.loop import read_metrics
 from atoll.tape.learner_processes import Life
@@ -121,9 +122,7 @@ class Report:
 
     def save(self, run: Path) -> Path:
         path = run / REPORT
-        half = path.with_name(f".{REPORT}.half")
-        half.write_text(json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        half.replace(path)
+        write_text(path, json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n")
         return path
 
 

@@ -32,16 +32,8 @@ from xxhash import xxh3_128_hexdigest
 
 from atoll.core.protocol import SnapshotPart
 from atoll.core.types import FragmentId, LearnerId, RunConfig
-from atoll.store.atomic import (
-    OURS,
-    UNFINISHED,
-    make_folder,
-    put_file,
-    read_file,
-    read_tensor_file,
-    sync_folder,
-    tensor_file,
-)
+from atoll.files import OURS, UNFINISHED, make_folder, sync_folder, write_file
+from atoll.store.tensor_file import read_file, read_tensor_file, tensor_file
 from atoll.tensors import optimizer_state
 from atoll.tensors.optimizers import Optimizers
 from atoll.tensors.sharding import boxes_of
@@ -166,7 +158,7 @@ def write_part(
         }
         if shards is not None:
             note["shards"] = shards
-        put_file(path, tensor_file(json.dumps(note, separators=(",", ":")), tensors), lambda: None, replace=True)
+        write_file(path, tensor_file(json.dumps(note, separators=(",", ":")), tensors))
         return path
     finally:
         for copy in taken.model:

@@ -24,6 +24,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from atoll.files import UNFINISHED, atomic_write
+
 FOLDER = "metrics"
 NEWEST = "syncer.jsonl"
 FILE_BYTES = 8 * 2**20
@@ -85,16 +87,16 @@ class MetricsWriter:
             self._lacks_end = written < len(data)  # the disk was full in the middle of the line
             if self._size >= self._file_bytes:
                 self._turn()
-        except OSError as wrong:
-            self._refused(wrong)
+        except OSError as error:
+            self._refused(error)
         else:
             if self._complained and not self._lacks_end:
                 self._log.warning("metrics are written again; what was measured meanwhile is not in them")
                 self._complained = False
 
-    def _refused(self, wrong: OSError) -> None:
+    def _refused(self, error: OSError) -> None:
         if not self._complained:
-            self._log.warning("metrics cannot be written (%s); the run goes on without them", wrong)
+            self._log.warning("metrics cannot be written (%s); the run goes on without them", error)
             self._complained = True
 
     def _opened(self) -> BinaryIO:
@@ -119,8 +121,8 @@ class MetricsWriter:
     def _join(self) -> None:
         try:
             join_old(self._folder)
-        except OSError as wrong:
-            self._log.warning("old metrics cannot be thinned out: %s", wrong)
+        except OSError as error:
+            self._log.warning("old metrics cannot be thinned out: %s", error)
 
     def _close_file(self) -> None:
         if self._file is not None:
@@ -140,6 +142,8 @@ class MetricsWriter:
 
 def join_old(folder: Path) -> None:
     """Until there are at most MOST_ALIKE of a kind. May be killed at any moment, and done again."""
+    for leftover in folder.glob(f".*{UNFINISHED}"):
+        leftover.unlink(missing_ok=True)
     while True:
         files = old_files(folder)
         for path in folder.glob("syncer-*.jsonl"):  # those that are in another one
@@ -154,16 +158,14 @@ def join_old(folder: Path) -> None:
 
 
 def _join(folder: Path, one: OldFile, other: OldFile) -> None:
-    partial = folder / "joining.tmp"
     seen: Counter[bytes] = Counter()
-    with open(partial, "wb") as out:
+    with atomic_write(folder / f"syncer-{one.first:06}-{other.last:06}.jsonl", durable=False) as out:
         for file in (one, other):
             for line in _lines_of(file.path):
                 subject = b",".join(line.split(b",", 2)[:2])
                 if seen[subject] % 2 == 0:
                     out.write(line + b"\n")
                 seen[subject] += 1
-    os.replace(partial, folder / f"syncer-{one.first:06}-{other.last:06}.jsonl")
 
 
 def _lines_of(path: Path) -> Iterator[bytes]:

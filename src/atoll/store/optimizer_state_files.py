@@ -22,7 +22,7 @@ import safetensors
 import torch
 from torch import Tensor
 
-from atoll.store.atomic import ALIGNMENT, DTYPES
+from atoll.store.tensor_file import ALIGNMENT, DTYPES
 from atoll.tensors import optimizer_state
 
 _NAMES = DTYPES | {

@@ -45,7 +45,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from xxhash import xxh3_128
 
-from atoll.store.atomic import DamageError, sync_folder
+from atoll.files import sync_folder
+from atoll.store.tensor_file import DamageError
 from atoll.tensors import optimizer_state
 from atoll.tensors.sharding import Box, Boxes
 

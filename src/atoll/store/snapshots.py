@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from atoll.core.protocol import SnapshotRecord
 from atoll.core.types import FragmentId
-from atoll.store.atomic import small_file_text
 from atoll.store.learner_parts import part_bytes, part_path
+from atoll.store.tensor_file import small_file_text
 from atoll.tape import format
 
 SNAPSHOTS = "snapshots"

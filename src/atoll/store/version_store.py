@@ -42,21 +42,18 @@ from torch import Tensor
 from atoll.core.protocol import LeaseRecord, ManifestRecord, MembersRecord, Record, SnapshotRecord, VersionRecord
 from atoll.core.syncer.state import Restored
 from atoll.core.types import FragmentId, Version
-from atoll.store.atomic import (
-    UNFINISHED,
+from atoll.files import UNFINISHED, make_folder, sync_folder, write_file
+from atoll.store.fencing import LOCK, lives_elsewhere, remove_sign, write_sign
+from atoll.store.tensor_file import (
     DamageError,
     StoreDamaged,
-    make_folder,
-    put_file,
     read_file,
     read_small_file,
     read_tensor_file,
     small_file,
     small_file_text,
-    sync_folder,
     tensor_file,
 )
-from atoll.store.fencing import LOCK, lives_elsewhere, remove_sign, write_sign
 from atoll.tape import format
 
 __all__ = ["Fenced", "InUse", "Store", "StoreDamaged"]
@@ -257,7 +254,7 @@ class Store:
         assert self._lock is not None, "the store is closed"
         self.check_epoch()
         try:
-            put_file(path, pieces, self.check_epoch, replace)
+            write_file(path, pieces, replace=replace, before_naming=self.check_epoch)
         except OSError:
             self.check_epoch()  # who has taken over has removed our unfinished file
             raise
@@ -434,7 +431,7 @@ class Store:
     def _write_epoch(self) -> None:
         path = self.directory / "epoch"
         try:
-            put_file(path, small_file(str(self.epoch)), self._is_still_higher, replace=True)
+            write_file(path, small_file(str(self.epoch)), before_naming=self._is_still_higher)
         except FileNotFoundError:  # somebody else starts here at the same moment, and has cleared our file away
             raise Fenced(self.directory, self._stored_epoch(), self.epoch) from None
 
@@ -511,11 +508,11 @@ def _second_name(path: Path, name: Path) -> None:
     name.unlink(missing_ok=True)
     try:
         os.link(path, name)
-    except FileNotFoundError as wrong:
-        wrong.strerror = "a version of the snapshot is no longer kept: keep more versions"
+    except FileNotFoundError as error:
+        error.strerror = "a version of the snapshot is no longer kept: keep more versions"
         raise
     except OSError:
-        put_file(name, [read_file(path)], lambda: None, replace=True)
+        write_file(name, [read_file(path)])
 
 
 def _what(wrong: Exception) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from atoll.logs import Named
-from atoll.syncer.fragment_endpoints import SILENT_S, LinkGone, error
+from atoll.syncer.fragment_endpoints import SILENT_S, LinkGone, error_response
 from atoll.transport.auth import Access
 from atoll.transport.identity import HEADER, NotYours, Turned, alike
 from atoll.transport.wire import WireError
@@ -34,33 +34,33 @@ def guard_of(host: Guarded) -> Any:
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         turned = host.access.refusal(request)
         if turned is not None:
-            answer = error(turned.status, turned.sentence)
+            answer = error_response(turned.status, turned.sentence)
             answer.headers[HEADER] = turned.sentence
             answer.force_close()  # another key is shown on another connection
             return answer
         host.on_proved(request.transport)
         try:
             return await handler(request)
-        except WireError as wrong:
-            turned = Turned(wrong.code, 400, str(wrong))
-            host.access.turn_away(turned, str(request.remote), f"{request.method} {request.path}", alike(wrong.code))
-            return error(400, str(wrong), wrong.code)
-        except NotYours as wrong:
-            turned = Turned(wrong.code, 403, str(wrong))
-            host.access.turn_away(turned, str(request.remote), request.path, alike(wrong.code))
-            return error(403, str(wrong), wrong.code)
+        except WireError as error:
+            turned = Turned(error.code, 400, str(error))
+            host.access.turn_away(turned, str(request.remote), f"{request.method} {request.path}", alike(error.code))
+            return error_response(400, str(error), error.code)
+        except NotYours as error:
+            turned = Turned(error.code, 403, str(error))
+            host.access.turn_away(turned, str(request.remote), request.path, alike(error.code))
+            return error_response(403, str(error), error.code)
         except LinkGone:
-            return error(409, "the link that this belongs to is closed")
-        except ConnectionError as wrong:
-            host.log.info("%s %s from %s broke off: %s", request.method, request.path, request.remote, wrong)
-            return error(400, "it broke off")  # nobody reads it
+            return error_response(409, "the link that this belongs to is closed")
+        except ConnectionError as error:
+            host.log.info("%s %s from %s broke off: %s", request.method, request.path, request.remote, error)
+            return error_response(400, "it broke off")  # nobody reads it
         except web.HTTPException:
             raise
         except TimeoutError:
             host.refused["silent"] += 1
-            return error(408, f"nothing came for {SILENT_S:g} s")
+            return error_response(408, f"nothing came for {SILENT_S:g} s")
         except Exception:
             host.log.exception("%s %s has failed", request.method, request.path)
-            return error(500, "the syncer has failed on this request; its log says how")
+            return error_response(500, "the syncer has failed on this request; its log says how")
 
     return guard

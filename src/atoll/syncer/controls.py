@@ -20,7 +20,7 @@ from atoll.core.states import Stage, Standing
 from atoll.core.syncer.controls import OUT
 from atoll.core.syncer.core import SyncerCore
 from atoll.core.types import ControlWhat, Limits
-from atoll.store.atomic import StoreDamaged
+from atoll.store.tensor_file import StoreDamaged
 from atoll.store.version_store import Fenced
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from atoll.store.run_settings import start_anew
 from atoll.store.snapshots import snapshot_info
 from atoll.syncer.auth_middleware import guard_of
 from atoll.syncer.controls import control, who_problem
-from atoll.syncer.fragment_endpoints import MOST_DIGITS, Bulk, Frames, error, numbers
-from atoll.syncer.learner_connection import CLOSING_S, SyncerLink, as_last_words
+from atoll.syncer.fragment_endpoints import MOST_DIGITS, Bulk, Frames, error_response, numbers
+from atoll.syncer.learner_connection import SyncerLink
 from atoll.syncer.process import SyncerProcess
 from atoll.syncer.prometheus import MISSING, exposition
 from atoll.syncer.shards.coordinator import ShardsMissing
@@ -28,6 +28,7 @@ from atoll.tensors.codecs import F32
 from atoll.tensors.plan import FragmentPlan, settled_plan
 from atoll.tensors.robust_merge import unfit_in_fragment
 from atoll.transport.identity import NotYours, Turned, alike, check_speaker, own_number
+from atoll.transport.websocket import CLOSING_S, close_reason
 from atoll.transport.wire import (
     MOST_MESSAGE_BYTES,
     FrameHead,
@@ -114,11 +115,11 @@ class Paths:
             frame = await frames.next(Kind.MODEL, _accept_plan)
             try:
                 plan = FragmentPlan.from_json(parse_json(frame.payload, MOST_PLAN_BYTES))
-            except ValueError as wrong:
-                raise WireError(f"the plan is refused: {wrong}", "type") from None
+            except ValueError as error:
+                raise WireError(f"the plan is refused: {error}", "type") from None
             refusal = self._plan_refusal(plan)
             if refusal is not None:
-                return error(*refusal)
+                return error_response(*refusal)
             if self.syncer.plan is not None:
                 return web.json_response({"founded": False})
             values = [await self._read_value(frames, plan, p) for p in range(len(plan.fragments))]
@@ -126,13 +127,13 @@ class Paths:
             try:
                 await self.syncer.found(plan, values)
             except ShardsMissing as missing:
-                return error(503, str(missing))
-            except ValueError as wrong:
-                self.syncer.log.error("no run is founded: %s", wrong)
-                return error(409, str(wrong))
-            except OSError as wrong:
-                self.syncer.log.error("the model cannot be written: %s", wrong)
-                return error(507, f"the syncer cannot write the model: {wrong.strerror}")
+                return error_response(503, str(missing))
+            except ValueError as error:
+                self.syncer.log.error("no run is founded: %s", error)
+                return error_response(409, str(error))
+            except OSError as error:
+                self.syncer.log.error("the model cannot be written: %s", error)
+                return error_response(507, f"the syncer cannot write the model: {error.strerror}")
             return web.json_response({"founded": True}, status=201)
 
     def _plan_refusal(self, plan: FragmentPlan) -> Refused | None:
@@ -179,7 +180,7 @@ class Paths:
 
     async def link(self, request: web.Request) -> web.StreamResponse:
         if self.syncer.core is None:
-            return error(409, "the run has no model yet: bring one first")
+            return error_response(409, "the run has no model yet: bring one first")
         socket = web.WebSocketResponse(
             max_msg_size=MOST_MESSAGE_BYTES, compress=False, autoping=True, timeout=CLOSING_S
         )
@@ -205,17 +206,17 @@ class Paths:
                     raise WireError(str(message.data), "size" if too_big else "type")
                 elif message.type is WSMsgType.ERROR:
                     why = f"the connection broke: {socket.exception()}"
-        except (WireError, NotYours) as wrong:
-            refusal = wrong
-            why = f"what it sent was refused: {wrong}"
-            turned = Turned(wrong.code, 400, str(wrong))
-            self.syncer.access.turn_away(turned, str(request.remote), "a link", alike(wrong.code))
+        except (WireError, NotYours) as error:
+            refusal = error
+            why = f"what it sent was refused: {error}"
+            turned = Turned(error.code, 400, str(error))
+            self.syncer.access.turn_away(turned, str(request.remote), "a link", alike(error.code))
         finally:
             if link is not None:
                 self.syncer.detach(link, why)
                 link.abandon()
         if refusal is not None:
-            await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=as_last_words(str(refusal)))
+            await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=close_reason(str(refusal)))
         return socket
 
     def _identify(
@@ -265,9 +266,9 @@ class Paths:
             found[0][1].keep()
         except ConnectionError:
             raise
-        except OSError as wrong:
-            self.syncer.log.warning("inner state cannot be kept: %s", wrong)
-            return error(507, f"the syncer cannot keep it: {wrong.strerror}")
+        except OSError as error:
+            self.syncer.log.warning("inner state cannot be kept: %s", error)
+            return error_response(507, f"the syncer cannot keep it: {error.strerror}")
         finally:
             if found:
                 found[0][1].close()
@@ -290,7 +291,7 @@ class Paths:
         check_speaker(learner)
         path = self.spool.path((learner, incarnation))
         if path is None:
-            return error(404, "no inner state waits for this learner")
+            return error_response(404, "no inner state waits for this learner")
         return web.FileResponse(path)
 
     # ---------------------------------------------------------------------------------------------------- people
@@ -303,21 +304,21 @@ class Paths:
         try:
             text, content_type = exposition(self.syncer, request.headers.get("Accept", ""))
         except ImportError:
-            return error(501, MISSING)
+            return error_response(501, MISSING)
         return web.Response(body=text, headers={"Content-Type": content_type})
 
     async def take_snapshot(self, request: web.Request) -> web.StreamResponse:
         raw = parse_json(await request.read()) if request.can_read_body else {"who": ""}
         if not isinstance(raw, dict) or set(raw) != {"who"}:
-            return error(400, "a snapshot is asked for with nothing, or with a JSON object that says who asks")
+            return error_response(400, "a snapshot is asked for with nothing, or with a JSON object that says who asks")
         problem = who_problem(raw["who"]) if raw["who"] != "" else None
         if problem is not None:
-            return error(400, problem)
+            return error_response(400, problem)
         number = self.syncer.take_snapshot(raw["who"])
         if number is None:
             if self.syncer.core is None:
-                return error(409, "the run has no model yet, so there is nothing to take a snapshot of")
-            return error(409, "no snapshot is taken of a run that ends or has ended: its model is its result")
+                return error_response(409, "the run has no model yet, so there is nothing to take a snapshot of")
+            return error_response(409, "no snapshot is taken of a run that ends or has ended: its model is its result")
         return web.json_response({"snapshot": number}, status=202)
 
     async def snapshot(self, request: web.Request) -> web.StreamResponse:
@@ -329,13 +330,13 @@ class Paths:
             return web.json_response(told)
         info = await asyncio.to_thread(snapshot_info, self.syncer.directory, number)
         if info is None:
-            return error(404, f"there is no snapshot {number}; the newest few are kept")
+            return error_response(404, f"there is no snapshot {number}; the newest few are kept")
         return web.json_response(told | {"state": "durable"} | info.to_json(self.syncer.directory))
 
     async def control(self, request: web.Request) -> web.StreamResponse:
         answer = await control(self.syncer, parse_json(await request.read()))
         if answer.status != 200:
-            return error(*answer)
+            return error_response(*answer)
         return web.json_response({"done": answer.sentence})
 
     async def finish(self, request: web.Request) -> web.StreamResponse:

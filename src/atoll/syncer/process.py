@@ -50,9 +50,9 @@ from atoll.core.syncer.core import SyncerCore
 from atoll.core.syncer.state import Restored
 from atoll.core.types import SYNCER, FragmentId, Incarnation, LearnerId, Version
 from atoll.logs import WARNINGS, Named, ReasonLog
-from atoll.store.atomic import StoreDamaged
 from atoll.store.fencing import BEAT_EVERY_S
 from atoll.store.run_settings import RunSettings
+from atoll.store.tensor_file import StoreDamaged
 from atoll.store.version_store import CONTROLS, Fenced, Store
 from atoll.syncer.controls import Wishes
 from atoll.syncer.fragment import HeldFragment, Measured
@@ -62,7 +62,7 @@ from atoll.syncer.learner_connection import Served, SyncerLink
 from atoll.syncer.memory_limit import MemoryGate
 from atoll.syncer.metrics import SyncerMetrics
 from atoll.syncer.shards.coordinator import Shards
-from atoll.syncer.snapshot_results import SnapshotNews
+from atoll.syncer.status import SnapshotNews
 from atoll.tape.files import new_header
 from atoll.tape.format import Actor, Entry
 from atoll.tape.sink import TapeKeeper

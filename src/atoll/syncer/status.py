@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from atoll.core.reasons import Reason
+
 if TYPE_CHECKING:
     from atoll.syncer.process import SyncerProcess
 
@@ -63,3 +65,43 @@ def status(syncer: SyncerProcess) -> dict[str, Any]:
 
 TOLD = ("loss", "step", "tokens", "tokens_per_s", "step_s", "boundary_s", "bytes_up", "bytes_down", "goodput")
 """What a learner may tell of itself. Anything else that it sends is not shown; the step that is shown is the core's."""
+
+
+MOST_SNAPSHOTS = 64
+
+SNAPSHOT_STATES = {
+    "snapshot-started": "being taken",
+    "snapshot-asked": "being taken",
+    "snapshot-durable": "durable",
+    "snapshot-abandoned": "abandoned",
+}
+"""By the reason code of the core."""
+
+
+class SnapshotNews:
+    """What became of the newest snapshots, for those who asked for one: the state, and the last sentence about it;
+    `left_out` are sentences too."""
+
+    def __init__(self) -> None:
+        self._news: dict[int, dict[str, Any]] = {}
+
+    def note(self, reason: Reason) -> None:
+        if reason.code == "snapshot-left-out":
+            found = self._news.get(_number(reason.args[1]))
+            if found is not None:
+                found["left_out"].append(str(reason))
+        if reason.code not in SNAPSHOT_STATES:
+            return
+        number = _number(reason.args[0])
+        known = self._news.setdefault(number, {"snapshot": number, "left_out": []})
+        known |= {"state": SNAPSHOT_STATES[reason.code], "said": str(reason)}
+        while len(self._news) > MOST_SNAPSHOTS:
+            del self._news[next(iter(self._news))]
+
+    def of(self, number: int) -> dict[str, Any] | None:
+        return self._news.get(number)
+
+
+def _number(value: object) -> int:
+    assert isinstance(value, int)
+    return value

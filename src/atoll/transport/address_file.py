@@ -8,13 +8,13 @@ address.
 from __future__ import annotations
 
 import json
-import os
 import urllib.error
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from atoll.files import write_text
 from atoll.transport.tls import ClientTls, KeyFiles, tls_problem
 
 NAME = "syncer.json"
@@ -59,15 +59,9 @@ def tell_where(directory: Path, reachable: Reachable) -> None:
     host, _, port = reachable.address.rpartition(":")
     told = reachable._replace(address=f"{ANYWHERE.get(host, host)}:{port}")
     path = directory / NAME
-    half = path.with_name(f".{NAME}.{os.getpid()}")
-    half.unlink(missing_ok=True)
-    file = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        keys = [str(path.absolute()) for path in told.keys[:2] if path is not None] if told.keys is not None else None
-        os.write(file, json.dumps(told._asdict() | {"keys": keys}).encode() + b"\n")
-    finally:
-        os.close(file)
-    half.replace(path)
+    keys = [str(path.absolute()) for path in told.keys[:2] if path is not None] if told.keys is not None else None
+    text = json.dumps(told._asdict() | {"keys": keys}) + "\n"
+    write_text(path, text, durable=False, mode=0o600)  # of no use after the syncer's machine has stopped
 
 
 def forget_where(directory: Path, epoch: int) -> None:

@@ -22,6 +22,7 @@ from atoll.transport.buffers import CHUNK_BYTES, READ_BYTES
 from atoll.transport.chunked_payload import Flow
 from atoll.transport.identity import HEADER
 from atoll.transport.tls import ClientTls, Stamp, tls_problem
+from atoll.transport.websocket import CLOSING_S, WebSocketWriter
 from atoll.transport.wire import (
     MOST_MESSAGE_BYTES,
     FrameHead,
@@ -36,12 +37,8 @@ from atoll.transport.wire import (
 )
 
 CONNECT_S = 15.0
-CLOSING_S = 2.0
 GOODBYE_S = 0.1
 """Connections with TLS say goodbye to each other, and aiohttp does not tell when they have."""
-
-MOST_WAITING = 16_384
-"""Messages that wait for the syncer. It has stopped reading long before."""
 
 SILENT_S = 60.0
 MOST_ERROR_BYTES = 64 * 1024
@@ -90,9 +87,7 @@ class LearnerLink:
         self._on_closed = on_closed
         self._on_failed = on_failed
         self._session: aiohttp.ClientSession | None = None
-        self._socket: aiohttp.ClientWebSocketResponse | None = None
-        self._outgoing: asyncio.Queue[bytes | str | None] = asyncio.Queue()
-        self._writing: asyncio.Future[str] | None = None  # of the newest link
+        self._writer: WebSocketWriter | None = None  # of the newest link, until it is hung up
         self._closed = asyncio.Event()  # of the newest link
         self._number = 0  # of the newest link
         self._tls = tls
@@ -150,8 +145,8 @@ class LearnerLink:
         old = self._session
         try:
             await self.start()
-        except (OSError, ValueError) as wrong:
-            self.log.warning("the keys have changed and cannot be used, those before stay in use: %s", wrong)
+        except (OSError, ValueError) as error:
+            self.log.warning("the keys have changed and cannot be used, those before stay in use: %s", error)
             return
         self.log.info("the keys have changed: dialling with the new ones")
         if old is not None:
@@ -167,19 +162,17 @@ class LearnerLink:
             return
         self._number += 1
         number = self._number
-        outgoing: asyncio.Queue[bytes | str | None] = asyncio.Queue()
-        self._socket, self._outgoing, self._closed = socket, outgoing, asyncio.Event()
-        closed = self._closed
+        closed = self._closed = asyncio.Event()
         reading = asyncio.ensure_future(self._read(socket))
-        writing = self._writing = asyncio.ensure_future(self._write(socket, outgoing))
+        writer = self._writer = WebSocketWriter(socket)
         try:
             self._on_opened(number)
-            await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
-            broken = writing.result() if writing.done() and not writing.cancelled() else ""
+            await asyncio.wait((reading, writer.task), return_when=asyncio.FIRST_COMPLETED)
+            broken = f"the connection broke: {why(writer.error)}" if writer.error is not None else ""
         finally:
-            writing.cancel()
-            if self._socket is socket:
-                self._socket = None
+            writer.cancel()
+            if self._writer is writer:
+                self._writer = None
             await _close(socket)
             await asyncio.wait((reading,), timeout=CLOSING_S)
             closed.set()
@@ -215,8 +208,8 @@ class LearnerLink:
                     return await self._session.ws_connect(
                         self.url("/v1/link"), max_msg_size=MOST_MESSAGE_BYTES, compress=0, autoping=True
                     )
-            except (aiohttp.ClientError, OSError, TimeoutError) as wrong:
-                problem = why(wrong)
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                problem = why(error)
             self.turn()
         self._on_failed(problem)
         return None
@@ -236,40 +229,24 @@ class LearnerLink:
                     return "this side hung up"
                 elif message.type is WSMsgType.CLOSED:
                     return "the connection was lost"
-        except WireError as wrong:
-            return f"what the syncer sent cannot be read: {wrong}"
-
-    async def _write(self, socket: aiohttp.ClientWebSocketResponse, outgoing: asyncio.Queue[bytes | str | None]) -> str:
-        """Until somebody wants to hang up, or nothing can be sent any more; why not."""
-        try:
-            while (data := await outgoing.get()) is not None:
-                if isinstance(data, str):
-                    await socket.send_str(data)
-                else:
-                    await socket.send_bytes(data)
-        except (ConnectionError, RuntimeError, aiohttp.ClientError) as wrong:
-            return f"the connection broke: {why(wrong)}"
-        return ""
+        except WireError as error:
+            return f"what the syncer sent cannot be read: {error}"
 
     def post(self, envelope: Envelope) -> None:
-        if self._socket is None or self._writing is None or envelope.session != self._number:
-            return
-        self._outgoing.put_nowait(encode_message(envelope))
-        if self._outgoing.qsize() > MOST_WAITING:
-            self._writing.cancel()  # nobody reads it; the link ends, and another is dialled
+        if self._writer is not None and envelope.session == self._number:
+            self._writer.post(encode_message(envelope))
 
     def post_metrics(self, text: str) -> None:
-        if self._socket is not None and self._outgoing.qsize() < 100:
-            self._outgoing.put_nowait(text)
+        if self._writer is not None and len(self._writer) < 100:
+            self._writer.post(text)
 
     def hang_up(self, number: int) -> asyncio.Event | None:
         """What was posted before is still sent, if the system takes it in time. The event is set at the end of it."""
-        if self._socket is None or self._writing is None or number != self._number:
+        if self._writer is None or number != self._number:
             return None
-        self._socket = None
+        self._writer.finish()
+        self._writer = None
         self.turn()  # whoever is hung up on did not answer
-        self._outgoing.put_nowait(None)
-        asyncio.get_running_loop().call_later(CLOSING_S, self._writing.cancel)  # nobody takes what it has to say
         return self._closed
 
     async def say_goodbye(self, within_s: float) -> None:
@@ -366,16 +343,16 @@ async def _check(answer: aiohttp.ClientResponse) -> None:
     raise Refusal(answer.status, sentence, code)
 
 
-def why(wrong: BaseException | None) -> str:
-    problem = tls_problem(wrong)
+def why(error: BaseException | None) -> str:
+    problem = tls_problem(error)
     if problem is not None:
         return problem
-    if isinstance(wrong, aiohttp.WSServerHandshakeError):
-        said = wrong.headers.get(HEADER) if wrong.headers is not None else None
-        return f"the syncer answered {wrong.status}{f': {said}' if said else ''}"
-    if isinstance(wrong, aiohttp.ClientConnectorError):
-        wrong = wrong.os_error  # aiohttp puts its settings for TLS into the sentence, which nobody asked for
-    return str(wrong) or type(wrong).__name__
+    if isinstance(error, aiohttp.WSServerHandshakeError):
+        said = error.headers.get(HEADER) if error.headers is not None else None
+        return f"the syncer answered {error.status}{f': {said}' if said else ''}"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        error = error.os_error  # aiohttp puts its settings for TLS into the sentence, which nobody asked for
+    return str(error) or type(error).__name__
 
 
 async def _close(socket: aiohttp.ClientWebSocketResponse) -> None:

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import os
 import re
 import socket
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -29,6 +27,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from atoll.files import write_file
 from atoll.transport.identity import ANY, LEARNER, OF_SYNCER, OPERATOR
 from atoll.transport.tls import AUTHORITY, CERTIFICATE, KEY, REVOKED, SYNCER
 
@@ -389,26 +388,8 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def write(path: Path, data: bytes, secret: bool = False, again: bool = False) -> None:
-    """Whole or not at all, durable, and of the right mode from its first byte. Without `again` nothing is replaced."""
-    half = path.with_name(f".{path.name}.{os.getpid()}")
-    half.unlink(missing_ok=True)
-    file = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644)
+    """Write a key or certificate. Without `again` nothing is replaced."""
     try:
-        with os.fdopen(file, "wb") as out:
-            out.write(data)
-            out.flush()
-            os.fsync(out.fileno())
-        if again:
-            os.replace(half, path)
-        else:
-            os.link(half, path)  # refuses where something has the name already
+        write_file(path, [data], replace=again, mode=0o600 if secret else 0o644)
     except FileExistsError:
         raise ValueError(f"{path} is there already, and keys are never written over") from None
-    finally:
-        with suppress(FileNotFoundError):
-            half.unlink()
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

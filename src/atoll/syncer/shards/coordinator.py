@@ -8,7 +8,7 @@ nothing else; whoever holds the newest durable versions of them may come in its 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,6 @@ from atoll.core.protocol import (
 )
 from atoll.core.types import FragmentId, Version
 from atoll.store.run_settings import RunSettings
-from atoll.syncer.learner_connection import CLOSING_S, as_last_words
 from atoll.syncer.shards.messages import (
     MOST_WORD_BYTES,
     Forget,
@@ -55,6 +54,7 @@ from atoll.syncer.shards.messages import (
     word,
 )
 from atoll.tensors.plan import FragmentPlan, digest_of
+from atoll.transport.websocket import CLOSING_S, WebSocketWriter, close_reason
 from atoll.transport.wire import (
     FragmentHeader,
     FrameHead,
@@ -69,7 +69,7 @@ from atoll.transport.wire import (
 if TYPE_CHECKING:
     from atoll.syncer.process import SyncerProcess
 
-MOST_WAITING = 65_536
+MAX_WAITING = 65_536
 """Words for one shard. It has stopped reading long before."""
 
 SAME = "another process says that it is the same shard"
@@ -106,38 +106,20 @@ class RemoteFragment:
 class ShardLink:
     """One connection of one shard."""
 
-    def __init__(
-        self, hello: ShardHello, socket: web.WebSocketResponse, transport: asyncio.BaseTransport | None
-    ) -> None:
+    def __init__(self, hello: ShardHello, socket: web.WebSocketResponse, transport: asyncio.Transport | None) -> None:
         self.number = hello.shard
         self.transport = transport
         self.address = hello.address
         self.held: dict[FragmentId, HeldHere] = {}
         self.traffic = Traffic(0, 0)
-        self._socket = socket
-        self._waiting: asyncio.Queue[str | None] = asyncio.Queue()
-        self._task = asyncio.get_running_loop().create_task(self._write())
+        self.writer = WebSocketWriter(socket, transport, MAX_WAITING)
 
     def post(self, said: FromHead) -> None:
-        self._waiting.put_nowait(word(said))
-        if self._waiting.qsize() > MOST_WAITING:
-            self._task.cancel()
-
-    async def _write(self) -> None:
-        try:
-            while (text := await self._waiting.get()) is not None:
-                await self._socket.send_str(text)
-        except (ConnectionError, RuntimeError):
-            return  # the reading side notices the same
+        self.writer.post(word(said))
 
     def close(self, why: str) -> None:
-        self._task.cancel()
-        last = self._socket.close(code=WSCloseCode.POLICY_VIOLATION, message=as_last_words(why))
-        self._task = asyncio.get_running_loop().create_task(_ended(last))
-
-
-async def _ended(closing: Awaitable[bool]) -> None:
-    await closing
+        self.writer.discard()
+        self.writer.close(why, WSCloseCode.POLICY_VIOLATION)
 
 
 class Shards:
@@ -273,16 +255,17 @@ class Shards:
                     await self._hear(link, said)
                 elif self._greeted.get(link.number) is link:
                     await self._take_in(link, said)
-        except WireError as wrong:
-            why = f"what it sent was refused: {wrong}"
-            self.syncer.refused[wrong.code] += 1
-            await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=as_last_words(str(wrong)))
+        except WireError as error:
+            why = f"what it sent was refused: {error}"
+            self.syncer.refused[error.code] += 1
+            await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=close_reason(str(error)))
         finally:
             if link is not None:
+                link.writer.finish()
                 await self._gone(link, why)
         return socket
 
-    def _greet(self, hello: Any, socket: web.WebSocketResponse, transport: asyncio.BaseTransport | None) -> ShardLink:
+    def _greet(self, hello: Any, socket: web.WebSocketResponse, transport: asyncio.Transport | None) -> ShardLink:
         if type(hello) is not ShardHello:
             raise WireError(f"the first word of a shard is ShardHello, found {type(hello).__name__}", "type")
         self._check(hello)

@@ -61,6 +61,7 @@ from atoll.tensors.plan import FragmentPlan
 from atoll.transport.auth import Access
 from atoll.transport.http_client import why
 from atoll.transport.tls import ClientTls, ServerTls
+from atoll.transport.websocket import WebSocketWriter
 from atoll.transport.wire import FrameHead, FrameParser, Kind, WireError, as_bytes, decode_header
 
 RETRY_S = 0.5
@@ -116,8 +117,7 @@ class ShardProcess:
         head = self.store.head() or {"epoch": 0, "run_id": ""}
         self._epoch: int = head["epoch"]  # of the newest syncer that was ever served with this directory
         self._founded: str = head["run_id"]  # the run of which that syncer has a record
-        self._socket: aiohttp.ClientWebSocketResponse | None = None
-        self._outgoing: asyncio.Queue[str] = asyncio.Queue()
+        self._writer: WebSocketWriter | None = None
         self._arrived: dict[Arrived, Payload] = {}  # told of, and not yet answered
         self._kept: Counter[tuple[FragmentId, Version]] = Counter()
         self._complained_at = float("-inf")
@@ -190,10 +190,8 @@ class ShardProcess:
             self.log.warning("no syncer at %s (%s); dialling again and again", ",".join(self._syncers), problem)
 
     def _forget_link(self) -> None:
-        self._socket = None
+        self._writer = None
         self.links = set()
-        while not self._outgoing.empty():
-            self._outgoing.get_nowait()
         for payload in self._arrived.values():
             payload.give_back()
         self._arrived.clear()
@@ -215,24 +213,17 @@ class ShardProcess:
             raise WireError(f"it is that of epoch {head.epoch}, and one of epoch {self._epoch} was served", "type")
         await self._serve(head)
         await socket.send_str(word(await self.keeper.on_disk(self._holds)))
-        self._socket = socket
+        # The heartbeat ends the connection to a syncer that does not read.
+        writer = self._writer = WebSocketWriter(socket, max_waiting=None)
         self.log.info("connected with the syncer of epoch %d", head.epoch)
-        writing = asyncio.ensure_future(self._write(socket))
         telling = asyncio.ensure_future(self._tell_traffic())
         try:
             async for message in socket:
                 if message.type is aiohttp.WSMsgType.TEXT:
                     await self._hear(session, heard(message.data, "head"))
         finally:
-            writing.cancel()
+            writer.cancel()
             telling.cancel()
-
-    async def _write(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        try:
-            while True:
-                await socket.send_str(await self._outgoing.get())
-        except (ConnectionError, RuntimeError, aiohttp.ClientError):
-            return  # the reading side notices the same
 
     async def _serve(self, head: HeadHello) -> None:
         """From now on an older syncer is not obeyed, whatever becomes of this process. Without that: (1) a standby
@@ -327,7 +318,7 @@ class ShardProcess:
     def tell(self, event: SyncerEvent, payload: Payload | None = None) -> None:
         """A contribution has arrived. Its values wait here for what the syncer says."""
         assert isinstance(event, MessageArrived) and isinstance(event.envelope.body, Contribution)
-        if self._socket is None:
+        if self._writer is None:
             return
         envelope, round_id = event.envelope, event.envelope.body.round
         key = (envelope.learner, envelope.incarnation, round_id)
@@ -347,8 +338,8 @@ class ShardProcess:
         self._post(event)  # type: ignore[arg-type]
 
     def _post(self, said: FromShard) -> None:
-        if self._socket is not None:
-            self._outgoing.put_nowait(word(said))
+        if self._writer is not None:
+            self._writer.post(word(said))
 
     def _on_durable(self, held: HeldFragment) -> None:
         if held.measured is not None:

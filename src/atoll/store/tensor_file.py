@@ -1,7 +1,6 @@
-"""Files that are whole or not there, and that say so when they were damaged.
+"""Contents of the store's files, in which damage is found when they are read.
 
-A file is written beside its place, made durable, and then given its name: who is killed on the way, or finds the disk
-full, leaves the old file as it was. Every byte of a file is covered by a digest (XXH3, 128 bits) in the file itself:
+A digest (XXH3, 128 bits) in the file itself covers every byte of it:
 
 - a small one is `{"digest":"<32 hex digits>","value":<JSON>}` and a line end, the digest being that of the JSON;
 - tensors are a safetensors file, which any tool can read. The digest is in its metadata, and is that of the whole file
@@ -10,11 +9,9 @@ full, leaves the old file as it was. Every byte of a file is covered by a digest
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +19,6 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
-UNFINISHED = ".unfinished"
-"""Ends the name of a file that is being written. One that is found was left by a killed process."""
-
-OURS = os.urandom(4).hex()
-"""Part of the name of what this process has not finished: another one must never give our half a name, nor we its."""
-
-_PIECE_BYTES = 2**20
 _MOST_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _DIGEST_DIGITS = 32
 _NO_DIGEST = b"0" * _DIGEST_DIGITS
@@ -65,91 +55,6 @@ class StoreDamaged(ValueError):  # noqa: N818 - the name of a fact, as the user 
 
 class DamageError(ValueError):
     """What is wrong inside of a file; who knows the file makes a `StoreDamaged` of it."""
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Writing
-
-
-def put_file(
-    path: Path, pieces: Sequence[memoryview | bytes | bytearray], last_word: Callable[[], None], replace: bool
-) -> None:
-    """Write a file and make it and its name durable.
-
-    `last_word` is called when only the name is missing, and may still raise. Without `replace` a file that has the name
-    already is not touched, and the error is `FileExistsError`.
-    """
-    unfinished = path.with_name(f".{path.name}.{os.getpid():x}-{OURS}{UNFINISHED}")
-    try:
-        # An old one is removed and not written over: it may be a second name of a file that was finished.
-        unfinished.unlink(missing_ok=True)
-        _write(unfinished, pieces)
-        last_word()
-        if replace:
-            os.replace(unfinished, path)
-        else:
-            _name(unfinished, path)
-    except OSError as wrong:
-        _clear(unfinished)
-        wrong.filename, wrong.filename2 = str(path), None  # a full disk does not say whose it is
-        raise
-    except BaseException:
-        _clear(unfinished)
-        raise
-    sync_folder(path.parent)
-
-
-def _write(path: Path, pieces: Sequence[memoryview | bytes | bytearray]) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        for piece in pieces:
-            view = memoryview(piece)
-            while view.nbytes:
-                written = os.write(file, view[:_PIECE_BYTES])
-                view = view[written:]
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def _name(unfinished: Path, path: Path) -> None:
-    """Give the file its name unless somebody has it. A rename would take it away from him without a word."""
-    try:
-        os.link(unfinished, path)
-    except OSError as wrong:
-        if wrong.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
-            raise
-        if path.exists():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
-        os.rename(unfinished, path)  # a file system without links
-        return
-    os.unlink(unfinished)
-
-
-def _clear(unfinished: Path) -> None:
-    with contextlib.suppress(OSError):
-        unfinished.unlink(missing_ok=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    try:
-        file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(file)
-        finally:
-            os.close(file)
-    except OSError as wrong:
-        wrong.filename = str(folder)
-        raise
-
-
-def make_folder(folder: Path) -> None:
-    """The folder and those above it, durably."""
-    if not folder.is_dir():
-        make_folder(folder.parent)
-        folder.mkdir(exist_ok=True)
-        sync_folder(folder.parent)
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,120 @@
+"""Atomic file writes: after a crash or on a full disk, a path holds its old content or the new one, never a part.
+
+The content goes to a temporary file beside the path, is made durable, and then gets its name in one step. `durable` is
+False only where losing the file to a power cut is harmless: nothing is fsynced then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+UNFINISHED = ".unfinished"
+"""Suffix of a temporary file. One that is found was left by a killed process."""
+
+OURS = os.urandom(4).hex()
+"""Part of the name of every temporary file of this process: no other process may rename or overwrite them."""
+
+_CHUNK_BYTES = 2**20
+
+
+@contextlib.contextmanager
+def atomic_write(
+    path: Path,
+    *,
+    durable: bool = True,
+    replace: bool = True,
+    mode: int = 0o644,
+    before_naming: Callable[[], None] | None = None,
+) -> Iterator[BinaryIO]:
+    """Open a temporary file that becomes `path` when the block ends, or is removed if the block raises.
+
+    Without `replace` an existing file stays, and the error is `FileExistsError`. `before_naming` is called when only
+    the name is missing, and may still raise. `name` of the yielded file is its path: a library that opens files itself
+    may write there. Two threads must not write the same path at the same time.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid():x}-{OURS}{UNFINISHED}")
+    try:
+        # Remove an old one instead of truncating it: it may be a second name of a finished file.
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            yield file
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        if before_naming is not None:
+            before_naming()
+        if replace:
+            os.replace(temporary, path)
+        else:
+            _link(temporary, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename in (None, str(temporary), temporary):
+            error.filename, error.filename2 = str(path), None  # ENOSPC from a write names no file
+        raise
+    if durable:
+        sync_folder(path.parent)
+
+
+def write_file(
+    path: Path,
+    pieces: Iterable[memoryview | bytes | bytearray],
+    *,
+    durable: bool = True,
+    replace: bool = True,
+    mode: int = 0o644,
+    before_naming: Callable[[], None] | None = None,
+) -> None:
+    """Write a file atomically; the arguments are those of `atomic_write`."""
+    with atomic_write(path, durable=durable, replace=replace, mode=mode, before_naming=before_naming) as file:
+        for piece in pieces:
+            view = memoryview(piece)
+            while view.nbytes:
+                written = os.write(file.fileno(), view[:_CHUNK_BYTES])
+                view = view[written:]
+
+
+def write_text(path: Path, text: str, *, durable: bool = True, mode: int = 0o644) -> None:
+    """Write or replace a UTF-8 file atomically."""
+    write_file(path, [text.encode("utf-8")], durable=durable, mode=mode)
+
+
+def _link(temporary: Path, path: Path) -> None:
+    """Name the file unless the name is taken: a rename would replace the other file."""
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        os.rename(temporary, path)  # a file system without links
+        return
+    os.unlink(temporary)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    try:
+        file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+    except OSError as error:
+        error.filename = str(folder)
+        raise
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and its missing parents durably."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)

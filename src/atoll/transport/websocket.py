@@ -1,0 +1,119 @@
+"""The sending half of a WebSocket connection, the same for learners, syncer and shards."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+
+import aiohttp
+from aiohttp import WSCloseCode, web
+
+MAX_WAITING = 16_384
+"""Messages that wait for one peer. It has stopped reading long before."""
+
+CLOSING_S = 2.0
+"""For the last messages on a connection that is being closed."""
+
+Message = bytes | str | Callable[[], bytes]
+"""A function is called when its turn comes: it encodes the message."""
+
+
+class WebSocketWriter:
+    """Sends messages in order, from a task of its own: a slow peer delays no other, and `post` never waits.
+
+    A peer that lets `max_waiting` messages wait has stopped reading, and the connection is closed. If it does not read
+    the last messages either, `task` is cancelled and `transport` aborted. The owner of a connection without `transport`
+    watches `task` and closes the connection when it ends.
+    """
+
+    def __init__(
+        self,
+        socket: aiohttp.ClientWebSocketResponse | web.WebSocketResponse,
+        transport: asyncio.Transport | None = None,
+        max_waiting: int | None = MAX_WAITING,
+    ) -> None:
+        self.is_closing = False
+        self.error: Exception | None = None  # with which the connection broke
+        self._socket = socket
+        self._transport = transport
+        self._max_waiting = max_waiting
+        self._waiting: OrderedDict[object, Message] = OrderedDict()
+        self._serial = 0
+        self._wake = asyncio.Event()
+        self._close_frame: tuple[int, bytes] | None = None
+        self.task = asyncio.get_running_loop().create_task(self._send())
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def post(self, message: Message, key: object = None) -> None:
+        """Queue a message. It replaces one that waits with the same key, and goes to the end of the queue."""
+        if self.is_closing:
+            return
+        if key is None:
+            self._serial += 1
+            key = self._serial
+        self._waiting.pop(key, None)
+        self._waiting[key] = message
+        if self._max_waiting is not None and len(self._waiting) > self._max_waiting:
+            self.close("it does not read what is sent to it")
+        self._wake.set()
+
+    async def _send(self) -> None:
+        try:
+            while self._waiting or not self.is_closing:
+                await self._wake.wait()
+                self._wake.clear()
+                while self._waiting:
+                    _, message = self._waiting.popitem(last=False)
+                    if isinstance(message, str):
+                        await self._socket.send_str(message)
+                    else:
+                        await self._socket.send_bytes(message if isinstance(message, bytes) else message())
+            if self._close_frame is not None:
+                code, reason = self._close_frame
+                await self._socket.close(code=code, message=reason)
+        except (ConnectionError, RuntimeError, aiohttp.ClientError) as error:
+            self.error = error  # the reading side notices the same
+
+    def finish(self) -> None:
+        """Send what waits, if the peer reads it in time, and end `task`. The connection stays open."""
+        if not self.is_closing:
+            self.is_closing = True
+            self._wake.set()
+            asyncio.get_running_loop().call_later(CLOSING_S, self._cut)
+
+    def close(self, reason: str, code: int = WSCloseCode.GOING_AWAY) -> None:
+        """Send what waits, if the peer reads it in time, and close the connection."""
+        if not self.is_closing:
+            self._close_frame = code, close_reason(reason)
+            self.finish()
+
+    def discard(self) -> None:
+        """Send nothing that still waits."""
+        self._waiting.clear()
+
+    def cancel(self) -> None:
+        """Send nothing more. The connection is gone, or its owner closes it."""
+        self.is_closing = True
+        self.task.cancel()
+
+    def _cut(self) -> None:
+        """Without this a peer that stopped reading would never be noticed: nothing arrives and nothing is sent."""
+        if not self.task.done():
+            self.task.cancel()
+            if self._transport is not None:
+                self._transport.abort()
+
+    async def closed(self) -> None:
+        await asyncio.wait([self.task], timeout=2 * CLOSING_S)
+
+
+def close_reason(reason: str) -> bytes:
+    """Return what fits into the frame that closes a WebSocket.
+
+    >>> len(close_reason("ä" * 100))
+    120
+    """
+    return reason.encode()[:120].decode(errors="ignore").encode()

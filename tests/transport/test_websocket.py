@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession, ClientWebSocketResponse, WSMsgType, web
+
+from atoll.transport import websocket
+from atoll.transport.websocket import WebSocketWriter
+
+LIMIT_S = 30.0
+
+Test = Callable[[web.WebSocketResponse, asyncio.Transport, ClientWebSocketResponse], Coroutine[Any, Any, None]]
+
+
+def on_a_connection(test: Test) -> None:
+    """Run the test with both ends of a real connection; the server's end is the one that sends."""
+
+    async def whole() -> None:
+        ends: asyncio.Future[tuple[web.WebSocketResponse, asyncio.Transport]]
+        ends, over = asyncio.get_running_loop().create_future(), asyncio.Event()
+
+        async def serve(request: web.Request) -> web.WebSocketResponse:
+            socket = web.WebSocketResponse(timeout=5.0)
+            await socket.prepare(request)
+            assert request.transport is not None
+            ends.set_result((socket, request.transport))
+            await over.wait()
+            return socket
+
+        app = web.Application()
+        app.router.add_get("/", serve)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
+        try:
+            async with ClientSession() as session, session.ws_connect(f"http://{host}:{port}/") as peer:
+                socket, transport = await ends
+                await test(socket, transport, peer)
+                over.set()
+        finally:
+            over.set()
+            await runner.cleanup()
+
+    asyncio.run(asyncio.wait_for(whole(), LIMIT_S))
+
+
+async def received(peer: ClientWebSocketResponse) -> list[object]:
+    """Everything up to the end of the connection; its code and reason come last."""
+    found: list[object] = []
+    while True:
+        message = await peer.receive()
+        if message.type in (WSMsgType.TEXT, WSMsgType.BINARY):
+            found.append(message.data)
+        elif message.type is WSMsgType.CLOSE:
+            return [*found, (message.data, message.extra)]
+        else:
+            return [*found, message.type]
+
+
+def test_messages_arrive_in_order_before_the_close_frame():
+    async def test(socket, transport, peer):
+        writer = WebSocketWriter(socket, transport)
+        writer.post("a", key="k")
+        writer.post(lambda: b"b")
+        writer.post("c", key="k")  # in place of the first
+        writer.close("that was all")
+        writer.post("too late")
+        assert await received(peer) == [b"b", "c", (1001, "that was all")]
+        await writer.closed()
+        assert writer.task.done()
+
+    on_a_connection(test)
+
+
+def test_discarded_messages_are_not_sent():
+    async def test(socket, transport, peer):
+        writer = WebSocketWriter(socket, transport)
+        writer.post("a")
+        writer.discard()
+        writer.close("not yours", 1008)
+        assert await received(peer) == [(1008, "not yours")]
+
+    on_a_connection(test)
+
+
+def test_finish_sends_what_waits_and_leaves_the_connection_open():
+    async def test(socket, transport, peer):
+        writer = WebSocketWriter(socket, transport)
+        writer.post("a")
+        writer.finish()
+        await writer.task
+        await socket.send_str("by hand")
+        assert [(await peer.receive()).data for _ in range(2)] == ["a", "by hand"]
+
+    on_a_connection(test)
+
+
+def test_error_of_a_broken_connection_ends_the_task():
+    async def test(socket, transport, peer):
+        writer = WebSocketWriter(socket, transport)
+        transport.abort()
+        while not writer.task.done():
+            writer.post("a")
+            await asyncio.wait([writer.task], timeout=0.01)
+        assert writer.error is not None
+
+    on_a_connection(test)
+
+
+@pytest.mark.parametrize("with_transport", [True, False])
+def test_peer_that_does_not_read_is_cut_off(monkeypatch, with_transport):
+    monkeypatch.setattr(websocket, "CLOSING_S", 0.05)
+
+    async def test(socket, transport, peer):
+        writer = WebSocketWriter(socket, transport if with_transport else None, max_waiting=100)
+        while not writer.is_closing:
+            writer.post(bytes(2**20))
+            await asyncio.wait([writer.task], timeout=0.0)  # the peer reads nothing
+        assert len(writer) == 101
+        await asyncio.wait([writer.task])
+        assert writer.task.cancelled()
+        assert transport.is_closing() == with_transport
+
+    on_a_connection(test)
