@@ -76,7 +76,7 @@ class AdoptsTheOlder(LearnerCore):
     [
         (BelowQuorum, SyncerMachine, QuietSyncer, "below (the )?quorum"),
         (SkipsAVersion, SyncerMachine, QuietSyncer, r"is at version|version \d+ of \d+"),
-        (ForgetsWhatIsMerged, SyncerMachine, QuietSyncer, "is merged by"),
+        pytest.param(ForgetsWhatIsMerged, SyncerMachine, QuietSyncer, "is merged by", marks=pytest.mark.long),
         (LeasesTwice, LearnerMachine, QuietLearner, "a lease counts twice"),
         (WaitsForTheLink, LearnerMachine, QuietLearner, "because of something that the network did"),
         (AdoptsTheOlder, LearnerMachine, QuietLearner, "is not newer|arrivals are wrong|adopted before it arrived"),
