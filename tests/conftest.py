@@ -13,11 +13,19 @@ from __future__ import annotations
 import signal
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.programs import FIXTURES, MARKERS, missing
 
-settings.register_profile("repeatable", deadline=None, derandomize=True, database=None, print_blob=True)
+# How long an example takes to draw says how busy the machine is, and nothing about the code.
+settings.register_profile(
+    "repeatable",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.register_profile("quick", settings.get_profile("repeatable"), max_examples=25)
 settings.register_profile("explore", deadline=None, max_examples=2_000, print_blob=True)
 settings.load_profile("repeatable")

@@ -80,7 +80,13 @@ class AdoptsTheOlder(LearnerRounds):
     [
         ({"parts": SyncerParts(rounds=BelowQuorum)}, SyncerMachine, QuietSyncer, "below (the )?quorum"),
         ({"parts": SyncerParts(rounds=SkipsAVersion)}, SyncerMachine, QuietSyncer, r"is at version|version \d+ of \d+"),
-        ({"parts": SyncerParts(data_leases=ForgetsWhatIsMerged)}, SyncerMachine, QuietSyncer, "is merged by"),
+        pytest.param(
+            {"parts": SyncerParts(data_leases=ForgetsWhatIsMerged)},
+            SyncerMachine,
+            QuietSyncer,
+            "is merged by",
+            marks=pytest.mark.long,
+        ),
         ({"parts": LearnerParts(data_leases=LeasesTwice)}, LearnerMachine, QuietLearner, "a lease counts twice"),
         ({"core_type": WaitsForTheLink}, LearnerMachine, QuietLearner, "because of something that the network did"),
         (

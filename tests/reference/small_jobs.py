@@ -11,10 +11,15 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from atoll.reference import children
 from atoll.reference.data import Text
 from atoll.reference.job_settings import JobSettings
 from atoll.reference.live_view import LiveView
 from atoll.transport.address_file import ask, where
+
+# A test process has one fork server, which loads what its first user asks for. Whichever test is first, it has to load
+# what the processes of tests/learner/runs.py need too, or each of those would load it again.
+children.PRELOADED = (*children.PRELOADED, "tests.learner.runs")
 
 LIMIT_S = 300.0
 """Of every wait. It only ends a test that hangs."""

@@ -25,7 +25,12 @@ from typing import Any, NoReturn
 
 from atoll.logs import VARIABLE, sentence_of, set_up
 
-PRELOADED = ("atoll.reference.supervisor", "atoll.reference.baselines", "numpy.random", "torch._dynamo")
+PRELOADED: tuple[str, ...] = (
+    "atoll.reference.supervisor",
+    "atoll.reference.baselines",
+    "numpy.random",
+    "torch._dynamo",
+)
 """The last two are loaded by the first batch and the first optimizer: two seconds in every child, where not here."""
 
 LOGS = "logs"
