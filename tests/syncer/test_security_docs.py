@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from atoll.chaos.hostile import ATTACKS
 from atoll.syncer import process
 from atoll.transport import identity, listener, tls
+from benchmarks.hostile import ATTACKS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TEXT = (ROOT / "docs/security.md").read_text(encoding="utf-8")
@@ -78,6 +78,6 @@ def test_the_check_sees_a_planted_mistake(check):
 
 
 def test_every_refusal_has_one_of_the_codes():
-    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src/atoll/net").glob("*.py"))
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src/atoll").rglob("*.py"))
     used = set(re.findall(r'Turned\(\s*"([\w-]+)"', source)) | {identity.NotYours.code}
     assert used == set(identity.CODES)
