@@ -10,8 +10,9 @@ import os
 import shutil
 from functools import cache
 
-from atoll.chaos import netns, wan
+from atoll.chaos import netns
 from atoll.launch.slurm_own import why_not
+from benchmarks import wan
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
