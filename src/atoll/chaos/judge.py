@@ -114,7 +114,6 @@ class Verdict:
     ledger: dict[str, Any]
     invariants: dict[str, Any]
     loss: Loss
-    compare: dict[str, Any] | None
     timeline: dict[str, Any] = field(repr=False)
 
     def to_json(self) -> dict[str, Any]:
@@ -139,7 +138,6 @@ class Ending:
     interrupted: bool = False
     failed: str | None = None
     loss: Loss = Loss(None, None, None, "")
-    compare: dict[str, Any] | None = None
 
 
 def judge(
@@ -207,7 +205,6 @@ def judge(
         ledger=ledger,
         invariants=invariants,
         loss=ending.loss,
-        compare=ending.compare,
         timeline=_timeline(plan, facts, clock, span),
     )
 
