@@ -11,8 +11,8 @@ import shutil
 from functools import cache
 
 from atoll.chaos import netns
-from atoll.launch.slurm_own import why_not
 from benchmarks import wan
+from tests.launch.own_slurm import why_not
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
