@@ -4,6 +4,7 @@
     python benchmarks/bench_faults.py thirty-two              32 learners, 125 kills an hour, 10 minutes
     python benchmarks/bench_faults.py ten-syncer-kills        step time and loss against the same run undisturbed
     python benchmarks/bench_faults.py storm-heavy --seeds 0,1,2 --duration 3m
+    python benchmarks/bench_faults.py kill-one --duration 30s --ddp   then elastic data-parallel training, killed alike
     python benchmarks/bench_faults.py FILE.toml --json
 
 Each is a scenario of `atoll chaos`: shipped, or a file in benchmarks/faults. A seed draws the plan of the faults and is
@@ -32,7 +33,10 @@ from atoll.chaos.job import run_chaos
 from atoll.chaos.judge import Verdict
 from atoll.chaos.plan import draw_plan
 from atoll.chaos.scenario import Scenario, load, seconds
+from atoll.reference.data import Text
+from atoll.reference.job_settings import CONFIG, JobSettings
 from atoll.reference.live_view import LiveView
+from benchmarks.elastic import train_elastic
 from benchmarks.measuring import as_json, begin, describe
 
 FAULTS = Path(__file__).resolve().parent / "faults"
@@ -55,7 +59,7 @@ def step_time_s(run: Path) -> float:
     return statistics.fmean(gaps)
 
 
-def measure(scenario: Scenario, seed: int, duration_s: float, out: Path, links: str) -> dict[str, Any]:
+def measure(scenario: Scenario, seed: int, duration_s: float, out: Path, links: str, ddp: bool) -> dict[str, Any]:
     scenario = replace(scenario, run=replace(scenario.run, seed=seed))
     plan = draw_plan(scenario, seed, duration_s)
     run = out / f"{scenario.name}-{seed}"
@@ -65,6 +69,9 @@ def measure(scenario: Scenario, seed: int, duration_s: float, out: Path, links: 
     row["step_time_s"] = step_time_s(run)
     if verdict.loss.source:
         row["step_time_undisturbed_s"] = step_time_s(Path(verdict.loss.source))
+    if ddp:
+        settings = JobSettings.load(run / CONFIG)
+        row["ddp"] = train_elastic(settings, plan, run, LiveView(), Text.load(settings.data))
     return row
 
 
@@ -121,6 +128,15 @@ def show(rows: list[dict[str, Any]]) -> None:
                 f" step time {1e3 * row['step_time_s']:.2f} against {1e3 * row['step_time_undisturbed_s']:.2f} ms"
                 f" ({slower:+.2%})"
             )
+        if "ddp" in row:
+            other = row["ddp"]
+            loss = f"loss {other['loss']:.4f}" if other["loss"] is not None else "it did not reach its end"
+            print(
+                f"  elastic data-parallel training, kills: {other['kills']} of {other['planned_kills']};"
+                f" goodput {other['goodput']:.1%} over {other['wall_s']:.0f} s,"
+                f" worst pause {other['worst_pause_s']:.1f} s,"
+                f" no worker in a step for {other['standing_s']:.0f} s, {other['steps_again']:,} steps repeated, {loss}"
+            )
     shares = [r["loss"] / r["loss_without_faults"] - 1.0 for r in rows if r["loss_without_faults"] is not None]
     if len(shares) > 1:
         print(f"  loss over {len(shares)} seeds: {statistics.fmean(shares):+.2%} on average")
@@ -133,12 +149,14 @@ def main() -> int:
     parser.add_argument("--duration", help="of the run without faults, such as 3m")
     parser.add_argument("--out", type=Path, default=Path("runs/faults"), help="where the runs are kept")
     parser.add_argument("--links", default="relay", help="relay, netns or auto, as for atoll chaos")
+    parser.add_argument("--ddp", action="store_true", help="then the same kills under elastic data-parallel training")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     options = parser.parse_args()
     where = begin()
     scenario = found(options.scenario)
     duration_s = seconds(options.duration, "--duration") if options.duration else scenario.run.duration_s
-    rows = [measure(scenario, int(s), duration_s, options.out, options.links) for s in options.seeds.split(",")]
+    seeds = map(int, options.seeds.split(","))
+    rows = [measure(scenario, seed, duration_s, options.out, options.links, options.ddp) for seed in seeds]
     if options.json:
         print(as_json({"machine": where, "rows": rows}))
     else:

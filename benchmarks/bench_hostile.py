@@ -33,8 +33,6 @@ from typing import Any, NamedTuple
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts its threads
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from atoll.chaos.hostile import ATTACKS, Prey, Storm
-from atoll.chaos.recorder import Recorder
 from atoll.core.types import Limits, RunConfig
 from atoll.learner.api import Learner
 from atoll.reference.models import SIZES, build, inner_optimizer
@@ -42,7 +40,9 @@ from atoll.store.run_settings import RunSettings
 from atoll.tensors.plan import make_plan, tensors_of
 from atoll.transport.keys import Authority
 from benchmarks.bench_unequal import Island, Step, together
+from benchmarks.hostile import ATTACKS, Prey, Storm
 from benchmarks.measuring import Spread, Syncer, as_json, begin, cpu_s, describe, end, resident_mib, spread, syncer
+from tests.transport.recorder import Recorder
 
 FRAGMENTS = EVERY_STEPS = 24
 TARGET = 1.02
@@ -141,7 +141,7 @@ def block(scene: Scene, phase: str, name: str, block_s: float) -> Block:
         return measured(scene, None, block_s)
     attack = ATTACKS[name]
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["atoll.chaos.hostile"])
+    context.set_forkserver_preload(["benchmarks.hostile"])
     with Storm(context, scene.prey[phase], name, attack.per_s, attack.held) as storm:
         while storm.tally().begun < min(attack.held, ENOUGH):
             time.sleep(0.05)

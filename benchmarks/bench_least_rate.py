@@ -30,11 +30,11 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts its threads
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from atoll.chaos import wan
 from atoll.reference.job_settings import JobSettings
 from atoll.reference.loop import model_config
 from atoll.reference.models import build, parameter_count
 from atoll.sim.bandwidth import Load, predict, rate_that_keeps
+from benchmarks import wan
 from benchmarks.measuring import as_json, begin, describe
 from benchmarks.wide_runs import (
     RESULTS,

@@ -25,8 +25,8 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts its threads
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from atoll.chaos import wan
 from atoll.reference.job_settings import JobSettings
+from benchmarks import wan
 from benchmarks.measuring import as_json, begin, describe
 from benchmarks.wide_runs import (
     RESULTS,

@@ -7,7 +7,7 @@ share one other process. 0 shards: the syncer holds the fragments itself. `MB/s`
 syncer and of a shard, all of which have equally many fragments. The last line kills one of the most shards and counts
 the rounds of the fragments that the others hold, before and after.
 
-Then D sites of a wide network on this machine (`atoll.chaos.wan`, as root), each with one learner and, the second time,
+Then D sites of a wide network on this machine (`wan.py`, as root), each with one learner and, the second time,
 one shard; the syncer is at a site of its own. What a site sends is counted by the kernel at its device: bytes of IP
 packets, with everything that is not values, for each byte of a fragment, as it is encoded, in each round. With a shard
 beside every learner it is the learner's to the other shards and the shard's to the other learners, 2 (D - 1) / D;
@@ -34,7 +34,6 @@ import logging
 
 import torch
 
-from atoll.chaos import wan
 from atoll.chaos.netns import enter
 from atoll.core.types import RunConfig
 from atoll.store.run_settings import RunSettings
@@ -44,6 +43,7 @@ from atoll.tensors.settings import Numerics
 from atoll.transport.address_file import ask
 from atoll.transport.endpoint import place
 from atoll.transport.http_client import Refusal
+from benchmarks import wan
 from benchmarks.light_learner import LightLearner, even_plan
 from benchmarks.measuring import (
     Syncer,

@@ -31,13 +31,13 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts its threads
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from atoll.chaos import wan
 from atoll.reference.data import Text
 from atoll.reference.job import finish
 from atoll.reference.job_settings import ADAMW_BETA2, FOR_ADAMW, JobSettings, Method
 from atoll.reference.loop import model_config
 from atoll.reference.models import build, parameter_count
 from atoll.sim.bandwidth import Load, Prediction, predict
+from benchmarks import wan
 from benchmarks.measuring import as_json, begin, describe
 from benchmarks.wide_runs import (
     RESULTS,

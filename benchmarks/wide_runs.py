@@ -1,7 +1,7 @@
 """Real runs on sites far from each other, for the benchmarks of the wide network.
 
 Where there is root and TUN, every learner is in a network namespace behind a link of the emulated wide network
-(`atoll.chaos.wan`), and the syncer is in this machine's own namespace behind a link without a rate: `--star` in the
+(`benchmarks/wan.py`), and the syncer is in this machine's own namespace behind a link without a rate: `--star` in the
 words of `atoll plan`. Elsewhere every learner's link to the syncer is a relay, which is enough for decoupled runs only:
 the other methods join learners to each other.
 
@@ -29,10 +29,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from atoll.chaos import wan
 from atoll.chaos.netns import enter
 from atoll.chaos.relay import Relay, Relays
-from atoll.chaos.wan import Link, Wan
 from atoll.checkpoint.published import run_settings
 from atoll.core.protocol import Delivered, MessageArrived, Persist, Persisted, Say, VersionRecord
 from atoll.core.types import SYNCER
@@ -46,6 +44,8 @@ from atoll.reference.supervisor import Supervisor
 from atoll.store.run_settings import CONFIG
 from atoll.tape.files import RunTapes
 from atoll.tensors.settings import Numerics
+from benchmarks import wan
+from benchmarks.wan import Link, Wan
 
 LOOK_S = 0.25
 COUNT_EVERY_S = 0.5

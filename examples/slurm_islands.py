@@ -1,6 +1,5 @@
 """A run of mixed islands under Slurm: one rank, two with FSDP2, two with DDP. One is requeued while it trains.
 
-    python examples/slurm_islands.py --own            # a small Slurm of its own, on this machine; as root
     python examples/slurm_islands.py --node NAME      # all on this node of a cluster; --run on a disk that it shares
 
 Syncer and islands are jobs. The island that Slurm takes away comes back as a new incarnation, the others train on, and
@@ -23,7 +22,6 @@ from safetensors.torch import load_file
 
 from atoll.launch.engine import Standing, Unit
 from atoll.launch.slurm import SlurmEngine
-from atoll.launch.slurm_own import OwnSlurm
 
 SCRIPT = Path(__file__).resolve().with_name("many_ranks.py")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
@@ -50,12 +48,16 @@ sys.exit(not serve_syncer(out, settings, port=port, token=os.environ["ATOLL_TOKE
 """
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-where = parser.add_mutually_exclusive_group(required=True)
-where.add_argument("--own", action="store_true", help="start a Slurm for this run, and end it afterwards")
-where.add_argument("--node", help="a node of the cluster to which this machine submits")
+parser.add_argument("--node", required=True, help="a node of the cluster to which this machine submits")
 parser.add_argument("--run", type=Path, default=Path("runs/slurm"), help="directory of the run")
 parser.add_argument("--merges", default="100", help="budget of the run; five are about 24 steps of the slowest")
-parser.add_argument("--within", type=float, default=900.0, metavar="SECONDS", help="then it is given up")
+parser.add_argument(
+    "--within",
+    type=float,
+    default=900.0,
+    metavar="SECONDS",
+    help="then it is given up; Slurm keeps a requeued job back for two minutes",
+)
 options = parser.parse_args()
 if (options.run / "units").exists():
     parser.error(f"{options.run} holds a run already: remove it, or name another with --run")
@@ -79,7 +81,7 @@ def units() -> list[Unit]:
             cpus=cpus,
             restarts=restarts,
             notice_s=20.0,
-            options={} if options.own else {"nodelist": options.node},
+            options={"nodelist": options.node},
         )
 
     made = [unit("syncer", "-c", SYNCER, str(run / "run"), port, options.merges, restarts=0)]
@@ -93,8 +95,8 @@ def units() -> list[Unit]:
 class Watch:
     """What the units are, told when it changes."""
 
-    def __init__(self, engine: SlurmEngine, handles: Handles, own: OwnSlurm | None) -> None:
-        self.engine, self.handles, self.own = engine, handles, own
+    def __init__(self, engine: SlurmEngine, handles: Handles) -> None:
+        self.engine, self.handles = engine, handles
         self.said: dict[str, str] = {}
         self.end = time.monotonic() + options.within
 
@@ -110,8 +112,6 @@ class Watch:
             sys.exit(f"given up after {options.within:g} s: {self.said}")
         found = {}
         for name, handle in self.handles.items():
-            if self.own is not None:
-                self.own.hurry(handle["job"])  # Slurm keeps a job that was requeued back for two minutes
             told = self.engine.status(handle)
             found[name] = told.standing
             words = f"{told.standing.value}: {told.why}"
@@ -150,13 +150,12 @@ def checked(watch: Watch, before: dict[str, int], after: dict[str, int]) -> list
 
 def main() -> int:
     with ExitStack() as stack:
-        own = stack.enter_context(OwnSlurm(cpus=8)) if options.own else None
-        engine = SlurmEngine(own.conf if own is not None else None)
+        engine = SlurmEngine()
         handles: Handles = {}
         for unit in units():
             handles[unit.name] = engine.start(unit)
             stack.callback(engine.stop, handles[unit.name])
-        watch = Watch(engine, handles, own)
+        watch = Watch(engine, handles)
         for name in ISLANDS:
             watch.until_printed(name, "step 50 of incarnation 1")
         print("all of them train", flush=True)

@@ -10,8 +10,9 @@ import os
 import shutil
 from functools import cache
 
-from atoll.chaos import netns, wan
-from atoll.launch.slurm_own import why_not
+from atoll.chaos import netns
+from benchmarks import wan
+from tests.launch.own_slurm import why_not
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 

@@ -389,7 +389,7 @@ OPTION = re.compile(r"(?<!var\()(?<![\w-])--[a-z][a-z0-9-]*(?![\w-]*:)")  # not 
 OF_OTHERS = {
     *("--nproc-per-node", "--max-restarts", "--logdir", "--head", "--object-store-memory", "--ray-client-server-port"),
     *("--name", "--user", "--format", "--job-name", "--chdir", "--output", "--nodes", "--cpus-per-task", "--signal"),
-    *("--array", "--gres", "--log-file", "--socket", "--requeue", "--rewrite-vectors", "--pin", "--own", "--node"),
+    *("--array", "--gres", "--log-file", "--socket", "--requeue", "--rewrite-vectors", "--pin", "--node"),
 }
 """Options of torchrun, Ray, Slurm, TensorBoard, pytest and our examples."""
 

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from atoll.chaos.elastic import _pids, figures, read_steps, train_elastic
 from atoll.chaos.faults import Target
-from atoll.chaos.plan import Plan, Planned
+from atoll.chaos.plan import Plan, Planned, draw_plan
+from atoll.chaos.scenario import load
+from benchmarks.elastic import _pids, figures, learner_kills, read_steps, train_elastic
 from tests.reference.small_jobs import corpus_of, silent_view, small_settings, small_text
+
+
+def test_elastic_training_gets_only_kills_of_learners_of_the_start():
+    plan = draw_plan(load("storm-heavy"), 3, 90.0)
+    kills = [(fault.target.kind, fault.target.number) for fault in plan.faults if fault.fault == "kill"]
+    assert {("learner", 4), ("syncer", 0)} < set(kills)
+    assert [fault.target.number for fault in learner_kills(plan, 3)] == [1, 3, 3]
 
 
 def test_a_step_that_is_taken_again_is_useful_once():

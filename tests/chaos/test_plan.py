@@ -149,11 +149,6 @@ def test_a_storm_without_end_is_refused():
         draw_plan(scenario, 1, 3600.0)
 
 
-def test_only_kills_of_learners_are_for_others():
-    plan = plan_of("storm-heavy", 3)
-    assert {(fault.fault, fault.target.kind) for fault in plan.only_kills().faults} == {("kill", "learner")}
-
-
 def test_a_dry_run_prints_the_plan_and_touches_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["chaos", "storm-heavy", "--dry-run", "--seed", "11", "--duration", "90s"]
@@ -184,7 +179,6 @@ def test_the_list_has_a_sentence_for_each(capsys):
         (["kill-two"], "there is no scenario 'kill-two'"),
         (["kill-one", "--duration", "long"], "--duration is 'long'; give a time"),
         (["kill-one", "--duration", "0s"], "--duration is 0 s; give a time from 1s"),
-        (["kill-one", "--compare", "fsdp"], "there is ddp"),
         (["kill-one", "--links", "wire"], "give one of auto, relay, netns"),
     ],
 )

@@ -19,9 +19,10 @@ import pytest
 
 from atoll.chaos import netns
 from atoll.chaos.netns import enter, run
-from atoll.chaos.wan import Link, Wan, even
-from atoll.chaos.wan_router import MTU_BYTES, Direction, Shape
+from benchmarks.wan import Link, Wan, even
+from benchmarks.wan_router import MTU_BYTES, Direction, Shape
 
+ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 300.0
 """Of every wait: only what is lost takes so long."""
 
@@ -220,7 +221,7 @@ def test_a_site_has_no_way_out_but_its_link(made):
 
 OWNER = """
 import sys
-from atoll.chaos.wan import Wan
+from benchmarks.wan import Wan
 try:
     with Wan(2) as made:
         print(made.router_pid, flush=True)
@@ -235,7 +236,7 @@ class Owner:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", OWNER], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         assert self.process.stdout is not None
         self.router = int(self.process.stdout.readline())

@@ -11,7 +11,7 @@ from typing import Any
 
 from atoll.launch.engine import Standing, Status, Unit
 from atoll.launch.slurm import SlurmEngine
-from atoll.launch.slurm_own import OwnSlurm
+from tests.launch.own_slurm import OwnSlurm
 
 LIMIT_S = 300.0
 """Of every wait. Here it is a second or two; a machine with other things to do needs longer."""

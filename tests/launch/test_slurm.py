@@ -14,6 +14,7 @@ import pytest
 
 from atoll.launch.engine import Standing
 from atoll.launch.slurm import SlurmEngine
+from tests.launch.own_slurm import OwnSlurm
 from tests.launch.slurm_cluster import GOODBYE, Cluster, cluster, unit
 
 ENDED, FAILED, RUNNING, STOPPED, WAITING = (
@@ -370,8 +371,12 @@ def test_a_controller_that_cannot_be_asked_is_no_unit_that_is_gone(slurm_nodes, 
 @pytest.mark.needs_slurm
 def test_the_example_shows_an_island_that_is_requeued_and_comes_back(tmp_path):
     example = Path(__file__).resolve().parents[2] / "examples" / "slurm_islands.py"
-    command = [sys.executable, str(example), "--own", "--run", "run", "--merges", "50", "--within", "240"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=290, check=False)
+    command = [sys.executable, str(example), "--node", "node1", "--run", "run", "--merges", "50", "--within", "240"]
+    with OwnSlurm(cpus=8) as slurm:
+        environment = {**os.environ, "SLURM_CONF": str(slurm.conf)}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=290, check=False
+        )
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line[:3] for line in done.stdout.split("\n\n")[-1].splitlines()] == ["yes"] * 4, done.stdout
 

@@ -231,12 +231,10 @@ def test_nothing_starts_where_one_unit_is_wrong(yard):
     assert not yard.run.exists()
 
 
-def test_what_is_only_written_is_not_started_and_neither_is_the_rest(yard):
+def test_an_engine_that_is_not_there_starts_nothing_of_the_file(yard):
     yard.write(f'[islands.a]\n{HERE}\n[islands.b]\n{HERE}\nengine = "kubernetes"\n')
-    yard.file.write_text(yard.file.read_text().replace("127.0.0.1", "http://head"))
     said = yard.atoll("up", code=2)
-    assert "b is of engine kubernetes, for which Atoll writes manifests and starts nothing" in said
-    assert f"atoll up {yard.file} b --dry-run" in said
+    assert "islands.b.engine is 'kubernetes': Atoll has no engine for kubernetes" in said
     assert not yard.run.exists()
 
 

@@ -13,7 +13,6 @@ from atoll.core.types import Accepted, RoundId
 from atoll.island.fragments import FragmentTensors
 from atoll.island.row_fragment import RowFragment
 from atoll.reference.executor import Execution, FragmentState, StepInfo, SyncerTensors, Trainee, initial_values
-from atoll.reference.lockstep import Lockstep
 from atoll.syncer.fragment import HeldFragment
 from atoll.tape.format import Actor
 from atoll.tensors.codecs import codec
@@ -25,6 +24,7 @@ from tests.learner.in_process import learner_of
 from tests.learner.runs import LIMIT_S, LearnerSpec, Run, config
 from tests.learner.small_models import BATCH, Normed, work
 from tests.reference import tiny
+from tests.reference.lockstep import Lockstep
 
 INT4 = Numerics(outer_lr=0.7, outer_momentum=0.9, up="int4", down="int4")
 

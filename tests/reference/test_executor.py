@@ -21,13 +21,13 @@ from atoll.reference.executor import (
     load_values,
     mean_of_learners,
 )
-from atoll.reference.lockstep import Lockstep, Paced
 from atoll.sim.draws import draw
 from atoll.sim.world import World
 from atoll.tape.format import Actor, Entry
 from atoll.tensors.codecs import Feedback, codec
 from atoll.tensors.settings import Numerics
 from tests.reference import tiny
+from tests.reference.lockstep import Lockstep, Paced
 
 INT8 = Numerics(outer_lr=0.4, outer_momentum=0.9, up="int8", down="int8")
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from atoll.core.types import Accepted, RoundId, RunConfig
 from atoll.reference.executor import Execution, LearnerTensors, SyncerTensors
-from atoll.reference.lockstep import Lockstep, Paced
 from atoll.tensors.codecs import Codec
 from atoll.tensors.plan import FragmentPlan
 from atoll.tensors.settings import Numerics
 from tests.reference import tiny
+from tests.reference.lockstep import Lockstep, Paced
 
 STEPS = 14
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from atoll.core.types import RunConfig
 from atoll.reference.executor import Execution, StepInfo, Trainee, initial_values
-from atoll.reference.lockstep import PATIENT
 from atoll.reference.models import GPT, GPTConfig, build, inner_optimizer
 from atoll.tape.format import Actor
 from atoll.tensors.plan import FragmentPlan, make_plan, tensors_of
 from atoll.tensors.settings import Numerics
+from tests.reference.lockstep import PATIENT
 
 SHAPE = GPTConfig(layers=2, heads=2, width=16, context=8, vocabulary=32)
 LR = 1e-2

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import aiohttp
 
-from atoll.chaos import stranger
 from atoll.tensors.plan import FragmentPlan, make_plan, tensors_of
 from atoll.transport.tls import ClientTls
 from tests.learner.runs import LIMIT_S, Run
 from tests.learner.small_models import work
+from tests.syncer.scripted_learner import ScriptedLearner
 
 
 def plan_of(run: Run) -> FragmentPlan:
@@ -19,7 +19,7 @@ def plan_of(run: Run) -> FragmentPlan:
     return make_plan(tensors_of(work("plain").model), run.settings.config.fragments, run.settings.numerics.plan)
 
 
-class Stranger(stranger.Stranger):
+class Stranger(ScriptedLearner):
     """`async with`. Its model is the `plain` one of the runs."""
 
     def __init__(

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import pytest
 
-from atoll.chaos.hostile import ATTACKS, CUT, Prey, Storm
-from atoll.chaos.recorder import Recorder
 from atoll.transport.listener import MOST_UNPROVEN
+from benchmarks.hostile import ATTACKS, CUT, Prey, Storm
 from tests.learner.runs import LearnerSpec, Run, endless, processes
 from tests.syncer.stranger import plan_of
 from tests.transport.key_rings import Ring
+from tests.transport.recorder import Recorder
 
 TOKEN = "correct horse battery staple"
 HALF_OPEN = 4000

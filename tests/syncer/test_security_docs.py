@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from atoll.chaos.hostile import ATTACKS
 from atoll.syncer import process
 from atoll.transport import identity, listener, tls
+from benchmarks.hostile import ATTACKS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TEXT = (ROOT / "docs/security.md").read_text(encoding="utf-8")

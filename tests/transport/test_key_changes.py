@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from atoll.chaos.recorder import Recorder
 from atoll.chaos.relay import relay_to
 from atoll.errors import KeysRefused, LearnerRefused
 from atoll.learner.api import Learner
@@ -16,6 +15,7 @@ from atoll.transport.tls import key_files
 from tests.learner.runs import LIMIT_S, Child, LearnerSpec, Run, endless
 from tests.learner.small_models import BATCH, work
 from tests.transport.key_rings import Ring, days_ago
+from tests.transport.recorder import Recorder
 
 
 def knock(run: Run, **settings: Any) -> None:

@@ -55,7 +55,6 @@ def run_chaos(
     view: LiveView,
     links: str = "auto",
     baseline: bool = False,
-    compare: bool = False,
 ) -> Verdict:
     """Ctrl-C ends everything in order, writes the verdict of what there was, and passes on as `KeyboardInterrupt`."""
     check_new(run)
@@ -80,10 +79,6 @@ def run_chaos(
             report = finish(settings, run, corpus)
             loss = replace(without, final=report.eval_loss, before=report.eval_loss_before)
             ending = replace(ending, loss=loss)
-            if compare:
-                from atoll.chaos.elastic import train_elastic
-
-                ending = replace(ending, compare=train_elastic(settings, plan, run, view, corpus))
         except (JobFailed, ValueError) as failed:  # a model whose loss is not a number has no report
             ending = replace(ending, failed=str(failed))
         except KeyboardInterrupt:

@@ -115,7 +115,6 @@ class Verdict:
     ledger: dict[str, Any]
     invariants: dict[str, Any]
     loss: Loss
-    compare: dict[str, Any] | None
     timeline: dict[str, Any] = field(repr=False)
 
     def to_json(self) -> dict[str, Any]:
@@ -138,7 +137,6 @@ class Ending:
     interrupted: bool = False
     failed: str | None = None
     loss: Loss = Loss(None, None, None, "")
-    compare: dict[str, Any] | None = None
 
 
 def judge(
@@ -206,7 +204,6 @@ def judge(
         ledger=ledger,
         invariants=invariants,
         loss=ending.loss,
-        compare=ending.compare,
         timeline=_timeline(plan, facts, clock, span),
     )
 

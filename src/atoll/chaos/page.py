@@ -47,7 +47,6 @@ def page(verdict: Verdict) -> str:
         *_faults(verdict),
         *_islands(verdict),
         *_books(verdict),
-        *_compare(verdict),
         "<footer>Everything here is measured from the tapes of the run; docs/chaos.md says what each figure means."
         "</footer></body></html>",
     ]
@@ -161,32 +160,6 @@ def _books(verdict: Verdict) -> Iterator[str]:
     ]
     for words, count in rows:
         yield f"<tr><td>{escape(words)}</td><td class='n'>{count:,}</td></tr>"
-    yield "</table></div>"
-
-
-def _compare(verdict: Verdict) -> Iterator[str]:
-    other = verdict.compare
-    if other is None:
-        return
-    yield "<h2>The same deaths under elastic data-parallel training</h2>"
-    yield f"<p class='soft'>{escape(str(other['about']))}</p><div class='wide'><table><tr><th></th>"
-    yield "<th class='n'>decoupled</th><th class='n'>ddp</th></tr>"
-    pause = verdict.worst_pause
-    rows = [
-        ("goodput", _percent(verdict.goodput), _percent(other["goodput"])),
-        ("wall time", _seconds(verdict.wall_s), _seconds(other["wall_s"])),
-        (
-            "longest gap between steps of a survivor",
-            _seconds(pause.gap_s if pause else None),
-            _seconds(other["worst_pause_s"]),
-        ),
-        ("all stood still, in all", _seconds((1.0 - verdict.uptime) * verdict.wall_s), _seconds(other["standing_s"])),
-        ("steps taken again", "0", f"{other['steps_again']:,}"),
-        ("final loss", _number(verdict.loss.final), _number(other["loss"])),
-        ("kills", str(sum(f.fault == "kill" and f.fired for f in verdict.faults)), str(other["kills"])),
-    ]
-    for name, ours, theirs in rows:
-        yield f"<tr><td>{name}</td><td class='n'>{ours}</td><td class='n'>{theirs}</td></tr>"
     yield "</table></div>"
 
 

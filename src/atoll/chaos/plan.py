@@ -99,11 +99,6 @@ class Plan:
     def text(self) -> str:
         return json.dumps(self.to_json(), indent=2) + "\n"
 
-    def only_kills(self) -> Plan:
-        """What a method without a syncer and links of its own can be shown: the deaths of learners."""
-        kills = [fault for fault in self.faults if fault.fault == "kill" and fault.target.kind == "learner"]
-        return replace(self, faults=tuple(kills))
-
 
 def arrivals(draw: Random, per_minute: float, begin_s: float, end_s: float) -> Iterator[float]:
     """Times of a Poisson process: gaps are exponential, and nothing remembers the last one."""

@@ -49,12 +49,6 @@ def run(
         bool,
         typer.Option("--baseline", help="First train the same run without faults, once, and compare the final loss."),
     ] = False,
-    compare: Annotated[
-        str | None,
-        typer.Option(
-            "--compare", metavar="ddp", help="Then the same kills under elastic data-parallel training (torchrun)."
-        ),
-    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and end.")] = False,
     show_list: Annotated[bool, typer.Option("--list", help="The shipped scenarios.")] = False,
     as_json: JsonOption = False,
@@ -72,8 +66,6 @@ def run(
     if scenario is None:
         raise ValueError("say which scenario: atoll chaos kill-one; atoll chaos --list shows all")
     plan, loaded = _planned(scenario, seed, duration)
-    if compare not in (None, "ddp"):
-        raise ValueError(f"--compare {compare!r}: there is ddp, elastic data-parallel training")
     if dry_run:
         _show_plan(plan, as_json)
         return
@@ -90,7 +82,7 @@ def run(
 
         out = next_run(RUNS, f"chaos-{loaded.name}")
     try:
-        verdict = run_chaos(loaded, plan, out, LiveView(), links, baseline, compare == "ddp")
+        verdict = run_chaos(loaded, plan, out, LiveView(), links, baseline)
     except Interrupted as interrupted:
         _show(interrupted.verdict, out, as_json)
         raise KeyboardInterrupt from None

@@ -18,7 +18,6 @@ def summary(verdict: Verdict, run: Path) -> Iterator[str]:
     yield from _faults(verdict)
     yield ""
     yield from _wrapped(" ".join(_figures(verdict)))
-    yield from _compare(verdict)
     yield ""
     width = max(len(check.name) for check in verdict.checks)
     for check in verdict.checks:
@@ -88,18 +87,3 @@ def _figures(verdict: Verdict) -> Iterator[str]:
     if verdict.failed_writes:
         yield f"{verdict.failed_writes:,} writes failed and were made again."
     yield f"Links: {verdict.links}."
-
-
-def _compare(verdict: Verdict) -> Iterator[str]:
-    other = verdict.compare
-    if other is None:
-        return
-    yield ""
-    kills = "the same kill" if other["kills"] == 1 else f"the same {other['kills']} kills"
-    yield from _wrapped(
-        f"Elastic data-parallel training (torchrun) under {kills}: goodput"
-        f" {100.0 * other['goodput']:.1f} % over {other['wall_s']:.0f} s, everybody stood still for"
-        f" {other['standing_s']:.0f} s in all, at worst {other['worst_pause_s']:.1f} s at once,"
-        f" {other['steps_again']:,} steps were taken again"
-        + (f", final loss {other['loss']:.3f}." if other["loss"] is not None else ", and it did not come to its end.")
-    )

@@ -44,7 +44,7 @@ def run(
     fleet = Fleet(read)
     names = fleet.names(units or ())
     placed = [each for each in units_of(read, token_of(read, make=False)) if each.unit.name in names]
-    fleet.check(placed, to_start=not dry_run)
+    fleet.check(placed)
     if warning := stays_here(read):
         complain(warning)
     if dry_run:
@@ -96,15 +96,11 @@ def _tell_end(fleet: Fleet, looks: list[Look]) -> None:
 
 
 def _show(fleet: Fleet, placed: list[Placed], as_json: bool) -> None:
-    from atoll.launch.registry import IN_IMAGES
-
     if as_json:
         rendered = [{"name": each.unit.name, "engine": each.engine, "submitted": fleet.render(each)} for each in placed]
         print_json({"run": fleet.file.run, "directory": str(fleet.file.directory), "units": rendered})
         return
     for place, each in enumerate(placed):
-        if each.engine in IN_IMAGES:
-            print("---")  # documents of one YAML stream
-        elif place:
+        if place:
             print()
         print(fleet.render(each).rstrip("\n"))

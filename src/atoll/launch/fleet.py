@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from atoll.files import write_text
 from atoll.launch.engine import Engine, Standing, Status, TakesArrays
 from atoll.launch.islands_file import SHARD, SYNCER, IslandsFile
-from atoll.launch.registry import IN_IMAGES, engine
+from atoll.launch.registry import engine
 from atoll.launch.units import FLEET, Placed
 
 KNOWN, LOCK = "units.json", "lock"
@@ -171,14 +171,8 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------------------ starting
 
-    def check(self, units: Sequence[Placed], to_start: bool = True) -> None:
+    def check(self, units: Sequence[Placed]) -> None:
         """All that is wrong, before anything is started."""
-        applied = {each.unit.name: each.engine for each in units if each.engine in IN_IMAGES and to_start}
-        for name, of_engine in applied.items():
-            raise ValueError(
-                f"{name} is of engine {of_engine}, for which Atoll writes manifests and starts nothing: print them with"
-                f" atoll up {self.file.path} {' '.join(applied)} --dry-run, and apply them; other units can be named"
-            )
         problems: list[str] = []
         for name, unit in units:
             try:

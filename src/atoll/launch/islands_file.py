@@ -30,12 +30,11 @@ import re
 import shlex
 import tomllib
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atoll.launch.registry import IN_IMAGES, check_name
+from atoll.launch.registry import check_name
 from atoll.transport.endpoint import is_loopback, place
 
 SYNCER = "syncer"
@@ -141,7 +140,6 @@ class _Reader:
         directory = self.beside / self.take(raw, "directory", "", _text, f"runs/{run}")
         syncer = self.syncer(self.table(raw, "syncer"))
         islands = self.islands(self.table(raw, "islands"), self.table(raw, "defaults"), syncer)
-        self.check_places(syncer, islands)
         if self.problems:
             count = len(self.problems)
             several = f"{count} things are wrong: " if count > 1 else ""
@@ -253,7 +251,7 @@ class _Reader:
             name=name,
             table=name,
             engine=engine,
-            command=command if engine in IN_IMAGES else self.beside_words(command),
+            command=self.beside_words(command),
             number=0,
             nodes=take("nodes", _at_least(1), 1),
             cpus=take("cpus", _at_least(1), 1),
@@ -290,21 +288,6 @@ class _Reader:
         for name in environment:
             if name in secrets:
                 self.problems.append(f"{where}secrets has {name}, and so has environment: leave it out of environment")
-
-    def check_places(self, syncer: SyncerTable, islands: tuple[Island, ...]) -> None:
-        """Of engines on which nothing is on this machine."""
-        in_images = sorted({syncer.engine, *(island.engine for island in islands)} & IN_IMAGES)
-        with suppress(ValueError):  # an address that cannot be read is told of already
-            if in_images and syncer.is_of_one_machine:
-                self.problems.append(
-                    f"syncer.address is {syncer.address}, which every machine takes for itself, and units of engine"
-                    f" {' and '.join(in_images)} are on others: give the name by which islands reach the syncer"
-                )
-        if syncer.engine == "skypilot" and syncer.shards:
-            self.problems.append(
-                "syncer.shards: the machines of skypilot have no names before they are there, so no island would find"
-                " a shard: leave it out, or choose another engine for the syncer"
-            )
 
     # --------------------------------------------------------------------------------------------------------- keys
 

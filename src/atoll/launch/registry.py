@@ -12,12 +12,10 @@ ENGINES = {
     "local": ("atoll.launch.local", "LocalEngine"),
     "ray": ("atoll.launch.ray_cluster", "RayEngine"),
     "slurm": ("atoll.launch.slurm", "SlurmEngine"),
-    "kubernetes": ("atoll.launch.manifests", "KubernetesEngine"),
-    "skypilot": ("atoll.launch.manifests", "SkyPilotEngine"),
 }
 
-IN_IMAGES = frozenset({"kubernetes", "skypilot"})
-"""They bring a file system and an interpreter of their own: paths of this machine mean nothing there."""
+EXAMPLES = {"kubernetes": "examples/kubernetes.yaml", "skypilot": "examples/skypilot.yaml"}
+"""Systems for which Atoll has an example file instead of an engine."""
 
 BY_PLACE = frozenset({"ray", "slurm"})
 """They choose the machine: it may be another one than this."""
@@ -26,7 +24,12 @@ _EXTRAS = {"ray": "ray"}
 
 
 def check_name(name: str) -> None:
-    """ValueError with the nearest name."""
+    """ValueError with the nearest name, or with the example file of a system that has no engine."""
+    if name in EXAMPLES:
+        raise ValueError(
+            f"Atoll has no engine for {name}: adapt {EXAMPLES[name]}, and start it with the tools of {name}"
+            " (docs/kubernetes.md)"
+        )
     if name not in ENGINES:
         near = difflib.get_close_matches(name, ENGINES, 1)
         meant = f"; did you mean {near[0]!r}?" if near else ""
@@ -48,4 +51,4 @@ def engine(name: str) -> Engine:
     return cast(Engine, made)
 
 
-__all__ = ["BY_PLACE", "ENGINES", "IN_IMAGES", "check_name", "engine"]
+__all__ = ["BY_PLACE", "ENGINES", "EXAMPLES", "check_name", "engine"]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from atoll.launch.engine import Unit
 from atoll.launch.islands_file import SHARD, SYNCER, Island, IslandsFile, SyncerTable
-from atoll.launch.registry import BY_PLACE, IN_IMAGES
+from atoll.launch.registry import BY_PLACE
 from atoll.learner.environment import JOIN_TIMEOUT_S, KEYS, LEARNER, NOTICE_S, RUN_DIRECTORY, TOKEN
 from atoll.learner.environment import SYNCER as SYNCER_TOLD
 from atoll.transport.endpoint import PLAIN
@@ -26,6 +26,7 @@ JOIN_S = 3600
 """An island that nobody lets in for so long has failed: without it, one whose run is over would wait for ever."""
 
 ANY = "0.0.0.0"
+ATOLL = (sys.executable, "-m", "atoll")
 
 
 class Placed(NamedTuple):
@@ -82,10 +83,6 @@ def notice_told(notice_s: float) -> float:
     return round(max(0.8 * notice_s, notice_s - 2.0), 3)
 
 
-def _atoll(engine: str) -> tuple[str, ...]:
-    return ("atoll",) if engine in IN_IMAGES else (sys.executable, "-m", "atoll")
-
-
 def _dialled(file: IslandsFile) -> tuple[str, int]:
     """Host and port of the first address."""
     host, _, port = file.syncer.dialled[0].rpartition(":")
@@ -103,16 +100,16 @@ def _has(arguments: tuple[str, ...], option: str) -> bool:
 
 
 def _secrets(of: SyncerTable | Island, name: str) -> dict[str, str]:
-    """From the environment of whoever calls. A manifest has their names only."""
+    """From the environment of whoever calls."""
     missing = [variable for variable in of.secrets if variable not in os.environ]
-    if missing and of.engine not in IN_IMAGES:
+    if missing:
         raise ValueError(f"{name}: secrets has {', '.join(missing)}, which is not set here: export it, and call again")
-    return {variable: os.environ.get(variable, "") for variable in of.secrets}
+    return {variable: os.environ[variable] for variable in of.secrets}
 
 
 def _syncer(file: IslandsFile, token: str | None) -> Placed:
     table = file.syncer
-    command = [*_atoll(table.engine), "syncer", "--out", str(file.directory), "--or-resume"]
+    command = [*ATOLL, "syncer", "--out", str(file.directory), "--or-resume"]
     if not _has(table.arguments, "--host"):
         command += ["--host", _listens_on(file)]
     if not _has(table.arguments, "--port"):
@@ -130,11 +127,8 @@ def _shard(file: IslandsFile, token: str | None, k: int) -> Placed:
     """Whatever `arguments` say of the syncer: learners are told where a shard is by the shard itself."""
     table, name = file.syncer, f"{SHARD}{k}"
     host, port = _dialled(file)
-    if table.engine in IN_IMAGES:
-        host = f"{file.run}-{name}"  # each has a machine of its own, and a Service with this name
-    else:
-        port += 1 + k
-    command = [*_atoll(table.engine), "shard", "--syncer", table.address, "--shard", str(k)]
+    port += 1 + k
+    command = [*ATOLL, "shard", "--syncer", table.address, "--shard", str(k)]
     command += ["--shards", str(table.shards), "--out", str(file.directory / "shards" / str(k))]
     command += ["--host", _listens_on(file), "--port", str(port), "--advertise", f"{host}:{port}"]
     if table.address.startswith(PLAIN) or _has(table.arguments, "--plain-text"):

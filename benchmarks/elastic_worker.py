@@ -1,4 +1,4 @@
-"""One worker of elastic data-parallel training, as torchrun starts it: `python -m atoll.chaos.elastic_worker DIR PID`.
+"""One worker of elastic data-parallel training, as torchrun starts it: `elastic_worker.py DIR PID`.
 
 Trains the job in DIR from its last checkpoint to its end. PID is the tool that wants to know: without it nobody does.
 """

@@ -5,7 +5,7 @@ has a rate, a delay, a share of packets that it loses, and a queue that drops wh
 leaves a link is computed from when it came, never from when this process got round to it, so that being late now and
 then changes neither rates nor the sum of delays; how late it was is counted.
 
-    python -m atoll.chaos.wan_router        what it is told on standard input is written by `atoll.chaos.wan`
+    python benchmarks/wan_router.py        what it is told on standard input is written by `benchmarks/wan.py`
 
 It runs before all ordinary processes, as a link does that has a machine of its own. Niceness would not do: where the
 kernel groups processes by session it counts within a session only, and on a busy machine packets were half a second

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from atoll.chaos.stranger import Stranger
 from atoll.core.protocol import Contribution, Ping, Pong, Pull, Ready, Report
 from atoll.core.reasons import Reason
 from atoll.core.types import RoundId
@@ -33,6 +32,7 @@ from atoll.store.run_settings import RunSettings
 from atoll.tensors.plan import FragmentPlan
 from atoll.transport.tls import ClientTls
 from atoll.transport.wire import Kind, frame_head
+from tests.syncer.scripted_learner import ScriptedLearner
 
 TICK_S = 0.02
 DRIP_S = 0.5
@@ -180,9 +180,9 @@ class Hostile:
 
     # ------------------------------------------------------------------------------------------ how
 
-    def _stranger(self, learner: int) -> Stranger:
+    def _stranger(self, learner: int) -> ScriptedLearner:
         prey = self.prey
-        return Stranger(prey.address, prey.settings, prey.plan, learner, token=prey.token, tls=self._own)
+        return ScriptedLearner(prey.address, prey.settings, prey.plan, learner, token=prey.token, tls=self._own)
 
     async def _opened(self, tls: ssl.SSLContext) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection(*self._place, ssl=tls)

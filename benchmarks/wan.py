@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 from atoll.chaos import netns
 from atoll.chaos.netns import NetnsError
 from atoll.chaos.netns import run as run_command
-from atoll.chaos.wan_router import MTU_BYTES
+from benchmarks.wan_router import MTU_BYTES
 
 MOST_SITES = 60
 ANSWER_WAIT_S = 20.0
@@ -200,7 +200,7 @@ class Wan:
         for site in range(1, self.sites + 1):
             run_command("ip", "netns", "add", self._name(site))
         router = subprocess.Popen(
-            [sys.executable, "-m", "atoll.chaos.wan_router"],
+            [sys.executable, "-P", str(Path(__file__).with_name("wan_router.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -25,7 +25,7 @@ ENOUGH_S = 30.0
 """Of every single wait."""
 
 
-class Stranger:
+class ScriptedLearner:
     """`async with`. `plan`: of the model of the run."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A small Slurm of one's own on this machine: for tests, and to see a run under Slurm where there is no cluster.
+"""A small Slurm of one's own on this machine, for tests.
 
 Controller, nodes and munge run as children of this process, with files, key and ports of their own, and end with it.
 Nothing of a Slurm that is installed and configured here is touched. The daemons have to be root.
@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -193,7 +194,7 @@ class OwnSlurm:
                 raise RuntimeError(f"waited in vain for Slurm: {gone or f'{within_s:g} s are over'}\n{told}")
             if time.monotonic() > end:
                 return
-            time.sleep(0.1)
+            threading.Event().wait(0.1)
 
 
 def _end_with_parent() -> None:

@@ -19,14 +19,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from atoll.chaos.elastic_worker import CHECKPOINT_S, pid_path, steps_path
 from atoll.chaos.plan import Plan, Planned
 from atoll.reference.data import Text
 from atoll.reference.job import judge
 from atoll.reference.job_settings import JobSettings
 from atoll.reference.live_view import LiveView
 from atoll.store.run_settings import CONFIG
+from benchmarks.elastic_worker import CHECKPOINT_S, pid_path, steps_path
 
+WORKER = Path(__file__).with_name("elastic_worker.py")
 FOLDER = "ddp"
 LOG = "torchrun.log"
 LOOK_S = 0.1
@@ -45,7 +46,7 @@ def train_elastic(
     folder.mkdir()
     settings = replace(settings, method="ddp", speeds=())
     settings.save(folder / CONFIG)
-    kills = [fault for fault in plan.only_kills().faults if fault.target.number <= settings.learners]
+    kills = learner_kills(plan, settings.learners)
     same = "the same kill" if len(kills) == 1 else f"the same {len(kills)} kills"
     view.say(f"Now elastic data-parallel training under {same}.")
     with _torchrun(settings, folder, len(kills) + SPARE_RESTARTS, interpreter) as job:
@@ -67,6 +68,12 @@ def train_elastic(
     }
 
 
+def learner_kills(plan: Plan, learners: int) -> list[Planned]:
+    """Return the faults that a method without syncer and links can have: kills of learners present from the start."""
+    kills = [fault for fault in plan.faults if fault.fault == "kill" and fault.target.kind == "learner"]
+    return [fault for fault in kills if fault.target.number <= learners]
+
+
 @contextlib.contextmanager
 def _torchrun(
     settings: JobSettings, folder: Path, restarts: int, interpreter: str
@@ -74,7 +81,7 @@ def _torchrun(
     """The agent and its workers, in a group of their own. None of them is left, whatever happens."""
     words = [interpreter, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     words += ["--nproc-per-node", str(settings.learners), "--max-restarts", str(restarts)]
-    words += ["--monitor-interval", "0.1", "-m", "atoll.chaos.elastic_worker", str(folder), str(os.getpid())]
+    words += ["--monitor-interval", "0.1", str(WORKER), str(folder), str(os.getpid())]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with open(folder / LOG, "wb") as log:
         job = subprocess.Popen(
