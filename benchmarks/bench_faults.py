@@ -34,8 +34,9 @@ from atoll.chaos.judge import Verdict
 from atoll.chaos.plan import draw_plan
 from atoll.chaos.scenario import Scenario, load, seconds
 from atoll.reference.data import Text
-from atoll.reference.job_settings import CONFIG, JobSettings
+from atoll.reference.job_settings import JobSettings
 from atoll.reference.live_view import LiveView
+from atoll.store.run_settings import CONFIG
 from benchmarks.elastic import train_elastic
 from benchmarks.measuring import as_json, begin, describe
 
