@@ -156,9 +156,9 @@ class _Drawing:
             candidates = there if len(there) > 1 else []
         else:
             candidates = self.there(kind, at_s)
-        return [n for n in candidates if not self._busy(Target(kind, n), what, at_s)]
+        return [n for n in candidates if not self.is_busy(Target(kind, n), what, at_s)]
 
-    def _busy(self, target: Target, what: Wanted, at_s: float) -> bool:
+    def is_busy(self, target: Target, what: Wanted, at_s: float) -> bool:
         """A process is struck by one thing at a time, and so is a link or a disk; what is dead has no payload."""
         option = KINDS[what.fault].lasts
         until_s = at_s + (float(what.options[option]) if option is not None else 0.0) + SETTLE_S
@@ -241,7 +241,7 @@ def _draw_of_storm(drawing: _Drawing, origin: str, storm: Storm, at_s: float, ta
         return
     free = drawing.free(what.kind, at_s, what)
     if isinstance(what.number, int):
-        busy = drawing._busy(Target(what.kind, what.number), what, at_s)
+        busy = drawing.is_busy(Target(what.kind, what.number), what, at_s)
         free = [] if busy else [what.number]
     if not free:
         drawing.left_out += 1

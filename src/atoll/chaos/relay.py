@@ -45,7 +45,7 @@ class Relays:
         """A relay that leads to `target` ("host:port"), on a port of its own."""
         relay = Relay(self._loop, target, seed, host)
         self._relays.append(relay)
-        relay.call(relay._start())
+        relay.call(relay.start())
         return relay
 
     def close(self) -> None:
@@ -53,7 +53,7 @@ class Relays:
         if self._loop.is_closed():
             return
         for relay in self._relays:
-            relay.call(relay._stop())
+            relay.call(relay.stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -151,11 +151,11 @@ class Relay:
 
     # ------------------------------------------------------------------------------------------ in the loop
 
-    async def _start(self) -> None:
+    async def start(self) -> None:
         self._server = await asyncio.start_server(self._taken, self._host, 0)
         self.address = f"{self._host}:{self._server.sockets[0].getsockname()[1]}"
 
-    async def _stop(self) -> None:
+    async def stop(self) -> None:
         if self._server is not None:
             for sock in self._server.sockets:
                 self._loop.remove_reader(sock.fileno())  # nobody more is taken

@@ -143,8 +143,8 @@ class TapeReader:
     def header(self) -> Header:
         if self._header is None:
             for _, line in self._lines():
-                return self._read_header(line)
-            raise self._wrong(1, "no header: the process ended before it wrote one")
+                return self.read_header(line)
+            raise self.error_at(1, "no header: the process ended before it wrote one")
         return self._header
 
     def started(self) -> bool:
@@ -158,16 +158,16 @@ class TapeReader:
             if entry is not None:
                 yield entry
         if self._header is None:
-            raise self._wrong(1, "no header: the process ended before it wrote one")
+            raise self.error_at(1, "no header: the process ended before it wrote one")
 
-    def _read_header(self, line: bytes) -> Header:
+    def read_header(self, line: bytes) -> Header:
         try:
             self._header = decode_header(line)
         except TapeError as wrong:
-            raise self._wrong(1, wrong.what) from None
+            raise self.error_at(1, wrong.what) from None
         return self._header
 
-    def _wrong(self, number: int, what: str) -> TapeError:
+    def error_at(self, number: int, what: str) -> TapeError:
         return TapeError(what, f"{self.path}:{number}")
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
@@ -175,7 +175,7 @@ class TapeReader:
         number, rest, offset = 0, b"", 0
         self.truncated = False
         while True:
-            piece = self._piece(offset, number + 1)
+            piece = self.read_piece(offset, number + 1)
             if not piece:
                 self.truncated = bool(rest)
                 if self._follow is None or not self._follow():
@@ -183,24 +183,24 @@ class TapeReader:
                 continue
             offset += len(piece)
             self.bytes_read = offset
-            lines, rest = self._cut(rest + piece, number)
+            lines, rest = self.cut_lines(rest + piece, number)
             for line in lines:
                 number += 1
                 yield number, line
 
-    def _cut(self, data: bytes, number: int) -> tuple[list[bytes], bytes]:
+    def cut_lines(self, data: bytes, number: int) -> tuple[list[bytes], bytes]:
         """Complete lines, and what is left; `number` lines were before them."""
         *lines, rest = data.split(b"\n")
         if len(rest) > MOST_LINE_BYTES:
             number += len(lines) + 1
-            raise self._wrong(number, f"a line of more than {MOST_LINE_BYTES} bytes: this is no tape")
+            raise self.error_at(number, f"a line of more than {MOST_LINE_BYTES} bytes: this is no tape")
         return lines, rest
 
-    def _piece(self, offset: int, number: int) -> bytes:
+    def read_piece(self, offset: int, number: int) -> bytes:
         with open(self.path, "rb", buffering=0) as file:
             end = file.seek(0, 2)
             if end < offset:
-                raise self._wrong(number, f"the file became shorter while it was read: {end} bytes after {offset}")
+                raise self.error_at(number, f"the file became shorter while it was read: {end} bytes after {offset}")
             file.seek(offset)
             return file.read(self._piece_bytes)
 
@@ -221,16 +221,16 @@ class _Entries:
     def take(self, number: int, line: bytes) -> Entry | None:
         """None: it was the header."""
         if self._actor is None:
-            self._actor = self._reader._read_header(line).actor
+            self._actor = self._reader.read_header(line).actor
             return None
         self.tick += 1
         try:
             entry = decode_entry(line, self._actor)
         except TapeError as wrong:
-            raise self._reader._wrong(number, wrong.what) from None
+            raise self._reader.error_at(number, wrong.what) from None
         if entry.tick != self.tick:
             gap = _gap(entry.tick, self.tick)
-            raise self._reader._wrong(number, f"tick {entry.tick} where {self.tick} was due: {gap}")
+            raise self._reader.error_at(number, f"tick {entry.tick} where {self.tick} was due: {gap}")
         return entry
 
 
@@ -269,11 +269,11 @@ class TapeTail:
                 self._taken += len(line) + 1
                 if entry is not None:
                     yield entry
-            piece = self.reader._piece(self.offset, self._number + 1)
+            piece = self.reader.read_piece(self.offset, self._number + 1)
             if not piece:
                 return
             self.offset += len(piece)
-            lines, self._rest = self.reader._cut(self._rest + piece, self._number)
+            lines, self._rest = self.reader.cut_lines(self._rest + piece, self._number)
             waiting.extend(reversed(lines))
 
 
