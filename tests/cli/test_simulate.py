@@ -274,7 +274,7 @@ def test_a_simulated_run_leaves_tapes_that_every_tool_reads(capsys, tmp_path):
 
 def test_coarse_tapes_are_good_tapes_too(capsys, tmp_path):
     run = tmp_path / "run"
-    words = ("--learners", "2", "--chips", "600000", "--days", "3", "--protocol-hours", "12", "--tape", str(run))
+    words = ("--learners", "2", "--chips", "600000", "--days", "3", "--protocol-hours", "6", "--tape", str(run))
     assert fields(capsys, *words)["simulated"]["full"] is False
     assert main(["check", str(run)]) == 0
     assert "no violation" in capsys.readouterr().out

@@ -26,7 +26,7 @@ from atoll.reference.loop import read_metrics
 from atoll.reference.saved_models import load_model
 from atoll.sim.checkers import all_checkers
 from atoll.tape.files import RunTapes
-from tests.reference.small_jobs import corpus_of, processes_of, silent_view, small_settings, small_text
+from tests.reference.small_jobs import LIMIT_S, corpus_of, processes_of, silent_view, small_settings, small_text
 from tests.shared_runs import made_once
 
 STEP = 2 * 16  # tokens of one step of one learner
@@ -270,7 +270,7 @@ def test_a_job_that_is_killed_takes_its_processes_along(text, tmp_path):
         job.kill()
     assert len(children) == 3
     for child in children:
-        ended, _, _ = select.select([child], [], [], 60)
+        ended, _, _ = select.select([child], [], [], LIMIT_S)
         os.close(child)
         assert ended, "a process of the job is still there"
 

@@ -262,7 +262,7 @@ def test_what_contradicts_itself_or_is_not_there_is_refused(run, tmp_path, capsy
 
 def test_coarse_tapes_are_refused(tmp_path, capsys):
     run = tmp_path / "run"
-    words = ("--learners", "2", "--chips", "600000", "--days", "3", "--protocol-hours", "12", "--tape", str(run))
+    words = ("--learners", "2", "--chips", "600000", "--days", "3", "--protocol-hours", "6", "--tape", str(run))
     assert main(["simulate", *words]) == 0
     assert "the tapes tell of 1 of 24 fragments, which stand for all; simulate with --full" in refused(
         capsys, run, "--model", "100k"

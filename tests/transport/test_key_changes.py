@@ -173,7 +173,7 @@ def test_recorded_bytes_of_an_old_plain_session_change_nothing(tmp_path):
         assert len(old) >= 2
         one.order("hold")
         steps = one.hear("held")
-        run.until(lambda status: status["rounds_in_flight"] == 0 or None, "nothing is on its way", 5.0)
+        run.until(lambda status: status["rounds_in_flight"] == 0 or None, "nothing is on its way")
         before = run.status()
         for record in old:
             recorder.play(record)
