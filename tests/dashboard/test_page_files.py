@@ -88,7 +88,7 @@ def test_every_file_is_reached_from_the_page():
 
 def test_the_package_has_the_page():
     """As it is installed here, whatever that is made of."""
-    assert [name for name in reached() if not (files("atoll.dash") / "static" / name).is_file()] == []
+    assert [name for name in reached() if not (files("atoll.dashboard") / "static" / name).is_file()] == []
 
 
 def left_out(names: list[str], exclude: list[str]) -> list[str]:
@@ -124,7 +124,7 @@ def test_a_wheel_has_every_file_that_is_no_setting_of_a_tool():
     assert left_out(names, ["*.js"]) != left_out(names, wheel["exclude"])
     for source, target in wheel["force-include"].items():
         assert (ROOT / source).is_file()
-        assert target == "atoll/dashboard/grafana.json"
+        assert target == f"atoll/dashboard/{Path(source).name}"
 
 
 def test_the_manual_lists_the_shortcuts_of_the_page():
