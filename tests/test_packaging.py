@@ -82,7 +82,8 @@ def the_wheel_has_what_is_read_at_run_time_and_nothing_else(path: Path) -> None:
     data = [path for path in files if path.suffix not in {".pyc", ".py"} and path.name != "ruff.toml"]
     expected = {path.as_posix() for path in data if path.parts[0] == "atoll" and "/." not in path.as_posix()}
     assert expected <= names
-    assert {"atoll/py.typed", "atoll/_version.py", "atoll/dashboard/grafana.json"} <= names
+    assert {"atoll/py.typed", "atoll/_version.py"} <= names
+    assert {"atoll/dashboard/alerts.rules.yml", "atoll/dashboard/grafana.json"} <= names
     assert {name.split("/")[0] for name in names} == {"atoll", "atoll-9.8.7.dist-info"}
 
 

@@ -124,7 +124,7 @@ def test_a_wheel_has_every_file_that_is_no_setting_of_a_tool():
     assert left_out(names, ["*.js"]) != left_out(names, wheel["exclude"])
     for source, target in wheel["force-include"].items():
         assert (ROOT / source).is_file()
-        assert target == "atoll/dashboard/grafana.json"
+        assert target == f"atoll/dashboard/{Path(source).name}"
 
 
 def test_the_manual_lists_the_shortcuts_of_the_page():

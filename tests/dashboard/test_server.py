@@ -1,16 +1,17 @@
-"""The page's server: shapes, access, hostile requests, live news, a run that begins later, webhooks."""
+"""The page's server: shapes, access, hostile requests, live news, a run that begins later, alerts."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import shutil
 import time
 from contextlib import asynccontextmanager
 
 import pytest
-from aiohttp import ClientSession, web
+from aiohttp import ClientSession
 from aiohttp.test_utils import TestClient, TestServer
 
 from atoll.dashboard import server as serving
@@ -29,8 +30,8 @@ def run(tmp_path_factory):
 
 
 @asynccontextmanager
-async def client_of(*runs, token=None, webhook=None, rules=None):
-    dash = Dash([Watched(run, rules) for run in runs], token, webhook)
+async def client_of(*runs, token=None, rules=None):
+    dash = Dash([Watched(run, rules) for run in runs], token)
     async with TestClient(TestServer(dash.app())) as client:
         yield client
 
@@ -363,33 +364,27 @@ def test_wishes_that_make_no_sense_are_refused_with_a_sentence(reachable, raw):
 # Alerts
 
 
-def test_alerts_go_to_the_log_and_to_the_webhook_and_are_called_off(tmp_path, caplog, monkeypatch):
+def test_alerts_go_to_the_log_and_are_called_off(tmp_path, monkeypatch):
     """Learner 2 is dead for long, then comes back. Times are the tape's, so nobody waits."""
     monkeypatch.setattr(serving, "ALERTS_S", 0.05)
     tiny = TinyRun().until(10.0)
     tiny.kill(2)
     run = tiny.until(30.0).save(tmp_path / "run")
-    posted: asyncio.Queue = asyncio.Queue()
-
-    async def take(request):
-        await posted.put(await request.json())
-        return web.Response()
 
     async def talk():
-        app = web.Application()
-        app.router.add_post("/alerts", take)
-        async with TestServer(app) as hook:
-            address = str(hook.make_url("/alerts"))
-            async with client_of(run, webhook=address, rules=Rules(gone_s=5.0)) as client:
+        logged: asyncio.Queue[str] = asyncio.Queue()
+        handler = logging.Handler()
+        handler.emit = lambda record: logged.put_nowait(record.getMessage())  # type: ignore[method-assign]
+        serving.log.addHandler(handler)
+        try:
+            async with client_of(run, rules=Rules(gone_s=5.0)) as client:
                 await until_read(client)
-                raised = await asyncio.wait_for(posted.get(), 20)
-                assert (raised["what"], raised["rule"], raised["subject"]) == ("raised", "island-gone", "learner 2")
+                assert "run: learner 2 is away for " in await asyncio.wait_for(logged.get(), 20)
                 tiny.start(2)
                 shutil.rmtree(run / "tapes")
                 tiny.until(40.0).save(run)
-                over = await asyncio.wait_for(posted.get(), 20)
-                assert (over["what"], over["rule"]) == ("over", "island-gone")
+                assert "run: over: learner 2 is away for " in await asyncio.wait_for(logged.get(), 20)
+        finally:
+            serving.log.removeHandler(handler)
 
-    with caplog.at_level("WARNING", "atoll.dash"):
-        go(talk())
-    assert any("learner 2 is away" in record.message for record in caplog.records)
+    go(talk())

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from atoll.launch.engine import Standing, Unit
-from atoll.launch.keeper import pause_s, read_state, write_whole
+from atoll.launch.keeper import FIRST_PAUSE_S, LONGEST_PAUSE_S, read_state, write_whole
 from atoll.launch.local import LocalEngine
 from atoll.launch.processes import Process, is_alive, marked, process, tell
+from atoll.launch.supervisor import HEALTHY_S, Backoff
 from tests.launch.local_units import Kept, kept, python, until
 
 FOREVER = "import signal, sys; print('here', flush=True); signal.pause()"
@@ -316,7 +317,10 @@ def test_a_damaged_state_is_that_of_a_killed_keeper(tmp_path, damaged):
 
 
 def test_pauses_grow_to_a_minute():
-    assert [pause_s(failures) for failures in (1, 2, 3, 7, 10_000)] == [1.0, 2.0, 4.0, 60.0, 60.0]
+    backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+    pauses = [backoff.failed(ran_s=HEALTHY_S - 0.1) for _ in range(10_000)]
+    assert [pauses[place] for place in (0, 1, 2, 6, -1)] == [1.0, 2.0, 4.0, 60.0, 60.0]
+    assert backoff.failed(ran_s=HEALTHY_S) == 1.0
 
 
 def test_what_this_machine_cannot_run_is_refused_before_anything_starts(tmp_path):

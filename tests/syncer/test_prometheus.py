@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from atoll import __version__
+from atoll.core.states import Stage, Standing
 from atoll.syncer.prometheus import METRICS
 from tests.learner.runs import Run, endless
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
 GRAFANA = ROOT / "docs/grafana.json"
+RULES = ROOT / "docs/alerts.rules.yml"
 ROW = re.compile(r"^\| `(atoll_\w+)` \| (\w+) \| (.*?) \| (.+) \|$", re.MULTILINE)
 TOKEN = "a token of the run"
 
@@ -132,6 +135,37 @@ def test_without_the_library_the_answer_says_what_to_install(tmp_path):
         assert code == 501
         assert "pip install 'atoll[dash]'" in json.loads(body)["error"]
         assert run.ask("GET", "/v1/status")[0] == 200
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# docs/alerts.rules.yml
+
+
+def alerting_rules() -> list[dict[str, Any]]:
+    (group,) = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
+    found: list[dict[str, Any]] = group["rules"]
+    return found
+
+
+def test_every_metric_and_label_of_the_alerting_rules_exists():
+    for rule in alerting_rules():
+        expr = re.sub(r'^up\{job="atoll"\}', "", rule["expr"])  # of Prometheus itself
+        assert named_in(expr) != set()
+        assert named_in(expr) - METRICS.keys() == set()
+        assert expr.count("(") == expr.count(")")
+        for name, label, values in re.findall(r'(\w+)\{(\w+)=~?"([^"]+)"\}', expr):
+            assert label in METRICS[name].labels
+            assert set(values.split("|")) <= ({*Stage} if label == "stage" else {*Standing})
+        (subject,) = re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]) or [None]
+        assert subject in (None, "instance", *METRICS[re.findall(r"atoll_\w+", expr)[0]].labels)
+
+
+def test_every_alert_of_the_page_that_metrics_can_express_has_a_rule():
+    page = (ROOT / "docs/dash.md").read_text(encoding="utf-8").partition("## Alerts\n")[2].partition("\n## ")[0]
+    on_page = dict(re.findall(r"^\| `([\w-]+)` \|[^|]*\| (\w+) \|", page, re.MULTILINE))
+    assert len(on_page) == 8
+    del on_page["island-alone"]
+    assert {each["labels"]["rule"]: each["labels"]["severity"] for each in alerting_rules()} == on_page
 
 
 # --------------------------------------------------------------------------------------------------------------------

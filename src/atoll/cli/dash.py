@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from atoll.cli.access_options import Token, port_option
-from atoll.cli.page_beside import RulesFile, Webhook
+from atoll.cli.page_beside import RulesFile
 
 EXAMPLE = "atoll dash runs/first"
 
@@ -30,7 +30,6 @@ def run(
         bool, typer.Option("--plain-text", help="Show it to others without TLS: everybody on the way can read it.")
     ] = False,
     rules: RulesFile = None,
-    webhook: Webhook = None,
     wait: Annotated[
         bool, typer.Option("--wait", help="The run may begin later: its directory need not hold tapes yet.")
     ] = False,
@@ -50,4 +49,4 @@ def run(
         from atoll.dashboard.serve import serve
     except ModuleNotFoundError as missing:
         raise ValueError(f"the page needs {missing.name}: pip install 'atoll[dash]'") from None
-    serve(runs, host, port, token or None, rules, webhook, wait, while_stdin, own_token, open_browser, keys, plain_text)
+    serve(runs, host, port, token or None, rules, wait, while_stdin, own_token, open_browser, keys, plain_text)

@@ -23,15 +23,8 @@ DashPort = Annotated[int | None, port_option("--dash-port", "Of that page. [defa
 RulesFile = Annotated[
     Path | None, typer.Option("--rules", metavar="FILE", help="TOML with limits for alerts; docs/dash.md has them.")
 ]
-Webhook = Annotated[
-    str | None,
-    typer.Option("--webhook", metavar="URL", help="Alerts are posted there as JSON, when they come and go."),
-]
 PageRules = Annotated[
     Path | None, typer.Option("--rules", metavar="FILE", help="With --dash: TOML with limits for its alerts.")
-]
-PageWebhook = Annotated[
-    str | None, typer.Option("--webhook", metavar="URL", help="With --dash: its alerts are posted there as JSON.")
 ]
 
 ENDS_S = 5.0
@@ -43,21 +36,19 @@ class Page(NamedTuple):
     wanted: bool
     port: int | None = None
     rules: Path | None = None
-    webhook: str | None = None
 
     def check(self) -> None:
         """Before anything is begun: whoever waits for alerts of an hour must not learn of a slip in them then."""
-        from atoll.dashboard.alerts import Rules, check_webhook
+        from atoll.dashboard.alerts import Rules
 
-        for name, value in (("--dash-port", self.port), ("--rules", self.rules), ("--webhook", self.webhook)):
+        for name, value in (("--dash-port", self.port), ("--rules", self.rules)):
             if value is not None and not self.wanted:
                 raise ValueError(f"{name} means nothing without --dash")
         if self.rules is not None:
             Rules.load(self.rules)
-        check_webhook(self.webhook)
 
     def words(self) -> list[str]:
-        given = (("--port", self.port), ("--rules", self.rules), ("--webhook", self.webhook))
+        given = (("--port", self.port), ("--rules", self.rules))
         return [word for name, value in given if value is not None for word in (name, str(value))]
 
 

@@ -14,7 +14,7 @@ from atoll.cli import job_options as options
 from atoll.cli.access_options import Token, port_option
 from atoll.cli.log_format import LogFormat, say
 from atoll.cli.output import ExitCode, JsonOption, complain, print_json
-from atoll.cli.page_beside import Dash, DashPort, Page, PageRules, PageWebhook, page_beside
+from atoll.cli.page_beside import Dash, DashPort, Page, PageRules, page_beside
 
 if TYPE_CHECKING:
     from socket import socket
@@ -40,7 +40,6 @@ RESUMED = {
     "dash",
     "dash_port",
     "rules",
-    "webhook",
     "log_format",
     "serve_end",
     "as_json",
@@ -154,7 +153,6 @@ def run(
     dash: Dash = False,
     dash_port: DashPort = None,
     rules: PageRules = None,
-    webhook: PageWebhook = None,
     serve_end: Annotated[
         float,
         typer.Option(
@@ -188,7 +186,7 @@ def run(
     files = _key_files(keys, certificate, private_key)
     check_access(host, token, ServerTls(files) if files is not None else None, plain_text)
     check_format(log_format)
-    page = Page(dash, dash_port, rules, webhook)
+    page = Page(dash, dash_port, rules)
     page.check()
     if options.is_given(context, "take_over_after") and not standby:
         raise ValueError("--take-over-after means nothing without --standby")
@@ -296,7 +294,7 @@ def _resume_command(context: typer.Context, address: str | None) -> str:
         if option.name not in REPEATED or not options.is_given(context, option.name):
             continue
         value = context.params[option.name]
-        if option.name in ("token", "webhook"):
+        if option.name == "token":
             value = option.metavar
         elif option.name == "port" and address is not None:
             value = address.rpartition(":")[2]  # learners know this one, also where --port 0 was given

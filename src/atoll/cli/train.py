@@ -13,7 +13,7 @@ import typer
 from atoll.cli import job_options as options
 from atoll.cli.log_format import LogFormat, of_children
 from atoll.cli.output import ExitCode, JsonOption, complain, print_json
-from atoll.cli.page_beside import Dash, DashPort, Page, PageRules, PageWebhook, page_beside
+from atoll.cli.page_beside import Dash, DashPort, Page, PageRules, page_beside
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "atoll train --out runs/first"
 
-BESIDE = {"dash", "dash_port", "rules", "webhook", "log_format", "as_json"}
+BESIDE = {"dash", "dash_port", "rules", "log_format", "as_json"}
 """Options that are no settings of a run."""
 
 RUNS = Path("runs")
@@ -109,7 +109,6 @@ def run(
     dash: Dash = False,
     dash_port: DashPort = None,
     rules: PageRules = None,
-    webhook: PageWebhook = None,
     log_format: LogFormat = "text",
     as_json: JsonOption = False,
 ) -> None:
@@ -124,7 +123,7 @@ def run(
     from atoll.store.run_settings import check_new
 
     check_format(log_format)
-    page = Page(dash, dash_port, rules, webhook)
+    page = Page(dash, dash_port, rules)
     page.check()
     if resume and restore is not None:
         raise ValueError("--resume goes on with a run, --restore starts a new one: give one of them")

@@ -47,11 +47,6 @@ class Rules:
         return cls(**{name: float(value) for name, value in raw.items()})
 
 
-def check_webhook(webhook: str | None) -> None:
-    if webhook is not None and not webhook.startswith(("http://", "https://")):
-        raise ValueError(f"--webhook {webhook!r} is no address: give one such as https://example.org/alerts")
-
-
 SPIKE_SPAN_S = 60.0
 LEAST_H_S = 10.0
 KEPT_S = 60.0

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from aiohttp import web
 
-from atoll.dashboard.alerts import Rules, check_webhook
+from atoll.dashboard.alerts import Rules
 from atoll.dashboard.server import LOOPBACK, Dash, Watched
 from atoll.transport.tls import ServerTls, key_files
 
@@ -33,7 +33,6 @@ def serve(
     port: int | None,
     token: str | None,
     rules: Path | None,
-    webhook: str | None,
     wait: bool,
     while_stdin: bool,
     own_token: bool,
@@ -44,7 +43,6 @@ def serve(
     """Until Ctrl-C or SIGTERM. ValueError and TapeError for whatever is wrong with what was asked."""
     if token is None and host not in LOOPBACK:
         raise ValueError(f"--host {host} shows the run to others: give a token (--token or ATOLL_TOKEN) as well")
-    check_webhook(webhook)
     if keys is None and host not in LOOPBACK and not plain_text:
         raise ValueError(
             f"on {host} others could read the page and its token on the way: give --keys DIR with the syncer's key"
@@ -54,7 +52,7 @@ def serve(
     tls = ServerTls(key_files(keys, of_syncer=True)._replace(authority=None)) if keys is not None else None
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(message)s")
     limits = Rules.load(rules) if rules is not None else None
-    asyncio.run(_serve(runs, limits, host, port, token, webhook, wait, while_stdin, own_token, open_browser, tls))
+    asyncio.run(_serve(runs, limits, host, port, token, wait, while_stdin, own_token, open_browser, tls))
 
 
 async def _serve(
@@ -63,7 +61,6 @@ async def _serve(
     host: str,
     port: int | None,
     token: str | None,
-    webhook: str | None,
     wait: bool,
     while_stdin: bool,
     own_token: bool,
@@ -75,7 +72,7 @@ async def _serve(
         for each in watched:
             each.begin()
     listening = _listen(host, port)
-    runner = web.AppRunner(Dash(watched, token, webhook, own_token).app(), access_log=None, shutdown_timeout=FORCE_S)
+    runner = web.AppRunner(Dash(watched, token, own_token).app(), access_log=None, shutdown_timeout=FORCE_S)
     await runner.setup()
     try:
         await web.SockSite(runner, listening, ssl_context=tls.context if tls is not None else None).start()

@@ -19,7 +19,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
-from aiohttp import ClientError, ClientSession, ClientTimeout, web
+from aiohttp import web
 
 from atoll import __version__
 from atoll.dashboard import control, figures
@@ -45,8 +45,6 @@ MOST_LINES = 1000
 MOST_NAMES = 80
 MOST_BODY_BYTES = 4096
 ALERTS_S = 5.0
-HOOK_WAITS_S = (0.0, 5.0, 30.0, 120.0)
-"""Before each try to tell the webhook."""
 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
 
@@ -107,18 +105,14 @@ class Watched:
 
 
 class Dash:
-    def __init__(
-        self, runs: list[Watched], token: str | None, webhook: str | None = None, own_token: bool = False
-    ) -> None:
+    def __init__(self, runs: list[Watched], token: str | None, own_token: bool = False) -> None:
         """`own_token`: it was made for this page by whoever started the run beside it, and is not the run's."""
         self.runs = runs
         self._token = token
         self._own_token = own_token
-        self._webhook = webhook
         self._thread = ThreadPoolExecutor(1, "reading")
         self._tasks: list[asyncio.Task[None]] = []
         self._known: dict[tuple[int, str, str], Alert] = {}
-        self._posts: set[asyncio.Task[None]] = set()
         self.static = Path(str(files("atoll.dashboard") / "static"))
 
     # ---------------------------------------------------------------------------------------------------- the app
@@ -147,10 +141,9 @@ class Dash:
         self._tasks = [asyncio.create_task(self._follow(watched)) for watched in self.runs]
         self._tasks.append(asyncio.create_task(self._watch_alerts()))
         yield
-        ending = [*self._tasks, *self._posts]
-        for task in ending:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*ending, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _in_turn(self, work: Callable[..., T], *arguments: Any) -> T:
@@ -363,7 +356,7 @@ class Dash:
     # ---------------------------------------------------------------------------------------------------- alerts
 
     async def _watch_alerts(self) -> None:
-        """New alerts and those that are over go to the log and, if there is one, to the webhook."""
+        """Log new alerts and those that are over."""
         while True:
             await asyncio.sleep(ALERTS_S)
             for index, watched in enumerate(self.runs):
@@ -375,36 +368,9 @@ class Dash:
                 for key, alert in now.items():
                     if key not in self._known:
                         log.warning("%s: %s", watched.name, alert.text)
-                        self._post(watched, alert, "raised")
                 for key in [key for key in self._known if key[0] == index and key not in now]:
-                    log.warning("%s: over: %s", watched.name, self._known[key].text)
-                    self._post(watched, self._known.pop(key), "over")
+                    log.warning("%s: over: %s", watched.name, self._known.pop(key).text)
                 self._known |= now
-
-    def _post(self, watched: Watched, alert: Alert, what: str) -> None:
-        """In a task of its own: a hook that does not answer must not keep the rules from being looked at."""
-        if self._webhook is not None:
-            task = asyncio.create_task(self._tell(watched, alert, what))
-            self._posts.add(task)
-            task.add_done_callback(self._posts.discard)
-
-    async def _tell(self, watched: Watched, alert: Alert, what: str) -> None:
-        assert self._webhook is not None
-        told = {"run": watched.name, "what": what, **alert._asdict()}
-        why = ""
-        for wait_s in HOOK_WAITS_S:
-            await asyncio.sleep(wait_s)
-            try:
-                async with (
-                    ClientSession(timeout=ClientTimeout(total=10)) as session,
-                    session.post(self._webhook, json=told) as answer,
-                ):
-                    if answer.status < 400:
-                        return
-                    why = f"it answers {answer.status}"
-            except (ClientError, OSError, TimeoutError) as wrong:
-                why = str(wrong) or type(wrong).__name__
-        log.warning("the webhook was not told of %s: %s", alert.rule, why)
 
 
 class _Bad(Exception):  # noqa: N818 - an answer

@@ -32,30 +32,18 @@ from pathlib import Path
 from typing import Any
 
 from atoll.files import write_text
-from atoll.launch.endings import has_ended
 from atoll.launch.engine import Standing
 from atoll.launch.processes import LOOK_S, MARK, Process, kill, marked, orphans, process, tell
+from atoll.launch.supervisor import LEFT_EARLY, Backoff, has_ended
 
 SPEC, STATE, LOCK, OWN_LOG = "unit.json", "keeper.json", "keeper.lock", "keeper.log"
 LOGS = "start-*.log"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-HEALTHY_S = 120.0
-"""One that ran for so long fails for another reason than before, and is started again at once."""
-
 USUAL_NOTICE_S = 30.0
 TICK_S = 1.0
 MOST_WORDS = 200
 OVER = "the run is over"
 _PR_SET_PDEATHSIG = 1
-
-
-def pause_s(failures: int) -> float:
-    """Before the next start, after so many failures in a row.
-
-    >>> [pause_s(n) for n in (1, 2, 3, 6, 7, 100)]
-    [1.0, 2.0, 4.0, 32.0, 60.0, 60.0]
-    """
-    return min(FIRST_PAUSE_S * 2.0 ** min(failures - 1, 10), LONGEST_PAUSE_S)
 
 
 def read_state(directory: Path) -> dict[str, Any] | None:
@@ -134,7 +122,6 @@ class Keeper:
         self.ends_with_syncer: bool = spec["ends_with_syncer"]
         self.devices: list[str] = spec["devices"]
         self.restarted = 0
-        self.failures = 0  # in a row
         self.is_stopping = False
         self.child: subprocess.Popen[bytes] | None = None
         self.own = process(os.getpid())
@@ -147,6 +134,7 @@ class Keeper:
     def keep(self, on_kept: Callable[[], None]) -> None:
         """Until the command has ended well, has failed too often, or is not wanted any more."""
         self._listen()
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         self.say(Standing.WAITING, "is being started", must=True)
         on_kept()
         while True:
@@ -155,7 +143,6 @@ class Keeper:
             if standing is not Standing.FAILED:
                 self.say(standing, why)
                 return
-            self.failures = 1 if time.monotonic() - began >= HEALTHY_S else self.failures + 1
             if self._is_over():
                 self.note(f"{why}; {OVER}, it is not started again")
                 self.say(Standing.STOPPED, f"the run is over: its syncer has ended ({why})")
@@ -164,7 +151,7 @@ class Keeper:
                 self.note(f"{why}; it has no restart left")
                 self.say(Standing.FAILED, self._last_words(why))
                 return
-            pause = pause_s(self.failures)
+            pause = backoff.failed(ran_s=time.monotonic() - began)
             self.note(f"{why}; starting it again in {pause:g} s")
             self.say(Standing.WAITING, why, again_at=time.time() + pause)
             if self._rest(pause):
@@ -190,7 +177,7 @@ class Keeper:
         if self.is_stopping:
             return Standing.STOPPED, _how(code) if code else ""
         if code == 0 and self.ends_with_syncer and not self._is_over():
-            return Standing.FAILED, "it left, and its run goes on"  # whoever told it to was not its keeper
+            return Standing.FAILED, LEFT_EARLY
         return (Standing.FAILED, _how(code)) if code else (Standing.ENDED, "")
 
     def _start(self) -> subprocess.Popen[bytes]:

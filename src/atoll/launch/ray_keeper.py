@@ -25,10 +25,10 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from atoll.launch.endings import has_ended
 from atoll.launch.engine import Standing
 from atoll.launch.guarded import GuardedCommand
 from atoll.launch.ray_files import last_word, log_name, next_number, write_last_word
+from atoll.launch.supervisor import LEFT_EARLY, Backoff, has_ended
 
 LOOK_S = 0.25
 LOOK_AT_RUN_S = 2.0
@@ -38,7 +38,7 @@ FULL_DISK_S = 900.0
 OVER = "the run is over: its syncer has ended"
 KILL_WAIT_S = 30.0
 """Beyond the notice, for a node that answers no more."""
-BACKOFF_FIRST_S, BACKOFF_MOST_S, HEALTHY_S = 0.5, 30.0, 120.0
+BACKOFF_FIRST_S, BACKOFF_MOST_S = 0.5, 30.0
 OF_RAY_ITSELF = ("PYTHONBREAKPOINT", "RAY_CLIENT_MODE", "RAY_JOB_ID", "RAY_LD_PRELOAD_ON_WORKERS", "RAY_RAYLET_PID")
 """Variables that Ray sets for a process of its own; a command of the user is none."""
 
@@ -154,7 +154,7 @@ class Keeper:
 
     def _keep(self) -> tuple[Standing, str]:
         _remove_groups(self._kept.group)  # of this keeper's life before, if Ray has started it again
-        backoff_s, restarts, how = BACKOFF_FIRST_S, self._kept.restarts, How()
+        backoff, restarts, how = Backoff(BACKOFF_FIRST_S, BACKOFF_MOST_S), self._kept.restarts, How()
         while True:
             if self._is_over():  # nobody would let it in
                 return Standing.STOPPED, f"{OVER} ({how.wrong})" if how.wrong else OVER
@@ -165,14 +165,13 @@ class Keeper:
             if self._stopping.is_set():
                 return Standing.STOPPED, how.wrong or "ended with exit code 0 when it was told to stop"
             if not how.wrong and self._kept.ends_with_syncer and not self._is_over():
-                how = How("it left, and its run goes on", is_failure=True)  # whoever told it to was not its keeper
+                how = How(LEFT_EARLY, is_failure=True)
             if not how.wrong:
                 return Standing.ENDED, "exit code 0"
             self._failures += how.is_failure
-            backoff_s = BACKOFF_FIRST_S if time.monotonic() - began > HEALTHY_S else backoff_s
+            ran_s = time.monotonic() - began
             self._tell(Standing.WAITING, how.wrong)
-            self._stopping.wait(backoff_s)
-            backoff_s = min(2 * backoff_s, BACKOFF_MOST_S)
+            self._stopping.wait(backoff.failed(ran_s))
 
     def _is_over(self, seldom: bool = False) -> bool:
         """Whether the run is, as far as this node can see. `seldom`: asked again and again, it looks now and then."""
