@@ -21,7 +21,7 @@ def outcomes(store: str, power: bool) -> list[dict[str, Any]]:
         "from benchmarks.kill_points import kill_everywhere; from tests.store.store_samples import *;"
         f"print(json.dumps([o._asdict() for o in kill_everywhere({store}, {EVERY}, {power})]))"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=1000)
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)
     return found

@@ -159,7 +159,7 @@ def kills(*arguments: str) -> list[dict[str, Any]]:
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory) as folder:
         command = [sys.executable, "-m", "tests.store.store_kills", *arguments, folder]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1000, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
