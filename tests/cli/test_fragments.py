@@ -123,7 +123,7 @@ def test_fewer_fragments_than_asked_for_are_pointed_out(model, capsys):
 
 def test_it_needs_neither_a_terminal_nor_its_alphabet(model):
     script = (
-        "import sys; from atoll.cli.main import CommandModule, main; from atoll.commands import fragments\n"
+        "import sys; from atoll.cli.main import CommandModule, main; from atoll.cli import fragments\n"
         f"code = main(['fragments', {str(model)!r}], {{'fragments': fragments, 'rest': fragments}})\n"
         "assert 'torch' not in sys.modules, 'a file is read without torch'\n"
         "sys.exit(code)"

@@ -66,7 +66,7 @@ EXTRA_OF = {
 
 
 class CommandModule(Protocol):
-    """What a module of `atoll.commands` offers."""
+    """Interface of a command module in `atoll.cli`."""
 
     EXAMPLE: str  # one command line, shown at the end of the help
 
