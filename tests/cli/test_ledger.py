@@ -191,7 +191,7 @@ def test_the_sums_are_those_of_the_core(saved):
     tapes = RunTapes(saved)
     history = read_history(tapes)
     sums = sums_of(history, history.ranges())
-    books = eventful_run(**LEASES).cores[0].leases.sums()  # type: ignore[union-attr]
+    books = eventful_run(**LEASES).cores[0].state.leases.sums()  # type: ignore[union-attr]
     assert (sums.leased, sums.merged, sums.held, sums.waiting) == (books.leased, books.merged, books.held, books.pool)
 
 

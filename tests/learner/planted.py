@@ -20,7 +20,7 @@ import torch
 
 from atoll import files
 from atoll.core import policy
-from atoll.core.protocol import LinkMeasured, Persisted, Record, VersionRecord
+from atoll.core.protocol import LinkMeasured, Persisted, Record, SyncerEffect, SyncerEvent, VersionRecord
 from atoll.core.types import RoundId
 from atoll.island import leader, row_transfer
 from atoll.island.fragments import FragmentTensors, ValueInWork
@@ -29,7 +29,7 @@ from atoll.store import sharded_parts
 from atoll.store.version_store import Store
 from atoll.syncer import fragment_executor
 from atoll.syncer.fragment import HeldFragment
-from atoll.syncer.fragment_executor import FragmentKeeper
+from atoll.syncer.fragment_executor import FragmentKeeper, Payload
 from atoll.syncer.partial_uploads import Arrivals
 from atoll.syncer.process import SyncerProcess
 from atoll.tensors import robust_merge
@@ -310,10 +310,10 @@ def failing_core(directory: Path) -> None:
     """The syncer's core fails when the file `fail` appears."""
     handle = SyncerProcess._handle
 
-    def failing(self: SyncerProcess, event: object, payload: object) -> None:
+    def failing(self: SyncerProcess, event: SyncerEvent, payload: Payload | None) -> list[SyncerEffect]:
         if (directory / "fail").exists():
             raise AssertionError("a planted bug in the core")
-        handle(self, event, payload)  # type: ignore[arg-type]
+        return handle(self, event, payload)
 
     SyncerProcess._handle = failing  # type: ignore[method-assign]
 

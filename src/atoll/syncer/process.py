@@ -20,7 +20,6 @@ from torch import Tensor
 
 from atoll.core.protocol import (
     Accumulate,
-    Contribution,
     ControlRequested,
     DiscardRound,
     FinishRequested,
@@ -212,17 +211,25 @@ class SyncerProcess:
 
     def tell(self, event: SyncerEvent, payload: Payload | None = None) -> None:
         """One event for the core. A core that fails is not asked again: nobody knows what it would do."""
+        self._effects_of(event, payload)
+
+    def tell_arrived(self, event: MessageArrived) -> bool:
+        """Pass a contribution that is at a shard to the core. Return False if the core does not accept it."""
+        return any(type(effect) is Accumulate for effect in self._effects_of(event, None))
+
+    def _effects_of(self, event: SyncerEvent, payload: Payload | None) -> list[SyncerEffect]:
         if self._stopping or self.failed is not None:
-            return
+            return []
         try:
-            self._handle(event, payload)
+            return self._handle(event, payload)
         except Exception as wrong:
             self.log.critical("the syncer has failed and stops; start it again on its directory", exc_info=wrong)
             self.failed = wrong
             self.over.set()
             self.end_delivered.set()
+            return []
 
-    def _handle(self, event: SyncerEvent, payload: Payload | None) -> None:
+    def _handle(self, event: SyncerEvent, payload: Payload | None) -> list[SyncerEffect]:
         """Its entry is on the tape before any of its effects is carried out."""
         assert self.core is not None and self._tape is not None
         now = self.clock.now()
@@ -244,6 +251,7 @@ class SyncerProcess:
         if self.core.stage is Stage.FINISHED and not self.missing_end():
             self.end_delivered.set()
         self._arm()
+        return effects
 
     def _arm(self) -> None:
         assert self.core is not None
@@ -328,14 +336,6 @@ class SyncerProcess:
 
     def note_merge(self, fragment: FragmentId, version: Version, measured: Measured) -> None:
         self.metrics.merged(self.clock.now(), self.store.epoch, fragment, version, measured)
-
-    def tell_arrived(self, event: MessageArrived) -> bool:
-        """A contribution that is at a shard. False: the core does not take it."""
-        assert self.core is not None and isinstance(event.envelope.body, Contribution)
-        f = self.core.fragments.get(event.envelope.body.round.fragment)
-        before = len(f.contributions) if f is not None else 0
-        self.tell(event)
-        return f is not None and len(f.contributions) > before
 
     @property
     def traffic(self) -> tuple[int, int]:
