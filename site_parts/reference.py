@@ -24,7 +24,7 @@ def python_api() -> str:
     lines = ["# `atoll` for scripts", ""]
     lines += ["Made from the docstrings. `import atoll` alone loads no torch; `atoll.Learner` does.", ""]
     lines += _class("atoll.Learner", "learner/api.py")
-    lines += _class("atoll.LearnerStats", "learner/stats.py")
+    lines += _class("atoll.LearnerStats", "island/stats.py")
     errors = ast.parse((SOURCES / "errors.py").read_text(encoding="utf-8"))
     story = ast.get_docstring(errors) or ""
     first, _, tree = story.partition("\n\n")

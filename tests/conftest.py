@@ -11,6 +11,8 @@ other programs no longer understand us, and that the wire version has to rise.
 from __future__ import annotations
 
 import signal
+import threading
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -57,3 +59,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--rewrite-vectors", action="store_true", help="write down what travels in tests/transport/vectors/*.json"
     )
+
+
+@pytest.fixture
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith(("atoll", "asyncio"))]
+    assert left == []

@@ -32,7 +32,7 @@ Tokens = Annotated[
     typer.Option(
         "--tokens",
         metavar="N",
-        help="To train on, all learners together: 500k or 20M. [default: 800k]",
+        help="To train on, all learners together: 500k or 20M. [default: 0.8M]",
     ),
 ]
 Model = Annotated[
