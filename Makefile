@@ -51,11 +51,11 @@ docs: $(READY) ## write the generated parts of docs/protocol.md anew, and build 
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 test: $(READY) ## set-up, all checks, all tests but those marked long
-	$(BIN)/pytest -n 4 --dist worksteal -m 'not long' --hypothesis-profile=quick
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not long' --hypothesis-profile=quick
 
 test-all: $(READY) ## the same with the long tests; says first which programs are missing
 	$(BIN)/python -m tests.programs
-	$(BIN)/pytest -n 4 --dist worksteal
+	$(BIN)/pytest -n 2 --dist worksteal
 
 train: $(READY_TO_TRAIN) ## the main job: four islands train a small GPT; one is killed and comes back
 	@rm -rf $(FIRST_RUN)
