@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 WORDS, LENGTH, BATCH, IGNORED = 16, 6, 4, -100
 
 
-class Loader(StatefulDataLoader):  # type: ignore[misc]
+class Loader(StatefulDataLoader):
     """Its state is a pickle by the rank that reads the data, as torchtitan's is."""
 
     def state_dict(self) -> dict[str, Any]:

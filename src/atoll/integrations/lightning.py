@@ -170,7 +170,7 @@ class AtollCallback(Callback):
         weights only, so it is the strategy that gives another state. It does so beyond the end of training too:
         ModelCheckpoint comes last, and may save then, or after an exception."""
         self._save_its_own(trainer)
-        plain = trainer.strategy.lightning_module_state_dict
+        plain: Callable[[], dict[str, Any]] = trainer.strategy.lightning_module_state_dict
 
         def published() -> dict[str, Any]:
             if self._shown is not None:
@@ -178,7 +178,7 @@ class AtollCallback(Callback):
             with learner.published():
                 return {name: value.clone() if hasattr(value, "clone") else value for name, value in plain().items()}
 
-        trainer.strategy.lightning_module_state_dict = published  # type: ignore[method-assign]
+        trainer.strategy.lightning_module_state_dict = published
 
     def _save_its_own(self, trainer: Trainer) -> None:
         vars(trainer.strategy).pop("lightning_module_state_dict", None)
@@ -270,7 +270,8 @@ def _optimizer_of(trainer: Trainer) -> Optimizer:
             f"this module has {len(trainer.optimizers)} optimizers, and the callback takes one: return one optimizer,"
             " with a parameter group for each of them, from configure_optimizers"
         )
-    return trainer.optimizers[0]
+    optimizer: Optimizer = trainer.optimizers[0]
+    return optimizer
 
 
 def _scale_of(trainer: Trainer) -> float | None:

@@ -86,7 +86,7 @@ class Hand:
 
     def where(self) -> tuple[str, int]:
         """The address of this node, and a port that is free there."""
-        address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        address: str = ray.util.get_node_ip_address()
         with socket.socket() as probe:
             probe.bind(("", 0))
             return address, probe.getsockname()[1]
