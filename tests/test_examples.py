@@ -202,6 +202,7 @@ def test_an_island_is_killed_and_comes_back_and_both_end_with_the_same_model(pro
     finished(syncer)
 
 
+@pytest.mark.long
 def test_two_islands_fine_tune_one_model_from_one_command(processes, plain_run, tmp_path):
     """A frozen backbone, a head in bf16 and a norm with buffers, started by two_islands.py with a syncer of its own."""
     backbone, _ = plain_run

@@ -260,6 +260,7 @@ def told_of_shards(run: Path) -> list[tuple[float, str, tuple[int, ...]]]:
     return found
 
 
+@pytest.mark.long
 def test_a_struck_shard_holds_up_its_own_fragments_and_no_learner(text, tmp_path):
     scenario = small_scenario(
         tmp_path / "shards.toml",

@@ -12,6 +12,7 @@ from benchmarks.wide_runs import Carried, Mark, Seen, Shape, marks_of, paced_job
 from tests.reference.small_jobs import small_text
 
 
+@pytest.mark.long
 @pytest.mark.needs_root
 def test_learners_on_thin_long_lossy_links_are_not_suspected_and_merge(tmp_path):
     small = paced_job(

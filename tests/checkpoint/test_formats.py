@@ -89,6 +89,7 @@ def test_a_directory_of_distributed_checkpoint_is_loaded_by_torch_itself(finishe
     assert tensors_digest(state) == model_digest(model)
 
 
+@pytest.mark.long
 def test_a_new_run_starts_from_an_exported_model(finished, tmp_path, capsys):
     """Replay derives the new run from its beginning, so it ends with the same bits only if that was the file."""
     run, report = finished

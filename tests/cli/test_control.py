@@ -90,6 +90,7 @@ def test_a_job_that_was_paused_drained_and_changed_ends_and_replays_to_the_same_
     assert "the quorum is 2 from here on, it was 1; asked for by ada" in told_story
 
 
+@pytest.mark.long
 def test_a_job_whose_islands_have_all_left_ends_and_says_why(text, tmp_path, capsys):
     run = tmp_path / "run"
     with training(run, small(text, "--learners", "1", "--tokens", str(TOKENS), "--kill", "none")) as process:

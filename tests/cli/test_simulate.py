@@ -89,6 +89,7 @@ def test_the_summary_is_for_people(capsys):
     assert max(map(len, said.splitlines())) <= 80
 
 
+@pytest.mark.long
 def test_one_seed_has_no_interval(capsys):
     run = fields(capsys, *SHORT, "--seeds", "1")
     assert run["goodput_ci"] is None
@@ -110,6 +111,7 @@ def test_what_has_no_meaning_for_a_method_is_null(method, capsys):
     assert method in told(capsys, "--method", method, "--days", "0.05", "--seeds", "2", "--jobs", "1")
 
 
+@pytest.mark.long
 def test_methods_stand_in_the_published_order(capsys):
     words = ("--days", "0.3", "--seeds", "2", "--jobs", "1", "--protocol-hours", "0.2")
     goodput = {m: fields(capsys, "--method", m, *words[: 6 if m != "decoupled" else 8])["goodput"] for m in METHODS}
@@ -156,6 +158,7 @@ def test_lockstep_has_its_goodput_from_the_cores(capsys):
     assert run["contributions_per_merge"] == 4.0
 
 
+@pytest.mark.long
 def test_full_simulates_every_fragment_and_step(capsys):
     words = ("--learners", "16", "--chips", "160000", "--days", "0.05", "--seeds", "1")
     assert fields(capsys, *words)["simulated"]["full"] is False
@@ -228,6 +231,7 @@ def test_a_run_is_marked_in_the_figure(capsys, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 def test_mixed_hardware_stands_beside_the_published_row(capsys):
     words = ("--mixed", "--days", "0.01", "--seeds", "2", "--jobs", "1")
     rows = fields(capsys, *words)["rows"]
@@ -272,6 +276,7 @@ def test_a_simulated_run_leaves_tapes_that_every_tool_reads(capsys, tmp_path):
     assert "learner 1: adopted version" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_coarse_tapes_are_good_tapes_too(capsys, tmp_path):
     run = tmp_path / "run"
     words = ("--learners", "2", "--chips", "600000", "--days", "3", "--protocol-hours", "6", "--tape", str(run))

@@ -259,6 +259,7 @@ def test_tapes_are_judged_while_they_are_written(tmp_path):
     assert (verdict.violation, verdict.incomplete, verdict.stopped) == (None, [], None)
 
 
+@pytest.mark.long
 def test_a_simulation_that_is_killed_leaves_tapes_that_can_be_judged(tmp_path, capsys):
     run = tmp_path / "run"
     words = ["simulate", "--learners", "4", "--chips", "40000", "--days", "3", "--full", "--tape", str(run)]

@@ -30,7 +30,7 @@ from tests.reference.small_jobs import LIMIT_S, corpus_of, processes_of, silent_
 from tests.shared_runs import made_once
 
 STEP = 2 * 16  # tokens of one step of one learner
-STEPS = 600  # of each learner of the whole job
+STEPS = 300  # of each learner of the whole job
 
 
 @pytest.fixture(scope="module")
@@ -239,6 +239,7 @@ def test_an_interrupted_run_ends_cleanly_and_goes_on(text, tmp_path, capsys):
         resume_job(run, silent_view()[0])
 
 
+@pytest.mark.long
 def test_a_syncer_that_dies_is_started_again_and_the_run_ends(text, tmp_path, capsys):
     run = tmp_path / "run"
     settings = small_settings(text, tokens=2 * 400 * STEP, step_time_s=0.005)

@@ -23,6 +23,7 @@ def dash(serve):
     return serve(FakeDash(InventedRun(now=60.0)))
 
 
+@pytest.mark.long
 def test_network_interfaces_that_come_and_go_do_not_end_requests_of_the_page(dash, visit, machine_network):
     """As tests with links in the kernel and other programs add and remove them."""
     if netns.unavailable() is not None:

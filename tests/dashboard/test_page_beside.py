@@ -33,6 +33,7 @@ def test_a_slip_is_told_before_anything_begins(tmp_path, capsys, command, words,
     assert not out.exists()
 
 
+@pytest.mark.long
 def test_rules_reach_the_page(tmp_path, capfd):
     """Learner 2 is dead for 20 s: by these rules that is an alert, by those without a file it is not."""
     tiny = TinyRun().until(10.0)

@@ -40,6 +40,7 @@ def job(tmp_path):
     process.communicate(timeout=LIMIT_S)
 
 
+@pytest.mark.long
 def test_an_island_dies_the_run_is_paused_and_its_syncer_dies_as_one_looks_on(job, visit):
     process, run, url = job
     page = visit(url, allow=NO_ANSWER + "|status of 503")

@@ -98,6 +98,7 @@ def weights_after(folder: Path, callbacks: list[Any], **changes: Any) -> dict[st
     return values(island.model)
 
 
+@pytest.mark.long
 def test_where_nothing_is_merged_the_training_is_the_same_to_the_last_bit(tmp_path):
     """Mixed precision, clipping, accumulation, decay and a schedule of its own: the callback is in none of them."""
     with Run(tmp_path / "run", endless(quorum=2)) as run:
@@ -213,6 +214,7 @@ def test_the_best_model_stays_also_where_training_ends_with_an_evaluation(tmp_pa
         assert torch.equal(loaded, island.model.lm_head.weight.detach())
 
 
+@pytest.mark.long
 def test_the_best_model_that_the_trainer_loads_at_the_end_stays(tmp_path):
     with Run(tmp_path / "run", config(budget_merges=12)) as run:
         steps = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}

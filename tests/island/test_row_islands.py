@@ -139,6 +139,7 @@ def test_a_slice_of_any_rank_that_was_damaged_is_brought_again(tmp_path):
         run.verdict()
 
 
+@pytest.mark.long
 def test_a_rank_that_loses_its_own_way_to_the_syncer_ends_the_island(tmp_path):
     """It would train on, and take part in nothing. When it comes back rank 0 can do it for all."""
     with Run(tmp_path, endless(quorum=1)) as run:
@@ -155,6 +156,7 @@ def test_a_rank_that_loses_its_own_way_to_the_syncer_ends_the_island(tmp_path):
         assert threads == []
 
 
+@pytest.mark.long
 def test_a_syncer_starts_again_while_ranks_send(tmp_path):
     """Two times two ranks: of those that hold the same rows one sends. What had arrived of a contribution is gone."""
     with Run(tmp_path, endless(quorum=1)) as run:

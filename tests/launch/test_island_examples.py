@@ -77,6 +77,7 @@ def test_the_files_are_what_atoll_up_takes(name):
     assert all(str(EXAMPLES) in " ".join(island.command) for island in file.islands), "from whichever directory"
 
 
+@pytest.mark.long
 def test_one_rank_beside_two_from_one_command(tmp_path, clean):
     run = Copied(tmp_path, "mixed.toml", "30k", without="sharded")
     clean.append(run)

@@ -112,6 +112,7 @@ def test_a_command_that_fails_too_often_has_failed(nodes, engine, tmp_path):
     assert started.said() == ["no\n", "no\n"]
 
 
+@pytest.mark.long
 def test_a_command_that_does_not_exist_says_so(nodes, engine, tmp_path):
     started = Started(engine, unit(nodes, tmp_path, "", command=("no-such-program",), restarts=0))
     assert "No such file or directory: 'no-such-program'" in started.until(Standing.FAILED).why
@@ -168,6 +169,7 @@ subprocess.Popen([sys.executable, __file__, "below"], start_new_session=True).wa
 """
 
 
+@pytest.mark.long
 def test_stopping_reaches_grand_children_and_may_be_done_twice(nodes, engine, tmp_path):
     (tmp_path / "slow.py").write_text(STOPS_SLOWLY)
     command = (sys.executable, str(tmp_path / "slow.py"))
@@ -287,6 +289,7 @@ def test_a_node_that_is_killed_takes_only_its_own_unit_down_and_it_comes_back_on
     assert [one.stop().standing for one in (lost, kept)] == [Standing.STOPPED] * 2
 
 
+@pytest.mark.long
 def test_a_unit_of_two_nodes_begins_and_fails_and_ends_as_one(nodes, engine, tmp_path):
     script = 'echo "$NODE_RANK of $NNODES at $MASTER_ADDR:$MASTER_PORT $PET_NODE_RANK"; test -e failed && exit 0;'
     script += "test $NODE_RANK = 0 && touch begun && exec sleep 1000; until test -e begun; do sleep 0.1; done;"
@@ -364,6 +367,7 @@ def places_of(word: str, nodes: Nodes) -> list[str]:
     return found + [path.name for path in files if word.encode() in path.read_bytes()]
 
 
+@pytest.mark.long
 def test_a_secret_is_known_to_the_command_and_to_nobody_else(nodes, engine, tmp_path):
     visible = "a-word-for-everybody-7731"
     asked = unit(

@@ -101,6 +101,7 @@ def yard(tmp_path: Path) -> Iterator[Yard]:
     made.end()
 
 
+@pytest.mark.long
 def test_a_second_up_starts_only_what_is_new_or_has_failed(yard):
     fails = '[islands.c]\ncommand = ["python", "-c", "raise SystemExit(4)"]\nrestarts = 0\n'
     yard.write(f"[islands.a]\n{HERE}\n{fails}")
@@ -165,6 +166,7 @@ def test_down_stops_everything_and_up_goes_on(yard):
     yard.says("syncer", "The syncer listens on", times=2)  # with the directory that it has founded before
 
 
+@pytest.mark.long
 def test_logs_are_followed_over_restarts(yard):
     yard.write(f"[islands.a]\n{HERE}\n[islands.longer]\n{HERE}\n")
     yard.up()
@@ -246,6 +248,7 @@ def test_a_directory_that_nobody_can_write_is_named(yard):
     assert "Traceback" not in said
 
 
+@pytest.mark.long
 def test_an_engine_that_cannot_be_asked_is_no_loss(yard):
     yard.write(f"[islands.a]\n{HERE}\n")
     yard.up()

@@ -153,6 +153,7 @@ def test_two_that_leave_at_once_are_both_merged(tmp_path):
         run.verdict()
 
 
+@pytest.mark.long
 def test_many_large_fragments_go_a_few_at_a_time_and_none_is_given_up(tmp_path):
     """In slices: what of them has arrived stays until all has."""
     with Run(tmp_path, rare(fragments=12), Numerics(plan="rows")) as run:
@@ -177,6 +178,7 @@ def test_small_ones_may_go_all_at_once_and_the_syncer_keeps_them(tmp_path):
         assert run.log_lines(one, "was not taken") == []
 
 
+@pytest.mark.long
 def test_a_syncer_that_is_killed_meanwhile_is_told_again(tmp_path):
     with Run(tmp_path, rare(quorum=2)) as run:
         one, two = run.joined(spec(1), 2)

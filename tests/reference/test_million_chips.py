@@ -12,6 +12,7 @@ from benchmarks.many_runs import read_results, work_through
 from benchmarks.million_chips import Setting
 
 
+@pytest.mark.long
 def test_the_short_form_trains_with_failures_and_without_at_equal_tokens(capsys):
     assert million_chips.main(["--quick"]) == 0
     said = capsys.readouterr().out.splitlines()

@@ -125,6 +125,7 @@ def test_samples_are_dealt_once_each_and_progress_is_their_share(run, text, watc
         assert progress == pytest.approx(min(1.0, so_far * CONTEXT / settings.tokens))
 
 
+@pytest.mark.long
 def test_an_island_without_some_slices_trains_as_much_less(run, text):
     trained = train_simulated(RunTapes(run), small_settings(text, tokens=10**9, batch=3))
     full = Simulated.load(run).full_step_tokens
@@ -136,6 +137,7 @@ def test_an_island_without_some_slices_trains_as_much_less(run, text):
     assert any(one.tokens < CONTEXT * 3 * one.steps for one in trained.learners.values()), "no slice was missing"
 
 
+@pytest.mark.long
 def test_a_step_without_a_sample_trains_nothing_and_is_a_step(run, text, watched_steps):
     trained = train_simulated(RunTapes(run), small_settings(text, tokens=10**9, batch=1))
     empty = sum(one.empty_steps for one in trained.learners.values())
@@ -166,6 +168,7 @@ def test_a_learner_that_comes_back_starts_with_the_inner_state_of_a_peer(run, te
     assert len(taken) == sum(code == "moments-peer" for code in started.values()) >= 2
 
 
+@pytest.mark.long
 def test_steps_told_together_are_taken_one_by_one(run, text, monkeypatch):
     """A coarse driver may tell of several: halves of its tokens, and effects after the last."""
     expected = train_simulated(RunTapes(run), small_settings(text, tokens=TOKENS))
@@ -189,6 +192,7 @@ def test_steps_told_together_are_taken_one_by_one(run, text, monkeypatch):
 # What is said
 
 
+@pytest.mark.long
 def test_which_end_came_first_is_said(run, text, capsys):
     words = ["replay", str(run), *MODEL, "--data", str(text)]
     assert main([*words, "--tokens", str(TOKENS)]) == 0

@@ -148,6 +148,7 @@ def test_in_lockstep_nobody_runs_ahead_and_the_checker_of_independence_says_so()
         run.run()
 
 
+@pytest.mark.long
 def test_lockstep_costs_what_streaming_diloco_costs():
     """Two models that share nothing but the islands: cores that wait, and gates."""
     fleet, protocol = FleetConfig(), DecoupledConfig(quorum=8, grace_margin=0.0, lockstep=True)

@@ -22,6 +22,7 @@ def test_the_rows_are_the_published_ones():
     assert SPEEDS == (1.0,) * 4 + (0.82,) * 4
 
 
+@pytest.mark.long
 def test_learners_that_wait_for_the_slow_generation_lose_what_was_published(results):
     waiting = results[(8, False)]
     assert 0.81 < waiting.goodput_fast < 0.86

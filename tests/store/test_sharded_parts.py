@@ -129,6 +129,7 @@ def test_what_a_mesh_of_two_dimensions_has_saved_is_read_by_others(tmp_path):
             island.kill_all()
 
 
+@pytest.mark.long
 def test_a_peer_gives_the_very_bits_whatever_the_shapes(tmp_path):
     with Run(tmp_path, endless(quorum=1, limits=UNHURRIED)) as run:
         first = RankedIsland(run, IslandSpec(1, "fsdp"))

@@ -178,6 +178,7 @@ def test_half_open_connections_by_the_thousand_cost_little_and_keep_nobody_out(s
     assert refused_for(run, {"unfinished"}) - refused >= HALF_OPEN - MOST_UNPROVEN
 
 
+@pytest.mark.long
 def test_without_the_limit_they_would_all_be_held(rings, tmp_path):
     with Run(tmp_path, endless(), token=TOKEN, keys=rings[0].syncer, planted="endless-room") as run:
         before = held(run)

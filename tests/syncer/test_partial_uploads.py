@@ -450,6 +450,7 @@ def test_a_long_link_gets_more_streams_by_itself(tmp_path):
         run.finish(far)
 
 
+@pytest.mark.long
 def test_a_link_that_gets_thin_has_coarser_values_and_one_that_is_wide_again_finer_ones(tmp_path):
     with (
         Run(tmp_path, endless(fragments=1, every_steps=4), Numerics(plan="rows")) as run,

@@ -122,6 +122,7 @@ def test_a_syncer_that_is_killed_finds_the_versions_at_its_shards(tmp_path):
         run.assert_clean()
 
 
+@pytest.mark.long
 def test_a_merge_that_was_not_durable_when_the_link_broke_is_made_again(tmp_path):
     """Whatever the instant: a shard is killed again and again, and every version that was told is found."""
     with Run(tmp_path, endless(fragments=2), shards=2) as run:

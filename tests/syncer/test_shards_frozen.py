@@ -10,6 +10,7 @@ from tests.learner.runs import Run, endless
 from tests.syncer.test_shards import versions
 
 
+@pytest.mark.long
 def test_a_shard_that_stands_still_holds_up_its_own_fragments_only(tmp_path):
     with Run(tmp_path, endless(fragments=4), shards=2) as run:
         learners = run.joined(1, 2)

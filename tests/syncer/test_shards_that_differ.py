@@ -64,6 +64,7 @@ def ended_without_a_version(run: Run) -> tuple[list[Child], int, int]:
     return learners, fragment, number
 
 
+@pytest.mark.long
 def test_a_version_that_the_end_does_not_name_is_forgotten_when_its_shard_is_back(tmp_path):
     with Run(tmp_path, both(), shards=2) as run:
         _, fragment, number = ended_without_a_version(run)
@@ -121,6 +122,7 @@ def test_a_version_that_was_written_and_not_told_counts_while_the_run_goes_on(tm
         run.assert_clean()
 
 
+@pytest.mark.long
 def test_a_model_that_its_syncer_has_no_record_of_is_of_no_run(tmp_path):
     with Run(tmp_path, endless(fragments=4), shards=2, planted="deadly-founding") as run:
         run.syncer.expected_to_end = True
@@ -152,6 +154,7 @@ def test_a_syncer_without_a_model_takes_no_shard_of_a_run_that_was_founded(tmp_p
             other.until(lambda _: other.log_lines(wrong, "a new one, without a model"), "it is refused")
 
 
+@pytest.mark.long
 def test_a_shard_that_has_served_a_syncer_serves_no_older_one(tmp_path):
     """Whatever it has heard of a newer one it remembers on disk: that it was killed since changes nothing."""
     with Run(tmp_path, endless(fragments=4), shards=2) as run:

@@ -159,6 +159,7 @@ def test_learners_do_not_speak_to_a_shard_that_is_no_syncer(run, ring):
     shard.kill()
 
 
+@pytest.mark.long
 def test_without_keys_of_an_authority_there_is_no_tls_between_shards(ring, tmp_path, capsys):
     files = ["--certificate", str(ring["syncer"] / "certificate.pem"), "--private-key", str(ring["syncer"] / "key.pem")]
     assert main(["syncer", "--out", str(tmp_path / "run"), "--token", "a long secret", "--shards", "2", *files]) == 2

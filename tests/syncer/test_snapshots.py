@@ -116,6 +116,7 @@ def test_the_copy_is_of_one_step_boundary_whatever_the_learner_does_next(tmp_pat
                     assert torch.equal(flat[begin:end], wanted.flatten())
 
 
+@pytest.mark.long
 def test_the_number_of_snapshots_and_of_parts_is_bounded(tmp_path):
     with Run(tmp_path, endless(snapshot_every_merges=4, limits=PATIENT)) as run:
         (one,) = run.joined(1)
@@ -279,6 +280,7 @@ def test_a_syncer_that_is_killed_during_a_snapshot_leaves_none_and_the_next_one_
         run.assert_clean()
 
 
+@pytest.mark.long
 def test_a_part_that_takes_too_long_does_not_pile_up(tmp_path):
     """The next snapshot comes while the part of the one before is still being written."""
     hold = tmp_path / "hold"

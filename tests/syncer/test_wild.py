@@ -51,7 +51,11 @@ def test_without_that_refusal_it_would_have_been_merged(tmp_path):
         assert largest(run.finish(*learners)) > 1000
 
 
-@pytest.mark.parametrize("numerics", [Numerics(merge="trimmed"), Numerics(norm_clip=2.0)], ids=["trimmed", "norm-clip"])
+@pytest.mark.parametrize(
+    "numerics",
+    [Numerics(merge="trimmed"), pytest.param(Numerics(norm_clip=2.0), marks=pytest.mark.long)],
+    ids=["trimmed", "norm-clip"],
+)
 def test_a_robust_run_bears_what_is_not_refused(tmp_path, numerics):
     """Planted: nothing is refused. Four learners, of which one is far off; the merge alone has to hold."""
     with Run(tmp_path, endless(quorum=4, limits=PATIENT), numerics, planted="tame") as run:

@@ -175,6 +175,7 @@ def test_a_past_epoch_gives_its_core_up(tmp_path):
     assert picture_at(picture)["syncer"]["epoch"] == 4
 
 
+@pytest.mark.long
 def test_metrics_of_a_month_are_read_in_slices(tmp_path):
     run = saved(tmp_path, 1000.0)
     picture = RunPicture(run)

@@ -407,6 +407,7 @@ def test_commands_on_the_same_machine_find_the_syncer_and_its_key(run, ring):
         ask(found.address, None, "GET", "/v1/status", LIMIT_S, tls=ClientTls())
 
 
+@pytest.mark.long
 def test_large_fragments_go_in_slices_over_tls_and_through_resets(tmp_path, ring):
     settings = endless(fragments=2, every_steps=8)
     with Run(tmp_path, settings, Numerics(plan="rows"), keys=ring.syncer) as run, relay_to(run.address) as relay:
