@@ -218,7 +218,7 @@ def ctrl_c():
 
 def test_an_interrupted_run_ends_cleanly_and_goes_on(text, tmp_path, capsys):
     run = tmp_path / "run"
-    settings = small_settings(text, tokens=2 * 600 * STEP, step_time_s=0.005, kills=(Kill(1, 0.05, 0.0),))
+    settings = small_settings(text, tokens=2 * 300 * STEP, step_time_s=0.005, kills=(Kill(1, 0.05, 0.0),))
     view = At(0.2, ctrl_c, after=run / "faults.jsonl")
     with pytest.raises(KeyboardInterrupt):
         start_job(settings, run, view, corpus_of(settings))

@@ -85,6 +85,7 @@ def test_coarse_codecs_in_slices_over_tls_and_values_that_are_not_those_publishe
         assert run.log_lines(island.ranks[0], "every rank of this island sends and fetches its own rows")
 
 
+@pytest.mark.long
 def test_a_leader_that_believes_everything_is_found(tmp_path):
     with Run(tmp_path, config(budget_merges=12), Numerics(up="int4", down="int8"), planted="wrong-update") as run:
         island = RankedIsland(run, IslandSpec(1, planted="believing"))

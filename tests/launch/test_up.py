@@ -276,6 +276,7 @@ def test_two_who_change_a_run_at_once_are_told_of_each_other(yard):
     assert yard.standings()["a"] in ("running", "waiting")
 
 
+@pytest.mark.long
 def test_an_island_that_fails_for_good_is_told_by_the_exit_code(yard):
     yard.write('[islands.a]\ncommand = ["python", "-c", "raise SystemExit(\'out of luck\')"]\nrestarts = 0\n')
     said = yard.atoll("up", code=1)
@@ -288,6 +289,7 @@ def test_an_island_that_fails_for_good_is_told_by_the_exit_code(yard):
     assert told["units"][1]["standing"] == "failed"
 
 
+@pytest.mark.long
 def test_an_island_that_a_plain_kill_has_made_leave_comes_back_with_up(yard):
     leaves = "import signal, sys; signal.signal(15, lambda *_: sys.exit(0)); print('here', flush=True); signal.pause()"
     yard.write(f'[islands.a]\ncommand = ["python", "-c", "{leaves}"]\n')

@@ -146,6 +146,7 @@ def test_a_step_without_a_sample_trains_nothing_and_is_a_step(run, text, watched
     assert trained.steps == len(watched_steps) + empty == sum(tokens_on_tape(run)[1].values())
 
 
+@pytest.mark.long
 def test_a_learner_that_comes_back_starts_with_the_inner_state_of_a_peer(run, text, monkeypatch):
     taken = []
     honest = optimizer_state.unpack

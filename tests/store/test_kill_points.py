@@ -27,7 +27,7 @@ def outcomes(store: str, power: bool) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("power", [False, True], ids=["killed", "power cut"])
+@pytest.mark.parametrize("power", [pytest.param(False, marks=pytest.mark.long), True], ids=["killed", "power cut"])
 def test_killed_at_a_file_operation_nothing_is_lost_or_damaged(power):
     found = outcomes("Store", power)
     assert [outcome for outcome in found if outcome["problem"]] == []
@@ -35,6 +35,8 @@ def test_killed_at_a_file_operation_nothing_is_lost_or_damaged(power):
     assert {"open", "write", "half a write", "fsync", "link", "unlink"} <= {outcome["operation"] for outcome in found}
 
 
-@pytest.mark.parametrize(("store", "power"), [("InPlace", False), ("NameFirst", True)])
+@pytest.mark.parametrize(
+    ("store", "power"), [pytest.param("InPlace", False, marks=pytest.mark.long), ("NameFirst", True)]
+)
 def test_a_store_that_is_careless_is_caught(store, power):
     assert [outcome for outcome in outcomes(store, power) if outcome["problem"]]

@@ -146,6 +146,7 @@ def test_a_peer_gives_the_very_bits_whatever_the_shapes(tmp_path):
         first.kill_all()
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_while_it_writes_leaves_the_part_before_and_the_next_one_clears_up(tmp_path):
     with Run(tmp_path, endless(quorum=1, limits=PATIENT)) as run:
         island = RankedIsland(run, IslandSpec(1, "fsdp", planted="deadly-shard", planted_ranks=(1,)))
