@@ -65,6 +65,7 @@ from atoll.tensors.plan import FragmentPlan
 from atoll.transport.bulk_transfer import LearnerBulk
 from atoll.transport.endpoint import Place
 from atoll.transport.http_client import LearnerLink, Refusal, why
+from atoll.transport.pacing import DEFAULT_STREAMS
 from atoll.transport.wire import Kind, WireError, encode_message
 
 METRICS_EVERY_S = 1.0
@@ -92,7 +93,7 @@ class Background:
         token: str | None,
         log: logging.Logger,
         max_rate: float | None = None,
-        streams: int | None = None,
+        streams: int = DEFAULT_STREAMS,
         away_timeout_s: float = math.inf,
     ) -> None:
         """`max_rate`: bytes per second of values, each way."""

@@ -23,7 +23,7 @@ from atoll.transport.byte_ranges import Spans
 from atoll.transport.endpoint import address
 from atoll.transport.http_client import LearnerLink, Refusal
 from atoll.transport.link_meter import LinkMeter
-from atoll.transport.pacing import FIRST_SLICE, Direction
+from atoll.transport.pacing import DEFAULT_STREAMS, FIRST_SLICE, Direction
 from atoll.transport.streaming_buffer import Growing
 from atoll.transport.wire import (
     CODEC_NUMBERS,
@@ -89,7 +89,7 @@ class Fetching:
 
 
 class LearnerBulk:
-    def __init__(self, link: LearnerLink, bytes_per_s: float | None, streams: int | None = None) -> None:
+    def __init__(self, link: LearnerLink, bytes_per_s: float | None, streams: int = DEFAULT_STREAMS) -> None:
         self._link = link
         self._buffers = ByteBuffers()
         self._fetching: dict[FragmentId, Fetching] = {}
@@ -104,7 +104,6 @@ class LearnerBulk:
         """What is measured here is told from now on. `largest`: values of the largest fragment."""
         self._meters = {}
         for direction, wish in ((self.up, numerics.up), (self.down, numerics.down)):
-            direction.streams.on_change = tell
             if wish == "auto":
                 self._meters[direction.way] = LinkMeter(direction, largest, tell)
 
