@@ -3,7 +3,7 @@
 The ranks of torchrun are in sessions of their own: a signal to a process group does not reach them, and a parent that
 dies by SIGKILL leaves them running. So a command runs below a guard:
 
-    supervisor --pipe--> guard (subreaper) --> command --> ranks
+    supervisor =pipe=> guard (subreaper) => command => ranks
 
 - The guard adopts every orphan below it (PR_SET_CHILD_SUBREAPER), so it knows all descendants of the command.
 - The guard has no parent of its own (double fork): a system that kills the children of the supervisor spares it.

@@ -200,7 +200,7 @@ def _wait_for_end(directory: Path, notice_s: float) -> None:
     until = time.monotonic() + notice_s + RESERVE_S
     while is_locked(directory):
         if time.monotonic() > until:
-            raise OSError(f"a process of the unit in {directory} does not end by SIGKILL: see `ps -ef --forest`")
+            raise OSError(f"a process of the unit in {directory} does not end by SIGKILL: see `ps axf`")
         time.sleep(POLL_INTERVAL_S)
 
 
