@@ -7,7 +7,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from aiohttp import WebSocketError, WSCloseCode, WSMsgType, web
+from aiohttp import web
 from torch import Tensor
 
 from atoll.core.protocol import Contribution, Envelope, FetchTime, Hello, InnerState, MessageArrived
@@ -28,7 +28,7 @@ from atoll.tensors.codecs import F32
 from atoll.tensors.plan import FragmentPlan, settled_plan
 from atoll.tensors.robust_merge import unfit_in_fragment
 from atoll.transport.identity import NotYours, Turned, alike, check_speaker, own_number
-from atoll.transport.websocket import CLOSING_S, close_reason
+from atoll.transport.websocket import WebSocketConnection
 from atoll.transport.wire import (
     MOST_MESSAGE_BYTES,
     FrameHead,
@@ -181,54 +181,45 @@ class Paths:
     async def link(self, request: web.Request) -> web.StreamResponse:
         if self.syncer.core is None:
             return error_response(409, "the run has no model yet: bring one first")
-        socket = web.WebSocketResponse(
-            max_msg_size=MOST_MESSAGE_BYTES, compress=False, autoping=True, timeout=CLOSING_S
-        )
-        await socket.prepare(request)
+        connection = await WebSocketConnection.accept(request, MOST_MESSAGE_BYTES)
         link: SyncerLink | None = None
-        why = "the connection was closed"
         refusal: WireError | NotYours | None = None
         try:
-            async for message in socket:
-                if message.type is WSMsgType.BINARY:
-                    envelope = decode_message(message.data, "learner")
-                    link = self._identify(link, envelope, socket, request)
+            async for data in connection.messages():
+                if isinstance(data, bytes):
+                    envelope = decode_message(data, "learner")
+                    link = self._identify(link, envelope, connection)
                     if type(envelope.body) in (Contribution, InnerState):
                         raise WireError(f"{type(envelope.body).__name__} travels beside its values", "type")
                     if type(envelope.body) is FetchTime and self.syncer.settings.numerics.down != "auto":
                         raise WireError("FetchTime, where the run names the codec of updates", "type")
                     link.heard(envelope.body)
                     self.syncer.tell(MessageArrived(envelope))
-                elif message.type is WSMsgType.TEXT and link is not None:
-                    self._take_metrics(link, message.data)
-                elif isinstance(message.data, WebSocketError):  # aiohttp has closed it, with this code
-                    too_big = message.data.code == WSCloseCode.MESSAGE_TOO_BIG
-                    raise WireError(str(message.data), "size" if too_big else "type")
-                elif message.type is WSMsgType.ERROR:
-                    why = f"the connection broke: {socket.exception()}"
+                elif link is not None:
+                    self._take_metrics(link, data)
         except (WireError, NotYours) as error:
             refusal = error
-            why = f"what it sent was refused: {error}"
             turned = Turned(error.code, 400, str(error))
             self.syncer.access.turn_away(turned, str(request.remote), "a link", alike(error.code))
         finally:
+            connection.cancel()
             if link is not None:
-                self.syncer.detach(link, why)
+                refused = f"what it sent was refused: {refusal}"
+                self.syncer.detach(link, refused if refusal is not None else connection.ended)
                 link.abandon()
         if refusal is not None:
-            await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=close_reason(str(refusal)))
-        return socket
+            await connection.refuse(str(refusal))
+        assert isinstance(connection.socket, web.WebSocketResponse)
+        return connection.socket
 
-    def _identify(
-        self, link: SyncerLink | None, envelope: Envelope, socket: web.WebSocketResponse, request: web.Request
-    ) -> SyncerLink:
+    def _identify(self, link: SyncerLink | None, envelope: Envelope, connection: WebSocketConnection) -> SyncerLink:
         """A link belongs to the one who said hello on it."""
         key = (envelope.learner, envelope.incarnation, envelope.session)
         if link is None:
             if type(envelope.body) is not Hello:
                 raise WireError(f"the first message on a link is Hello, found {type(envelope.body).__name__}", "type")
             check_speaker(envelope.learner)
-            link = SyncerLink(key, socket, request.transport, self.syncer.served)
+            link = SyncerLink(key, connection, self.syncer.served)
             self.syncer.attach(link)
         if link.key != key:
             raise WireError(f"this link belongs to learner {link.key[0]}, the message says {key[0]}", "type")

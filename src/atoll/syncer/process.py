@@ -69,6 +69,7 @@ from atoll.tensors.plan import FragmentPlan
 from atoll.transport.auth import Access
 from atoll.transport.run_clock import RunClock
 from atoll.transport.tls import ServerTls
+from atoll.transport.websocket import WebSocketConnection
 
 RECEIVING_BYTES = 256 * 2**20
 """Of contributions that are being received at once, unless four of the largest fragments are more."""
@@ -144,7 +145,7 @@ class SyncerProcess:
             await self._restore(self.settings.plan)
         self._spawn(self._watch_fence())
         if self.access.tls is not None:
-            self._spawn(self.access.watch(lambda: [*self.links.values(), *(self.shards or ())]))
+            self._spawn(self.access.watch(self._connections))
 
     async def _restore(self, plan: FragmentPlan) -> None:
         await self.keeper.load(plan, self.settings, list(range(len(plan.fragments))))
@@ -293,7 +294,7 @@ class SyncerProcess:
             prefix = f"learner {learner}: refused by the run in {self.directory}: "
             self._reasons.write(body.reason, ("run", 0), prefix, learner=learner, incarnation=incarnation)
             if link is not None and body.final:
-                link.close(str(body.reason))
+                link.connection.close(str(body.reason))
         elif type(body) is Welcome:
             self._close_older(learner, incarnation)
 
@@ -301,7 +302,7 @@ class SyncerProcess:
         """A process that has a successor is told so when it dials again; on its old link nobody listens to it."""
         for key, link in self.links.items():
             if key[0] == learner and key[1] < incarnation:
-                link.close(f"incarnation {key[1]} is replaced by {incarnation}")
+                link.connection.close(f"incarnation {key[1]} is replaced by {incarnation}")
 
     def _say(self, effect: Say) -> None:
         kind, number = effect.subject
@@ -318,7 +319,7 @@ class SyncerProcess:
     def _hang_up(self, effect: Hangup) -> None:
         link = self.links.pop((effect.learner, effect.incarnation, effect.session), None)
         if link is not None:
-            link.close(str(effect.reason))
+            link.connection.close(str(effect.reason))
 
     @property
     def fragments(self) -> dict[FragmentId, HeldFragment]:
@@ -378,6 +379,9 @@ class SyncerProcess:
         self.handed[learner] = max(known, self.handed.get(learner, 0)) + 1
         return learner, self.handed[learner]
 
+    def _connections(self) -> list[WebSocketConnection]:
+        return [link.connection for link in (*self.links.values(), *(self.shards or ()))]
+
     def present(self) -> set[LearnerId]:
         """Learners that have a link, or a number and no link yet."""
         members = self.core.members if self.core is not None else {}
@@ -386,7 +390,7 @@ class SyncerProcess:
     def attach(self, link: SyncerLink) -> None:
         old = self.links.pop(link.key, None)
         if old is not None:
-            old.close("another connection says that it is the same link")
+            old.connection.close("another connection says that it is the same link")
         self.links[link.key] = link
         if self.shards is not None:
             self.shards.links_changed()
@@ -516,8 +520,8 @@ class SyncerProcess:
         for task in list(self._background):
             task.cancel()
         for link in list(self.links.values()):
-            link.close("the syncer is being stopped")
-        await asyncio.gather(*(link.closed() for link in list(self.links.values())), return_exceptions=True)
+            link.connection.close("the syncer is being stopped")
+        await asyncio.gather(*(link.connection.closed() for link in list(self.links.values())), return_exceptions=True)
         self.links.clear()
         await self.keeper.stop()
         if self.finished:

@@ -17,7 +17,6 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 import aiohttp
 from aiohttp import web
@@ -26,6 +25,7 @@ from atoll.logs import RepeatLimit
 from atoll.transport.endpoint import is_loopback
 from atoll.transport.identity import SPEAKER, Turned, peer_of
 from atoll.transport.tls import ClientTls, ServerTls
+from atoll.transport.websocket import WebSocketConnection
 
 LOOK_EVERY_S = 1.0
 """At the files of the keys, and for keys that have expired."""
@@ -57,15 +57,6 @@ def check_access(host: str, token: str | None, tls: ServerTls | None = None, pla
         raise ValueError(
             f"without a token the syncer listens on this machine only, not on {host}: give --token, or --host 127.0.0.1"
         )
-
-
-class Linked(Protocol):
-    """What of a link matters here."""
-
-    @property
-    def transport(self) -> asyncio.BaseTransport | None: ...
-
-    def close(self, why: str) -> None: ...
 
 
 class Access:
@@ -127,8 +118,8 @@ class Access:
         also = f" (and {left_out} like it before)" if left_out else ""
         self.log.warning("%s from %s was refused: %s%s", what, who, turned.sentence, also, extra={"code": turned.code})
 
-    async def watch(self, links: Callable[[], Iterable[Linked]]) -> None:
-        """Keys that are renewed are used, and links of keys that are no longer good are closed."""
+    async def watch(self, connections: Callable[[], Iterable[WebSocketConnection]]) -> None:
+        """Use keys that are renewed, and close the connections of keys that are no longer good."""
         assert self.tls is not None
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
@@ -136,9 +127,10 @@ class Access:
             if told is not None:
                 self.log.info("%s", told)
             now = time.time()
-            for link in links():
-                peer = peer_of(link.transport) if self.tls.asks_for_keys else None
+            for connection in connections():
+                peer = peer_of(connection.transport) if self.tls.asks_for_keys else None
                 problem = peer.problem(now, self.tls.revoked) if peer is not None else None
                 if problem is not None:
                     self.turn_away(problem, peer.name if peer is not None else "", "a link")
-                    link.close(problem.sentence)
+                    connection.discard()
+                    connection.close(problem.sentence)

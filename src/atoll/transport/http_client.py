@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import aiohttp
-from aiohttp import WSMsgType
 from torch import Tensor
 
 from atoll.core.protocol import Envelope
@@ -22,7 +21,7 @@ from atoll.transport.buffers import CHUNK_BYTES, READ_BYTES
 from atoll.transport.chunked_payload import Flow
 from atoll.transport.identity import HEADER
 from atoll.transport.tls import ClientTls, Stamp, tls_problem
-from atoll.transport.websocket import CLOSING_S, WebSocketWriter
+from atoll.transport.websocket import CLOSING_S, WebSocketConnection
 from atoll.transport.wire import (
     MOST_MESSAGE_BYTES,
     FrameHead,
@@ -87,7 +86,7 @@ class LearnerLink:
         self._on_closed = on_closed
         self._on_failed = on_failed
         self._session: aiohttp.ClientSession | None = None
-        self._writer: WebSocketWriter | None = None  # of the newest link, until it is hung up
+        self._connection: WebSocketConnection | None = None  # of the newest link, until it is hung up
         self._closed = asyncio.Event()  # of the newest link
         self._number = 0  # of the newest link
         self._tls = tls
@@ -163,16 +162,16 @@ class LearnerLink:
         self._number += 1
         number = self._number
         closed = self._closed = asyncio.Event()
-        reading = asyncio.ensure_future(self._read(socket))
-        writer = self._writer = WebSocketWriter(socket)
+        connection = self._connection = WebSocketConnection(socket)
+        reading = asyncio.ensure_future(self._read(connection))
         try:
             self._on_opened(number)
-            await asyncio.wait((reading, writer.task), return_when=asyncio.FIRST_COMPLETED)
-            broken = f"the connection broke: {why(writer.error)}" if writer.error is not None else ""
+            await asyncio.wait((reading, connection.task), return_when=asyncio.FIRST_COMPLETED)
+            broken = f"the connection broke: {why(connection.error)}" if connection.error is not None else ""
         finally:
-            writer.cancel()
-            if self._writer is writer:
-                self._writer = None
+            connection.cancel()
+            if self._connection is connection:
+                self._connection = None
             await _close(socket)
             await asyncio.wait((reading,), timeout=CLOSING_S)
             closed.set()
@@ -214,38 +213,30 @@ class LearnerLink:
         self._on_failed(problem)
         return None
 
-    async def _read(self, socket: aiohttp.ClientWebSocketResponse) -> str:
+    async def _read(self, connection: WebSocketConnection) -> str:
         """Until the link ends; why it did."""
         try:
-            while True:
-                message = await socket.receive()
-                if message.type is WSMsgType.BINARY:
-                    self._on_message(decode_message(message.data, "syncer"))
-                elif message.type is WSMsgType.ERROR:
-                    return f"the connection broke: {why(socket.exception())}"
-                elif message.type is WSMsgType.CLOSE:
-                    return f"the syncer closed it ({message.data}){': ' if message.extra else ''}{message.extra or ''}"
-                elif message.type is WSMsgType.CLOSING:
-                    return "this side hung up"
-                elif message.type is WSMsgType.CLOSED:
-                    return "the connection was lost"
+            async for data in connection.messages():
+                if isinstance(data, bytes):
+                    self._on_message(decode_message(data, "syncer"))
         except WireError as error:
             return f"what the syncer sent cannot be read: {error}"
+        return connection.ended
 
     def post(self, envelope: Envelope) -> None:
-        if self._writer is not None and envelope.session == self._number:
-            self._writer.post(encode_message(envelope))
+        if self._connection is not None and envelope.session == self._number:
+            self._connection.post(encode_message(envelope))
 
     def post_metrics(self, text: str) -> None:
-        if self._writer is not None and len(self._writer) < 100:
-            self._writer.post(text)
+        if self._connection is not None and len(self._connection) < 100:
+            self._connection.post(text)
 
     def hang_up(self, number: int) -> asyncio.Event | None:
         """What was posted before is still sent, if the system takes it in time. The event is set at the end of it."""
-        if self._writer is None or number != self._number:
+        if self._connection is None or number != self._number:
             return None
-        self._writer.finish()
-        self._writer = None
+        self._connection.finish()
+        self._connection = None
         self.turn()  # whoever is hung up on did not answer
         return self._closed
 
