@@ -37,9 +37,9 @@ from atoll.store.run_settings import RunSettings
 from atoll.tape.files import RunTapes
 from atoll.tensors.codecs import codec
 from atoll.tensors.settings import CodecWish, Numerics
+from atoll.transport.buffers import Told
 from atoll.transport.bulk_transfer import Fetched
-from atoll.transport.rates import rate_of
-from atoll.transport.streaming_buffer import Told
+from atoll.transport.pacing import rate_of
 from benchmarks.measuring import as_json, begin, describe, spread, syncer
 
 STEP_S = 0.05

@@ -42,9 +42,9 @@ from atoll.core.protocol import (
 from atoll.core.types import FragmentId
 from atoll.store.run_settings import RunSettings
 from atoll.tensors.plan import FragmentPlan, TensorInfo, make_plan
+from atoll.transport.buffers import Growing
 from atoll.transport.bulk_transfer import LearnerBulk, fragment_sizes
 from atoll.transport.http_client import LearnerLink, Refusal
-from atoll.transport.streaming_buffer import Growing
 from atoll.transport.wire import CODEC_NUMBERS, Kind, WireError, encode_message
 
 LOG = logging.getLogger("atoll.light")

@@ -27,7 +27,7 @@ import torch
 
 from atoll.store.run_settings import RunSettings
 from atoll.syncer.main import serve_syncer
-from atoll.transport.address_file import ask, where
+from atoll.transport.endpoint import ask, where
 from atoll.transport.tls import key_files
 
 START_S = 60.0

@@ -28,7 +28,7 @@ import torch
 from atoll.launch.engine import Standing
 from atoll.launch.fleet import Fleet, Look
 from atoll.launch.islands_file import IslandsFile
-from atoll.transport.address_file import NoAnswer, ask, where
+from atoll.transport.endpoint import NoAnswer, ask, where
 
 ISLANDS_FILE = """
 run = "ray-islands"

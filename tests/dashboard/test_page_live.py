@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from atoll.transport.address_file import ask, where
+from atoll.transport.endpoint import ask, where
 from tests.dashboard.looking import NO_ANSWER, card
 from tests.reference.small_jobs import small_text
 

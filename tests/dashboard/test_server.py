@@ -17,7 +17,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from atoll.dashboard import server as serving
 from atoll.dashboard.alerts import Rules
 from atoll.dashboard.server import HEADERS, Dash, Watched
-from atoll.transport.address_file import Reachable, tell_where
+from atoll.transport.endpoint import Reachable, tell_where
 from tests.tiny_run import TinyRun, eventful_run
 
 TOKEN = "a secret of four words"

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from atoll.launch import registry
+from atoll.launch import engine as engines
 from atoll.launch.engine import Standing, Status, Unit
 
 
@@ -69,7 +69,7 @@ class FakeArrayEngine(FakeEngine):
 
 def use_fakes(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     for made in (FakeEngine, FakeArrayEngine):
-        monkeypatch.setitem(registry.ENGINES, made.name, (__name__, made.__name__))
+        monkeypatch.setitem(engines.ENGINES, made.name, (__name__, made.__name__))
     for name in ("submitted", "asked", "silent", "on_start"):
         monkeypatch.setattr(FakeEngine, name, [])
     monkeypatch.setattr(FakeEngine, "standings", {})

@@ -9,8 +9,8 @@ import pytest
 
 from atoll.cli import down, logs
 from atoll.cli import up as commands_up
+from atoll.launch import engine as engines
 from atoll.launch import fleet as of_fleet
-from atoll.launch import registry
 from atoll.launch.engine import Standing
 from atoll.launch.fleet import Fleet
 from atoll.launch.islands_file import IslandsFile
@@ -105,7 +105,7 @@ def test_islands_of_one_table_are_submitted_together_where_the_engine_takes_that
 
 
 def test_up_warns_of_an_address_that_leads_nowhere_from_other_machines(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(registry.ENGINES, "slurm", registry.ENGINES["fake"])
+    monkeypatch.setitem(engines.ENGINES, "slurm", engines.ENGINES["fake"])
     commands_up.run(fleet_of(tmp_path, engine="slurm").file.path, dry_run=True)
     assert capsys.readouterr().err.startswith("atoll: syncer.address is 127.0.0.1:7400, which every machine takes for")
     commands_up.run(fleet_of(tmp_path).file.path, dry_run=True)

@@ -34,8 +34,7 @@ from atoll.syncer.partial_uploads import Arrivals
 from atoll.syncer.process import SyncerProcess
 from atoll.tensors import robust_merge
 from atoll.transport import auth, bulk_transfer, http_client, listener, pacing
-from atoll.transport.link_meter import LinkMeter
-from atoll.transport.pacing import Direction
+from atoll.transport.pacing import Direction, LinkMeter
 
 
 def plant(names: str, directory: Path) -> None:

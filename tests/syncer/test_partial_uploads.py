@@ -17,14 +17,10 @@ from atoll.chaos.relay import relay_to
 from atoll.core.protocol import Pull
 from atoll.core.types import RoundId
 from atoll.learner.api import Learner
-from atoll.syncer.memory_limit import MemoryGate
-from atoll.syncer.partial_uploads import ArrivalKey, Arrivals
+from atoll.syncer.partial_uploads import ArrivalKey, Arrivals, MemoryGate
 from atoll.tensors.settings import Numerics
-from atoll.transport.buffers import ByteBuffers
-from atoll.transport.byte_ranges import Spans
-from atoll.transport.pacing import BURST_S, FIRST_SLICE, MAX_SLICE, Direction, Pace, check_streams
-from atoll.transport.rates import rate_of
-from atoll.transport.streaming_buffer import Growing
+from atoll.transport.buffers import ByteBuffers, Growing, Spans
+from atoll.transport.pacing import BURST_S, FIRST_SLICE, MAX_SLICE, Direction, Pace, check_streams, rate_of
 from atoll.transport.wire import Kind, SliceHeader, WireError, frame_head
 from tests.learner.runs import LearnerSpec, Run, endless
 from tests.learner.small_models import work

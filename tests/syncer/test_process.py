@@ -17,12 +17,12 @@ from torch import nn
 from atoll.core.protocol import Delivered, Envelope, Pong, Published, Resync
 from atoll.core.types import Accepted, Limits, RoundId
 from atoll.store.run_settings import RunSettings
-from atoll.syncer import state_relay as spool_module
+from atoll.syncer import http_api
 from atoll.syncer.fragment import MOST_OLD, HeldFragment
+from atoll.syncer.http_api import Spool
 from atoll.syncer.learner_connection import SyncerLink
 from atoll.syncer.main import serve_syncer
-from atoll.syncer.memory_limit import MemoryGate
-from atoll.syncer.state_relay import Spool
+from atoll.syncer.partial_uploads import MemoryGate
 from atoll.tensors.codecs import codec
 from atoll.tensors.plan import make_plan, tensors_of
 from atoll.tensors.settings import Numerics
@@ -455,8 +455,8 @@ def test_the_oldest_makes_room_and_leftovers_are_removed(tmp_path):
     (tmp_path / "learner-1-i1-1.part").write_bytes(b"of a syncer that was killed")
     spool = Spool(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    for learner in range(1, spool_module.MOST_FILES + 3):
+    for learner in range(1, http_api.MOST_FILES + 3):
         spooled(spool, (learner, 1), b"state")
-    assert len(list(tmp_path.iterdir())) == spool_module.MOST_FILES
+    assert len(list(tmp_path.iterdir())) == http_api.MOST_FILES
     assert spool.path((1, 1)) is None
     assert spool.path((3, 1)) is not None

@@ -19,8 +19,7 @@ from atoll.files import write_file
 from atoll.store import fencing
 from atoll.store.fencing import Sign, Turn, Watcher, read_sign, this_machine, write_sign
 from atoll.store.version_store import Fenced, InUse, Store
-from atoll.transport.address_file import where
-from atoll.transport.endpoint import addresses
+from atoll.transport.endpoint import addresses, where
 from tests.learner.runs import Run, config, endless, versions_by_epoch
 from tests.store.store_samples import NoClaims, founded, members, tensors, version
 from tests.store.test_store_faults import kills

@@ -20,8 +20,8 @@ from atoll.core.types import RoundId
 from atoll.errors import KeysRefused, LearnerRefused
 from atoll.learner.api import Learner
 from atoll.tensors.settings import Numerics
-from atoll.transport.address_file import Distrusted, ask, where
 from atoll.transport.auth import check_access
+from atoll.transport.endpoint import Distrusted, ask, where
 from atoll.transport.tls import ClientTls, KeyFiles, ServerTls
 from atoll.transport.wire import Kind, SliceHeader, frame_head
 from tests.learner.in_process import learner_of, train

@@ -24,7 +24,7 @@ from atoll.island.fragments import Copied, FragmentTensors
 from atoll.reference.island import train_island
 from atoll.reference.job_settings import JobSettings
 from atoll.reference.supervisor import serve_job
-from atoll.transport.streaming_buffer import Told
+from atoll.transport.buffers import Told
 
 FOLDER = "chaos"
 POISONS = ("nan", "infinity", "wild")

@@ -41,7 +41,7 @@ def run(
     and a grace margin stay in force when the syncer is started again.
     """
     from atoll.cli.snapshot import find_syncer, show_taken
-    from atoll.transport.address_file import Refused
+    from atoll.transport.endpoint import Refused
 
     who = who if who is not None else user_and_host()
     wish = {"what": what, "value": _value(what, value), "who": who}

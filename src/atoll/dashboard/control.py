@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from atoll.core.policy import control_problem
 from atoll.core.types import Limits
-from atoll.transport.address_file import NoAnswer, ask, where
-from atoll.transport.address_file import Refused as Declined
+from atoll.transport.endpoint import NoAnswer, ask, where
+from atoll.transport.endpoint import Refused as Declined
 
 ANSWER_S = 20.0
 MOST_NAME = 80

@@ -21,7 +21,7 @@ from atoll.tensors.codecs import CODECS, Codec, Feedback, codec
 from atoll.tensors.model_view import ModelView
 from atoll.tensors.outer import Applying
 from atoll.tensors.plan import FragmentPlan, settled_plan, tensors_of
-from atoll.transport.streaming_buffer import Told
+from atoll.transport.buffers import Told
 from atoll.transport.wire import CODEC_NUMBERS, as_bytes
 
 TOLD_VALUES = 2**20

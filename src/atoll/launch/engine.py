@@ -6,11 +6,13 @@ nothing else, so it needs to know neither the file in which they were named nor 
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 
 @dataclass(frozen=True)
@@ -92,4 +94,48 @@ class TakesArrays(Protocol):
         """Handles in the order of the units."""
 
 
-__all__ = ["Engine", "Standing", "Status", "TakesArrays", "Unit"]
+# --------------------------------------------------------------------------------------------------------------------
+# Engines by name. One is imported when it is needed: Slurm needs no Ray
+
+
+ENGINES = {
+    "local": ("atoll.launch.local", "LocalEngine"),
+    "ray": ("atoll.launch.ray_cluster", "RayEngine"),
+    "slurm": ("atoll.launch.slurm", "SlurmEngine"),
+}
+
+EXAMPLES = {"kubernetes": "examples/kubernetes.yaml", "skypilot": "examples/skypilot.yaml"}
+"""Systems for which Atoll has an example file instead of an engine."""
+
+BY_PLACE = frozenset({"ray", "slurm"})
+"""They choose the machine: it may be another one than this."""
+
+_EXTRAS = {"ray": "ray"}
+
+
+def check_name(name: str) -> None:
+    """ValueError with the nearest name, or with the example file of a system that has no engine."""
+    if name in EXAMPLES:
+        raise ValueError(
+            f"Atoll has no engine for {name}: adapt {EXAMPLES[name]}, and start it with the tools of {name}"
+            " (docs/kubernetes.md)"
+        )
+    if name not in ENGINES:
+        near = difflib.get_close_matches(name, ENGINES, 1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"there is no engine {name!r}: there are {', '.join(ENGINES)}{meant}")
+
+
+def engine(name: str) -> Engine:
+    """ValueError where there is no such engine, or what it needs is not installed."""
+    check_name(name)
+    module, of_class = ENGINES[name]
+    try:
+        made = getattr(import_module(module), of_class)()
+    except ModuleNotFoundError as missing:
+        needed = (missing.name or "").partition(".")[0]
+        if needed not in _EXTRAS:
+            raise
+        extra = f"pip install 'atoll[{_EXTRAS[needed]}]'"
+        raise ValueError(f"engine {name} needs {needed}, which is not installed: {extra}") from None
+    return cast(Engine, made)

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atoll.launch.registry import check_name
+from atoll.launch.engine import check_name
 from atoll.transport.endpoint import is_loopback, place
 
 SYNCER = "syncer"

@@ -24,7 +24,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 
 from atoll.launch.engine import Standing
-from atoll.launch.ray_files import FINAL, last_word, write_last_word
+from atoll.launch.ray_cluster import FINAL, last_word, write_last_word
 from atoll.launch.ray_keeper import RayKeeper, RayUnit
 
 HEAD = "node:__internal_head__"

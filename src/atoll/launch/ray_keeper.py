@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from atoll.launch.engine import Standing
 from atoll.launch.guard import CommandExit, GuardedCommand
-from atoll.launch.ray_files import last_word, log_name, next_number, write_last_word
+from atoll.launch.ray_cluster import last_word, log_name, next_number, write_last_word
 from atoll.launch.supervisor import RUN_POLL_INTERVAL_S, ExitInfo, Restarts, UnitSpec, UnitSupervisor
 
 POLL_INTERVAL_S = 0.25

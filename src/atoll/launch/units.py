@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from atoll.launch.engine import Unit
+from atoll.launch.engine import BY_PLACE, Unit
 from atoll.launch.islands_file import SHARD, SYNCER, Island, IslandsFile, SyncerTable
-from atoll.launch.registry import BY_PLACE
 from atoll.learner.environment import JOIN_TIMEOUT_S, KEYS, LEARNER, NOTICE_S, RUN_DIRECTORY, TOKEN
 from atoll.learner.environment import SYNCER as SYNCER_TOLD
 from atoll.transport.endpoint import PLAIN

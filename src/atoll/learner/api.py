@@ -61,8 +61,7 @@ from atoll.logs import Named
 from atoll.tensors import optimizer_state
 from atoll.tensors.optimizers import check_whole_step, plain_optimizers
 from atoll.transport.endpoint import place
-from atoll.transport.pacing import check_streams
-from atoll.transport.rates import rate_of
+from atoll.transport.pacing import check_streams, rate_of
 
 AWAY_TIMEOUT_S = 86_400.0
 

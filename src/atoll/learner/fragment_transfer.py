@@ -22,9 +22,9 @@ from atoll.island.row_transfer import RowTraffic
 from atoll.learner.driver import LearnerDriver
 from atoll.learner.join import RETRY_S
 from atoll.logs import about
+from atoll.transport.buffers import Growing
 from atoll.transport.bulk_transfer import Fetched, LearnerBulk, fragment_sizes
 from atoll.transport.http_client import LearnerLink, LinkGone, Refusal, why
-from atoll.transport.streaming_buffer import Growing
 from atoll.transport.wire import CODEC_NUMBERS, WireError
 
 T = TypeVar("T")

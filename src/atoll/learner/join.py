@@ -20,8 +20,7 @@ from atoll.store.run_settings import RunSettings
 from atoll.tensors.model_view import ModelView
 from atoll.tensors.plan import FragmentPlan
 from atoll.transport.bulk_transfer import LearnerBulk
-from atoll.transport.chunked_payload import Flow, Flowing
-from atoll.transport.http_client import LearnerLink, Refusal, why
+from atoll.transport.http_client import Flow, Flowing, LearnerLink, Refusal, why
 from atoll.transport.tls import tls_problem
 from atoll.transport.wire import WireError
 

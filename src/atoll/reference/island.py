@@ -14,8 +14,7 @@ from atoll.learner.api import Learner
 from atoll.reference.job_settings import JobSettings
 from atoll.reference.loop import InnerLoop, Metrics, Step
 from atoll.store.run_settings import RunSettings
-from atoll.transport.address_file import Distrusted, NoAnswer, Refused, ask
-from atoll.transport.endpoint import Place
+from atoll.transport.endpoint import Distrusted, NoAnswer, Place, Refused, ask
 
 ASK_EVERY_S = 1.0
 

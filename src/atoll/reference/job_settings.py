@@ -18,8 +18,7 @@ from typing import Any, Literal, get_args
 from atoll.core.types import AdoptHow, RunConfig
 from atoll.files import write_text
 from atoll.tensors.settings import Numerics
-from atoll.transport.pacing import check_streams
-from atoll.transport.rates import rate_of
+from atoll.transport.pacing import check_streams, rate_of
 
 Method = Literal["decoupled", "ddp", "diloco", "streaming", "single"]
 METHODS: tuple[str, ...] = get_args(Method)

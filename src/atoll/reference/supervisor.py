@@ -26,8 +26,7 @@ from atoll.store.run_settings import RunSettings
 from atoll.store.snapshots import SHARDS
 from atoll.syncer.main import serve_syncer
 from atoll.syncer.shards.main import serve_shard
-from atoll.transport.address_file import ask
-from atoll.transport.endpoint import place
+from atoll.transport.endpoint import ask, place
 
 LOOK_S = 0.25
 STATUS_WAIT_S = 1.0

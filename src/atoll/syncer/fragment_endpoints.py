@@ -23,8 +23,7 @@ from atoll.logs import Named
 from atoll.store.run_settings import RunSettings
 from atoll.syncer.fragment import HeldFragment
 from atoll.syncer.fragment_executor import Payload
-from atoll.syncer.memory_limit import MemoryGate
-from atoll.syncer.partial_uploads import ArrivalKey, Arrivals, Claim
+from atoll.syncer.partial_uploads import ArrivalKey, Arrivals, Claim, MemoryGate
 from atoll.tensors.codecs import Codec, codec
 from atoll.tensors.plan import FragmentPlan
 from atoll.tensors.robust_merge import unfit_in_fragment

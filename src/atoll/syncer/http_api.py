@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
+import mmap
+import os
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +16,7 @@ from torch import Tensor
 
 from atoll.core.protocol import Contribution, Envelope, FetchTime, Hello, InnerState, MessageArrived
 from atoll.core.reasons import Reason
-from atoll.core.types import FragmentId, first_difference
+from atoll.core.types import FragmentId, Incarnation, LearnerId, first_difference
 from atoll.store.run_settings import start_anew
 from atoll.store.snapshots import snapshot_info
 from atoll.syncer.auth_middleware import guard_of
@@ -22,7 +26,6 @@ from atoll.syncer.learner_connection import SyncerLink
 from atoll.syncer.process import SyncerProcess
 from atoll.syncer.prometheus import MISSING, exposition
 from atoll.syncer.shards.coordinator import ShardsMissing
-from atoll.syncer.state_relay import Spool, SpoolFile
 from atoll.syncer.status import TOLD, status
 from atoll.tensors.codecs import F32
 from atoll.tensors.plan import FragmentPlan, settled_plan
@@ -30,6 +33,7 @@ from atoll.tensors.robust_merge import unfit_in_fragment
 from atoll.transport.identity import NotYours, Turned, alike, check_speaker, own_number
 from atoll.transport.websocket import WebSocketConnection
 from atoll.transport.wire import (
+    HEAD_BYTES,
     MOST_MESSAGE_BYTES,
     FrameHead,
     Kind,
@@ -37,6 +41,7 @@ from atoll.transport.wire import (
     as_bytes,
     decode_header,
     decode_message,
+    frame_head,
     parse_json,
 )
 
@@ -354,3 +359,77 @@ def _accept_plan(head: FrameHead, header: bytes) -> Any:
 
 def _is_figure(value: object) -> bool:
     return value is None or (type(value) in (int, float) and math.isfinite(value))  # type: ignore[arg-type]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Inner state on its way from one learner to another: files, because its taker may come for it at any time
+
+
+Key = tuple[LearnerId, Incarnation]
+
+MOST_FILES = 16
+"""That wait at once. The oldest makes room: its taker has given up, or will ask another peer."""
+
+
+class SpoolFile:
+    """A whole frame in a file. Its payload is memory of the file, so nothing is held twice."""
+
+    def __init__(self, spool: Spool, key: Key, header: bytes, payload_bytes: int) -> None:
+        self._spool = spool
+        self._key = key
+        self._header = header
+        # Two peers may give to the same learner at once. One file for both would be cut under the memory of the first.
+        self.path = spool.folder / f"learner-{key[0]}-i{key[1]}-{next(spool.serial)}.part"
+        size = HEAD_BYTES + len(header) + payload_bytes
+        self._file = open(self.path, "w+b", buffering=0)  # noqa: SIM115 - closed by close()
+        try:
+            os.posix_fallocate(self._file.fileno(), 0, size)  # a full disk says so here, and not by a signal later
+        except OSError:
+            self.close()
+            raise
+        self._memory = mmap.mmap(self._file.fileno(), size)
+        self.payload = memoryview(self._memory)[HEAD_BYTES + len(header) :]
+
+    def fill_in(self) -> None:
+        """All of it has arrived: write what stands before it. Reads all of it once more, so not for the loop."""
+        head = frame_head(Kind.INNER_STATE, 0, self._header, self.payload)
+        self._memory[: HEAD_BYTES + len(self._header)] = head + self._header
+
+    def keep(self) -> None:
+        final = self.path.with_suffix(".state")
+        self.path.rename(final)
+        self._spool.kept(self._key, final)
+
+    def close(self) -> None:
+        self.path.unlink(missing_ok=True)  # where it was kept it has another name
+        self._file.close()
+
+
+class Spool:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.iterdir():
+            leftover.unlink()  # of a syncer that is gone: nobody comes for it
+        self.serial = itertools.count(1)
+        self._files: dict[Key, Path] = {}
+
+    def file(self, key: Key, header: bytes, payload_bytes: int) -> SpoolFile:
+        return SpoolFile(self, key, header, payload_bytes)
+
+    def kept(self, key: Key, path: Path) -> None:
+        old = self._files.pop(key, None)
+        if old is not None:
+            old.unlink(missing_ok=True)
+        self._files[key] = path
+        while len(self._files) > MOST_FILES:
+            oldest = next(iter(self._files))
+            self._files.pop(oldest).unlink(missing_ok=True)
+
+    def path(self, key: Key) -> Path | None:
+        return self._files.get(key)
+
+    def clear(self) -> None:
+        for path in self._files.values():
+            path.unlink(missing_ok=True)
+        self._files.clear()

@@ -19,9 +19,9 @@ from atoll.store.run_settings import RunSettings
 from atoll.store.version_store import Fenced
 from atoll.syncer.http_api import build_app
 from atoll.syncer.process import SyncerProcess
-from atoll.transport.address_file import Reachable, forget_where, tell_where
 from atoll.transport.auth import check_access
 from atoll.transport.buffers import READ_BYTES
+from atoll.transport.endpoint import Reachable, forget_where, tell_where
 from atoll.transport.listener import BACKLOG, Listener
 from atoll.transport.tls import KeyFiles, ServerTls
 

@@ -50,7 +50,7 @@ from atoll.core.syncer.state import Restored
 from atoll.core.types import SYNCER, FragmentId, Incarnation, LearnerId, Version
 from atoll.logs import WARNINGS, Named, ReasonLog
 from atoll.store.fencing import BEAT_EVERY_S
-from atoll.store.run_settings import RunSettings
+from atoll.store.run_settings import RunClock, RunSettings
 from atoll.store.tensor_file import StoreDamaged
 from atoll.store.version_store import CONTROLS, Fenced, Store
 from atoll.syncer.controls import Wishes
@@ -58,8 +58,8 @@ from atoll.syncer.fragment import HeldFragment, Measured
 from atoll.syncer.fragment_executor import FragmentKeeper, Payload
 from atoll.syncer.initial_model import INIT, warm_values
 from atoll.syncer.learner_connection import Served, SyncerLink
-from atoll.syncer.memory_limit import MemoryGate
 from atoll.syncer.metrics import SyncerMetrics
+from atoll.syncer.partial_uploads import MemoryGate
 from atoll.syncer.shards.coordinator import Shards
 from atoll.syncer.status import SnapshotNews
 from atoll.tape.files import new_header
@@ -67,7 +67,6 @@ from atoll.tape.format import Actor, Entry
 from atoll.tape.sink import TapeKeeper
 from atoll.tensors.plan import FragmentPlan
 from atoll.transport.auth import Access
-from atoll.transport.run_clock import RunClock
 from atoll.transport.tls import ServerTls
 from atoll.transport.websocket import WebSocketConnection
 

@@ -18,13 +18,10 @@ from atoll.core.protocol import Contribution, Envelope, LearnerEvent
 from atoll.core.types import FragmentId, RoundId, Version
 from atoll.tensors.codecs import codec
 from atoll.tensors.settings import Numerics
-from atoll.transport.buffers import SMALL_BYTES, ByteBuffers
-from atoll.transport.byte_ranges import Spans
+from atoll.transport.buffers import SMALL_BYTES, ByteBuffers, Growing, Spans
 from atoll.transport.endpoint import address
 from atoll.transport.http_client import LearnerLink, Refusal
-from atoll.transport.link_meter import LinkMeter
-from atoll.transport.pacing import DEFAULT_STREAMS, FIRST_SLICE, Direction
-from atoll.transport.streaming_buffer import Growing
+from atoll.transport.pacing import DEFAULT_STREAMS, FIRST_SLICE, Direction, LinkMeter
 from atoll.transport.wire import (
     CODEC_NUMBERS,
     FragmentHeader,

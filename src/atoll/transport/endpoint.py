@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
+import json
+import urllib.error
+import urllib.request
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from atoll.transport.tls import ClientTls
+from atoll.files import write_text
+from atoll.transport.tls import ClientTls, KeyFiles, tls_problem
 
 PLAIN, SAFE = "http://", "https://"
 
@@ -76,3 +81,121 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(bare).is_loopback
     except ValueError:
         return False
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# How a command on this machine reaches the syncer of a run: `syncer.json` in the run's directory while it runs
+#
+# The file holds the token and says where the syncer's key is, so only its owner may read it (mode 0600), and it is gone
+# when the syncer ends in order. The file of a killed syncer is replaced by the next one; until then no process answers
+# at its address.
+
+
+NAME = "syncer.json"
+ANYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+"""Addresses to listen on that are none to dial."""
+
+NO_PROXY = urllib.request.ProxyHandler({})
+"""Syncers are dialled as learners dial them: a proxy in the environment is for the web."""
+
+MOST_ANSWER_BYTES = 64 * 2**20
+
+
+class Reachable(NamedTuple):
+    address: str
+    token: str | None
+    epoch: int
+    keys: KeyFiles | None = None  # of the syncer itself
+
+    @property
+    def tls(self) -> ClientTls | None:
+        """Whoever can read the syncer's own key may speak as it."""
+        return ClientTls(pinned=self.keys) if self.keys is not None else None
+
+
+class Refused(ValueError):  # noqa: N818 - an answer, not an accident
+    """The syncer has answered, and the answer is no. The sentence is its own."""
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
+class NoAnswer(ValueError):  # noqa: N818 - a state of things
+    """Nobody answers, or what answers is no syncer."""
+
+
+class Distrusted(NoAnswer):
+    """Somebody answers, and one side does not trust the other's key. It would be the same again."""
+
+
+def tell_where(directory: Path, reachable: Reachable) -> None:
+    host, _, port = reachable.address.rpartition(":")
+    told = reachable._replace(address=f"{ANYWHERE.get(host, host)}:{port}")
+    path = directory / NAME
+    keys = [str(path.absolute()) for path in told.keys[:2] if path is not None] if told.keys is not None else None
+    text = json.dumps(told._asdict() | {"keys": keys}) + "\n"
+    write_text(path, text, durable=False, mode=0o600)  # of no use after the syncer's machine has stopped
+
+
+def forget_where(directory: Path, epoch: int) -> None:
+    """At the end of the syncer of this epoch. The file of a successor is not its to remove."""
+    with suppress(OSError, ValueError):
+        found = where(directory)
+        if found is not None and found.epoch == epoch:
+            (directory / NAME).unlink(missing_ok=True)
+
+
+def where(directory: Path) -> Reachable | None:
+    """The newest syncer that told of itself here; it may be gone."""
+    path = directory / NAME
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        address, token, epoch, keys = raw["address"], raw["token"], raw["epoch"], raw.get("keys")
+        if not isinstance(address, str) or not isinstance(epoch, int) or not isinstance(token, str | None):
+            raise TypeError
+        return Reachable(address, token, epoch, KeyFiles(*map(Path, keys)) if keys is not None else None)
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} is not what a syncer writes: remove it, and give --syncer HOST:PORT") from None
+
+
+def ask(
+    address: str,
+    token: str | None,
+    method: str,
+    path: str,
+    timeout_s: float,
+    body: Any = None,
+    tls: ClientTls | None = None,
+) -> Any:
+    """One request; the JSON of its answer, None where there is none. Raises `Refused` and `NoAnswer`."""
+    data = json.dumps(body).encode() if body is not None else None
+    request = urllib.request.Request(f"http{'s' if tls is not None else ''}://{address}{path}", data, method=method)
+    if data is not None:
+        request.add_header("Content-Type", "application/json")
+    if token is not None:
+        request.add_header("Authorization", f"Bearer {token}")
+    handlers: list[urllib.request.BaseHandler] = [NO_PROXY]
+    if tls is not None:
+        handlers.append(urllib.request.HTTPSHandler(context=tls.context()))
+    try:
+        with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as answer:
+            text = answer.read(MOST_ANSWER_BYTES)
+        return json.loads(text) if text else None
+    except urllib.error.HTTPError as refused:
+        raise Refused(refused.code, sentence_of(refused)) from None
+    except (OSError, ValueError) as wrong:
+        problem = tls_problem(wrong)
+        if problem is not None:
+            raise Distrusted(f"the syncer at {address} cannot be spoken to: {problem}") from None
+        raise NoAnswer(f"no syncer answers at {address} ({getattr(wrong, 'reason', wrong)})") from None
+
+
+def sentence_of(refused: urllib.error.HTTPError) -> str:
+    try:
+        told = json.loads(refused.read(65536))
+        return str(told["error"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"HTTP {refused.code}"

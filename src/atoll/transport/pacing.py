@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from atoll.core import policy
-from atoll.transport.buffers import CHUNK_BYTES
-from atoll.transport.byte_ranges import Spans
-from atoll.transport.streaming_buffer import Growing
+from atoll.core.protocol import LinkMeasured
+from atoll.transport.buffers import CHUNK_BYTES, Growing, Spans
 
 BURST_S = 0.05
 """That a paced direction may be ahead of its rate after it stood still."""
@@ -141,3 +142,101 @@ class Direction:
         seconds = time.monotonic() - began - (self.idle_s - idle_s)
         if self.moved - moved >= policy.TELLING_BYTES and seconds > 0:
             self._bytes_per_s = (self.moved - moved) / seconds
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Rates of links as people write them
+
+
+_RATE = re.compile(r"([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]?)(bit|bit/s|b/s)", re.IGNORECASE)
+_PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+
+
+def rate_of(text: str) -> float:
+    """Bytes per second.
+
+    >>> rate_of("2gbit")
+    250000000.0
+    >>> rate_of("10 MB/s")
+    10000000.0
+    """
+    found = _RATE.fullmatch(text.strip()) if isinstance(text, str) else None
+    rate = float(found[1]) * _PREFIX[found[2].lower()] if found else 0.0
+    if found is None or not 0 < rate < math.inf:
+        raise ValueError(f"a rate is a number with a unit, as 2gbit, 500mbit or 10MB/s; got {text!r}")
+    return rate if found[3].lower() == "b/s" else rate / 8
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What a link carries, in each direction, measured where values are sent and fetched anyway
+#
+# Several transfers may share the link, so the bytes of all of them count, from the moment at which the first began. A
+# further fragment on its way makes each of them slower, and the link no thinner.
+
+
+LEAST_BYTES = 2**20
+"""Of a transfer that was broken off: the least that says something. The smallest fragment that is measured has about as
+much in the coarsest codec."""
+
+
+class LinkMeter:
+    """`largest`: values of the largest fragment."""
+
+    def __init__(
+        self,
+        direction: Direction,
+        largest: int,
+        tell: Callable[[LinkMeasured], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._direction = direction
+        self._values = largest
+        self._tell = tell
+        self._clock = clock
+        self._under_way = 0
+        self._began = 0.0
+        self._moved_before = 0
+        self._idle_before = 0.0
+
+    @property
+    def is_telling(self) -> bool:
+        return self._values * policy.CODEC_BITS[policy.CODECS[0]] / 8 >= policy.TELLING_BYTES
+
+    @contextmanager
+    def transfer(self, size: Callable[[], int]) -> Iterator[None]:
+        """Around one transfer. `size`: its bytes, as they are known at its end."""
+        if not self.is_telling:
+            yield
+            return
+        if not self._under_way:
+            self._begin()
+        self._under_way += 1
+        try:
+            yield
+        except asyncio.CancelledError:
+            # On a very thin link nothing ever comes to its end: a newer copy is asked for first. What sockets hold
+            # counts as carried here, which makes the link look better than it is, never worse.
+            self._end(LEAST_BYTES)
+            raise
+        except BaseException:
+            self._begin()  # a link that broke tells nothing of its rate
+            raise
+        else:
+            # What shares the end of another one's time has too few bytes of its own to be measured by.
+            self._end(size())
+        finally:
+            self._under_way -= 1
+
+    def _begin(self) -> None:
+        self._began, self._moved_before, self._idle_before = (
+            self._clock(),
+            self._direction.moved + self._direction.moved_elsewhere,
+            self._direction.idle_s,
+        )
+
+    def _end(self, least: int) -> None:
+        moved = self._direction.moved + self._direction.moved_elsewhere - self._moved_before
+        seconds = self._clock() - self._began - (self._direction.idle_s - self._idle_before)
+        if moved >= least and seconds > 0:
+            self._begin()
+            self._tell(LinkMeasured(self._direction.way, moved, seconds, self._values))

@@ -35,7 +35,7 @@ from atoll.store.run_settings import RunSettings
 from atoll.store.version_store import Fenced, Store, StoreDamaged
 from atoll.syncer.fragment import HeldFragment
 from atoll.syncer.fragment_executor import FragmentKeeper, Payload
-from atoll.syncer.memory_limit import MemoryGate
+from atoll.syncer.partial_uploads import MemoryGate
 from atoll.syncer.process import RECEIVING_BYTES, LinkKey
 from atoll.syncer.shards.messages import (
     MOST_WORD_BYTES,
