@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from atoll.launch.engine import Standing, Status, Unit
+from atoll.launch.engine import Unit, UnitStanding, UnitState
 from atoll.launch.guard import ProcessId, process_id, send_signal
 from atoll.launch.keeper import read_state
 from atoll.launch.local import LocalEngine
@@ -65,11 +65,11 @@ class KeptUnit:
         self.engine = LocalEngine()
         self.handle = self.engine.start(unit)
 
-    def status(self) -> Status:
+    def status(self) -> UnitState:
         return LocalEngine().status(self.handle)  # by whoever asks, not only by who has started it
 
-    def stands(self, standing: Standing, restarts: int | None = None) -> Status:
-        def look() -> Status | None:
+    def stands(self, standing: UnitStanding, restarts: int | None = None) -> UnitState:
+        def look() -> UnitState | None:
             now = self.status()
             return now if now.standing is standing and restarts in (None, now.restarts) else None
 

@@ -19,7 +19,7 @@ from atoll.core.types import RoundId
 from atoll.learner.api import Learner
 from atoll.syncer.partial_uploads import ArrivalKey, Arrivals, MemoryGate
 from atoll.tensors.settings import Numerics
-from atoll.transport.buffers import ByteBuffers, Growing, Spans
+from atoll.transport.buffers import ByteBuffers, Spans, StreamingBuffer
 from atoll.transport.pacing import BURST_S, FIRST_SLICE, MAX_SLICE, Direction, Pace, check_streams, rate_of
 from atoll.transport.wire import Kind, SliceHeader, WireError, frame_head
 from tests.learner.runs import LearnerSpec, Run, endless
@@ -141,7 +141,7 @@ def test_bytes_are_sent_while_later_ones_are_written_and_waiting_for_them_is_not
     moved: list[tuple[int, int]] = []
     sent = threading.Event()
 
-    def write(growing: Growing) -> None:
+    def write(growing: StreamingBuffer) -> None:
         growing.begins(torch.zeros(size, dtype=torch.uint8))
         growing.written([(0, 10), (500, first)])  # as scales and integers are: with a gap
         if sent.wait(300):
@@ -156,7 +156,7 @@ def test_bytes_are_sent_while_later_ones_are_written_and_waiting_for_them_is_not
 
     async def scene() -> Direction:
         direction = Direction(None, "up")
-        growing = Growing(size)
+        growing = StreamingBuffer(size)
         writing = asyncio.create_task(asyncio.to_thread(write, growing))
         await direction.carry(growing.missing, move, growing)
         await writing
@@ -174,7 +174,7 @@ def test_what_goes_wrong_with_the_writer_is_raised_where_bytes_are_sent():
         raise AssertionError("nothing was written")
 
     async def scene() -> None:
-        growing = Growing(2 * FIRST_SLICE)
+        growing = StreamingBuffer(2 * FIRST_SLICE)
         direction = Direction(None, "up", streams=3)
         asyncio.get_running_loop().call_later(0.01, growing.ended, MemoryError("no room"))
         await direction.carry(growing.missing, move, growing)
@@ -188,7 +188,7 @@ def test_a_transfer_that_moves_is_not_idle_though_another_one_waits():
 
     async def scene() -> float:
         direction = Direction(None, "up")
-        growing, other = Growing(2 * FIRST_SLICE), Spans([(0, 10)])
+        growing, other = StreamingBuffer(2 * FIRST_SLICE), Spans([(0, 10)])
         turn = asyncio.Event()
 
         async def slowly(begin: int, end: int) -> None:

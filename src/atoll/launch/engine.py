@@ -44,7 +44,7 @@ class Unit:
     """The engine's own: a partition, an image, resources. An engine refuses those that it does not know."""
 
 
-class Standing(Enum):
+class UnitStanding(Enum):
     """How a unit is, as its engine knows it."""
 
     WAITING = "waiting"  # for a place in the queue, or to be started again
@@ -56,8 +56,8 @@ class Standing(Enum):
 
 
 @dataclass(frozen=True)
-class Status:
-    standing: Standing
+class UnitState:
+    standing: UnitStanding
     restarts: int = 0
     why: str = ""
     """In words: what it waits for, how it has failed, where it runs."""
@@ -77,7 +77,7 @@ class Engine(Protocol):
     def start(self, unit: Unit) -> dict[str, Any]:
         """Returns as soon as the engine has it. It goes on when this process ends."""
 
-    def status(self, handle: Mapping[str, Any]) -> Status: ...
+    def status(self, handle: Mapping[str, Any]) -> UnitState: ...
 
     def stop(self, handle: Mapping[str, Any]) -> None:
         """SIGTERM, and SIGKILL after the unit's notice. Returns when nothing of it is left; it may be called twice."""

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.files import write_text
-from atoll.launch.engine import Standing
+from atoll.launch.engine import UnitStanding
 from atoll.launch.guard import GuardedCommand, ProcessId, adopt_orphans, is_alive, kill_descendants, process_id
 from atoll.launch.supervisor import POLL_INTERVAL_S, ExitInfo, Restarts, UnitSpec, UnitSupervisor
 
@@ -47,7 +47,7 @@ def read_state(directory: Path) -> dict[str, Any] | None:
     """
     try:
         state: dict[str, Any] = json.loads((directory / STATE).read_text(encoding="utf-8"))
-        Standing(state["standing"])
+        UnitStanding(state["standing"])
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError):
@@ -104,10 +104,10 @@ class Keeper:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._supervisor.stop())
         signal.signal(signal.SIGHUP, lambda *_: None)
-        self._write(Standing.WAITING, "is being started")
+        self._write(UnitStanding.WAITING, "is being started")
         on_kept()
         standing, why = self._supervisor.run()
-        if standing is Standing.FAILED:
+        if standing is UnitStanding.FAILED:
             self._note(f"{why}; it has no restart left")
             last = self._last_line()
             why = f"{why}: {last}" if last else why
@@ -134,7 +134,7 @@ class Keeper:
             self._child = None
             kill_descendants()  # the guard, and what it has left behind if it was killed
 
-    def report(self, standing: Standing, why: str, again_at: float | None) -> None:
+    def report(self, standing: UnitStanding, why: str, again_at: float | None) -> None:
         if again_at is not None:
             self._note(f"{why}; starting it again in {again_at - time.time():.3g} s")
         try:
@@ -143,7 +143,7 @@ class Keeper:
             with suppress(OSError):
                 traceback.print_exc()
 
-    def _write(self, standing: Standing, why: str, again_at: float | None = None) -> None:
+    def _write(self, standing: UnitStanding, why: str, again_at: float | None = None) -> None:
         state = {
             "child": self._child.to_json() if self._child is not None else None,
             "standing": standing.value,
@@ -227,7 +227,7 @@ def main() -> int:
     except OSError as error:
         with suppress(OSError):
             os.write(writer, str(error).encode())  # if it is still read
-        keeper.report(Standing.FAILED, f"its keeper cannot go on: {error}", None)
+        keeper.report(UnitStanding.FAILED, f"its keeper cannot go on: {error}", None)
         raise
     return 0
 

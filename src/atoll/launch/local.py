@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from atoll.launch.engine import Standing, Status, Unit
+from atoll.launch.engine import Unit, UnitStanding, UnitState
 from atoll.launch.guard import ProcessId, is_alive, send_signal
 from atoll.launch.islands_file import SHARD, SYNCER
 from atoll.launch.keeper import LOGS, SPEC, STATE, is_locked, read_state, write_json
@@ -29,7 +29,7 @@ RESERVE_S = 15.0
 """For the keeper, after the notice: it kills what is left and writes that down."""
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-_OVER = (Standing.ENDED, Standing.FAILED, Standing.STOPPED)
+_OVER = (UnitStanding.ENDED, UnitStanding.FAILED, UnitStanding.STOPPED)
 
 
 class LocalEngine:
@@ -121,25 +121,25 @@ class LocalEngine:
 
     # ------------------------------------------------------------------------------------------------------- looking
 
-    def status(self, handle: Mapping[str, Any]) -> Status:
+    def status(self, handle: Mapping[str, Any]) -> UnitState:
         return self._status(_here(handle))
 
-    def _status(self, directory: Path) -> Status:
+    def _status(self, directory: Path) -> UnitState:
         told = read_state(directory)
         if told is None:
-            return Status(Standing.GONE, why=f"nothing is known of it in {directory}")
-        standing, restarts, why = Standing(told["standing"]), int(told["restarts"]), str(told["why"])
+            return UnitState(UnitStanding.GONE, why=f"nothing is known of it in {directory}")
+        standing, restarts, why = UnitStanding(told["standing"]), int(told["restarts"]), str(told["why"])
         if standing not in _OVER:
             keeper = ProcessId.from_json(told["keeper"])
             if keeper is None or not is_alive(keeper):
                 told = read_state(directory) or told  # it may have ended between the two looks
-                standing, why = Standing(told["standing"]), str(told["why"])
+                standing, why = UnitStanding(told["standing"]), str(told["why"])
                 if standing not in _OVER:
                     also = "; its command is being ended" if is_locked(directory) else ""
-                    return Status(Standing.FAILED, restarts, f"its keeper was killed{also}")
+                    return UnitState(UnitStanding.FAILED, restarts, f"its keeper was killed{also}")
         if told["again_at"] is not None:
             why = f"{why}; starts again in {max(0.0, told['again_at'] - time.time()):.0f} s"
-        return Status(standing, int(told["restarts"]), why)
+        return UnitState(standing, int(told["restarts"]), why)
 
     def log(self, handle: Mapping[str, Any]) -> list[Path]:
         directory = _here(handle)
@@ -161,7 +161,7 @@ class LocalEngine:
             send_signal(keeper, signal.SIGKILL)
         _wait_for_end(directory, notice_s)
         told = read_state(directory) or told
-        if Standing(told["standing"]) not in _OVER:
+        if UnitStanding(told["standing"]) not in _OVER:
             stopped = {"standing": "stopped", "why": "its keeper was killed before", "child": None, "again_at": None}
             write_json(directory / STATE, {**told, **stopped})
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from atoll.files import write_text
-from atoll.launch.engine import Standing, Status, Unit
+from atoll.launch.engine import Unit, UnitStanding, UnitState
 from atoll.launch.islands_file import SHARD, SYNCER
 
 OPTIONS = ("address", "namespace", "resources", "runtime_env", "strategy")
@@ -120,7 +120,7 @@ class RayEngine:
         self._driver(address).ask("start", **_name(handle), kept=kept)
         return handle
 
-    def status(self, handle: Mapping[str, Any]) -> Status:
+    def status(self, handle: Mapping[str, Any]) -> UnitState:
         try:
             told = self._driver(handle["address"]).ask("status", **_name(handle))
             gone = UNKNOWN
@@ -132,7 +132,7 @@ class RayEngine:
                 if gone is not UNKNOWN and not _refuses(handle["address"]):
                     raise ValueError(gone)  # of a cluster that cannot be reached nobody knows whether it is gone
                 told |= {"standing": "gone", "why": gone}
-        return Status(Standing(told["standing"]), max(int(told.get("starts", 0)) - 1, 0), str(told["why"]))
+        return UnitState(UnitStanding(told["standing"]), max(int(told.get("starts", 0)) - 1, 0), str(told["why"]))
 
     def stop(self, handle: Mapping[str, Any]) -> None:
         deadline = time.monotonic() + float(handle["notice_s"]) + STOP_WAIT_S

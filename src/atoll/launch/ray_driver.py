@@ -23,7 +23,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 
-from atoll.launch.engine import Standing
+from atoll.launch.engine import UnitStanding
 from atoll.launch.ray_cluster import FINAL, last_word, write_last_word
 from atoll.launch.ray_keeper import RayKeeper, RayUnit
 
@@ -129,9 +129,9 @@ def _status(actor: str, namespace: str) -> dict[str, Any]:
             told: dict[str, Any] = ray.get(found.standing.remote(), timeout=ANSWER_S)
             return told
         except GetTimeoutError:
-            return {"standing": Standing.WAITING.value, "why": "its keeper does not answer yet"}
+            return {"standing": UnitStanding.WAITING.value, "why": "its keeper does not answer yet"}
         except ActorUnavailableError:
-            return {"standing": Standing.WAITING.value, "why": "its keeper is started again by Ray"}
+            return {"standing": UnitStanding.WAITING.value, "why": "its keeper is started again by Ray"}
         except RayError:
             pass  # it ended while it was asked
     return {}

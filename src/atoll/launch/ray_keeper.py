@@ -25,7 +25,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from atoll.launch.engine import Standing
+from atoll.launch.engine import UnitStanding
 from atoll.launch.guard import CommandExit, GuardedCommand
 from atoll.launch.ray_cluster import last_word, log_name, next_number, write_last_word
 from atoll.launch.supervisor import RUN_POLL_INTERVAL_S, ExitInfo, Restarts, UnitSpec, UnitSupervisor
@@ -121,7 +121,7 @@ class RayKeeper:
         self._supervisor = UnitSupervisor(spec, self, self._restarts, self._report)
         self._state: dict[str, Any] = {}
         self._is_written = False
-        self._report(Standing.WAITING, "its keeper is there")
+        self._report(UnitStanding.WAITING, "its keeper is there")
         threading.Thread(target=self._live, name="keeper", daemon=True).start()
 
     def standing(self) -> dict[str, Any]:
@@ -141,11 +141,11 @@ class RayKeeper:
         try:
             _remove_groups(self._unit.group)  # of this keeper's life before, if Ray has started it again
             if self._supervisor.is_run_over():
-                standing, why = Standing.STOPPED, OVER
+                standing, why = UnitStanding.STOPPED, OVER
             else:
                 standing, why = self._supervisor.run()
         except Exception as error:
-            standing, why = Standing.FAILED, f"its keeper failed: {type(error).__name__}: {_first_line(error)}"
+            standing, why = UnitStanding.FAILED, f"its keeper failed: {type(error).__name__}: {_first_line(error)}"
         self._stop_runners()
         with contextlib.suppress(RayError):
             _remove_groups(self._unit.group)
@@ -198,7 +198,7 @@ class RayKeeper:
                 self._stop_runners()
                 return f"its process on a node could not be started: {_first_line(error)}"
             if missing := _missing(self._group, needs, unit.nodes):
-                self._report(Standing.WAITING, f"its node is lost; {missing}" if lost else missing)
+                self._report(UnitStanding.WAITING, f"its node is lost; {missing}" if lost else missing)
         return "it was stopped before it began"
 
     def _runner(self, node: int) -> Any:
@@ -241,7 +241,7 @@ class RayKeeper:
             ray.kill(runner)
         self._runners = []
 
-    def _report(self, standing: Standing, why: str, again_at: float | None = None) -> bool:
+    def _report(self, standing: UnitStanding, why: str, again_at: float | None = None) -> bool:
         """Return whether it is written down. A full disk must not end the unit."""
         failures = self._restarts.failures
         state = {"standing": standing.value, "why": why, "starts": self._starts, "failures": failures}

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from atoll.launch.engine import Standing
+from atoll.launch.engine import UnitStanding
 
 HEALTHY_S = 120.0
 """A command that ran this long failed for a new reason: its failures in a row are counted from one again."""
@@ -130,7 +130,7 @@ class UnitSupervisor:
         unit: UnitSpec,
         spawner: Spawner,
         restarts: Restarts,
-        report: Callable[[Standing, str, float | None], object],
+        report: Callable[[UnitStanding, str, float | None], object],
     ) -> None:
         self._unit, self._spawner, self._restarts, self._report = unit, spawner, restarts, report
         self._is_run_over, self._checked_run_at = False, float("-inf")
@@ -151,7 +151,7 @@ class UnitSupervisor:
             self._checked_run_at = now
         return self._is_run_over
 
-    def run(self) -> tuple[Standing, str]:
+    def run(self) -> tuple[UnitStanding, str]:
         while True:
             began = time.monotonic()
             try:
@@ -160,29 +160,29 @@ class UnitSupervisor:
                 ended = ExitInfo(f"it cannot be started: {error}")
             late = f"did not end within {self._unit.notice_s:g} s, and was killed" if ended.was_killed else ""
             if self.is_stopping():
-                return Standing.STOPPED, late or ("" if ended.is_failure else ended.why)
+                return UnitStanding.STOPPED, late or ("" if ended.is_failure else ended.why)
             is_over = self.is_run_over()
             if is_over and self._unit.ends_with_syncer:
-                return Standing.ENDED, late or RUN_OVER
+                return UnitStanding.ENDED, late or RUN_OVER
             if not ended.why and not self._unit.ends_with_syncer:
-                return Standing.ENDED, ""
+                return UnitStanding.ENDED, ""
             why = ended.why or LEFT_EARLY
             if is_over:
-                return Standing.STOPPED, f"{RUN_OVER}: its syncer has ended ({why})"
+                return UnitStanding.STOPPED, f"{RUN_OVER}: its syncer has ended ({why})"
             was_healthy = time.monotonic() - began >= HEALTHY_S
             delay_s = self._restarts.failed(was_healthy, ended.is_failure)
             if delay_s is None:
                 count = self._restarts.failures - 1
-                return Standing.FAILED, f"{why} after {count} restarts" if count else why
-            self._report(Standing.WAITING, why, time.time() + delay_s)
+                return UnitStanding.FAILED, f"{why} after {count} restarts" if count else why
+            self._report(UnitStanding.WAITING, why, time.time() + delay_s)
             until = time.monotonic() + delay_s
             while (left_s := until - time.monotonic()) > 0.0:
                 if self.is_stopping():
-                    return Standing.STOPPED, "while it waited to be started again"
+                    return UnitStanding.STOPPED, "while it waited to be started again"
                 time.sleep(min(left_s, POLL_INTERVAL_S))
 
     def _started(self, description: str) -> None:
-        self._report(Standing.RUNNING, description, None)
+        self._report(UnitStanding.RUNNING, description, None)
 
     def _should_end(self) -> bool:
         return self.is_stopping() or (self._unit.ends_with_syncer and self.is_run_over(RUN_POLL_INTERVAL_S))

@@ -63,7 +63,7 @@ from atoll.tensors import optimizer_state
 from atoll.tensors.model_view import ModelView
 from atoll.tensors.plan import FragmentPlan
 from atoll.transport.bulk_transfer import LearnerBulk
-from atoll.transport.endpoint import Place
+from atoll.transport.endpoint import Endpoint
 from atoll.transport.http_client import LearnerLink, Refusal, why
 from atoll.transport.pacing import DEFAULT_STREAMS
 from atoll.transport.wire import Kind, WireError, encode_message
@@ -89,7 +89,7 @@ class Background:
 
     def __init__(
         self,
-        place: Place,
+        place: Endpoint,
         token: str | None,
         log: logging.Logger,
         max_rate: float | None = None,

@@ -52,7 +52,7 @@ MOST_DIGITS = 18
 T = TypeVar("T")
 
 
-class LinkGone(Exception):  # noqa: N818 - nobody's fault: the link broke while it was on its way
+class NoLinkError(Exception):
     """What belongs to a link that is closed is of no use to anybody."""
 
 
@@ -189,7 +189,7 @@ class Bulk:
     def check_link(self, learner: int, incarnation: int, session: int) -> None:
         check_speaker(learner)
         if (learner, incarnation, session) not in self.syncer.links:
-            raise LinkGone
+            raise NoLinkError
 
     async def slice(self, request: web.Request) -> web.StreamResponse:
         claims: list[Claim | None] = []
@@ -336,7 +336,7 @@ class Frames:
                 if chunk is None:
                     break
                 if not is_wanted():
-                    raise LinkGone
+                    raise NoLinkError
                 parser.feed(chunk)
                 still.moved += 1
                 if wanted and self._gate is not None and not self._taken:

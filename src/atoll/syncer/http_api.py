@@ -30,7 +30,7 @@ from atoll.syncer.status import TOLD, status
 from atoll.tensors.codecs import F32
 from atoll.tensors.plan import FragmentPlan, settled_plan
 from atoll.tensors.robust_merge import unfit_in_fragment
-from atoll.transport.identity import NotYours, Turned, alike, check_speaker, own_number
+from atoll.transport.identity import IdentityMismatchError, Rejection, check_speaker, log_key, own_number
 from atoll.transport.websocket import WebSocketConnection
 from atoll.transport.wire import (
     HEAD_BYTES,
@@ -52,7 +52,7 @@ MOST_MODEL_BYTES = 2**40
 STATE_BYTES_PER_PARAMETER = 64
 
 
-class Refused(NamedTuple):
+class PlanRefusal(NamedTuple):
     status: int
     sentence: str
 
@@ -141,22 +141,22 @@ class Paths:
                 return error_response(507, f"the syncer cannot write the model: {error.strerror}")
             return web.json_response({"founded": True}, status=201)
 
-    def _plan_refusal(self, plan: FragmentPlan) -> Refused | None:
+    def _plan_refusal(self, plan: FragmentPlan) -> PlanRefusal | None:
         settings = self.syncer.settings
         if plan.total_numel * 4 > MOST_MODEL_BYTES:
-            return Refused(413, f"a model of {plan.total_numel} parameters is larger than this syncer takes")
+            return PlanRefusal(413, f"a model of {plan.total_numel} parameters is larger than this syncer takes")
         wanted = settled_plan(plan.tensors, settings.config.fragments, settings.numerics.plan)
         if plan != wanted:
             given, due = (f"{each.how} with {len(each.fragments)} fragments" for each in (plan, wanted))
             if given == due:
                 due += " that hold other tensors; use one version of Atoll everywhere"
-            return Refused(409, f"the plan is {given}, the run's is {due}")
+            return PlanRefusal(409, f"the plan is {given}, the run's is {due}")
         if self.syncer.plan is None:
             return None
         ours, theirs = self.syncer.plan.fingerprint(), plan.fingerprint()
         if ours != theirs:
             reason = Reason("refused-fingerprint", (first_difference(ours, theirs),))
-            return Refused(409, f"{reason}; {start_anew(str(self.syncer.directory.absolute()))}")
+            return PlanRefusal(409, f"{reason}; {start_anew(str(self.syncer.directory.absolute()))}")
         return None
 
     async def _read_value(self, frames: Frames, plan: FragmentPlan, p: FragmentId) -> Tensor:
@@ -188,7 +188,7 @@ class Paths:
             return error_response(409, "the run has no model yet: bring one first")
         connection = await WebSocketConnection.accept(request, MOST_MESSAGE_BYTES)
         link: SyncerLink | None = None
-        refusal: WireError | NotYours | None = None
+        refusal: WireError | IdentityMismatchError | None = None
         try:
             async for data in connection.messages():
                 if isinstance(data, bytes):
@@ -202,10 +202,10 @@ class Paths:
                     self.syncer.tell(MessageArrived(envelope))
                 elif link is not None:
                     self._take_metrics(link, data)
-        except (WireError, NotYours) as error:
+        except (WireError, IdentityMismatchError) as error:
             refusal = error
-            turned = Turned(error.code, 400, str(error))
-            self.syncer.access.turn_away(turned, str(request.remote), "a link", alike(error.code))
+            turned = Rejection(error.code, 400, str(error))
+            self.syncer.access.reject(turned, str(request.remote), "a link", log_key(error.code))
         finally:
             connection.cancel()
             if link is not None:

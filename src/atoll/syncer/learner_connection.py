@@ -12,7 +12,7 @@ from atoll.transport.websocket import WebSocketConnection
 from atoll.transport.wire import encode_message
 
 
-class Served(Protocol):
+class PinnableFragment(Protocol):
     """A fragment whose versions can be kept for a learner that was told of them."""
 
     def hold(self, version: Version) -> object | None: ...
@@ -32,7 +32,7 @@ class SyncerLink:
         self,
         key: tuple[LearnerId, Incarnation, int],
         connection: WebSocketConnection,
-        fragments: Mapping[FragmentId, Served],
+        fragments: Mapping[FragmentId, PinnableFragment],
     ) -> None:
         self.key = key
         self._fragments = fragments

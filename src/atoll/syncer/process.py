@@ -57,10 +57,10 @@ from atoll.syncer.controls import Wishes
 from atoll.syncer.fragment import HeldFragment, Measured
 from atoll.syncer.fragment_executor import FragmentKeeper, Payload
 from atoll.syncer.initial_model import INIT, warm_values
-from atoll.syncer.learner_connection import Served, SyncerLink
+from atoll.syncer.learner_connection import PinnableFragment, SyncerLink
 from atoll.syncer.metrics import SyncerMetrics
 from atoll.syncer.partial_uploads import MemoryGate
-from atoll.syncer.shards.coordinator import Shards
+from atoll.syncer.shards.coordinator import ShardCoordinator
 from atoll.syncer.status import SnapshotNews
 from atoll.tape.files import new_header
 from atoll.tape.format import Actor, Entry
@@ -124,8 +124,17 @@ class SyncerProcess:
         if kept is not None:
             self.settings = settings.resumed(RunSettings.from_json(kept))
         self.keeper = FragmentKeeper(self.store, self.log, self.tell, self._on_durable, self._fenced)
+        self._execute: Mapping[type, Callable[[Any], None]] = {
+            Send: self._send,
+            Say: self._say,
+            Hangup: self._hang_up,
+            MergeRound: self.keeper.merge_round,
+            DiscardRound: self.keeper.discard,
+            Persist: lambda effect: self.keeper.persist(effect.record),
+            Halt: self._halt,
+        }
         self.log.fields |= {"run": self.settings.config.run_id, "epoch": self.store.epoch}
-        self.shards = Shards(self, self.settings.shards) if self.settings.shards else None
+        self.shards = ShardCoordinator(self, self.settings.shards) if self.settings.shards else None
         self.clock = RunClock(self.settings.founded_at)
         self._tape: TapeKeeper | None = None
         limits = self.settings.config.limits
@@ -153,7 +162,7 @@ class SyncerProcess:
         self.log.info("the run goes on: %d merges are on disk, this is epoch %d", merges, self.store.epoch)
         self._begin(plan, restored)
 
-    async def _restore_from(self, shards: Shards, plan: FragmentPlan) -> None:
+    async def _restore_from(self, shards: ShardCoordinator, plan: FragmentPlan) -> None:
         """The versions are with the shards: the run goes on when all of them have said which."""
         self.log.info("the run goes on when its %d shards are here", shards.count)
         versions = await shards.records(len(plan.fragments))
@@ -244,9 +253,9 @@ class SyncerProcess:
                 assert payload is not None, "a contribution without its values"
                 self.keeper.accumulate(effect, payload)
             else:
-                carry_out = _EFFECTS.get(type(effect))
+                carry_out = self._execute.get(type(effect))
                 if carry_out is not None:
-                    carry_out(self, effect)
+                    carry_out(effect)
         self._hold_versions(self.core)
         if self.core.stage is Stage.FINISHED and not self.missing_end():
             self.end_delivered.set()
@@ -326,7 +335,7 @@ class SyncerProcess:
         return self.keeper.held
 
     @property
-    def served(self) -> Mapping[FragmentId, Served]:
+    def served(self) -> Mapping[FragmentId, PinnableFragment]:
         """All fragments, wherever they are."""
         return self.shards.fragments if self.shards is not None else self.keeper.held
 
@@ -535,14 +544,3 @@ def _is_of_a_shard(effect: SyncerEffect) -> bool:
     if type(effect) is Persist:
         return isinstance(effect.record, VersionRecord | SnapshotRecord)
     return type(effect) in (Accumulate, MergeRound, DiscardRound)
-
-
-_EFFECTS: Mapping[type, Callable[[SyncerProcess, Any], None]] = {
-    Send: SyncerProcess._send,
-    Say: SyncerProcess._say,
-    Hangup: SyncerProcess._hang_up,
-    MergeRound: lambda syncer, effect: syncer.keeper.merge_round(effect),
-    DiscardRound: lambda syncer, effect: syncer.keeper.discard(effect),
-    Persist: lambda syncer, effect: syncer.keeper.persist(effect.record),
-    Halt: SyncerProcess._halt,
-}

@@ -23,7 +23,7 @@ from aiohttp import web
 
 from atoll.logs import RepeatLimit
 from atoll.transport.endpoint import is_loopback
-from atoll.transport.identity import SPEAKER, Turned, peer_of
+from atoll.transport.identity import SPEAKER, Rejection, peer_of
 from atoll.transport.tls import ClientTls, ServerTls
 from atoll.transport.websocket import WebSocketConnection
 
@@ -35,8 +35,12 @@ QUIET_S = 10.0
 
 LEAST_TOKEN = 8
 
-NO_TOKEN = Turned("token", 401, "the token is missing or wrong: the learner and the syncer must be given the same one")
-NO_KEY = Turned("no-key", 401, "this syncer asks for a key, and none was shown: give --keys DIR, keys=... in a script")
+NO_TOKEN = Rejection(
+    "token", 401, "the token is missing or wrong: the learner and the syncer must be given the same one"
+)
+NO_KEY = Rejection(
+    "no-key", 401, "this syncer asks for a key, and none was shown: give --keys DIR, keys=... in a script"
+)
 
 
 def check_access(host: str, token: str | None, tls: ServerTls | None = None, plain_text: bool = False) -> None:
@@ -84,14 +88,14 @@ class Access:
             context = ClientTls(files.certificate.parent).context()
         return aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context), headers=headers)
 
-    def refusal(self, request: web.Request) -> Turned | None:
+    def refusal(self, request: web.Request) -> Rejection | None:
         """Of a request, before anything of it is read. From here on `SPEAKER` is known."""
         found = self._problem(request)
         if found is not None:
-            self.turn_away(found, str(request.remote), f"{request.method} {request.path}")
+            self.reject(found, str(request.remote), f"{request.method} {request.path}")
         return found
 
-    def _problem(self, request: web.Request) -> Turned | None:
+    def _problem(self, request: web.Request) -> Rejection | None:
         peer = peer_of(request.transport) if self.tls is not None and self.tls.asks_for_keys else None
         SPEAKER.set(peer)
         if self.tls is not None and self.tls.asks_for_keys:
@@ -108,7 +112,7 @@ class Access:
             return True
         return hmac.compare_digest(authorization.encode("utf-8", "surrogateescape"), self._bearer)
 
-    def turn_away(self, turned: Turned, who: str, what: str, alike: str = "") -> None:
+    def reject(self, turned: Rejection, who: str, what: str, alike: str = "") -> None:
         """Counted, and said; the hundredth in a second is counted only. `alike`: stands for all sentences that count as
         the same line, where a peer could make each of them another one."""
         self.refused[turned.code] += 1
@@ -131,6 +135,6 @@ class Access:
                 peer = peer_of(connection.transport) if self.tls.asks_for_keys else None
                 problem = peer.problem(now, self.tls.revoked) if peer is not None else None
                 if problem is not None:
-                    self.turn_away(problem, peer.name if peer is not None else "", "a link")
+                    self.reject(problem, peer.name if peer is not None else "", "a link")
                     connection.discard()
                     connection.close(problem.sentence)

@@ -120,7 +120,7 @@ class Spans:
 # Buffers that another thread is still writing, and that the event loop sends meanwhile
 
 
-class Told(Protocol):
+class ByteSink(Protocol):
     """Whom the thread that writes tells of it."""
 
     size: int
@@ -130,7 +130,7 @@ class Told(Protocol):
     def written(self, spans: list[Span]) -> None: ...
 
 
-class Growing:
+class StreamingBuffer:
     """`missing` are the bytes that are written and not sent: whoever takes some of them sends them.
 
     Made in the event loop. The thread that writes calls `begins`, `written` and `ended`; everything else is the loop's.
@@ -146,12 +146,12 @@ class Growing:
         self._loop = asyncio.get_running_loop()
 
     @classmethod
-    def grown(cls, data: Tensor) -> Growing:
+    def complete(cls, data: Tensor) -> StreamingBuffer:
         """All of it is there."""
         growing = cls(data.numel())
         growing.begins(data)
-        growing._add([(0, growing.size)])
-        growing._end(None)
+        growing.missing.add(0, growing.size)
+        growing.is_whole = True
         return growing
 
     def begins(self, data: Tensor) -> None:

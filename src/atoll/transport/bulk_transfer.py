@@ -18,7 +18,7 @@ from atoll.core.protocol import Contribution, Envelope, LearnerEvent
 from atoll.core.types import FragmentId, RoundId, Version
 from atoll.tensors.codecs import codec
 from atoll.tensors.settings import Numerics
-from atoll.transport.buffers import SMALL_BYTES, ByteBuffers, Growing, Spans
+from atoll.transport.buffers import SMALL_BYTES, ByteBuffers, Spans, StreamingBuffer
 from atoll.transport.endpoint import address
 from atoll.transport.http_client import LearnerLink, Refusal
 from atoll.transport.pacing import DEFAULT_STREAMS, FIRST_SLICE, Direction, LinkMeter
@@ -42,7 +42,7 @@ TRIES = 3
 RETRY_S = 0.5
 
 
-class Fetched(NamedTuple):
+class FetchedFragment(NamedTuple):
     """A fragment's bytes as they came. `base` None: the whole value."""
 
     header: FragmentHeader
@@ -80,9 +80,9 @@ class Fetching:
             self.missing.add(head.payload_bytes, said.of)
         self.arrived.add(said.begin, said.begin + head.payload_bytes)
 
-    def fetched(self) -> Fetched:
+    def fetched(self) -> FetchedFragment:
         assert self.header is not None and self.data is not None
-        return Fetched(self.header, self.codec, self.data)
+        return FetchedFragment(self.header, self.codec, self.data)
 
 
 class LearnerBulk:
@@ -138,8 +138,8 @@ class LearnerBulk:
         version: Version,
         base: Version | None,
         sizes: dict[int, int],
-        on_bytes: Callable[[Fetched, int], None] = lambda fetched, first_bytes: None,
-    ) -> Fetched:
+        on_bytes: Callable[[FetchedFragment, int], None] = lambda fetched, first_bytes: None,
+    ) -> FetchedFragment:
         """`sizes`: what an update may have, by the number of its codec; under -1 what a whole value has. `on_bytes`
         hears how many bytes are here, counted from the first to the first that is missing."""
         under_way = self._fetching.get(fragment)
@@ -214,7 +214,7 @@ class LearnerBulk:
             under_way.is_stale = True
             raise ConnectionError("the syncer serves other bytes of this version now")
 
-    def give_back(self, fetched: Fetched) -> None:
+    def give_back(self, fetched: FetchedFragment) -> None:
         """Its bytes were decoded; their memory is used again."""
         self._buffers.give(fetched.data)
 
@@ -227,7 +227,7 @@ class LearnerBulk:
 
     # ---------------------------------------------------------------------------------------------------- up
 
-    async def contribute(self, codec: int, envelope: Envelope, growing: Growing) -> None:
+    async def contribute(self, codec: int, envelope: Envelope, growing: StreamingBuffer) -> None:
         """Its bytes may still be written: what is large is sent while they are."""
         body = envelope.body
         assert isinstance(body, Contribution)
@@ -246,7 +246,13 @@ class LearnerBulk:
             raise
 
     async def _contribute_slices(
-        self, codec: int, envelope: Envelope, body: Contribution, header: bytes, growing: Growing, place: str | None
+        self,
+        codec: int,
+        envelope: Envelope,
+        body: Contribution,
+        header: bytes,
+        growing: StreamingBuffer,
+        place: str | None,
     ) -> None:
         is_new = self._begun.get(body.round.fragment) != body.round
         self._begun[body.round.fragment] = body.round

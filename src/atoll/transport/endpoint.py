@@ -16,7 +16,7 @@ from atoll.transport.tls import ClientTls, KeyFiles, tls_problem
 PLAIN, SAFE = "http://", "https://"
 
 
-class Place(NamedTuple):
+class Endpoint(NamedTuple):
     """`addresses`: host:port, several between commas. `tls` None: plain text."""
 
     addresses: str
@@ -38,7 +38,7 @@ class Place(NamedTuple):
                 )
 
 
-def place(syncer: str, keys: Path | None = None, ca: Path | None = None) -> Place:
+def place(syncer: str, keys: Path | None = None, ca: Path | None = None) -> Endpoint:
     """What was written, read. Keys, an authority or https:// make it TLS."""
     if not isinstance(syncer, str):
         raise ValueError(f"syncer is {syncer!r}; give host:port, such as head:7400 or [::1]:7400")
@@ -48,7 +48,7 @@ def place(syncer: str, keys: Path | None = None, ca: Path | None = None) -> Plac
         raise ValueError(f"{syncer!r} is {PLAIN}, which is plain text, and keys are for TLS: write {SAFE}, or neither")
     bare = ",".join(each.removeprefix(SAFE).removeprefix(PLAIN).rstrip("/") for each in given)
     is_tls = safe or keys is not None or ca is not None
-    return Place(addresses(bare), ClientTls(keys, ca) if is_tls else None, plain)
+    return Endpoint(addresses(bare), ClientTls(keys, ca) if is_tls else None, plain)
 
 
 def addresses(syncer: str) -> str:
@@ -101,7 +101,7 @@ NO_PROXY = urllib.request.ProxyHandler({})
 MOST_ANSWER_BYTES = 64 * 2**20
 
 
-class Reachable(NamedTuple):
+class SyncerAddress(NamedTuple):
     address: str
     token: str | None
     epoch: int
@@ -113,7 +113,7 @@ class Reachable(NamedTuple):
         return ClientTls(pinned=self.keys) if self.keys is not None else None
 
 
-class Refused(ValueError):  # noqa: N818 - an answer, not an accident
+class RequestRefusedError(ValueError):
     """The syncer has answered, and the answer is no. The sentence is its own."""
 
     def __init__(self, status: int, sentence: str) -> None:
@@ -121,15 +121,15 @@ class Refused(ValueError):  # noqa: N818 - an answer, not an accident
         self.status = status
 
 
-class NoAnswer(ValueError):  # noqa: N818 - a state of things
+class NoAnswerError(ValueError):
     """Nobody answers, or what answers is no syncer."""
 
 
-class Distrusted(NoAnswer):
+class TlsVerificationError(NoAnswerError):
     """Somebody answers, and one side does not trust the other's key. It would be the same again."""
 
 
-def tell_where(directory: Path, reachable: Reachable) -> None:
+def write_address_file(directory: Path, reachable: SyncerAddress) -> None:
     host, _, port = reachable.address.rpartition(":")
     told = reachable._replace(address=f"{ANYWHERE.get(host, host)}:{port}")
     path = directory / NAME
@@ -138,15 +138,15 @@ def tell_where(directory: Path, reachable: Reachable) -> None:
     write_text(path, text, durable=False, mode=0o600)  # of no use after the syncer's machine has stopped
 
 
-def forget_where(directory: Path, epoch: int) -> None:
+def remove_address_file(directory: Path, epoch: int) -> None:
     """At the end of the syncer of this epoch. The file of a successor is not its to remove."""
     with suppress(OSError, ValueError):
-        found = where(directory)
+        found = read_address_file(directory)
         if found is not None and found.epoch == epoch:
             (directory / NAME).unlink(missing_ok=True)
 
 
-def where(directory: Path) -> Reachable | None:
+def read_address_file(directory: Path) -> SyncerAddress | None:
     """The newest syncer that told of itself here; it may be gone."""
     path = directory / NAME
     try:
@@ -154,7 +154,7 @@ def where(directory: Path) -> Reachable | None:
         address, token, epoch, keys = raw["address"], raw["token"], raw["epoch"], raw.get("keys")
         if not isinstance(address, str) or not isinstance(epoch, int) or not isinstance(token, str | None):
             raise TypeError
-        return Reachable(address, token, epoch, KeyFiles(*map(Path, keys)) if keys is not None else None)
+        return SyncerAddress(address, token, epoch, KeyFiles(*map(Path, keys)) if keys is not None else None)
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError):
@@ -170,7 +170,7 @@ def ask(
     body: Any = None,
     tls: ClientTls | None = None,
 ) -> Any:
-    """One request; the JSON of its answer, None where there is none. Raises `Refused` and `NoAnswer`."""
+    """Send one request; return the JSON of its answer, or None. Raises `RequestRefusedError` and `NoAnswerError`."""
     data = json.dumps(body).encode() if body is not None else None
     request = urllib.request.Request(f"http{'s' if tls is not None else ''}://{address}{path}", data, method=method)
     if data is not None:
@@ -185,12 +185,12 @@ def ask(
             text = answer.read(MOST_ANSWER_BYTES)
         return json.loads(text) if text else None
     except urllib.error.HTTPError as refused:
-        raise Refused(refused.code, sentence_of(refused)) from None
+        raise RequestRefusedError(refused.code, sentence_of(refused)) from None
     except (OSError, ValueError) as wrong:
         problem = tls_problem(wrong)
         if problem is not None:
-            raise Distrusted(f"the syncer at {address} cannot be spoken to: {problem}") from None
-        raise NoAnswer(f"no syncer answers at {address} ({getattr(wrong, 'reason', wrong)})") from None
+            raise TlsVerificationError(f"the syncer at {address} cannot be spoken to: {problem}") from None
+        raise NoAnswerError(f"no syncer answers at {address} ({getattr(wrong, 'reason', wrong)})") from None
 
 
 def sentence_of(refused: urllib.error.HTTPError) -> str:

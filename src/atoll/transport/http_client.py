@@ -57,7 +57,7 @@ class Refusal(Exception):  # noqa: N818 - an answer, not an accident
         self.code = code  # where the bytes were wrong: one of `wire.CODES`
 
 
-class LinkGone(OSError):  # noqa: N818 - nothing failed that is not told of already
+class LinkClosedError(OSError):
     """The link of a transfer has ended before it."""
 
 
@@ -190,7 +190,7 @@ class LearnerLink:
         try:
             await asyncio.wait((work, end), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                raise LinkGone("the link was closed meanwhile")
+                raise LinkClosedError("the link was closed meanwhile")
             return work.result()
         finally:
             end.cancel()
@@ -260,7 +260,7 @@ class LearnerLink:
             await _check(answer)
             return parse_json(await _whole(answer), MOST_ANSWER_BYTES) if answer.status != 204 else None
 
-    async def found(self, plan: bytes, values: Callable[[], AsyncIterator[Tensor | Flow]]) -> None:
+    async def found(self, plan: bytes, values: Callable[[], AsyncIterator[Tensor | ChunkedPayload]]) -> None:
         """Bring the model: the plan, then the values of one fragment after the other."""
 
         async def body() -> AsyncIterator[bytes | memoryview]:
@@ -269,7 +269,7 @@ class LearnerLink:
             p = 0
             async for value in values():
                 header = b'{"fragment":%d}' % p
-                if isinstance(value, Flow):
+                if isinstance(value, ChunkedPayload):
                     yield await value.head(Kind.MODEL, header) + header
                     async for piece in value.pieces():
                         yield piece
@@ -365,13 +365,13 @@ AHEAD = 2
 
 
 @runtime_checkable
-class Flowing(Protocol):
+class ChunkedModel(Protocol):
     """A model whose fragments are shown like that."""
 
     def flow(self, fragment: int, take: Callable[[Tensor], None]) -> None: ...
 
 
-class Flow:
+class ChunkedPayload:
     """One payload of `size` bytes. `show` calls what it is given with every piece, in order, in the computing thread;
     a piece is good until that returns."""
 

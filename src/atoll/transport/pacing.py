@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from atoll.core import policy
 from atoll.core.protocol import LinkMeasured
-from atoll.transport.buffers import CHUNK_BYTES, Growing, Spans
+from atoll.transport.buffers import CHUNK_BYTES, Spans, StreamingBuffer
 
 BURST_S = 0.05
 """That a paced direction may be ahead of its rate after it stood still."""
@@ -102,7 +102,7 @@ class Direction:
             self._idle_since = None
 
     async def carry(
-        self, missing: Spans, move: Callable[[int, int], Awaitable[None]], growing: Growing | None = None
+        self, missing: Spans, move: Callable[[int, int], Awaitable[None]], growing: StreamingBuffer | None = None
     ) -> None:
         """Move every missing span in slices, over several connections. What fails is missing again.
 

@@ -91,7 +91,7 @@ def _into(value: Tensor, head: FrameHead, header: bytes) -> memoryview:
 class RemoteFragment:
     """In place of a `HeldFragment`, for links that tell learners of versions."""
 
-    def __init__(self, shards: Shards, p: FragmentId) -> None:
+    def __init__(self, shards: ShardCoordinator, p: FragmentId) -> None:
         self._shards = shards
         self._p = p
 
@@ -121,7 +121,7 @@ class ShardLink:
         self.connection.close(why, WSCloseCode.POLICY_VIOLATION)
 
 
-class Shards:
+class ShardCoordinator:
     def __init__(self, syncer: SyncerProcess, count: int) -> None:
         self.syncer = syncer
         self.count = count
