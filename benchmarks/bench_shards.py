@@ -40,8 +40,7 @@ from atoll.store.run_settings import RunSettings
 from atoll.syncer.shards.main import serve_shard
 from atoll.tensors.codecs import codec
 from atoll.tensors.settings import Numerics
-from atoll.transport.address_file import ask
-from atoll.transport.endpoint import place
+from atoll.transport.endpoint import ask, place
 from atoll.transport.http_client import Refusal
 from benchmarks import wan
 from benchmarks.light_learner import LightLearner, even_plan

@@ -37,9 +37,9 @@ from atoll.store.run_settings import RunSettings
 from atoll.tape.files import RunTapes
 from atoll.tensors.codecs import codec
 from atoll.tensors.settings import CodecWish, Numerics
-from atoll.transport.bulk_transfer import Fetched
-from atoll.transport.rates import rate_of
-from atoll.transport.streaming_buffer import Told
+from atoll.transport.buffers import ByteSink
+from atoll.transport.bulk_transfer import FetchedFragment
+from atoll.transport.pacing import rate_of
 from benchmarks.measuring import as_json, begin, describe, spread, syncer
 
 STEP_S = 0.05
@@ -57,7 +57,7 @@ class TwoTables(nn.Module):
 class _AtTheEnd:
     """Tells of what is written when all of it is."""
 
-    def __init__(self, told: Told) -> None:
+    def __init__(self, told: ByteSink) -> None:
         self.size = told.size
         self._told = told
         self._data: Tensor | None = None
@@ -82,7 +82,7 @@ def is_apart(version: int) -> bool:
 def take_turns() -> None:
     encode, on_bytes = FragmentTensors.encode, fragment_transfer._Arriving.on_bytes
 
-    def encode_in_turns(self: FragmentTensors, copied: Copied, growing: Told) -> None:
+    def encode_in_turns(self: FragmentTensors, copied: Copied, growing: ByteSink) -> None:
         if not is_apart(copied.round.base + 1):
             encode(self, copied, growing)
             return
@@ -90,7 +90,7 @@ def take_turns() -> None:
         encode(self, copied, late)
         late.end()
 
-    def on_bytes_in_turns(self: Any, fetched: Fetched, first_bytes: int) -> None:
+    def on_bytes_in_turns(self: Any, fetched: FetchedFragment, first_bytes: int) -> None:
         if not is_apart(fetched.header.version) or first_bytes == fetched.header.of:
             on_bytes(self, fetched, first_bytes)
 

@@ -42,9 +42,9 @@ from atoll.core.protocol import (
 from atoll.core.types import FragmentId
 from atoll.store.run_settings import RunSettings
 from atoll.tensors.plan import FragmentPlan, TensorInfo, make_plan
+from atoll.transport.buffers import StreamingBuffer
 from atoll.transport.bulk_transfer import LearnerBulk, fragment_sizes
 from atoll.transport.http_client import LearnerLink, Refusal
-from atoll.transport.streaming_buffer import Growing
 from atoll.transport.wire import CODEC_NUMBERS, Kind, WireError, encode_message
 
 LOG = logging.getLogger("atoll.light")
@@ -186,7 +186,7 @@ class LightLearner:
 
     async def contribute(self, envelope: Envelope) -> None:
         number = CODEC_NUMBERS[self._settings.numerics.ups[0]]
-        await self.bulk.contribute(number, envelope, Growing.grown(self._payload))
+        await self.bulk.contribute(number, envelope, StreamingBuffer.complete(self._payload))
 
     async def fetch(self, p: FragmentId, version: int, base: int | None) -> None:
         sizes = fragment_sizes(self._plan.numel(p), self._settings.numerics.downs)

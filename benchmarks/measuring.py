@@ -27,7 +27,7 @@ import torch
 
 from atoll.store.run_settings import RunSettings
 from atoll.syncer.main import serve_syncer
-from atoll.transport.address_file import ask, where
+from atoll.transport.endpoint import ask, read_address_file
 from atoll.transport.tls import key_files
 
 START_S = 60.0
@@ -162,7 +162,7 @@ class Syncer(NamedTuple):
 
     def status(self) -> dict[str, Any]:
         """Asked for as commands on its machine do."""
-        found = where(self.directory)
+        found = read_address_file(self.directory)
         assert found is not None
         told: dict[str, Any] = ask(found.address, found.token, "GET", "/v1/status", START_S, tls=found.tls)
         return told

@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
-from atoll.launch.engine import Standing
+from atoll.launch.engine import UnitStanding
 from atoll.launch.fleet import Fleet, Look
 from atoll.launch.islands_file import IslandsFile
-from atoll.transport.address_file import NoAnswer, ask, where
+from atoll.transport.endpoint import NoAnswerError, ask, read_address_file
 
 ISLANDS_FILE = """
 run = "ray-islands"
@@ -144,9 +144,9 @@ def incarnation(name: str) -> int:
 def merges() -> int | None:
     """Return the number of merges; None if the syncer did not answer, as on a machine with other work."""
     try:
-        found = where(options.run)
+        found = read_address_file(options.run)
         status = ask(found.address, found.token, "GET", "/v1/status", 10.0) if found else {}
-    except NoAnswer as error:
+    except NoAnswerError as error:
         say(f"{error}; asking again")
         return None
     return status.get("merges")
@@ -156,7 +156,7 @@ def until(look: Callable[[], Any], what: str) -> Any:
     """What is seen, as soon as there is something to see."""
     deadline = time.monotonic() + options.limit_s
     while not (seen := look()):
-        failed = [unit.name for unit in units().values() if unit.standing == Standing.FAILED.value]
+        failed = [unit.name for unit in units().values() if unit.standing == UnitStanding.FAILED.value]
         if failed or time.monotonic() > deadline:
             why = f"{failed[0]} has failed" if failed else f"{options.limit_s:g} s have passed"
             raise SystemExit(f"{why} before this: {what}; look into {options.run / 'units'}")
@@ -166,7 +166,7 @@ def until(look: Callable[[], Any], what: str) -> Any:
 
 def lost() -> Look | None:
     look = units()[STRUCK]
-    return look if look.standing == Standing.WAITING.value and "its node is lost" in look.why else None
+    return look if look.standing == UnitStanding.WAITING.value and "its node is lost" in look.why else None
 
 
 def loss_and_digest(name: str) -> tuple[str, str]:
@@ -208,7 +208,7 @@ def story() -> dict[str, bool]:
     say("the run has ended\n")
     print("unit      standing  restarts  held-out loss  digest of the model")
     ends = units()
-    found = {name: loss_and_digest(name) for name in ISLANDS if ends[name].standing == Standing.ENDED.value}
+    found = {name: loss_and_digest(name) for name in ISLANDS if ends[name].standing == UnitStanding.ENDED.value}
     for name, look in ends.items():
         loss, digest = found.get(name, ("", ""))
         restarts = look.status.restarts if look.status is not None else 0
@@ -217,7 +217,7 @@ def story() -> dict[str, bool]:
     return {
         "only the island of the killed node was started again": same == list(OTHERS)
         and all(look.status and look.status.restarts == (name == STRUCK) for name, look in ends.items()),
-        "all ended well": all(look.standing == Standing.ENDED.value for look in ends.values()),
+        "all ended well": all(look.standing == UnitStanding.ENDED.value for look in ends.values()),
         "all islands have the same model": len(found) == len(ISLANDS) and len(set(found.values())) == 1,
     }
 

@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from atoll.launch.engine import Standing, Unit
+from atoll.launch.engine import Unit, UnitStanding
 from atoll.launch.slurm import SlurmEngine
 
 SCRIPT = Path(__file__).resolve().with_name("many_ranks.py")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 ISLANDS = {"alone": (), "sharded": TORCHRUN, "copied": TORCHRUN}
 REQUEUED = "sharded"
-OVER = (Standing.ENDED, Standing.FAILED, Standing.STOPPED, Standing.GONE)
+OVER = (UnitStanding.ENDED, UnitStanding.FAILED, UnitStanding.STOPPED, UnitStanding.GONE)
 Handles = dict[str, dict[str, Any]]
 
 # `atoll syncer` ends by tokens. Here the end is one of merges, and a merge needs all three: while one is away the
@@ -107,7 +107,7 @@ class Watch:
         """The last one that the island has told, of whichever incarnation."""
         return int((re.findall(r"^step (\d+) of", self.printed(name), re.MULTILINE) or ["0"])[-1])
 
-    def look(self) -> dict[str, Standing]:
+    def look(self) -> dict[str, UnitStanding]:
         if time.monotonic() > self.end:
             sys.exit(f"given up after {options.within:g} s: {self.said}")
         found = {}
@@ -118,7 +118,7 @@ class Watch:
             if self.said.get(name) != words:
                 print(f"{name:8} | {words}", flush=True)
                 self.said[name] = words
-        failed = [name for name, standing in found.items() if standing in OVER and standing is not Standing.ENDED]
+        failed = [name for name, standing in found.items() if standing in OVER and standing is not UnitStanding.ENDED]
         if failed:
             sys.exit(f"{failed[0]} is {found[failed[0]].value}:\n{self.printed(failed[0])[-3000:]}")
         time.sleep(0.3)
@@ -126,7 +126,7 @@ class Watch:
 
     def until_printed(self, name: str, words: str) -> None:
         while words not in self.printed(name):
-            if self.look()[name] is Standing.ENDED and words not in self.printed(name):
+            if self.look()[name] is UnitStanding.ENDED and words not in self.printed(name):
                 sys.exit(f"{name} ended without {words!r}; what it has printed is in {options.run}/units/{name}")
 
 
@@ -164,7 +164,7 @@ def main() -> int:
         engine.requeue(handles[REQUEUED])
         watch.until_printed(REQUEUED, "incarnation 2,")
         after = {name: watch.step(name) for name in ISLANDS}
-        while set(watch.look().values()) != {Standing.ENDED}:
+        while set(watch.look().values()) != {UnitStanding.ENDED}:
             pass
         verdict = checked(watch, before, after)
     print()

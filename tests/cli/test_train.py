@@ -419,7 +419,7 @@ def test_help_tells_the_defaults_that_a_job_has(capsys):
     shown: dict[str, object] = {"tokens": f"{settings.tokens / 1e6:g}M", "norm_clip": 0}
     shown["snapshot_every"] = f"{SNAPSHOT_PASSES} of each fragment"
     shown["max_rate"] = "no bound"
-    shown["streams"] = "as many as carry more"
+    shown["streams"] = 4
     values = {each.name: getattr(settings, each.name) for each in fields(settings)}
     values |= {each.name: getattr(settings.numerics, each.name) for each in fields(settings.numerics)}
     missing = []

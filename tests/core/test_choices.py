@@ -24,7 +24,6 @@ from atoll.core.protocol import (
     MergeRound,
     Pull,
     Say,
-    StreamsChanged,
 )
 from atoll.core.reasons import Reason
 from atoll.core.types import RoundId, RunConfig
@@ -244,14 +243,3 @@ def test_updates_go_in_what_the_link_in_the_middle_carries():
     assert "updates go in int8 from here on, not in bf16: to the learner in the middle a fragment takes 1.9 s" in str(
         told[0].reason
     )
-
-
-def test_a_change_of_streams_is_said_with_what_they_carried():
-    talk = LearnerTalk(CONFIG).trains()
-    talk.tell(1.0, StreamsChanged("up", 1, 2, 10e6, 19e6))
-    more = talk.one(Say)
-    assert str(more.reason) == "values go up over 2 connections from here on, not 1: 19 MB/s where 1 carried 10"
-    talk.tell(2.0, StreamsChanged("down", 4, 2, 50e6, 49e6))
-    fewer = talk.one(Say)
-    assert str(fewer.reason) == "values go down over 2 connections from here on, not 4: 49 MB/s, 4 carried 50"
-    assert talk.core.said == {**talk.core.said, "streams-more": 1, "streams-fewer": 1}

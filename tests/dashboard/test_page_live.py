@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from atoll.transport.address_file import ask, where
+from atoll.transport.endpoint import ask, read_address_file
 from tests.dashboard.looking import NO_ANSWER, card
 from tests.reference.small_jobs import small_text
 
@@ -65,7 +65,7 @@ def test_an_island_dies_the_run_is_paused_and_its_syncer_dies_as_one_looks_on(jo
     page.locator("[data-control=drain]").click()
     page.get_by_role("dialog").get_by_role("button", name="Yes, drain").click()
     expect(card(page, 1)).to_contain_text("left")
-    found = where(run)
+    found = read_address_file(run)
     assert found is not None
     ask(found.address, found.token, "POST", "/v1/finish", LIMIT_S)  # a busy machine is far from the end of the budget
     assert process.wait(LIMIT_S) == 0

@@ -17,7 +17,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from atoll.dashboard import server as serving
 from atoll.dashboard.alerts import Rules
 from atoll.dashboard.server import HEADERS, Dash, Watched
-from atoll.transport.address_file import Reachable, tell_where
+from atoll.transport.endpoint import SyncerAddress, write_address_file
 from tests.tiny_run import TinyRun, eventful_run
 
 TOKEN = "a secret of four words"
@@ -283,7 +283,7 @@ def own(client):
 def reachable(run, tmp_path):
     """A run whose syncer has told where it is; nobody listens there."""
     copied = shutil.copytree(run, tmp_path / "reachable")
-    tell_where(copied, Reachable("127.0.0.1:9", TOKEN, 1))
+    write_address_file(copied, SyncerAddress("127.0.0.1:9", TOKEN, 1))
     return copied
 
 
@@ -295,14 +295,14 @@ def test_controls_are_asked_twice_and_need_a_syncer_of_that_token(run, tmp_path)
             nobody = await client.post("/api/run/0/control", json=wish(), headers=own(client))
             assert nobody.status == 503
             assert "no syncer" in (await nobody.json())["error"]
-            tell_where(run, Reachable("127.0.0.1:9", TOKEN, 1))
+            write_address_file(run, SyncerAddress("127.0.0.1:9", TOKEN, 1))
             first = await client.post("/api/run/0/control", json=wish(), headers=own(client))
             assert first.status == 409
             assert "stand still" in (await first.json())["ask"]
             sure = await client.post("/api/run/0/control", json=wish(sure=True), headers=own(client))
             assert sure.status == 503
             assert "no syncer answers" in (await sure.json())["error"]
-            tell_where(run, Reachable("127.0.0.1:9", "another run's", 1))
+            write_address_file(run, SyncerAddress("127.0.0.1:9", "another run's", 1))
             other = await client.post("/api/run/0/control", json=wish(sure=True), headers=own(client))
             assert other.status == 503
             runs = await (await client.get("/api/runs", headers=AUTHORIZED)).json()

@@ -8,15 +8,15 @@ from typing import Any, ClassVar
 
 import pytest
 
-from atoll.launch import registry
-from atoll.launch.engine import Standing, Status, Unit
+from atoll.launch import engine as engines
+from atoll.launch.engine import Unit, UnitStanding, UnitState
 
 
 class FakeEngine:
     name = "fake"
     submitted: ClassVar[list[tuple[str, ...]]] = []
     """Names of units, one tuple for each submission."""
-    standings: ClassVar[dict[str, Standing]] = {}
+    standings: ClassVar[dict[str, UnitStanding]] = {}
     """RUNNING where nothing is said."""
     asked: ClassVar[list[str]] = []
     silent: ClassVar[list[str]] = []
@@ -37,17 +37,17 @@ class FakeEngine:
     def _submit(self, units: Sequence[Unit]) -> None:
         self.submitted.append(tuple(unit.name for unit in units))
         for unit in units:
-            self.standings[unit.name] = Standing.RUNNING
+            self.standings[unit.name] = UnitStanding.RUNNING
         for do in self.on_start:
             do()
 
-    def status(self, handle: Mapping[str, Any]) -> Status:
+    def status(self, handle: Mapping[str, Any]) -> UnitState:
         self._hear(handle)
-        return Status(self.standings.get(handle["name"], Standing.RUNNING))
+        return UnitState(self.standings.get(handle["name"], UnitStanding.RUNNING))
 
     def stop(self, handle: Mapping[str, Any]) -> None:
         self._hear(handle)
-        self.standings[handle["name"]] = Standing.STOPPED
+        self.standings[handle["name"]] = UnitStanding.STOPPED
 
     def log(self, handle: Mapping[str, Any]) -> list[Path]:
         return [self.folder / f"{handle['name']}.log"]
@@ -69,7 +69,7 @@ class FakeArrayEngine(FakeEngine):
 
 def use_fakes(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     for made in (FakeEngine, FakeArrayEngine):
-        monkeypatch.setitem(registry.ENGINES, made.name, (__name__, made.__name__))
+        monkeypatch.setitem(engines.ENGINES, made.name, (__name__, made.__name__))
     for name in ("submitted", "asked", "silent", "on_start"):
         monkeypatch.setattr(FakeEngine, name, [])
     monkeypatch.setattr(FakeEngine, "standings", {})

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from atoll.launch.engine import Standing, Status, Unit
+from atoll.launch.engine import Unit, UnitStanding, UnitState
+from atoll.launch.guard import ProcessId, process_id, send_signal
+from atoll.launch.keeper import read_state
 from atoll.launch.local import LocalEngine
-from atoll.launch.processes import kill
 
 PATIENCE_S = 300.0
 T = TypeVar("T")
@@ -32,7 +34,30 @@ def python(code: str) -> tuple[str, ...]:
     return sys.executable, "-c", code
 
 
-class Kept:
+def keeper_of(directory: Path) -> ProcessId:
+    found = ProcessId.from_json((read_state(directory) or {}).get("keeper"))
+    assert found is not None
+    return found
+
+
+def processes_of(directory: Path) -> list[ProcessId]:
+    """Everything that runs in the directory of a unit, as its commands do, whatever session it is in."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (folder / "cwd").readlink() == directory:
+                found.append(process_id(int(folder.name)))
+    return [one for one in found if one is not None]
+
+
+def end_unit(directory: Path) -> None:
+    """Kill all of it, for a test that has failed."""
+    keeper = ProcessId.from_json((read_state(directory) or {}).get("keeper"))
+    for process in [*([keeper] if keeper is not None else []), *processes_of(directory)]:
+        send_signal(process, signal.SIGKILL)
+
+
+class KeptUnit:
     """One unit of the local engine."""
 
     def __init__(self, unit: Unit) -> None:
@@ -40,11 +65,11 @@ class Kept:
         self.engine = LocalEngine()
         self.handle = self.engine.start(unit)
 
-    def status(self) -> Status:
+    def status(self) -> UnitState:
         return LocalEngine().status(self.handle)  # by whoever asks, not only by who has started it
 
-    def stands(self, standing: Standing, restarts: int | None = None) -> Status:
-        def look() -> Status | None:
+    def stands(self, standing: UnitStanding, restarts: int | None = None) -> UnitState:
+        def look() -> UnitState | None:
             now = self.status()
             return now if now.standing is standing and restarts in (None, now.restarts) else None
 
@@ -58,13 +83,13 @@ class Kept:
 
 
 @contextmanager
-def kept(folder: Path, code: str, **fields: object) -> Iterator[Kept]:
+def kept(folder: Path, code: str, **fields: object) -> Iterator[KeptUnit]:
     """Nothing of it is left behind."""
     given = {"run": "test", "name": "a", "command": python(code), "directory": folder / "units" / "a", **fields}
     unit = Unit(**given)  # type: ignore[arg-type]
     try:
-        made = Kept(unit)
+        made = KeptUnit(unit)
         yield made
         LocalEngine().stop(made.handle)
     finally:
-        kill(str(unit.directory))
+        end_unit(unit.directory)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from atoll.launch.engine import Standing, Status, Unit
+from atoll.launch.engine import Unit, UnitStanding, UnitState
 from atoll.launch.slurm import SlurmEngine
 from tests.launch.own_slurm import OwnSlurm
 
@@ -35,9 +35,9 @@ class Cluster:
     def __init__(self, slurm: OwnSlurm) -> None:
         self.slurm = slurm
         self.engine = SlurmEngine(slurm.conf)
-        self.seen: list[Status] = []
+        self.seen: list[UnitState] = []
 
-    def until(self, handle: dict[str, Any], *standings: Standing, printed: str = "") -> Status:
+    def until(self, handle: dict[str, Any], *standings: UnitStanding, printed: str = "") -> UnitState:
         """How it is as soon as it is one of these, and has printed this."""
 
         def ready() -> bool:

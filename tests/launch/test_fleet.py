@@ -9,9 +9,9 @@ import pytest
 
 from atoll.cli import down, logs
 from atoll.cli import up as commands_up
+from atoll.launch import engine as engines
 from atoll.launch import fleet as of_fleet
-from atoll.launch import registry
-from atoll.launch.engine import Standing
+from atoll.launch.engine import UnitStanding
 from atoll.launch.fleet import Fleet
 from atoll.launch.islands_file import IslandsFile
 from atoll.launch.units import units_of
@@ -47,9 +47,9 @@ def finish(fleet: Fleet) -> None:
 def test_an_island_that_has_left_comes_back_with_up_while_its_run_goes_on(tmp_path):
     fleet = fleet_of(tmp_path)
     up(fleet)
-    FakeEngine.standings["a"] = Standing.ENDED
+    FakeEngine.standings["a"] = UnitStanding.ENDED
     assert up(fleet) == {"syncer": "is running: left alone", "a": "started again", "b": "is running: left alone"}
-    FakeEngine.standings["a"] = Standing.ENDED
+    FakeEngine.standings["a"] = UnitStanding.ENDED
     finish(fleet)
     assert up(fleet)["a"] == "has ended: left alone"
 
@@ -58,7 +58,7 @@ def test_while_the_model_of_shards_is_gathered_islands_that_have_ended_stay_so(t
     fleet = fleet_of(tmp_path, syncer="shards = 1")
     up(fleet)
     finish(fleet)
-    FakeEngine.standings |= {"a": Standing.ENDED, "shard-0": Standing.ENDED}
+    FakeEngine.standings |= {"a": UnitStanding.ENDED, "shard-0": UnitStanding.ENDED}
     said = up(fleet)
     assert (said["a"], said["shard-0"]) == ("has ended: left alone", "started again")
 
@@ -93,7 +93,7 @@ def test_islands_of_one_table_are_submitted_together_where_the_engine_takes_that
     assert FakeEngine.submitted == [("syncer",), ("a",), ("b",), ("many-1", "many-2", "many-3")]
     assert fleet.known()["many-2"].handle == {"name": "many-2"}
     FakeEngine.submitted.clear()
-    FakeEngine.standings |= {"many-1": Standing.FAILED, "many-3": Standing.STOPPED}
+    FakeEngine.standings |= {"many-1": UnitStanding.FAILED, "many-3": UnitStanding.STOPPED}
     up(fleet)
     assert FakeEngine.submitted == [("many-1", "many-3")]
 
@@ -105,7 +105,7 @@ def test_islands_of_one_table_are_submitted_together_where_the_engine_takes_that
 
 
 def test_up_warns_of_an_address_that_leads_nowhere_from_other_machines(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(registry.ENGINES, "slurm", registry.ENGINES["fake"])
+    monkeypatch.setitem(engines.ENGINES, "slurm", engines.ENGINES["fake"])
     commands_up.run(fleet_of(tmp_path, engine="slurm").file.path, dry_run=True)
     assert capsys.readouterr().err.startswith("atoll: syncer.address is 127.0.0.1:7400, which every machine takes for")
     commands_up.run(fleet_of(tmp_path).file.path, dry_run=True)
@@ -142,7 +142,7 @@ def test_a_unit_on_a_machine_that_is_gone_for_good_can_be_forgotten(tmp_path, ca
 def test_an_engine_that_does_not_answer_as_a_run_ends_is_no_failure_of_the_run(tmp_path):
     fleet = fleet_of(tmp_path)
     up(fleet)
-    FakeEngine.standings |= {"syncer": Standing.ENDED, "a": Standing.ENDED, "b": Standing.WAITING}
+    FakeEngine.standings |= {"syncer": UnitStanding.ENDED, "a": UnitStanding.ENDED, "b": UnitStanding.WAITING}
     refused = iter((True, False))
 
     def show(looks: object) -> None:
@@ -164,12 +164,12 @@ def test_logs_are_followed_on_when_an_engine_does_not_answer_once(tmp_path, caps
     FakeEngine.silent.append("a")
     FakeEngine.asked.clear()
 
-    class Ends(dict[str, Standing]):
+    class Ends(dict[str, UnitStanding]):
         """It prints once more, and has ended."""
 
         def get(self, name, default=None):
             (tmp_path / "a.log").write_text("first\nlast\n")
-            return Standing.ENDED
+            return UnitStanding.ENDED
 
     FakeEngine.standings = Ends()
     logs.run(fleet.file.path, ["a"], follow=True)

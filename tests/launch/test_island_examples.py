@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from atoll.launch.fleet import Fleet
+from atoll.launch.guard import ProcessId, send_signal
 from atoll.launch.islands_file import IslandsFile
 from atoll.launch.keeper import read_state
-from atoll.launch.processes import Process, kill, tell
 from atoll.launch.units import units_of
-from tests.launch.local_units import until
+from tests.launch.local_units import end_unit, until
 from tests.test_examples import EXAMPLES, differing, free_port, saved
 
 LIMIT_S = 600.0
@@ -55,10 +55,7 @@ class Copied:
 
     def end(self) -> None:
         for folder in self.units.glob("*"):
-            told = read_state(folder)
-            if told is not None and (keeper := Process.from_json(told["keeper"])) is not None:
-                tell(keeper, signal.SIGKILL)
-            kill(str(folder))
+            end_unit(folder)
 
 
 @pytest.fixture
@@ -95,8 +92,8 @@ def test_islands_of_three_shapes_from_one_command_and_one_is_killed(tmp_path, cl
     clean.append(run)
     child = run.up()
     until(lambda: any("step 50 of" in line for line in run.said("sharded")))
-    torchrun = until(lambda: Process.from_json((read_state(run.units / "sharded") or {}).get("child")))
-    tell(torchrun, signal.SIGKILL)
+    torchrun = until(lambda: ProcessId.from_json((read_state(run.units / "sharded") or {}).get("child")))
+    send_signal(torchrun, signal.SIGKILL)
     said, _ = child.communicate(timeout=LIMIT_S)
     assert child.returncode == 0, said
     assert "sharded: running, restarts: 1" in said

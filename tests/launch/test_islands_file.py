@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from atoll.launch.engine import Unit
+from atoll.launch.engine import ENGINES, Unit, engine
 from atoll.launch.islands_file import IslandsFile
-from atoll.launch.registry import ENGINES, engine
 from atoll.launch.units import notice_told, stays_here, token_of, units_of
 
 FULL = """

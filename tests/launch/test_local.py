@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from atoll.launch.engine import Standing, Unit
-from atoll.launch.keeper import FIRST_PAUSE_S, LONGEST_PAUSE_S, read_state, write_whole
+from atoll.launch.engine import Unit, UnitStanding
+from atoll.launch.guard import ProcessId, is_alive, process_id, send_signal
+from atoll.launch.keeper import BACKOFF_FIRST_S, BACKOFF_MAX_S, is_locked, read_state, write_json
 from atoll.launch.local import LocalEngine
-from atoll.launch.processes import Process, is_alive, marked, process, tell
-from atoll.launch.supervisor import HEALTHY_S, Backoff
-from tests.launch.local_units import Kept, kept, python, until
+from atoll.launch.supervisor import Restarts
+from tests.launch import local_units
+from tests.launch.local_units import KeptUnit, kept, processes_of, python, until
 
 FOREVER = "import signal, sys; print('here', flush=True); signal.pause()"
 POLITE = """
@@ -58,21 +59,25 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def keeper_of(unit: Kept) -> Process:
-    told = read_state(unit.unit.directory)
-    assert told is not None
-    found = Process.from_json(told["keeper"])
+def keeper_of(unit: KeptUnit) -> ProcessId:
+    return local_units.keeper_of(unit.unit.directory)
+
+
+def child_of(unit: KeptUnit) -> ProcessId:
+    """It may have printed something before its keeper has written down that it is there."""
+    return until(lambda: ProcessId.from_json((read_state(unit.unit.directory) or {}).get("child")))
+
+
+def guard_of(unit: KeptUnit) -> ProcessId:
+    """The parent of the command."""
+    stat = Path(f"/proc/{child_of(unit).pid}/stat").read_text()
+    found = process_id(int(stat.rpartition(")")[2].split()[1]))
     assert found is not None
     return found
 
 
-def child_of(unit: Kept) -> Process:
-    """It may have printed something before its keeper has written down that it is there."""
-    return until(lambda: Process.from_json((read_state(unit.unit.directory) or {}).get("child")))
-
-
-def left_of(unit: Kept) -> list[Process]:
-    return marked(str(unit.unit.directory))
+def left_of(unit: KeptUnit) -> list[ProcessId]:
+    return processes_of(unit.unit.directory)
 
 
 def test_a_unit_that_ends_well_is_not_started_again(tmp_path):
@@ -80,7 +85,7 @@ def test_a_unit_that_ends_well_is_not_started_again(tmp_path):
     os.environ["ATOLL_STRAY"] = "of another run"
     try:
         with kept(tmp_path, code, environment={"WORD": "hello"}) as unit:
-            assert unit.stands(Standing.ENDED).restarts == 0
+            assert unit.stands(UnitStanding.ENDED).restarts == 0
             assert unit.said() == [f"hello {unit.unit.directory} None"]
     finally:
         del os.environ["ATOLL_STRAY"]
@@ -89,7 +94,7 @@ def test_a_unit_that_ends_well_is_not_started_again(tmp_path):
 def test_a_unit_that_fails_comes_back_until_it_has_no_restart_left(tmp_path):
     code = "import sys; print('start', flush=True); sys.exit('no luck')"
     with kept(tmp_path, code, restarts=1) as unit:
-        status = unit.stands(Standing.FAILED)
+        status = unit.stands(UnitStanding.FAILED)
         assert status.restarts == 1
         assert status.why == "exit code 1 after 1 restarts: no luck"
         assert [path.name for path in unit.engine.log(unit.handle)] == ["start-0001.log", "start-0002.log"]
@@ -101,8 +106,8 @@ def test_a_unit_that_is_killed_comes_back(tmp_path):
     with kept(tmp_path, FOREVER) as unit:
         unit.says("here")
         first = child_of(unit)
-        assert tell(first, signal.SIGKILL)
-        unit.stands(Standing.RUNNING, restarts=1)
+        assert send_signal(first, signal.SIGKILL)
+        unit.stands(UnitStanding.RUNNING, restarts=1)
         assert child_of(unit) != first
         assert any("killed by SIGKILL; starting it again in 1 s" in line for line in unit.said())
 
@@ -111,7 +116,7 @@ def test_a_unit_is_told_before_it_is_stopped(tmp_path):
     with kept(tmp_path, POLITE) as unit:
         unit.says("here")
         unit.engine.stop(unit.handle)
-        assert unit.status().standing is Standing.STOPPED
+        assert unit.status().standing is UnitStanding.STOPPED
         assert unit.said() == ["here", "goodbye"]
         assert left_of(unit) == []
         assert not is_alive(keeper_of(unit))
@@ -123,17 +128,17 @@ def test_a_unit_that_does_not_listen_is_killed_after_its_notice(tmp_path):
         unit.says("here")
         unit.engine.stop(unit.handle)
         status = unit.status()
-        assert status.standing is Standing.STOPPED
+        assert status.standing is UnitStanding.STOPPED
         assert status.why == "did not end within 0.5 s, and was killed"
         assert left_of(unit) == []
 
 
 def test_a_unit_that_waits_to_be_started_again_is_stopped_at_once(tmp_path):
     with kept(tmp_path, "raise SystemExit(3)") as unit:
-        status = unit.stands(Standing.WAITING, restarts=1)
+        status = unit.stands(UnitStanding.WAITING, restarts=1)
         assert status.why.startswith("exit code 3; starts again in ")
         unit.engine.stop(unit.handle)
-        assert unit.status().standing is Standing.STOPPED
+        assert unit.status().standing is UnitStanding.STOPPED
 
 
 def test_what_a_killed_unit_has_started_is_ended_before_it_comes_back(tmp_path):
@@ -143,8 +148,8 @@ def test_what_a_killed_unit_has_started_is_ended_before_it_comes_back(tmp_path):
         ranks = [one for one in left_of(unit) if one != first]
         assert len(ranks) == 1
         assert os.getsid(ranks[0].pid) != os.getsid(first.pid)
-        tell(first, signal.SIGKILL)
-        unit.stands(Standing.RUNNING, restarts=1)
+        send_signal(first, signal.SIGKILL)
+        unit.stands(UnitStanding.RUNNING, restarts=1)
         assert not is_alive(ranks[0])
         until(lambda: len(left_of(unit)) == 2)
         unit.engine.stop(unit.handle)
@@ -167,8 +172,8 @@ def test_nobody_is_told_twice_when_a_shell_between_has_ended_at_once(tmp_path):
 def test_what_is_left_of_a_killed_keeper_is_not_told_twice_either(tmp_path):
     with kept(tmp_path, COUNTING) as unit:
         unit.says("here")
-        tell(keeper_of(unit), signal.SIGKILL)
-        unit.stands(Standing.FAILED)
+        send_signal(keeper_of(unit), signal.SIGKILL)
+        unit.stands(UnitStanding.FAILED)
         unit.engine.stop(unit.handle)
         assert unit.said() == ["here", "told"]
 
@@ -177,13 +182,13 @@ def test_a_keeper_that_is_killed_takes_its_unit_along_and_is_noticed(tmp_path):
     with kept(tmp_path, POLITE) as unit:
         unit.says("here")
         child = child_of(unit)
-        tell(keeper_of(unit), signal.SIGKILL)
-        status = unit.stands(Standing.FAILED)
+        send_signal(keeper_of(unit), signal.SIGKILL)
+        status = unit.stands(UnitStanding.FAILED)
         assert status.why.startswith("its keeper was killed")
         until(lambda: not is_alive(child))
         assert unit.said()[-1] == "goodbye"
-        again = Kept(unit.unit)
-        again.stands(Standing.RUNNING)
+        again = KeptUnit(unit.unit)
+        again.stands(UnitStanding.RUNNING)
         assert [path.name for path in again.engine.log(again.handle)] == ["start-0001.log", "start-0002.log"]
 
 
@@ -191,10 +196,10 @@ def test_what_is_left_of_a_killed_keeper_ends_before_the_unit_is_started_again(t
     with kept(tmp_path, STUBBORN, notice_s=0.5) as unit:
         unit.says("here")
         child = child_of(unit)
-        tell(keeper_of(unit), signal.SIGKILL)
-        assert unit.stands(Standing.FAILED).why == "its keeper was killed; 1 of its processes are left"
-        again = Kept(unit.unit)
-        again.stands(Standing.RUNNING)
+        send_signal(keeper_of(unit), signal.SIGKILL)
+        assert unit.stands(UnitStanding.FAILED).why == "its keeper was killed; its command is being ended"
+        again = KeptUnit(unit.unit)
+        again.stands(UnitStanding.RUNNING)
         assert not is_alive(child)
         assert len(left_of(unit)) == 1
 
@@ -202,11 +207,62 @@ def test_what_is_left_of_a_killed_keeper_ends_before_the_unit_is_started_again(t
 def test_what_is_left_of_a_killed_keeper_can_be_stopped(tmp_path):
     with kept(tmp_path, STUBBORN, notice_s=0.5) as unit:
         unit.says("here")
-        tell(keeper_of(unit), signal.SIGKILL)
-        unit.stands(Standing.FAILED)
+        send_signal(keeper_of(unit), signal.SIGKILL)
+        unit.stands(UnitStanding.FAILED)
         unit.engine.stop(unit.handle)
-        assert unit.status().standing is Standing.STOPPED
+        assert unit.status().standing is UnitStanding.STOPPED
         assert left_of(unit) == []
+
+
+def test_killed_keeper_gives_ranks_their_notice_and_then_nothing_is_left(tmp_path):
+    """No other command of Atoll runs: the guard does it alone."""
+    with kept(tmp_path, WITH_RANK, notice_s=0.5) as unit:
+        unit.says("rank")
+        left = left_of(unit)
+        assert len(left) == 2
+        send_signal(keeper_of(unit), signal.SIGKILL)
+        until(lambda: not any(map(is_alive, left)) and not is_locked(unit.unit.directory))
+
+
+def test_keeper_killed_during_the_notice_does_not_shorten_it(tmp_path):
+    with kept(tmp_path, COUNTING) as unit:
+        unit.says("here")
+        child = child_of(unit)
+        send_signal(keeper_of(unit), signal.SIGTERM)
+        unit.says("told")
+        send_signal(keeper_of(unit), signal.SIGKILL)
+        until(lambda: not is_alive(child))
+        until(lambda: not is_locked(unit.unit.directory))
+        assert unit.said() == ["here", "told"]
+
+
+def test_guard_that_is_killed_takes_the_command_and_its_ranks_along(tmp_path):
+    with kept(tmp_path, WITH_RANK) as unit:
+        unit.says("rank")
+        left = left_of(unit)
+        assert len(left) == 2
+        send_signal(guard_of(unit), signal.SIGKILL)
+        unit.stands(UnitStanding.RUNNING, restarts=1)
+        assert not any(map(is_alive, left))
+        assert "[atoll] its guard was killed; starting it again in 1 s" in unit.said()
+
+
+@pytest.mark.parametrize("written", ["keeper.json", "start-0001.log"])
+def test_keeper_killed_while_it_starts_its_command_leaves_nothing(tmp_path, written):
+    """As soon as the keeper is there, or its guard has opened the log: the command may or may not run."""
+    directory = tmp_path / "units" / "a"
+    directory.mkdir(parents=True)
+    spec = {"command": python(WITH_RANK), "restarts": 0, "notice_s": 0.5, "syncer": None, "ends_with_syncer": False}
+    write_json(directory / "unit.json", {**spec, "devices": []})
+    for _ in range(5):
+        with subprocess.Popen([sys.executable, "-m", "atoll.launch.keeper", str(directory)], stdout=subprocess.DEVNULL):
+            until(lambda: (directory / written).exists())
+            send_signal(until(lambda: local_units.keeper_of(directory)), signal.SIGKILL)
+        until(lambda: not is_locked(directory))
+        assert processes_of(directory) == []
+        for path in directory.glob("*.log"):
+            path.unlink()
+        (directory / "keeper.json").unlink()
 
 
 def test_a_unit_outlives_who_started_it(tmp_path):
@@ -215,14 +271,14 @@ def test_a_unit_outlives_who_started_it(tmp_path):
     said = subprocess.run(command, capture_output=True, text=True)
     assert said.returncode == -signal.SIGKILL, said.stderr
     handle = json.loads(said.stdout)
-    assert until(lambda: LocalEngine().status(handle).standing is Standing.RUNNING)
+    assert until(lambda: LocalEngine().status(handle).standing is UnitStanding.RUNNING)
     keeper = (read_state(unit.directory) or {})["keeper"]
     assert LocalEngine().start(unit) == handle  # nobody has written down that it was started: it is the same one
     assert (read_state(unit.directory) or {})["keeper"] == keeper
     with pytest.raises(ValueError, match=f"a is kept already, as another command, by process {keeper['pid']}"):
         LocalEngine().start(Unit("test", "a", python("pass"), unit.directory))
     LocalEngine().stop(handle)
-    assert LocalEngine().status(handle).standing is Standing.STOPPED
+    assert LocalEngine().status(handle).standing is UnitStanding.STOPPED
 
 
 def test_a_number_that_has_changed_hands_is_never_signalled(tmp_path):
@@ -237,24 +293,24 @@ def test_a_number_that_has_changed_hands_is_never_signalled(tmp_path):
             assert told is not None
             stale = {"pid": other.pid, "born": "another boot:1"}
             path = unit.unit.directory / "keeper.json"
-            write_whole(path, {**told, "standing": "running", "keeper": stale, "child": stale})
+            write_json(path, {**told, "standing": "running", "keeper": stale, "child": stale})
             assert unit.status().why == "its keeper was killed"
             unit.engine.stop(unit.handle)
-            assert unit.status().standing is Standing.STOPPED
+            assert unit.status().standing is UnitStanding.STOPPED
             assert other.poll() is None
-            known = process(other.pid)
+            known = process_id(other.pid)
             assert known is not None
-            assert tell(known, signal.SIGTERM)
+            assert send_signal(known, signal.SIGTERM)
             assert other.wait(300) == -signal.SIGTERM
-            assert not tell(known, signal.SIGTERM)
+            assert not send_signal(known, signal.SIGTERM)
 
 
 def test_an_island_is_not_started_again_when_its_run_is_over(tmp_path):
     syncer = tmp_path / "units" / "syncer"
     with kept(tmp_path, "pass", name="syncer", directory=syncer) as ended:
-        ended.stands(Standing.ENDED)
+        ended.stands(UnitStanding.ENDED)
         with kept(tmp_path, "raise SystemExit(1)") as island:
-            assert island.stands(Standing.STOPPED).why == "the run is over: its syncer has ended (exit code 1)"
+            assert island.stands(UnitStanding.STOPPED).why == "the run is over: its syncer has ended (exit code 1)"
 
 
 @pytest.mark.parametrize(
@@ -265,7 +321,7 @@ def test_nor_is_it_where_another_engine_keeps_the_syncer(tmp_path, name, words):
     told.parent.mkdir(parents=True)
     told.write_text(words)
     with kept(tmp_path, "raise SystemExit(1)") as island:
-        assert island.stands(Standing.STOPPED).why.startswith("the run is over")
+        assert island.stands(UnitStanding.STOPPED).why.startswith("the run is over")
 
 
 def test_a_shard_ends_with_its_syncer(tmp_path):
@@ -273,7 +329,7 @@ def test_a_shard_ends_with_its_syncer(tmp_path):
     with kept(tmp_path, FOREVER, name="shard-0", directory=folder / "shard-0") as shard:
         shard.says("here")
         with kept(tmp_path, "pass", name="syncer", directory=folder / "syncer"):
-            status = shard.stands(Standing.ENDED)
+            status = shard.stands(UnitStanding.ENDED)
             assert status.why == "the run is over"
             assert left_of(shard) == []
 
@@ -281,8 +337,8 @@ def test_a_shard_ends_with_its_syncer(tmp_path):
 def test_a_shard_that_left_before_its_syncer_comes_back(tmp_path):
     with kept(tmp_path, POLITE, name="shard-0", directory=tmp_path / "units/shard-0") as shard:
         shard.says("here")
-        tell(child_of(shard), signal.SIGTERM)
-        shard.stands(Standing.RUNNING, restarts=1)
+        send_signal(child_of(shard), signal.SIGTERM)
+        shard.stands(UnitStanding.RUNNING, restarts=1)
         assert shard.said()[1:3] == ["goodbye", "[atoll] it left, and its run goes on; starting it again in 1 s"]
 
 
@@ -291,12 +347,12 @@ def test_a_unit_that_ends_well_as_it_is_stopped_is_stopped(tmp_path):
     with kept(tmp_path, POLITE) as unit:
         unit.says("here")
         keeper, child = keeper_of(unit), child_of(unit)
-        tell(keeper, signal.SIGSTOP)
-        tell(keeper, signal.SIGTERM)
-        tell(child, signal.SIGTERM)
+        send_signal(keeper, signal.SIGSTOP)
+        send_signal(keeper, signal.SIGTERM)
+        send_signal(child, signal.SIGTERM)
         until(lambda: not is_alive(child))
-        tell(keeper, signal.SIGCONT)
-        assert unit.stands(Standing.STOPPED).why == ""
+        send_signal(keeper, signal.SIGCONT)
+        assert unit.stands(UnitStanding.STOPPED).why == ""
         assert unit.said() == ["here", "goodbye"]
 
 
@@ -309,18 +365,19 @@ def test_a_damaged_state_is_that_of_a_killed_keeper(tmp_path, damaged):
         path.write_text(damaged)
         with pytest.raises(OSError, match=r"keeper\.json is damaged, and its keeper lives: end that"):
             unit.status()
-        tell(keeper, signal.SIGKILL)
+        send_signal(keeper, signal.SIGKILL)
         until(lambda: not is_alive(keeper))
-        assert unit.status().why == "its keeper was killed; 1 of its processes are left"
-        Kept(unit.unit).stands(Standing.RUNNING)
+        assert unit.status().why == "its keeper was killed; its command is being ended"
+        KeptUnit(unit.unit).stands(UnitStanding.RUNNING)
         assert not is_alive(child)
 
 
-def test_pauses_grow_to_a_minute():
-    backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
-    pauses = [backoff.failed(ran_s=HEALTHY_S - 0.1) for _ in range(10_000)]
-    assert [pauses[place] for place in (0, 1, 2, 6, -1)] == [1.0, 2.0, 4.0, 60.0, 60.0]
-    assert backoff.failed(ran_s=HEALTHY_S) == 1.0
+def test_delays_before_restarts_grow_to_a_minute():
+    restarts = Restarts(BACKOFF_FIRST_S, BACKOFF_MAX_S, max_failures=10_001)
+    delays = [restarts.failed(was_healthy=False) for _ in range(10_000)]
+    assert [delays[place] for place in (0, 1, 2, 6, -1)] == [1.0, 2.0, 4.0, 60.0, 60.0]
+    assert restarts.failed(was_healthy=True) == 1.0
+    assert restarts.failed(was_healthy=True) is None
 
 
 def test_what_this_machine_cannot_run_is_refused_before_anything_starts(tmp_path):
@@ -363,7 +420,7 @@ def test_a_unit_of_another_machine_is_not_taken_for_lost(tmp_path):
         with pytest.raises(OSError, match="it is kept on elsewhere"):
             ask(handle)
     here = {**handle, "host": os.uname().nodename}
-    assert LocalEngine().status(here).standing is Standing.GONE
+    assert LocalEngine().status(here).standing is UnitStanding.GONE
 
 
 def test_a_full_disk_is_said_by_who_starts(tmp_path):

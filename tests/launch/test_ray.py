@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from atoll.launch.engine import Standing, Status, Unit
+from atoll.launch.engine import Unit, UnitStanding, UnitState
 from atoll.launch.ray_cluster import RayEngine
 from tests.launch.ray_nodes import LIMIT_S, Nodes, lives, nodes_of_their_own, nowhere, until
 
@@ -51,13 +51,13 @@ class Started:
         self.engine, self.directory = engine, unit.directory
         self.handle: Mapping[str, Any] = json.loads(json.dumps(engine.start(unit)))
 
-    def status(self) -> Status:
+    def status(self) -> UnitState:
         return self.engine.status(self.handle)
 
-    def until(self, standing: Standing, why: str = "") -> Status:
-        told: list[Status] = []
+    def until(self, standing: UnitStanding, why: str = "") -> UnitState:
+        told: list[UnitState] = []
 
-        def look() -> list[Status]:
+        def look() -> list[UnitState]:
             told.append(self.status())
             return told[-1:] if told[-1].standing is standing and why in told[-1].why else []
 
@@ -74,7 +74,7 @@ class Started:
         """That a command has printed as its first line, in its start of this number."""
         return int(until(lambda: (self.said()[start - 1 : start] or [""])[0].partition("\n")[0], "its pid"))
 
-    def stop(self) -> Status:
+    def stop(self) -> UnitState:
         self.engine.stop(self.handle)
         return self.status()
 
@@ -89,45 +89,45 @@ PRINT_AND_WAIT = "echo $$; exec sleep 1000"
 def test_a_command_ends_well_and_leaves_nothing_but_what_it_printed(nodes, engine, tmp_path):
     script = 'echo "$GREETING from $(pwd)"; echo also this >&2'
     started = Started(engine, unit(nodes, tmp_path, script, environment={"GREETING": "hello"}))
-    assert started.until(Standing.ENDED) == Status(Standing.ENDED, 0, "exit code 0")
+    assert started.until(UnitStanding.ENDED) == UnitState(UnitStanding.ENDED, 0, "")
     assert started.said() == [f"hello from {tmp_path}\nalso this\n"]
     assert [path.name for path in engine.log(started.handle)] == ["start-0001.log"]
-    assert started.stop().standing is Standing.ENDED, "it had ended before it was stopped"
+    assert started.stop().standing is UnitStanding.ENDED, "it had ended before it was stopped"
     again = Started(engine, unit(nodes, tmp_path, "echo again"))  # in the places that the first one has freed
-    again.until(Standing.ENDED)
+    again.until(UnitStanding.ENDED)
     assert again.said()[1:] == ["again\n"]
 
 
 @pytest.mark.long
 def test_a_command_that_fails_is_started_again(nodes, engine, tmp_path):
     started = Started(engine, unit(nodes, tmp_path, "test -e been-here || { touch been-here; exit 3; }; echo better"))
-    assert started.until(Standing.ENDED).restarts == 1
+    assert started.until(UnitStanding.ENDED).restarts == 1
     assert started.said() == ["", "better\n"]
 
 
 @pytest.mark.long
 def test_a_command_that_fails_too_often_has_failed(nodes, engine, tmp_path):
     started = Started(engine, unit(nodes, tmp_path, "echo no; exit 7", restarts=1))
-    assert started.until(Standing.FAILED) == Status(Standing.FAILED, 1, "exit code 7, and of 1 restarts none is left")
+    assert started.until(UnitStanding.FAILED) == UnitState(UnitStanding.FAILED, 1, "exit code 7 after 1 restarts")
     assert started.said() == ["no\n", "no\n"]
 
 
 @pytest.mark.long
 def test_a_command_that_does_not_exist_says_so(nodes, engine, tmp_path):
     started = Started(engine, unit(nodes, tmp_path, "", command=("no-such-program",), restarts=0))
-    assert "No such file or directory: 'no-such-program'" in started.until(Standing.FAILED).why
+    assert "No such file or directory: 'no-such-program'" in started.until(UnitStanding.FAILED).why
 
 
 @pytest.mark.long
 def test_a_failed_write_takes_no_unit_along_and_one_that_has_ended_can_be_started_again(nodes, engine, tmp_path):
     (tmp_path / "ray.json").mkdir()  # no file can be renamed to the name of a directory
     started = Started(engine, unit(nodes, tmp_path, "echo first"))
-    assert started.until(Standing.ENDED).why == "exit code 0"
+    assert started.until(UnitStanding.ENDED).why == ""
     assert (tmp_path / "ray.json").is_dir(), "its keeper lives, and has not written it down"
     (tmp_path / "ray.json").rmdir()
     again = Started(engine, unit(nodes, tmp_path, "echo again"))
     until(lambda: again.said()[1:] == ["again\n"], "the second one runs, once the first one's keeper is gone")
-    again.until(Standing.ENDED)
+    again.until(UnitStanding.ENDED)
 
 
 @pytest.mark.long
@@ -137,13 +137,13 @@ def test_what_is_started_again_after_the_end_of_the_run_is_not_started(nodes, en
     waits = Started(engine, unit(nodes, tmp_path / "waits", "echo", name="waits", **nowhere))
     shard = Started(engine, unit(nodes, tmp_path / "shard-0", PRINT_AND_WAIT, name="shard-0"))
     shard.pid()
-    waits.until(Standing.WAITING, "nowhere")
+    waits.until(UnitStanding.WAITING, "nowhere")
     ends = """mkdir ../syncer; echo '{"standing": "ended"}' >../syncer/ray.json; exit 3"""
     fails = Started(engine, unit(nodes, tmp_path / "fails", ends, name="fails"))
     over = "the run is over: its syncer has ended"
-    assert fails.until(Standing.STOPPED) == Status(Standing.STOPPED, 0, f"{over} (exit code 3)")
-    assert shard.until(Standing.STOPPED).why == f"{over} (ended by signal 15)"
-    assert waits.until(Standing.STOPPED).why == f"{over} (it waited for its place)"
+    assert fails.until(UnitStanding.STOPPED) == UnitState(UnitStanding.STOPPED, 0, f"{over} (exit code 3)")
+    assert shard.until(UnitStanding.ENDED).why == "the run is over"
+    assert waits.until(UnitStanding.STOPPED).why == f"{over} (it waited for its place)"
 
 
 @pytest.mark.long
@@ -152,7 +152,7 @@ def test_a_shard_that_leaves_a_run_that_goes_on_is_brought_back(nodes, engine, t
     script += "trap 'exit 0' TERM; echo $$; while :; do sleep 0.1; done"
     shard = Started(engine, unit(nodes, tmp_path, script, name="shard-0"))
     shard.pid(2)
-    assert shard.stop() == Status(Standing.STOPPED, 1, "ended with exit code 0 when it was told to stop")
+    assert shard.stop() == UnitState(UnitStanding.STOPPED, 1, "")
 
 
 # A grand-child in a session of its own, as ranks of torchrun are; it says goodbye.
@@ -176,10 +176,10 @@ def test_stopping_reaches_grand_children_and_may_be_done_twice(nodes, engine, tm
     started = Started(engine, unit(nodes, tmp_path, "", command=command))
     pid = started.pid()
     assert lives(pid)
-    assert started.stop() == Status(Standing.STOPPED, 0, "ended by signal 15")
+    assert started.stop() == UnitState(UnitStanding.STOPPED, 0, "")
     assert not lives(pid)
     assert started.said() == [f"{pid}\ngoodbye\n"]
-    assert started.stop() == Status(Standing.STOPPED, 0, "ended by signal 15")
+    assert started.stop() == UnitState(UnitStanding.STOPPED, 0, "")
 
 
 @pytest.mark.long
@@ -187,7 +187,7 @@ def test_one_that_does_not_stop_is_killed_when_the_notice_is_over(nodes, engine,
     script = "trap '' TERM; echo $$; while :; do sleep 1; done"
     started = Started(engine, unit(nodes, tmp_path, script, notice_s=0.5))
     pid = started.pid()
-    assert started.stop().why == "ended by signal 9"
+    assert started.stop().why == "did not end within 0.5 s, and was killed"
     assert not lives(pid)
 
 
@@ -212,20 +212,20 @@ def test_it_goes_on_when_the_caller_ends_and_others_find_it(nodes, engine, tmp_p
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
     assert done.stderr == ""
     handle = json.loads(done.stdout)
-    until(lambda: engine.status(handle).standing is Standing.RUNNING, "runs")
+    until(lambda: engine.status(handle).standing is UnitStanding.RUNNING, "runs")
     again = Started(engine, replace(unit(nodes, tmp_path, PRINT_AND_WAIT), notice_s=30.0))
     assert again.handle["actor"] == handle["actor"], "who starts it twice has it once"
     pid = again.pid()
     assert len(again.said()) == 1
     with pytest.raises(ValueError, match="not as it is wanted now: stop it with echo") as refused:
         engine.start(unit(nodes, tmp_path, "echo something else"))
-    assert RayEngine().status(handle).standing is Standing.RUNNING
+    assert RayEngine().status(handle).standing is UnitStanding.RUNNING
     told = str(refused.value).partition("stop it with ")[2].rpartition(", or start")[0]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     subprocess.run(told, shell=True, env=os.environ | {"PATH": path}, timeout=LIMIT_S, check=True)
-    again.until(Standing.STOPPED)
+    again.until(UnitStanding.STOPPED)
     assert not lives(pid)
-    assert again.status().standing is Standing.STOPPED
+    assert again.status().standing is UnitStanding.STOPPED
 
 
 @pytest.mark.long
@@ -238,10 +238,10 @@ def test_where_there_is_no_cluster_one_is_started_and_outlives_its_caller(engine
         ]
         assert handles[0] == handles[1], "the second time it was there"
         assert len(list((temporary / "ray").glob("session_2*"))) == 1
-        until(lambda: engine.status(handles[0]).standing is Standing.ENDED, "ends well")
+        until(lambda: engine.status(handles[0]).standing is UnitStanding.ENDED, "ends well")
 
 
-@pytest.mark.parametrize("killed", ["Hand", pytest.param("Keeper", marks=pytest.mark.long)])
+@pytest.mark.parametrize("killed", ["NodeRunner", pytest.param("RayKeeper", marks=pytest.mark.long)])
 def test_a_process_of_ray_that_is_killed_takes_the_command_along_and_both_come_back(nodes, engine, tmp_path, killed):
     script = "echo $$; setsid sleep 1000 & echo $! ; wait"
     started = Started(engine, unit(nodes, tmp_path, script, restarts=0))  # which are for what the command does
@@ -251,8 +251,8 @@ def test_a_process_of_ray_that_is_killed_takes_the_command_along_and_both_come_b
         os.kill(victim, signal.SIGKILL)
     until(lambda: not lives(first) and not lives(below), "gone")
     assert started.pid(2) != first
-    assert started.until(Standing.RUNNING).restarts == 1
-    assert started.stop().standing is Standing.STOPPED
+    assert started.until(UnitStanding.RUNNING).restarts == 1
+    assert started.stop().standing is UnitStanding.STOPPED
 
 
 def processes_titled(title: str) -> list[int]:
@@ -279,14 +279,14 @@ def test_a_node_that_is_killed_takes_only_its_own_unit_down_and_it_comes_back_on
     pids = [lost.pid(), kept.pid()]
     nodes.kill(lost_node)
     until(lambda: not lives(pids[0]), "gone with its node")
-    lost.until(Standing.WAITING, "its node is lost; no node with 1 CPU, 1 spare yet")
+    lost.until(UnitStanding.WAITING, "its node is lost; no node with 1 CPU, 1 spare yet")
     assert lives(pids[1])
     nodes.add(spare=1)
     assert lost.pid(2) != pids[0]
-    assert lost.until(Standing.RUNNING).restarts == 1
+    assert lost.until(UnitStanding.RUNNING).restarts == 1
     assert kept.status().restarts == 0
     assert lives(pids[1])
-    assert [one.stop().standing for one in (lost, kept)] == [Standing.STOPPED] * 2
+    assert [one.stop().standing for one in (lost, kept)] == [UnitStanding.STOPPED] * 2
 
 
 @pytest.mark.long
@@ -295,7 +295,7 @@ def test_a_unit_of_two_nodes_begins_and_fails_and_ends_as_one(nodes, engine, tmp
     script += "test $NODE_RANK = 0 && touch begun && exec sleep 1000; until test -e begun; do sleep 0.1; done;"
     script += "touch failed; exit 5"
     started = Started(engine, unit(nodes, tmp_path, script, nodes=2))
-    assert started.until(Standing.ENDED).restarts == 1
+    assert started.until(UnitStanding.ENDED).restarts == 1
     names = [f"start-000{number}-node-{node}.log" for number in (1, 2) for node in (0, 1)]
     assert [path.name for path in engine.log(started.handle)] == names
     told = [re.fullmatch(r"(\d) of 2 at ([\d.]+:\d+) (\d)\n", said) for said in started.said()]
@@ -311,9 +311,9 @@ def test_a_command_that_fails_because_its_other_node_is_lost_has_not_failed(node
     started = Started(engine, unit(nodes, tmp_path, script, nodes=2, restarts=0))
     until(lambda: "told" in "".join(started.said()), "the first node has failed, and the second one is told to leave")
     (tmp_path / "again").touch()
-    for hand in processes_titled("ray::Hand"):
-        os.kill(hand, signal.SIGKILL)
-    assert started.until(Standing.ENDED).restarts == 1
+    for runner in processes_titled("ray::NodeRunner"):
+        os.kill(runner, signal.SIGKILL)
+    assert started.until(UnitStanding.ENDED).restarts == 1
 
 
 def test_torchrun_takes_its_arguments_from_what_nodes_are_told(monkeypatch):
@@ -331,8 +331,8 @@ def test_torchrun_takes_its_arguments_from_what_nodes_are_told(monkeypatch):
 
 def test_what_has_no_place_waits_and_says_for_what(nodes, engine, tmp_path):
     started = Started(engine, unit(nodes, tmp_path, "echo", cpus=64, devices=2, options={"resources": {"left": 1}}))
-    started.until(Standing.WAITING, "no node with 64 CPU, 2 GPU, 1 left yet")
-    assert started.stop() == Status(Standing.STOPPED, 0, "it had not begun when it was told to stop")
+    started.until(UnitStanding.WAITING, "no node with 64 CPU, 2 GPU, 1 left yet")
+    assert started.stop() == UnitState(UnitStanding.STOPPED, 0, "it was stopped before it began")
     assert started.said() == []
 
 
@@ -432,7 +432,7 @@ def test_without_ray_it_names_the_extra(tmp_path):
 
 def test_a_unit_of_a_cluster_that_is_gone_is_gone(tmp_path):
     handle = {"address": "127.0.0.1:9", "namespace": "atoll", "actor": "x", "directory": str(tmp_path), "notice_s": 1.0}
-    assert RayEngine().status(handle) == Status(Standing.GONE, 0, "no Ray cluster answers at 127.0.0.1:9")
+    assert RayEngine().status(handle) == UnitState(UnitStanding.GONE, 0, "no Ray cluster answers at 127.0.0.1:9")
     RayEngine().stop(handle)
 
 

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from atoll.launch.engine import Standing
+from atoll.launch.engine import UnitStanding
 from atoll.launch.slurm import SlurmEngine
 from tests.launch.own_slurm import OwnSlurm
 from tests.launch.slurm_cluster import GOODBYE, Cluster, cluster, unit
 
 ENDED, FAILED, RUNNING, STOPPED, WAITING = (
-    Standing.ENDED,
-    Standing.FAILED,
-    Standing.RUNNING,
-    Standing.STOPPED,
-    Standing.WAITING,
+    UnitStanding.ENDED,
+    UnitStanding.FAILED,
+    UnitStanding.RUNNING,
+    UnitStanding.STOPPED,
+    UnitStanding.WAITING,
 )
 ENDS_THE_SECOND_TIME = f"if [ $SLURM_RESTART_COUNT ]; then echo back; exit 0; fi; {GOODBYE}"
 
@@ -383,5 +383,5 @@ def test_the_example_shows_an_island_that_is_requeued_and_comes_back(tmp_path):
 
 def test_nothing_is_known_of_a_job_that_was_never_there(slurm_nodes, tmp_path):
     handle = {"job": "99999", "name": "run.left", "home": str(Path(tmp_path)), "notice_s": 1.0, "starts": 0}
-    assert slurm_nodes.engine.status(handle).standing is Standing.GONE
+    assert slurm_nodes.engine.status(handle).standing is UnitStanding.GONE
     slurm_nodes.engine.stop(handle)

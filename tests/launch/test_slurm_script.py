@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from atoll.launch.engine import Standing, Unit
+from atoll.launch.engine import Unit, UnitStanding
 from atoll.launch.slurm import SlurmEngine, _home, _prepare, _script
 from tests.launch.slurm_cluster import GOODBYE, unit, until
 
@@ -311,12 +311,12 @@ def test_what_the_script_wrote_down_is_the_status_when_slurm_has_forgotten_the_j
     assert node.run(one).wait(300) == 0
     (tmp_path / "job").unlink()
     told = engine.status(handle(one))
-    assert (told.standing, told.restarts, told.why) == (Standing.ENDED, 0, "left with exit code 0")
+    assert (told.standing, told.restarts, told.why) == (UnitStanding.ENDED, 0, "left with exit code 0")
     assert [path.name for path in engine.log(handle(one))] == ["start-1.log"]
     other = engine.status(handle(one, job="8"))  # the words are those of job 7
-    assert (other.standing, other.why) == (Standing.GONE, "Slurm has forgotten job 8")
+    assert (other.standing, other.why) == (UnitStanding.GONE, "Slurm has forgotten job 8")
     node.says(RUNS.replace("run.left", "somebody-elses"))
-    assert engine.status(handle(one)).standing is Standing.ENDED, "the number is another's by now"
+    assert engine.status(handle(one)).standing is UnitStanding.ENDED, "the number is another's by now"
 
 
 def test_words_for_what_a_job_waits_for(node, tmp_path, monkeypatch):
@@ -330,7 +330,7 @@ def test_words_for_what_a_job_waits_for(node, tmp_path, monkeypatch):
     ):
         node.says(JOB.format(state="PENDING", reason=reason, restarts=2))
         told = SlurmEngine().status(handle(one))
-        assert (told.standing, told.restarts, told.why) == (Standing.WAITING, 2, f"job 7 {words}")
-    for state, standing in (("OUT_OF_MEMORY", Standing.FAILED), ("CANCELLED", Standing.STOPPED)):
+        assert (told.standing, told.restarts, told.why) == (UnitStanding.WAITING, 2, f"job 7 {words}")
+    for state, standing in (("OUT_OF_MEMORY", UnitStanding.FAILED), ("CANCELLED", UnitStanding.STOPPED)):
         node.says(JOB.format(state=state, reason="None", restarts=0))
         assert SlurmEngine().status(handle(one)).standing is standing

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from atoll.launch.fleet import Fleet
+from atoll.launch.guard import ProcessId, is_alive, send_signal
 from atoll.launch.islands_file import IslandsFile
 from atoll.launch.keeper import read_state
-from atoll.launch.processes import Process, is_alive, kill, marked, tell
-from tests.launch.local_units import PATIENCE_S, until
+from tests.launch.local_units import PATIENCE_S, end_unit, processes_of, until
 from tests.test_examples import free_port
 
 HERE = 'command = ["python", "-c", "import signal; print(\'here\', flush=True); signal.pause()"]'
@@ -65,8 +65,8 @@ class Yard:
         looks = Fleet(IslandsFile.load(self.file)).looks()
         return {look.name: look.standing for look in looks}
 
-    def child(self, unit: str) -> Process | None:
-        return Process.from_json((read_state(self.run / "units" / unit) or {}).get("child"))
+    def child(self, unit: str) -> ProcessId | None:
+        return ProcessId.from_json((read_state(self.run / "units" / unit) or {}).get("child"))
 
     def said(self, unit: str) -> list[str]:
         return [
@@ -88,10 +88,7 @@ class Yard:
             child.communicate()
         if self.file.exists() and (self.run / "fleet").exists():
             for known in Fleet(IslandsFile.load(self.file)).known().values():
-                told = read_state(Path(known.handle["directory"]))
-                if told is not None and (keeper := Process.from_json(told["keeper"])) is not None:
-                    tell(keeper, signal.SIGKILL)
-                kill(known.handle["directory"])
+                end_unit(Path(known.handle["directory"]))
 
 
 @pytest.fixture
@@ -159,7 +156,7 @@ def test_down_stops_everything_and_up_goes_on(yard):
     assert set(said[:2]) == {"a: stopped", "b: stopped"}
     assert said[2] == "syncer: stopped"
     for unit in ("syncer", "a", "b"):
-        assert marked(str(yard.run / "units" / unit)) == []
+        assert processes_of(yard.run / "units" / unit) == []
     assert yard.atoll("down").splitlines()[2] == "syncer: stopped"  # twice is once
     yard.atoll("status")
     assert yard.up()["started"] == ["syncer", "a", "b"]
@@ -175,7 +172,7 @@ def test_logs_are_followed_over_restarts(yard):
     assert child.stdout is not None
     assert child.stdout.readline() == "a | here\n"
     killed = until(lambda: yard.child("a"))
-    tell(killed, signal.SIGKILL)
+    send_signal(killed, signal.SIGKILL)
     assert child.stdout.readline() == "a | [atoll] killed by SIGKILL; starting it again in 1 s\n"
     assert child.stdout.readline() == "a | here\n"
     yard.atoll("down", "a")
@@ -295,7 +292,7 @@ def test_an_island_that_a_plain_kill_has_made_leave_comes_back_with_up(yard):
     yard.write(f'[islands.a]\ncommand = ["python", "-c", "{leaves}"]\n')
     yard.up()
     yard.says("a", "here")
-    tell(until(lambda: yard.child("a")), signal.SIGTERM)
+    send_signal(until(lambda: yard.child("a")), signal.SIGTERM)
     until(lambda: yard.standings()["a"] == "ended")
     assert yard.up()["started"] == ["a"]
     yard.says("a", "here", times=2)
@@ -311,12 +308,12 @@ def test_an_island_and_the_syncer_are_killed_and_the_run_ends_with_one_model(yar
     yard.says("a", "step 100")
     yard.says("b", "step 100")
     killed = until(lambda: yard.child("b"))
-    tell(killed, signal.SIGKILL)
+    send_signal(killed, signal.SIGKILL)
     at = len(yard.said("a"))
     yard.says("b", "incarnation 2")
     until(lambda: len(yard.said("a")) > at, "the others train on")
     syncer = until(lambda: yard.child("syncer"))
-    tell(syncer, signal.SIGKILL)
+    send_signal(syncer, signal.SIGKILL)
     yard.says("syncer", "The syncer listens on", times=2)
     (yard.run / "GO").touch()
     out, err = child.communicate(timeout=3 * PATIENCE_S)

@@ -34,8 +34,7 @@ from atoll.syncer.partial_uploads import Arrivals
 from atoll.syncer.process import SyncerProcess
 from atoll.tensors import robust_merge
 from atoll.transport import auth, bulk_transfer, http_client, listener, pacing
-from atoll.transport.link_meter import LinkMeter
-from atoll.transport.pacing import Direction
+from atoll.transport.pacing import Direction, LinkMeter
 
 
 def plant(names: str, directory: Path) -> None:
@@ -78,7 +77,7 @@ def hurried_listener(directory: Path) -> None:
 def small_slices(directory: Path) -> None:
     """What is larger than 64 KiB goes in slices of as much, so that models of a test do."""
     bulk_transfer.WHOLE_BYTES = 2**16
-    pacing.LEAST_SLICE = pacing.FIRST_SLICE = pacing.MOST_SLICE = 2**16
+    pacing.MIN_SLICE = pacing.FIRST_SLICE = pacing.MAX_SLICE = 2**16
 
 
 def deadly_slice(directory: Path) -> None:

@@ -99,6 +99,7 @@ class LearnerSpec:
     planted: str = ""
     keeps: bool = True  # tape and parts, in the directory of the run
     max_rate: str | None = None
+    streams: int | None = None
     notice_s: float | None = None
     away_timeout_s: float | None = None
     draws: bool = False  # from torch's generator after every step, and tells what in `extra_state`
@@ -225,6 +226,7 @@ def learner_child(directory: Path, address: str, spec: LearnerSpec, log: Path, p
             join_timeout_s=spec.join_timeout_s,
             extra_state=(lambda: {"drawn": drawn[-1:]}) if spec.draws else None,
             max_rate=spec.max_rate,
+            streams=spec.streams,
             notice_s=spec.notice_s,
             away_timeout_s=spec.away_timeout_s,
         ) as learner:

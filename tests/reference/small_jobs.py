@@ -15,7 +15,7 @@ from atoll.reference import children
 from atoll.reference.data import Text
 from atoll.reference.job_settings import JobSettings
 from atoll.reference.live_view import LiveView
-from atoll.transport.address_file import ask, where
+from atoll.transport.endpoint import ask, read_address_file
 
 # A test process has one fork server, which loads what its first user asks for. Whichever test is first, it has to load
 # what the processes of tests/learner/runs.py need too, or each of those would load it again.
@@ -95,7 +95,7 @@ def until(
 
     def is_met() -> bool:
         nonlocal status
-        found = where(run) if run.is_dir() else None
+        found = read_address_file(run) if run.is_dir() else None
         try:
             status = ask(found.address, found.token, "GET", "/v1/status", 5.0) if found is not None else {}
         except ValueError:

@@ -25,7 +25,7 @@ from atoll.store.run_settings import CONFIG
 from atoll.store.snapshots import list_snapshots
 from atoll.store.tensor_file import read_file, read_tensor_file
 from atoll.tape.files import RunTapes
-from atoll.transport.address_file import NAME
+from atoll.transport.endpoint import NAME
 from tests.cli.test_train import assert_tapes_are_sound, small
 from tests.reference.small_jobs import LIMIT_S, processes_of, small_text, until
 from tests.shared_runs import made_once

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
 import threading
 import time
 from typing import Any
@@ -15,17 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.chaos.relay import relay_to
-from atoll.core.protocol import Pull, StreamsChanged
+from atoll.core.protocol import Pull
 from atoll.core.types import RoundId
 from atoll.learner.api import Learner
-from atoll.syncer.memory_limit import MemoryGate
-from atoll.syncer.partial_uploads import ArrivalKey, Arrivals
+from atoll.syncer.partial_uploads import ArrivalKey, Arrivals, MemoryGate
 from atoll.tensors.settings import Numerics
-from atoll.transport.buffers import ByteBuffers
-from atoll.transport.byte_ranges import Spans
-from atoll.transport.pacing import BURST_S, FIRST_SLICE, MOST_STREAMS, PATIENCE, Direction, Pace, Streams, check_streams
-from atoll.transport.rates import rate_of
-from atoll.transport.streaming_buffer import Growing
+from atoll.transport.buffers import ByteBuffers, Spans, StreamingBuffer
+from atoll.transport.pacing import BURST_S, FIRST_SLICE, MAX_SLICE, Direction, Pace, check_streams, rate_of
 from atoll.transport.wire import Kind, SliceHeader, WireError, frame_head
 from tests.learner.runs import LearnerSpec, Run, endless
 from tests.learner.small_models import work
@@ -88,73 +83,7 @@ def test_a_pace_is_kept_and_standing_still_saves_up_no_more_than_a_burst():
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# How wide
-
-
-def settled(carries: Any, noise: float = 0.05, transfers: int = 200) -> list[int]:
-    """The widths of the last transfers over a link on which so many streams carry so many bytes per second."""
-    streams, draw, seen = Streams("up"), random.Random(7), []
-    for _ in range(transfers):
-        seen.append(streams.width)
-        streams.note(10**8, 10**8 / (carries(streams.width) * draw.uniform(1 - noise, 1 + noise)))
-    return seen[transfers // 2 :]
-
-
-def usual(widths: list[int]) -> int:
-    return max(set(widths), key=widths.count)
-
-
-def test_a_long_link_is_filled_with_as_many_streams_as_it_takes():
-    widths = settled(lambda width: min(10e6 * width, 70e6))
-    assert usual(widths) == 8
-    assert widths.count(8) > 0.8 * len(widths)
-
-
-def test_a_short_link_keeps_one_stream():
-    widths = settled(lambda width: 70e6)
-    assert widths.count(1) >= (1 - 2 / PATIENCE) * len(widths)
-
-
-def test_where_more_streams_are_worse_they_are_not_kept():
-    assert usual(settled(lambda width: 70e6 / width)) == 1
-
-
-def test_there_is_a_most():
-    assert max(settled(lambda width: 10e6 * width)) == MOST_STREAMS
-
-
-def test_a_link_that_becomes_short_loses_its_streams():
-    streams = Streams("up")
-    for _ in range(50):
-        streams.note(10**8, 10**8 / (10e6 * streams.width))
-    assert streams.width == MOST_STREAMS
-    for _ in range(400):
-        streams.note(10**8, 1.0)
-    assert streams.width <= 2
-
-
-def test_a_change_is_told_when_it_is_kept_with_what_was_carried():
-    streams = Streams("down")
-    told: list[StreamsChanged] = []
-    streams.on_change = told.append
-    for _ in range(50):
-        streams.note(10**8, 10**8 / min(10e6 * streams.width, 20e6))
-    assert told == [StreamsChanged("down", 1, 2, 10e6, 20e6)], "what was only tried is not told"
-    for _ in range(100):
-        streams.note(10**8, 10.0)
-    assert told[1:] == [StreamsChanged("down", 2, 1, 10e6, 10e6)]
-
-
-@pytest.mark.parametrize("width", [1, 3, 16])
-def test_who_wants_so_many_streams_gets_them_whatever_they_carry(width):
-    streams = Streams("up", width)
-    told: list[StreamsChanged] = []
-    streams.on_change = told.append
-    for _ in range(100):
-        streams.note(10**8, 10**8 / (10e6 * streams.width))
-        assert streams.width == width
-    assert told == []
-    assert streams.bytes_per_s == 10e6 * width
+# How many connections, and slices of which size
 
 
 @pytest.mark.parametrize("wanted", [0, 17, -1, 2.0, True, "4"])
@@ -166,16 +95,23 @@ def test_what_is_no_number_of_streams_is_refused(wanted):
 def test_a_learner_hands_on_how_many_streams_are_wanted():
     job = work()
     bulk = Learner(job.model, job.optimizer, "127.0.0.1:7400", streams=3)._background._bulk
-    assert (bulk.up.streams.width, bulk.down.streams.width) == (3, 3)
+    assert (bulk.up.streams, bulk.down.streams) == (3, 3)
     with pytest.raises(ValueError, match="streams is 17"):
         Learner(job.model, job.optimizer, "127.0.0.1:7400", streams=17)
 
 
-def test_small_transfers_say_nothing():
-    streams = Streams("up")
-    for _ in range(100):
-        streams.note(1000, 0.001 / streams.width)
-    assert streams.width == 1
+def test_slices_are_what_a_connection_carries_in_a_second():
+    async def scene(size: int) -> int:
+        direction = Direction(None, "up", streams=2)
+
+        async def move(begin: int, end: int) -> None:
+            direction.moved += end - begin
+
+        await direction.carry(Spans([(0, size)]), move)
+        return direction.slice_bytes()
+
+    assert asyncio.run(scene(2**20)) == FIRST_SLICE, "a small transfer says nothing"
+    assert asyncio.run(scene(64 * 2**20)) == MAX_SLICE
 
 
 def test_what_fails_is_missing_again_and_nothing_else():
@@ -187,8 +123,7 @@ def test_what_fails_is_missing_again_and_nothing_else():
             raise ConnectionError("broken")
         moved.append((begin, end))
 
-    direction, missing = Direction(None, "up"), Spans([(0, 40 * 2**20)])
-    direction.streams.width = 3
+    direction, missing = Direction(None, "up", streams=3), Spans([(0, 40 * 2**20)])
     with pytest.raises(ConnectionError, match="broken"):
         asyncio.run(direction.carry(missing, move))
     for begin, end in moved:
@@ -206,7 +141,7 @@ def test_bytes_are_sent_while_later_ones_are_written_and_waiting_for_them_is_not
     moved: list[tuple[int, int]] = []
     sent = threading.Event()
 
-    def write(growing: Growing) -> None:
+    def write(growing: StreamingBuffer) -> None:
         growing.begins(torch.zeros(size, dtype=torch.uint8))
         growing.written([(0, 10), (500, first)])  # as scales and integers are: with a gap
         if sent.wait(300):
@@ -221,7 +156,7 @@ def test_bytes_are_sent_while_later_ones_are_written_and_waiting_for_them_is_not
 
     async def scene() -> Direction:
         direction = Direction(None, "up")
-        growing = Growing(size)
+        growing = StreamingBuffer(size)
         writing = asyncio.create_task(asyncio.to_thread(write, growing))
         await direction.carry(growing.missing, move, growing)
         await writing
@@ -239,7 +174,7 @@ def test_what_goes_wrong_with_the_writer_is_raised_where_bytes_are_sent():
         raise AssertionError("nothing was written")
 
     async def scene() -> None:
-        growing = Growing(2 * FIRST_SLICE)
+        growing = StreamingBuffer(2 * FIRST_SLICE)
         direction = Direction(None, "up", streams=3)
         asyncio.get_running_loop().call_later(0.01, growing.ended, MemoryError("no room"))
         await direction.carry(growing.missing, move, growing)
@@ -253,7 +188,7 @@ def test_a_transfer_that_moves_is_not_idle_though_another_one_waits():
 
     async def scene() -> float:
         direction = Direction(None, "up")
-        growing, other = Growing(2 * FIRST_SLICE), Spans([(0, 10)])
+        growing, other = StreamingBuffer(2 * FIRST_SLICE), Spans([(0, 10)])
         turn = asyncio.Event()
 
         async def slowly(begin: int, end: int) -> None:
@@ -370,8 +305,11 @@ def test_what_is_begun_and_left_is_forgotten(arrivals):
 # Real processes
 
 
-def wide(run: Run, number: int, address: str | None = None, planted: str = "small-slices") -> Any:
-    return run.start(LearnerSpec(number, "wide", pace_s=0.01, planted=planted), *([address] if address else []))
+def wide(
+    run: Run, number: int, address: str | None = None, planted: str = "small-slices", streams: int | None = None
+) -> Any:
+    spec = LearnerSpec(number, "wide", pace_s=0.01, planted=planted, streams=streams)
+    return run.start(spec, *([address] if address else []))
 
 
 def test_a_run_in_slices_is_the_same_run(tmp_path):
@@ -395,7 +333,7 @@ def breaks_in_the_middle(directory: Any, bug: str = "") -> int:
         Run(directory, endless(fragments=1, every_steps=4), Numerics(plan="rows"), planted=bug) as run,
         relay_to(run.address) as relay,
     ):
-        far = wide(run, 1, relay.address)
+        far = wide(run, 1, relay.address, streams=1)
         far.hear("joined")
         relay.break_after(0.6 * CONTRIBUTION)
         far.order("go")
@@ -421,7 +359,7 @@ def test_a_fragment_goes_on_where_its_connection_was_lost(tmp_path):
         near = wide(run, 1)
         near.hear("joined")
         relay.break_after(0.8 * CONTRIBUTION)
-        far = wide(run, 2, relay.address)
+        far = wide(run, 2, relay.address, streams=1)
         far.hear("joined")
         assert relay.broken >= 2
         relay.break_after(None)
@@ -430,24 +368,6 @@ def test_a_fragment_goes_on_where_its_connection_was_lost(tmp_path):
         run.end()
         run.assert_same(run.finish(near, far), 1, 2)
         run.assert_clean()
-
-
-def test_a_long_link_gets_more_streams_by_itself(tmp_path):
-    """The relay holds a quarter of a MB per connection: with a delay, one connection carries little."""
-    with (
-        Run(tmp_path, endless(fragments=1, every_steps=4), Numerics(plan="rows", up="f32")) as run,
-        relay_to(run.address) as relay,
-    ):
-        far = wide(run, 1, relay.address, "small-slices telling")
-        far.hear("joined")
-        relay.delay(0.05)
-        far.order("go")
-        run.until(
-            lambda _: run.log_lines(far, "values go up over 4 connections"), "more streams are found to carry more"
-        )
-        relay.delay(0.0)
-        run.end()
-        run.finish(far)
 
 
 @pytest.mark.long

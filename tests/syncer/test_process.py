@@ -17,16 +17,16 @@ from torch import nn
 from atoll.core.protocol import Delivered, Envelope, Pong, Published, Resync
 from atoll.core.types import Accepted, Limits, RoundId
 from atoll.store.run_settings import RunSettings
-from atoll.syncer import state_relay as spool_module
+from atoll.syncer import http_api
 from atoll.syncer.fragment import MOST_OLD, HeldFragment
+from atoll.syncer.http_api import Spool
 from atoll.syncer.learner_connection import SyncerLink
 from atoll.syncer.main import serve_syncer
-from atoll.syncer.memory_limit import MemoryGate
-from atoll.syncer.state_relay import Spool
+from atoll.syncer.partial_uploads import MemoryGate
 from atoll.tensors.codecs import codec
 from atoll.tensors.plan import make_plan, tensors_of
 from atoll.tensors.settings import Numerics
-from atoll.transport.websocket import MAX_WAITING
+from atoll.transport.websocket import MAX_WAITING, WebSocketConnection
 from atoll.transport.wire import Kind, decode_message, frame_head
 from tests.learner.runs import LIMIT_S, Run, config, endless
 from tests.syncer.stranger import Stranger
@@ -224,7 +224,7 @@ def on_a_link(
 ) -> None:
     async def whole() -> None:
         reader = Reader()
-        link = SyncerLink((1, 1, 1), reader, reader, fragments or {})  # type: ignore[arg-type]
+        link = SyncerLink((1, 1, 1), WebSocketConnection(reader, reader), fragments or {})  # type: ignore[arg-type]
         try:
             await test(link, reader)
         finally:
@@ -245,8 +245,8 @@ def test_a_newer_version_takes_the_place_of_an_older_notice_and_nothing_else_is_
             link.post(to_learner(Published(version % 2, version, None, None, 0.0)))
             link.post(to_learner(Pong(version)))
         reader.reads.set()
-        link.close("that was all")
-        await link.closed()
+        link.connection.close("that was all")
+        await link.connection.closed()
         assert [body for body in reader.got if type(body) is Pong] == [Pong(serial) for serial in range(200)]
         notices = [(body.fragment, body.version) for body in reader.got if type(body) is Published]
         assert notices == [(0, 198), (1, 199)]
@@ -303,10 +303,10 @@ def test_a_learner_that_never_reads_is_cut_off_and_what_waits_for_it_is_bounded(
     async def test(link: SyncerLink, reader: Reader) -> None:
         for serial in range(MAX_WAITING + 2):
             link.post(to_learner(Pong(serial)))
-        await link.closed()
+        await link.connection.closed()
         assert reader.aborted
         assert reader.got == []
-        assert len(link.writer) <= MAX_WAITING + 1
+        assert len(link.connection) <= MAX_WAITING + 1
 
     on_a_link(test)
 
@@ -455,8 +455,8 @@ def test_the_oldest_makes_room_and_leftovers_are_removed(tmp_path):
     (tmp_path / "learner-1-i1-1.part").write_bytes(b"of a syncer that was killed")
     spool = Spool(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    for learner in range(1, spool_module.MOST_FILES + 3):
+    for learner in range(1, http_api.MOST_FILES + 3):
         spooled(spool, (learner, 1), b"state")
-    assert len(list(tmp_path.iterdir())) == spool_module.MOST_FILES
+    assert len(list(tmp_path.iterdir())) == http_api.MOST_FILES
     assert spool.path((1, 1)) is None
     assert spool.path((3, 1)) is not None

@@ -79,5 +79,5 @@ def test_the_check_sees_a_planted_mistake(check):
 
 def test_every_refusal_has_one_of_the_codes():
     source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src/atoll").rglob("*.py"))
-    used = set(re.findall(r'Turned\(\s*"([\w-]+)"', source)) | {identity.NotYours.code}
+    used = set(re.findall(r'Rejection\(\s*"([\w-]+)"', source)) | {identity.IdentityMismatchError.code}
     assert used == set(identity.CODES)

@@ -19,8 +19,7 @@ from atoll.files import write_file
 from atoll.store import fencing
 from atoll.store.fencing import Sign, Turn, Watcher, read_sign, this_machine, write_sign
 from atoll.store.version_store import Fenced, InUse, Store
-from atoll.transport.address_file import where
-from atoll.transport.endpoint import addresses
+from atoll.transport.endpoint import addresses, read_address_file
 from tests.learner.runs import Run, config, endless, versions_by_epoch
 from tests.store.store_samples import NoClaims, founded, members, tensors, version
 from tests.store.test_store_faults import kills
@@ -69,7 +68,7 @@ def test_a_standby_takes_over_from_a_frozen_syncer_which_is_fenced_when_it_comes
         assert sentence.endswith("belongs to a syncer of epoch 2; this one, epoch 1, has to stop")
         assert first.ended() == 0
         assert read_sign(tmp_path / "store") is not None, "it has removed the sign of its successor"
-        found = where(tmp_path)
+        found = read_address_file(tmp_path)
         assert found is not None
         assert found.address == run.address, "commands find the old one"
         run.until(run.merges(merged + 6), "nobody was disturbed")

@@ -16,7 +16,7 @@ from atoll.errors import LearnerRefused
 from atoll.learner.api import Learner
 from atoll.store.run_settings import RunSettings
 from atoll.syncer.main import serve_syncer
-from atoll.transport import address_file
+from atoll.transport import endpoint
 from atoll.transport.auth import check_access
 from tests.learner.runs import LIMIT_S, LearnerSpec, Run, config
 from tests.learner.small_models import work
@@ -44,7 +44,7 @@ PATHS = [
 def everything_written(directory: Path) -> str:
     """Logs, tapes, settings and names of a run; not what a killed syncer leaves for commands of its own user."""
     files = [path for path in directory.rglob("*") if path.is_file()]
-    private = [path for path in files if path == directory / address_file.NAME]
+    private = [path for path in files if path == directory / endpoint.NAME]
     assert all(path.stat().st_mode & 0o077 == 0 for path in private), "others may read the token"
     texts = [path.read_bytes().decode("utf-8", "replace") for path in files if path not in private]
     return "\n".join([*texts, *(str(path) for path in directory.rglob("*"))])

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from atoll.transport.bulk_transfer import LearnerBulk
-from atoll.transport.http_client import LearnerLink, LinkGone
+from atoll.transport.http_client import LearnerLink, LinkClosedError
 
 
 class Standing:
@@ -70,7 +70,7 @@ def run(then: Any) -> None:
 def test_a_fetch_ends_with_its_link():
     async def then(standing, link, fetch):
         link.hang_up(1)
-        with pytest.raises(LinkGone):
+        with pytest.raises(LinkClosedError):
             await fetch
         await standing.given_up.wait()  # the connection is closed, and nothing of it is left
 

@@ -8,8 +8,7 @@ import pytest
 
 from atoll.core.policy import TELLING_BYTES
 from atoll.core.protocol import LinkMeasured
-from atoll.transport.link_meter import LEAST_BYTES, LinkMeter
-from atoll.transport.pacing import Direction
+from atoll.transport.pacing import LEAST_BYTES, Direction, LinkMeter
 
 LARGE = TELLING_BYTES // 2  # values
 

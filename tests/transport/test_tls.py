@@ -20,8 +20,8 @@ from atoll.core.types import RoundId
 from atoll.errors import KeysRefused, LearnerRefused
 from atoll.learner.api import Learner
 from atoll.tensors.settings import Numerics
-from atoll.transport.address_file import Distrusted, ask, where
 from atoll.transport.auth import check_access
+from atoll.transport.endpoint import TlsVerificationError, ask, read_address_file
 from atoll.transport.tls import ClientTls, KeyFiles, ServerTls
 from atoll.transport.wire import Kind, SliceHeader, frame_head
 from tests.learner.in_process import learner_of, train
@@ -398,12 +398,12 @@ def test_with_a_certificate_and_a_token_a_run_trains(tmp_path, ring):
 
 
 def test_commands_on_the_same_machine_find_the_syncer_and_its_key(run, ring):
-    found = where(run.directory)
+    found = read_address_file(run.directory)
     assert found is not None
     assert found.tls is not None
     told = ask(found.address, found.token, "GET", "/v1/status", LIMIT_S, tls=found.tls)
     assert told["stage"] == "running"
-    with pytest.raises(Distrusted, match="authority that is not trusted"):
+    with pytest.raises(TlsVerificationError, match="authority that is not trusted"):
         ask(found.address, None, "GET", "/v1/status", LIMIT_S, tls=ClientTls())
 
 

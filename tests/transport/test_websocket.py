@@ -8,9 +8,11 @@ import pytest
 from aiohttp import ClientSession, ClientWebSocketResponse, WSMsgType, web
 
 from atoll.transport import websocket
-from atoll.transport.websocket import WebSocketWriter
+from atoll.transport.websocket import CLOSED, WebSocketConnection
+from atoll.transport.wire import WireError
 
 LIMIT_S = 30.0
+LIMIT_BYTES = 2**16
 
 Test = Callable[[web.WebSocketResponse, asyncio.Transport, ClientWebSocketResponse], Coroutine[Any, Any, None]]
 
@@ -23,7 +25,7 @@ def on_a_connection(test: Test) -> None:
         ends, over = asyncio.get_running_loop().create_future(), asyncio.Event()
 
         async def serve(request: web.Request) -> web.WebSocketResponse:
-            socket = web.WebSocketResponse(timeout=5.0)
+            socket = web.WebSocketResponse(timeout=5.0, max_msg_size=LIMIT_BYTES)
             await socket.prepare(request)
             assert request.transport is not None
             ends.set_result((socket, request.transport))
@@ -63,25 +65,25 @@ async def received(peer: ClientWebSocketResponse) -> list[object]:
 
 def test_messages_arrive_in_order_before_the_close_frame():
     async def test(socket, transport, peer):
-        writer = WebSocketWriter(socket, transport)
-        writer.post("a", key="k")
-        writer.post(lambda: b"b")
-        writer.post("c", key="k")  # in place of the first
-        writer.close("that was all")
-        writer.post("too late")
+        connection = WebSocketConnection(socket, transport)
+        connection.post("a", key="k")
+        connection.post(lambda: b"b")
+        connection.post("c", key="k")  # in place of the first
+        connection.close("that was all")
+        connection.post("too late")
         assert await received(peer) == [b"b", "c", (1001, "that was all")]
-        await writer.closed()
-        assert writer.task.done()
+        await connection.closed()
+        assert connection.task.done()
 
     on_a_connection(test)
 
 
 def test_discarded_messages_are_not_sent():
     async def test(socket, transport, peer):
-        writer = WebSocketWriter(socket, transport)
-        writer.post("a")
-        writer.discard()
-        writer.close("not yours", 1008)
+        connection = WebSocketConnection(socket, transport)
+        connection.post("a")
+        connection.discard()
+        connection.close("not yours", 1008)
         assert await received(peer) == [(1008, "not yours")]
 
     on_a_connection(test)
@@ -89,10 +91,10 @@ def test_discarded_messages_are_not_sent():
 
 def test_finish_sends_what_waits_and_leaves_the_connection_open():
     async def test(socket, transport, peer):
-        writer = WebSocketWriter(socket, transport)
-        writer.post("a")
-        writer.finish()
-        await writer.task
+        connection = WebSocketConnection(socket, transport)
+        connection.post("a")
+        connection.finish()
+        await connection.task
         await socket.send_str("by hand")
         assert [(await peer.receive()).data for _ in range(2)] == ["a", "by hand"]
 
@@ -101,12 +103,12 @@ def test_finish_sends_what_waits_and_leaves_the_connection_open():
 
 def test_error_of_a_broken_connection_ends_the_task():
     async def test(socket, transport, peer):
-        writer = WebSocketWriter(socket, transport)
+        connection = WebSocketConnection(socket, transport)
         transport.abort()
-        while not writer.task.done():
-            writer.post("a")
-            await asyncio.wait([writer.task], timeout=0.01)
-        assert writer.error is not None
+        while not connection.task.done():
+            connection.post("a")
+            await asyncio.wait([connection.task], timeout=0.01)
+        assert connection.error is not None
 
     on_a_connection(test)
 
@@ -116,13 +118,42 @@ def test_peer_that_does_not_read_is_cut_off(monkeypatch, with_transport):
     monkeypatch.setattr(websocket, "CLOSING_S", 0.05)
 
     async def test(socket, transport, peer):
-        writer = WebSocketWriter(socket, transport if with_transport else None, max_waiting=100)
-        while not writer.is_closing:
-            writer.post(bytes(2**20))
-            await asyncio.wait([writer.task], timeout=0.0)  # the peer reads nothing
-        assert len(writer) == 101
-        await asyncio.wait([writer.task])
-        assert writer.task.cancelled()
+        connection = WebSocketConnection(socket, transport if with_transport else None, max_waiting=100)
+        while not connection.is_closing:
+            connection.post(bytes(2**20))
+            await asyncio.wait([connection.task], timeout=0.0)  # the peer reads nothing
+        assert len(connection) == 101
+        await asyncio.wait([connection.task])
+        assert connection.task.cancelled()
         assert transport.is_closing() == with_transport
+
+    on_a_connection(test)
+
+
+@pytest.mark.parametrize(("reason", "ended"), [(b"", CLOSED), (b"enough", f"{CLOSED} (1008): enough")])
+def test_messages_end_with_the_close_frame_and_its_reason_is_told(reason, ended):
+    async def test(socket, transport, peer):
+        connection = WebSocketConnection(socket, transport)
+        await peer.send_str("a")
+        await peer.send_bytes(b"b")
+        closing = asyncio.ensure_future(peer.close(code=1008, message=reason))
+        assert [data async for data in connection.messages()] == ["a", b"b"]
+        assert connection.ended == ended
+        connection.cancel()
+        await closing
+
+    on_a_connection(test)
+
+
+def test_message_that_is_too_large_is_an_error_of_the_peer():
+    async def test(socket, transport, peer):
+        connection = WebSocketConnection(socket, transport)
+        sending = asyncio.ensure_future(peer.send_bytes(bytes(LIMIT_BYTES + 1)))
+        with pytest.raises(WireError) as found:
+            async for _ in connection.messages():
+                pass
+        assert found.value.code == "size"
+        connection.cancel()
+        await sending
 
     on_a_connection(test)

@@ -24,7 +24,7 @@ from atoll.island.fragments import Copied, FragmentTensors
 from atoll.reference.island import train_island
 from atoll.reference.job_settings import JobSettings
 from atoll.reference.supervisor import serve_job
-from atoll.transport.streaming_buffer import Told
+from atoll.transport.buffers import ByteSink
 
 FOLDER = "chaos"
 POISONS = ("nan", "infinity", "wild")
@@ -119,9 +119,9 @@ def make_disk_slow(orders: Orders) -> None:
 
 def poison_contributions(orders: Orders) -> None:
     """What is sent is wrong; the learner's own weights are not, as with memory that fails on the way out."""
-    encode: Callable[[FragmentTensors, Copied, Told], None] = FragmentTensors.encode
+    encode: Callable[[FragmentTensors, Copied, ByteSink], None] = FragmentTensors.encode
 
-    def poisoned(self: FragmentTensors, copied: Copied, growing: Told) -> None:
+    def poisoned(self: FragmentTensors, copied: Copied, growing: ByteSink) -> None:
         known = self._encoded is not None and self._encoded[0] == copied.round
         order = orders.read().get("poison")
         if known or order is None or orders.done(order["fault"]) >= order["count"]:

@@ -41,7 +41,7 @@ def run(
     and a grace margin stay in force when the syncer is started again.
     """
     from atoll.cli.snapshot import find_syncer, show_taken
-    from atoll.transport.address_file import Refused
+    from atoll.transport.endpoint import RequestRefusedError
 
     who = who if who is not None else user_and_host()
     wish = {"what": what, "value": _value(what, value), "who": who}
@@ -55,7 +55,7 @@ def run(
         _ask_first(f"Learner {value} will leave the run and is not started again. Go on?")
     try:
         told = found.ask("POST", "/v1/control", wish)
-    except Refused as refused:
+    except RequestRefusedError as refused:
         if refused.status not in (404, 409, 507):
             raise
         complain(str(refused))  # a good wish, at the wrong moment

@@ -252,7 +252,7 @@ Streams = Annotated[
     typer.Option(
         "--streams",
         metavar="N",
-        help="Connections over which a large value goes, from 1 to 16. [default: as many as carry more]",
+        help="Connections over which a large value goes, from 1 to 16. [default: 4]",
     ),
 ]
 StepTime = Annotated[

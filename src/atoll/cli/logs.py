@@ -31,8 +31,7 @@ def run(
     Starts of one unit come one after the other; a line of [atoll] between them says why there was another. Ctrl-C ends
     the reading only.
     """
-    from atoll.launch.fleet import LOOK_FAR_S, LOOK_S, NOT_STARTED, Fleet
-    from atoll.launch.fleet_logs import FleetLogs, Line
+    from atoll.launch.fleet import LOOK_FAR_S, LOOK_S, NOT_STARTED, Fleet, FleetLogs, PrintedLine
     from atoll.launch.islands_file import IslandsFile
 
     fleet = Fleet(IslandsFile.load(file))
@@ -42,7 +41,7 @@ def run(
     logs = FleetLogs(fleet, names, tail)
     width = max(map(len, names))
 
-    def show(line: Line) -> None:
+    def show(line: PrintedLine) -> None:
         sys.stdout.write(f"{line.unit:{width}} | {line.text}\n")
 
     ended, next_look = not follow, 0.0

@@ -73,7 +73,7 @@ class Reachable(NamedTuple):
     tls: ClientTls | None
 
     def ask(self, method: str, path: str, body: Any = None) -> Any:
-        from atoll.transport.address_file import ask
+        from atoll.transport.endpoint import ask
 
         return ask(self.address, self.token, method, path, ANSWER_S, body, self.tls)
 
@@ -87,8 +87,7 @@ def find_syncer(
     ca: Path | None = None,
 ) -> Reachable:
     """The syncer of this run, or the one that is named."""
-    from atoll.transport.address_file import where
-    from atoll.transport.endpoint import address, place
+    from atoll.transport.endpoint import address, place, read_address_file
 
     if syncer is not None:
         if run is not None:
@@ -100,7 +99,7 @@ def find_syncer(
         raise ValueError("say of which run: atoll snapshot RUN, or --syncer HOST:PORT")
     if not run.is_dir():
         raise ValueError(f"{run} is no directory of a run")
-    found = where(run)
+    found = read_address_file(run)
     if found is None:
         raise ValueError(f"no syncer runs on {run} here: {advice}")
     return Reachable(found.address, token if token is not None else found.token, found.tls)

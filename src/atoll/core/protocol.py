@@ -311,16 +311,6 @@ class LinkMeasured(NamedTuple):
     values: int
 
 
-class StreamsChanged(NamedTuple):
-    """The driver carries large values over another number of connections from here on, and has measured why."""
-
-    way: str  # "up" or "down"
-    before: int
-    now: int
-    carried_before: float  # bytes per second, by so many as before
-    carried: float  # and by so many as now
-
-
 class SnapshotSaved(NamedTuple):
     snapshot: int
 
@@ -378,7 +368,6 @@ LearnerEvent = (
     | StepTaken
     | FragmentDamaged
     | LinkMeasured
-    | StreamsChanged
     | SnapshotSaved
     | SnapshotSaveFailed
     | MomentsFound

@@ -97,8 +97,6 @@ REASONS: dict[str, str] = {
     " {2:.3g} s in {1}, and has {3:.3g} s",
     "versions-finer": "updates go in {0} from here on, not in {1}: to the learner in the middle a fragment takes"
     " {2:.3g} s in {0}, and has {3:.3g} s",
-    "streams-more": "values go {0} over {2} connections from here on, not {1}: {4:.3g} MB/s where {1} carried {3:.3g}",
-    "streams-fewer": "values go {0} over {2} connections from here on, not {1}: {4:.3g} MB/s, {1} carried {3:.3g}",
     "superseded-epoch": "a syncer of epoch {0} has taken over; this one, epoch {1}, stops",
     # shards
     "shard-lost": "its shard is away: {0}",

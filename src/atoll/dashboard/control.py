@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 from atoll.core.policy import control_problem
 from atoll.core.types import Limits
-from atoll.transport.address_file import NoAnswer, ask, where
-from atoll.transport.address_file import Refused as Declined
+from atoll.transport.endpoint import NoAnswerError, RequestRefusedError, ask, read_address_file
 
 ANSWER_S = 20.0
 MOST_NAME = 80
@@ -55,7 +54,7 @@ class Wish(NamedTuple):
 def is_reachable(run: Path, token: str | None) -> bool:
     """A syncer has told of itself here, and this is its token; None: whichever it is. It may be gone all the same."""
     try:
-        found = where(run)
+        found = read_address_file(run)
     except (OSError, ValueError):
         return False
     if found is None:
@@ -68,7 +67,7 @@ def is_reachable(run: Path, token: str | None) -> bool:
 def carry_out(run: Path, wish: Wish) -> str:
     """Passed on to the run's syncer; its sentence."""
     try:
-        found = where(run)
+        found = read_address_file(run)
     except (OSError, ValueError) as wrong:
         raise Refused(503, str(wrong)) from None
     if found is None:
@@ -80,9 +79,9 @@ def carry_out(run: Path, wish: Wish) -> str:
         body = {"what": wish.what, "value": wish.value, "who": wish.who}
         told = ask(found.address, found.token, "POST", "/v1/control", ANSWER_S, body, found.tls)
         return str(told["done"])
-    except Declined as declined:
+    except RequestRefusedError as declined:
         raise Refused(declined.status if declined.status in (400, 404, 409) else 502, str(declined)) from None
-    except NoAnswer as nobody:
+    except NoAnswerError as nobody:
         raise Refused(503, str(nobody)) from None
     except (KeyError, TypeError):
         raise Refused(502, "the syncer's answer was not understood") from None

@@ -21,7 +21,7 @@ from atoll.tensors.codecs import CODECS, Codec, Feedback, codec
 from atoll.tensors.model_view import ModelView
 from atoll.tensors.outer import Applying
 from atoll.tensors.plan import FragmentPlan, settled_plan, tensors_of
-from atoll.transport.streaming_buffer import Told
+from atoll.transport.buffers import ByteSink
 from atoll.transport.wire import CODEC_NUMBERS, as_bytes
 
 TOLD_VALUES = 2**20
@@ -243,7 +243,7 @@ class FragmentTensors:
 
     # ---------------------------------------------------------------------------------------- in the background thread
 
-    def encode(self, copied: Copied, growing: Told) -> None:
+    def encode(self, copied: Copied, growing: ByteSink) -> None:
         """Encode the delta A_p - theta_p, or the values of buffers. Bytes are announced as they are written; they are
         the same again for the same round."""
         if self._encoded is not None and self._encoded[0] == copied.round:

@@ -25,9 +25,8 @@ from atoll.island.rank_rpc import Hands
 from atoll.island.row_fragment import LedRows, RowFragment
 from atoll.tensors.codecs import CODECS
 from atoll.tensors.row_sharding import Laid, Stretch, Strip, cover, lay
-from atoll.transport.buffers import ByteBuffers
+from atoll.transport.buffers import ByteBuffers, Spans
 from atoll.transport.bulk_transfer import RETRY_S, TRIES, Fetching, LearnerBulk, fragment_sizes
-from atoll.transport.byte_ranges import Spans
 from atoll.transport.http_client import LearnerLink, Refusal
 from atoll.transport.wire import (
     CODEC_NUMBERS,

@@ -6,11 +6,13 @@ nothing else, so it needs to know neither the file in which they were named nor 
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Unit:
     """The engine's own: a partition, an image, resources. An engine refuses those that it does not know."""
 
 
-class Standing(Enum):
+class UnitStanding(Enum):
     """How a unit is, as its engine knows it."""
 
     WAITING = "waiting"  # for a place in the queue, or to be started again
@@ -54,8 +56,8 @@ class Standing(Enum):
 
 
 @dataclass(frozen=True)
-class Status:
-    standing: Standing
+class UnitState:
+    standing: UnitStanding
     restarts: int = 0
     why: str = ""
     """In words: what it waits for, how it has failed, where it runs."""
@@ -75,7 +77,7 @@ class Engine(Protocol):
     def start(self, unit: Unit) -> dict[str, Any]:
         """Returns as soon as the engine has it. It goes on when this process ends."""
 
-    def status(self, handle: Mapping[str, Any]) -> Status: ...
+    def status(self, handle: Mapping[str, Any]) -> UnitState: ...
 
     def stop(self, handle: Mapping[str, Any]) -> None:
         """SIGTERM, and SIGKILL after the unit's notice. Returns when nothing of it is left; it may be called twice."""
@@ -92,4 +94,48 @@ class TakesArrays(Protocol):
         """Handles in the order of the units."""
 
 
-__all__ = ["Engine", "Standing", "Status", "TakesArrays", "Unit"]
+# --------------------------------------------------------------------------------------------------------------------
+# Engines by name. One is imported when it is needed: Slurm needs no Ray
+
+
+ENGINES = {
+    "local": ("atoll.launch.local", "LocalEngine"),
+    "ray": ("atoll.launch.ray_cluster", "RayEngine"),
+    "slurm": ("atoll.launch.slurm", "SlurmEngine"),
+}
+
+EXAMPLES = {"kubernetes": "examples/kubernetes.yaml", "skypilot": "examples/skypilot.yaml"}
+"""Systems for which Atoll has an example file instead of an engine."""
+
+BY_PLACE = frozenset({"ray", "slurm"})
+"""They choose the machine: it may be another one than this."""
+
+_EXTRAS = {"ray": "ray"}
+
+
+def check_name(name: str) -> None:
+    """ValueError with the nearest name, or with the example file of a system that has no engine."""
+    if name in EXAMPLES:
+        raise ValueError(
+            f"Atoll has no engine for {name}: adapt {EXAMPLES[name]}, and start it with the tools of {name}"
+            " (docs/kubernetes.md)"
+        )
+    if name not in ENGINES:
+        near = difflib.get_close_matches(name, ENGINES, 1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"there is no engine {name!r}: there are {', '.join(ENGINES)}{meant}")
+
+
+def engine(name: str) -> Engine:
+    """ValueError where there is no such engine, or what it needs is not installed."""
+    check_name(name)
+    module, of_class = ENGINES[name]
+    try:
+        made = getattr(import_module(module), of_class)()
+    except ModuleNotFoundError as missing:
+        needed = (missing.name or "").partition(".")[0]
+        if needed not in _EXTRAS:
+            raise
+        extra = f"pip install 'atoll[{_EXTRAS[needed]}]'"
+        raise ValueError(f"engine {name} needs {needed}, which is not installed: {extra}") from None
+    return cast(Engine, made)

@@ -14,6 +14,7 @@ import signal
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -21,9 +22,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from atoll.files import write_text
-from atoll.launch.engine import Engine, Standing, Status, TakesArrays
+from atoll.launch.engine import Engine, TakesArrays, UnitStanding, UnitState, engine
 from atoll.launch.islands_file import SHARD, SYNCER, IslandsFile
-from atoll.launch.registry import engine
 from atoll.launch.units import FLEET, Placed
 
 KNOWN, LOCK = "units.json", "lock"
@@ -39,12 +39,12 @@ LAST_WORDS_S = 120.0
 
 HELD_BACK = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 NOT_STARTED = "not started"
-OVER = frozenset({Standing.ENDED, Standing.FAILED, Standing.STOPPED, Standing.GONE})
+OVER = frozenset({UnitStanding.ENDED, UnitStanding.FAILED, UnitStanding.STOPPED, UnitStanding.GONE})
 
 Say = Callable[[str, str], None]  # a unit, and what happens to it
 
 
-class Known(NamedTuple):
+class UnitRecord(NamedTuple):
     engine: str
     handle: Mapping[str, Any]
     told: Mapping[str, Any]
@@ -56,7 +56,7 @@ class Look(NamedTuple):
 
     name: str
     engine: str
-    status: Status | None
+    status: UnitState | None
     problem: str = ""
 
     @property
@@ -75,7 +75,7 @@ class Look(NamedTuple):
 
     @property
     def is_wrong(self) -> bool:
-        return bool(self.problem) or self.standing in (Standing.FAILED.value, Standing.GONE.value)
+        return bool(self.problem) or self.standing in (UnitStanding.FAILED.value, UnitStanding.GONE.value)
 
     @property
     def is_island(self) -> bool:
@@ -105,7 +105,7 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------------------- looking
 
-    def known(self) -> dict[str, Known]:
+    def known(self) -> dict[str, UnitRecord]:
         try:
             told = json.loads((self.folder / KNOWN).read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -116,7 +116,7 @@ class Fleet:
             ) from None
         if told.get("format") != FORMAT:
             raise ValueError(f"{self.folder / KNOWN} was written by another version of Atoll: use that one")
-        return {name: Known(**fields) for name, fields in told["units"].items()}
+        return {name: UnitRecord(**fields) for name, fields in told["units"].items()}
 
     def looks(self, wanted: Sequence[str] = ()) -> list[Look]:
         """Of the units of the file in its order, and then of those that were started and are not in it any more; only
@@ -131,7 +131,7 @@ class Fleet:
             if not wanted or name in wanted
         ]
 
-    def look(self, name: str, known: Known) -> Look:
+    def look(self, name: str, known: UnitRecord) -> Look:
         """An engine that does not answer says nothing about the unit."""
         try:
             return Look(name, known.engine, self.engine(known.engine).status(known.handle))
@@ -192,7 +192,7 @@ class Fleet:
         with self.alone("atoll up"):
             known = self.known()
             looks = {name: self.look(name, known[name]) for name in known}
-            is_over = self.is_finished() or (SYNCER in looks and looks[SYNCER].standing == Standing.ENDED.value)
+            is_over = self.is_finished() or (SYNCER in looks and looks[SYNCER].standing == UnitStanding.ENDED.value)
             wanted: list[Placed] = []
             for placed in units:
                 name = placed.unit.name
@@ -204,7 +204,7 @@ class Fleet:
             for together in self._arrays(wanted):
                 with _uninterrupted():  # a unit that runs and is not written down is lost
                     for placed, handle in zip(together, self._start(together), strict=True):
-                        known[placed.unit.name] = Known(placed.engine, handle, _told(placed))
+                        known[placed.unit.name] = UnitRecord(placed.engine, handle, _told(placed))
                     self._write(known)
                 for placed in together:
                     name = placed.unit.name
@@ -234,18 +234,18 @@ class Fleet:
             return of_all.start_array([placed.unit for placed in together])
         return [of_all.start(placed.unit) for placed in together]
 
-    def _left_alone(self, placed: Placed, known: Known | None, look: Look | None, is_over: bool) -> str | None:
+    def _left_alone(self, placed: Placed, known: UnitRecord | None, look: Look | None, is_over: bool) -> str | None:
         """Why a unit is not started; None: it is."""
         if look is None or known is None:
             return "the run is over: not started" if is_over else None
         if look.problem:
             return f"{look.problem}; left alone; {self._or_forget(look.name)}"
-        if look.standing in (Standing.RUNNING.value, Standing.WAITING.value):
+        if look.standing in (UnitStanding.RUNNING.value, UnitStanding.WAITING.value):
             changed = _changes(known.told, _told(placed))
             if changed:
                 return f"is {look.standing} as it was, and {', '.join(changed)} changed: down it first, then up"
             return f"is {look.standing}: left alone"
-        if look.standing == Standing.ENDED.value:
+        if look.standing == UnitStanding.ENDED.value:
             has_done_all = is_over or (look.is_island and self._has_manifest())
             return "has ended: left alone" if has_done_all else None
         return f"{look.standing}, and the run is over: left alone" if is_over else None
@@ -288,13 +288,13 @@ class Fleet:
     def _or_forget(self, name: str) -> str:
         return f"if that is gone for good: atoll down {self.file.path} {name} --forget"
 
-    def _stop_all(self, names: Sequence[str], known: Mapping[str, Known], say: Say) -> bool:
+    def _stop_all(self, names: Sequence[str], known: Mapping[str, UnitRecord], say: Say) -> bool:
         looks = [self.look(name, known[name]) if name in known else Look(name, "", None) for name in names]
         wanted = []
         for look in looks:
             if look.name not in known:
                 say(look.name, "was not started")
-            elif look.standing in (Standing.ENDED.value, Standing.GONE.value):
+            elif look.standing in (UnitStanding.ENDED.value, UnitStanding.GONE.value):
                 say(look.name, f"is {look.standing}")
             else:
                 wanted.append(look.name)
@@ -324,7 +324,7 @@ class Fleet:
             show(looks)
             now = time.monotonic()
             by_name = {look.name: look for look in looks}
-            if by_name[SYNCER].standing == Standing.ENDED.value:
+            if by_name[SYNCER].standing == UnitStanding.ENDED.value:
                 if ended_with is None:
                     ended_with = {look.name: look.status.restarts for look in looks if look.status is not None}
                 self._stop_those_who_wait(looks, ended_with)
@@ -332,7 +332,7 @@ class Fleet:
             islands = [look for look in there if look.is_island]
             if all(look.is_over for look in islands or there):
                 last_island = last_island if last_island is not None else now
-                has_ended = any(look.standing == Standing.ENDED.value for look in islands)
+                has_ended = any(look.standing == UnitStanding.ENDED.value for look in islands)
                 others = [look for look in there if not look.is_island]
                 if not has_ended or all(look.is_over for look in others) or now - last_island > LAST_WORDS_S:
                     return looks
@@ -344,7 +344,9 @@ class Fleet:
         for look in looks:
             if look.is_over or look.status is None or look.name == SYNCER:
                 continue
-            is_late = look.status.standing is Standing.WAITING or look.status.restarts > ended_with.get(look.name, 0)
+            is_late = look.status.standing is UnitStanding.WAITING or look.status.restarts > ended_with.get(
+                look.name, 0
+            )
             if is_late or not look.is_island:
                 # Somebody else is at it, or its engine does not answer now; there is a next look.
                 with suppress(ValueError, OSError), self.alone("atoll up"):
@@ -352,7 +354,7 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------------- what it keeps
 
-    def _write(self, known: Mapping[str, Known]) -> None:
+    def _write(self, known: Mapping[str, UnitRecord]) -> None:
         told = {"format": FORMAT, "units": {name: unit._asdict() for name, unit in known.items()}}
         write_text(self.folder / KNOWN, json.dumps(told, indent=2) + "\n", mode=0o600)
 
@@ -408,4 +410,79 @@ def _uninterrupted() -> Iterator[None]:
             signal.raise_signal(one)
 
 
-__all__ = ["Fleet", "Known", "Look"]
+# --------------------------------------------------------------------------------------------------------------------
+# What the units of a run have printed, line by line, also over restarts
+
+
+CHUNK_BYTES = 1 << 20
+MOST_LINE_BYTES = 1 << 20
+"""A longer line is shown in pieces."""
+
+
+class PrintedLine(NamedTuple):
+    unit: str
+    text: str
+
+
+class FleetLogs:
+    """`new` gives what has come since it was called last. `tail`: of each unit so many lines the first time."""
+
+    def __init__(self, fleet: Fleet, units: Sequence[str], tail: int | None = None) -> None:
+        self.fleet = fleet
+        self.units = units
+        self.problems: dict[str, str] = {}  # by unit: why it cannot be read
+        self._tail = tail
+        self._files: dict[tuple[str, Path], _File] = {}
+        self._has_begun = False
+
+    def new(self) -> Iterator[PrintedLine]:
+        for unit in self.units:
+            lines = self._lines(unit)
+            if not self._has_begun and self._tail is not None:
+                lines = iter(deque(lines, maxlen=self._tail))
+            for text in lines:
+                yield PrintedLine(unit, text)
+        self._has_begun = True
+
+    def rest(self) -> Iterator[PrintedLine]:
+        """What was printed without an end of the line."""
+        for (unit, _), file in self._files.items():
+            if file.begun:
+                yield PrintedLine(unit, file.begun.decode(errors="replace"))
+                file.begun = b""
+
+    def _lines(self, unit: str) -> Iterator[str]:
+        try:
+            paths = self.fleet.logs(unit)
+        except Exception as wrong:  # an engine that cannot be asked has its own kinds
+            self.problems[unit] = str(wrong) or type(wrong).__name__
+            return
+        self.problems.pop(unit, None)
+        for path in paths:
+            yield from self._files.setdefault((unit, path), _File(path)).lines()
+
+
+class _File:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset = 0
+        self.begun = b""  # a line without its end
+
+    def lines(self) -> Iterator[str]:
+        try:
+            size = self.path.stat().st_size
+            if size < self.offset:  # somebody has emptied it
+                self.offset, self.begun = 0, b""
+            if size == self.offset:
+                return
+            with open(self.path, "rb") as file:
+                file.seek(self.offset)
+                while chunk := file.read(CHUNK_BYTES):
+                    self.offset += len(chunk)
+                    *whole, self.begun = (self.begun + chunk).split(b"\n")
+                    if len(self.begun) > MOST_LINE_BYTES:
+                        whole, self.begun = [*whole, self.begun], b""
+                    for line in whole:
+                        yield line.decode(errors="replace").rstrip("\r")
+        except FileNotFoundError:
+            return

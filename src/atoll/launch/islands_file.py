@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atoll.launch.registry import check_name
+from atoll.launch.engine import check_name
 from atoll.transport.endpoint import is_loopback, place
 
 SYNCER = "syncer"
@@ -91,7 +91,7 @@ class SyncerTable:
 
 
 @dataclass(frozen=True)
-class Island:
+class IslandTable:
     name: str
     table: str
     """Its name in the file; several islands may be of one table."""
@@ -115,7 +115,7 @@ class IslandsFile:
     run: str
     directory: Path
     syncer: SyncerTable
-    islands: tuple[Island, ...]
+    islands: tuple[IslandTable, ...]
 
     @classmethod
     def load(cls, path: Path) -> IslandsFile:
@@ -123,10 +123,10 @@ class IslandsFile:
             raw = tomllib.loads(path.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as wrong:
             raise ValueError(f"{path} is not TOML: {wrong}") from None
-        return _Reader(path).file(raw)
+        return _TableReader(path).file(raw)
 
 
-class _Reader:
+class _TableReader:
     """Collects what is wrong, so that people repair a file once."""
 
     def __init__(self, path: Path) -> None:
@@ -187,13 +187,15 @@ class _Reader:
             options=self.take(raw, "options", where, _table, {}),
         )
 
-    def islands(self, raw: Mapping[str, Any], defaults: Mapping[str, Any], syncer: SyncerTable) -> tuple[Island, ...]:
+    def islands(
+        self, raw: Mapping[str, Any], defaults: Mapping[str, Any], syncer: SyncerTable
+    ) -> tuple[IslandTable, ...]:
         self.known(defaults, OF_DEFAULTS, "defaults.")
-        made: list[Island] = []
+        made: list[IslandTable] = []
         numbers: dict[int, str] = {}
         if not raw:
             self.problems.append('it names no island: begin one with [islands.NAME] and a line command = "..."')
-        wanted: list[tuple[Island, int | None]] = []
+        wanted: list[tuple[IslandTable, int | None]] = []
         for name, own in raw.items():
             where = f"islands.{name}."
             if not isinstance(own, dict):
@@ -219,7 +221,7 @@ class _Reader:
 
     def alike(
         self, name: str, own: Mapping[str, Any], defaults: Mapping[str, Any], syncer: SyncerTable, where: str
-    ) -> list[tuple[Island, int | None]]:
+    ) -> list[tuple[IslandTable, int | None]]:
         """The islands of one table, and the number that it wants for each."""
         self.known(own, OF_ISLAND, where)
         usual = defaults.get("engine", syncer.engine)
@@ -247,7 +249,7 @@ class _Reader:
         if not command and "command" not in raw:
             self.problems.append(f'islands.{name} has no command: say what it runs, as command = "python train.py"')
         command += take("arguments", _words, ())
-        made = Island(
+        made = IslandTable(
             name=name,
             table=name,
             engine=engine,
@@ -331,12 +333,12 @@ class _Reader:
         return tuple(map(told, command))
 
 
-def _named(island: Island, name: str) -> Island:
-    return Island(**{**vars(island), "name": name})
+def _named(island: IslandTable, name: str) -> IslandTable:
+    return IslandTable(**{**vars(island), "name": name})
 
 
-def _numbered(island: Island, number: int) -> Island:
-    return Island(**{**vars(island), "number": number})
+def _numbered(island: IslandTable, number: int) -> IslandTable:
+    return IslandTable(**{**vars(island), "number": number})
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -429,4 +431,4 @@ def _table(value: Any) -> dict[str, Any]:
 
 TOLD = frozenset({"ATOLL_SYNCER", "ATOLL_TOKEN", "ATOLL_KEYS", "ATOLL_LEARNER", "ATOLL_RUN_DIRECTORY"})
 
-__all__ = ["SHARD", "SYNCER", "Island", "IslandsFile", "SyncerTable"]
+__all__ = ["SHARD", "SYNCER", "IslandTable", "IslandsFile", "SyncerTable"]

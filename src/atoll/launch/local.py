@@ -18,17 +18,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from atoll.launch.engine import Standing, Status, Unit
+from atoll.launch.engine import Unit, UnitStanding, UnitState
+from atoll.launch.guard import ProcessId, is_alive, send_signal
 from atoll.launch.islands_file import SHARD, SYNCER
-from atoll.launch.keeper import LOGS, SPEC, STATE, read_state, write_whole
-from atoll.launch.processes import LOOK_S, MARK, Process, end, is_alive, marked, tell
+from atoll.launch.keeper import LOGS, SPEC, STATE, is_locked, read_state, write_json
+from atoll.launch.supervisor import POLL_INTERVAL_S
 
 START_S = 60.0
 RESERVE_S = 15.0
 """For the keeper, after the notice: it kills what is left and writes that down."""
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-_OVER = (Standing.ENDED, Standing.FAILED, Standing.STOPPED)
+_OVER = (UnitStanding.ENDED, UnitStanding.FAILED, UnitStanding.STOPPED)
 
 
 class LocalEngine:
@@ -82,13 +83,12 @@ class LocalEngine:
             if self._status(unit.directory).standing not in _OVER:
                 self._adopt(unit, spec, told)
                 return handle
-            _wait_for_end(Process.from_json(told["keeper"]), RESERVE_S)  # it has said its last word
-            self._end_what_is_left(told, unit.notice_s, unit.directory)
+            _wait_for_end(unit.directory, float(told["notice_s"]))
         environment = _environment(unit)
         devices = self._take(unit)
         if devices:
             environment[VISIBLE] = ",".join(devices)
-        write_whole(unit.directory / SPEC, {**spec, "devices": devices})
+        write_json(unit.directory / SPEC, {**spec, "devices": devices})
         self._keep(unit, environment)
         return handle
 
@@ -121,26 +121,25 @@ class LocalEngine:
 
     # ------------------------------------------------------------------------------------------------------- looking
 
-    def status(self, handle: Mapping[str, Any]) -> Status:
+    def status(self, handle: Mapping[str, Any]) -> UnitState:
         return self._status(_here(handle))
 
-    def _status(self, directory: Path) -> Status:
+    def _status(self, directory: Path) -> UnitState:
         told = read_state(directory)
         if told is None:
-            return Status(Standing.GONE, why=f"nothing is known of it in {directory}")
-        standing, restarts, why = Standing(told["standing"]), int(told["restarts"]), str(told["why"])
+            return UnitState(UnitStanding.GONE, why=f"nothing is known of it in {directory}")
+        standing, restarts, why = UnitStanding(told["standing"]), int(told["restarts"]), str(told["why"])
         if standing not in _OVER:
-            keeper = Process.from_json(told["keeper"])
+            keeper = ProcessId.from_json(told["keeper"])
             if keeper is None or not is_alive(keeper):
                 told = read_state(directory) or told  # it may have ended between the two looks
-                standing, why = Standing(told["standing"]), str(told["why"])
+                standing, why = UnitStanding(told["standing"]), str(told["why"])
                 if standing not in _OVER:
-                    left = len(marked(str(directory)))
-                    also = f"; {left} of its processes are left" if left else ""
-                    return Status(Standing.FAILED, restarts, f"its keeper was killed{also}")
+                    also = "; its command is being ended" if is_locked(directory) else ""
+                    return UnitState(UnitStanding.FAILED, restarts, f"its keeper was killed{also}")
         if told["again_at"] is not None:
             why = f"{why}; starts again in {max(0.0, told['again_at'] - time.time()):.0f} s"
-        return Status(standing, int(told["restarts"]), why)
+        return UnitState(standing, int(told["restarts"]), why)
 
     def log(self, handle: Mapping[str, Any]) -> list[Path]:
         directory = _here(handle)
@@ -154,21 +153,17 @@ class LocalEngine:
         if told is None:
             return
         notice_s = float(told["notice_s"])
-        keeper = Process.from_json(told["keeper"])
-        if keeper is not None and tell(keeper, signal.SIGTERM):
-            _wait_for_end(keeper, notice_s + RESERVE_S)
-            tell(keeper, signal.SIGKILL)
-            told = read_state(directory) or told
-        killed = self._end_what_is_left(told, notice_s, directory)
-        if Standing(told["standing"]) not in _OVER:
-            why = "its keeper was killed before" + (", and it did not end by itself" if killed else "")
-            write_whole(directory / STATE, {**told, "standing": "stopped", "why": why, "child": None, "again_at": None})
-
-    def _end_what_is_left(self, told: Mapping[str, Any], notice_s: float, directory: Path) -> int:
-        """Of a unit whose keeper is gone."""
-        child = Process.from_json(told["child"])
-        also = [child] if child is not None and is_alive(child) else []
-        return end(str(directory), notice_s, also) if also or marked(str(directory)) else 0
+        keeper = ProcessId.from_json(told["keeper"])
+        if keeper is not None and send_signal(keeper, signal.SIGTERM):
+            until = time.monotonic() + notice_s + RESERVE_S
+            while is_alive(keeper) and time.monotonic() < until:
+                time.sleep(POLL_INTERVAL_S)
+            send_signal(keeper, signal.SIGKILL)
+        _wait_for_end(directory, notice_s)
+        told = read_state(directory) or told
+        if UnitStanding(told["standing"]) not in _OVER:
+            stopped = {"standing": "stopped", "why": "its keeper was killed before", "child": None, "again_at": None}
+            write_json(directory / STATE, {**told, **stopped})
 
     # ------------------------------------------------------------------------------------------------------- devices
 
@@ -200,10 +195,13 @@ def _here(handle: Mapping[str, Any]) -> Path:
     return Path(handle["directory"])
 
 
-def _wait_for_end(keeper: Process | None, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while keeper is not None and is_alive(keeper) and time.monotonic() < until:
-        time.sleep(LOOK_S)
+def _wait_for_end(directory: Path, notice_s: float) -> None:
+    """Wait until neither keeper nor guard is left. The guard of a killed keeper gives the command its notice."""
+    until = time.monotonic() + notice_s + RESERVE_S
+    while is_locked(directory):
+        if time.monotonic() > until:
+            raise OSError(f"a process of the unit in {directory} does not end by SIGKILL: see `ps axf`")
+        time.sleep(POLL_INTERVAL_S)
 
 
 def _path(unit: Unit) -> str:
@@ -214,7 +212,7 @@ def _path(unit: Unit) -> str:
 
 def _environment(unit: Unit) -> dict[str, str]:
     """That of whoever starts it; but what another run has told is not for this one."""
-    base = {name: value for name, value in os.environ.items() if not name.startswith("ATOLL_") and name != MARK}
+    base = {name: value for name, value in os.environ.items() if not name.startswith("ATOLL_")}
     base.setdefault("OMP_NUM_THREADS", str(unit.cpus))  # more threads than cores make everybody slow
     return base | dict(unit.environment) | {"PATH": _path(unit)}
 

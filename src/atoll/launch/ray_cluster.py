@@ -24,9 +24,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-from atoll.launch.engine import Standing, Status, Unit
+from atoll.files import write_text
+from atoll.launch.engine import Unit, UnitStanding, UnitState
 from atoll.launch.islands_file import SHARD, SYNCER
-from atoll.launch.ray_files import FINAL, last_word, logs_in, write_last_word
 
 OPTIONS = ("address", "namespace", "resources", "runtime_env", "strategy")
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
@@ -120,7 +120,7 @@ class RayEngine:
         self._driver(address).ask("start", **_name(handle), kept=kept)
         return handle
 
-    def status(self, handle: Mapping[str, Any]) -> Status:
+    def status(self, handle: Mapping[str, Any]) -> UnitState:
         try:
             told = self._driver(handle["address"]).ask("status", **_name(handle))
             gone = UNKNOWN
@@ -132,7 +132,7 @@ class RayEngine:
                 if gone is not UNKNOWN and not _refuses(handle["address"]):
                     raise ValueError(gone)  # of a cluster that cannot be reached nobody knows whether it is gone
                 told |= {"standing": "gone", "why": gone}
-        return Status(Standing(told["standing"]), max(int(told.get("starts", 0)) - 1, 0), str(told["why"]))
+        return UnitState(UnitStanding(told["standing"]), max(int(told.get("starts", 0)) - 1, 0), str(told["why"]))
 
     def stop(self, handle: Mapping[str, Any]) -> None:
         deadline = time.monotonic() + float(handle["notice_s"]) + STOP_WAIT_S
@@ -325,4 +325,44 @@ def _local_cluster() -> str:
     return address
 
 
-__all__ = ["RayEngine"]
+# --------------------------------------------------------------------------------------------------------------------
+# What is left of a unit in its directory: what it has printed, and the last state that its keeper wrote
+
+
+LAST_WORD = "ray.json"
+"""How the unit is, for those who ask when its keeper is gone."""
+FINAL = ("ended", "failed", "stopped")
+"""Standings after which there is no keeper."""
+
+
+def log_name(number: int, node: int, nodes: int) -> str:
+    """
+    >>> log_name(3, 0, 1), log_name(3, 1, 2)
+    ('start-0003.log', 'start-0003-node-1.log')
+    """
+    return f"start-{number:04}.log" if nodes == 1 else f"start-{number:04}-node-{node}.log"
+
+
+def logs_in(directory: Path) -> list[Path]:
+    """Oldest first."""
+    found = [(re.fullmatch(r"start-(\d+)(?:-node-(\d+))?\.log", path.name), path) for path in directory.glob("*.log")]
+    numbered = [(int(match[1]), int(match[2] or 0), path) for match, path in found if match]
+    return [path for _, _, path in sorted(numbered)]
+
+
+def next_number(directory: Path) -> int:
+    logs = logs_in(directory)
+    return int(logs[-1].name.split("-")[1].split(".")[0]) + 1 if logs else 1
+
+
+def last_word(directory: Path) -> dict[str, Any]:
+    """What the keeper told last; empty if it never was."""
+    try:
+        told: dict[str, Any] = json.loads((directory / LAST_WORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return told
+
+
+def write_last_word(directory: Path, told: Mapping[str, Any]) -> None:
+    write_text(directory / LAST_WORD, json.dumps(told), durable=False)

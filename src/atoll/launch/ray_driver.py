@@ -23,9 +23,9 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 
-from atoll.launch.engine import Standing
-from atoll.launch.ray_files import FINAL, last_word, write_last_word
-from atoll.launch.ray_keeper import Keeper, Kept
+from atoll.launch.engine import UnitStanding
+from atoll.launch.ray_cluster import FINAL, last_word, write_last_word
+from atoll.launch.ray_keeper import RayKeeper, RayUnit
 
 HEAD = "node:__internal_head__"
 """A resource that every head node has. Whatever needs a little of it is there."""
@@ -64,13 +64,13 @@ def main() -> None:
 
 def _start(actor: str, namespace: str, kept: dict[str, Any]) -> None:
     """It returns when the keeper lives: before that it still needs this process."""
-    wanted = Kept(**kept | {"command": tuple(kept["command"])})
+    wanted = RayUnit(**kept | {"command": tuple(kept["command"])})
     if _is_kept(actor, namespace, wanted):
         return
     directory = Path(wanted.directory)
     if last_word(directory):
         write_last_word(directory, {})
-    keeper: Any = ray.remote(Keeper)
+    keeper: Any = ray.remote(RayKeeper)
     begun = keeper.options(
         name=actor,
         namespace=namespace,
@@ -95,7 +95,7 @@ def _start(actor: str, namespace: str, kept: dict[str, Any]) -> None:
         ) from None
 
 
-def _is_kept(actor: str, namespace: str, wanted: Kept) -> bool:
+def _is_kept(actor: str, namespace: str, wanted: RayUnit) -> bool:
     """Whether a keeper has it already. One that has said its last word is waited for, one of something else refused."""
     deadline = time.monotonic() + ANSWER_S
     while (found := _found(actor, namespace)) is not None:
@@ -129,9 +129,9 @@ def _status(actor: str, namespace: str) -> dict[str, Any]:
             told: dict[str, Any] = ray.get(found.standing.remote(), timeout=ANSWER_S)
             return told
         except GetTimeoutError:
-            return {"standing": Standing.WAITING.value, "why": "its keeper does not answer yet"}
+            return {"standing": UnitStanding.WAITING.value, "why": "its keeper does not answer yet"}
         except ActorUnavailableError:
-            return {"standing": Standing.WAITING.value, "why": "its keeper is started again by Ray"}
+            return {"standing": UnitStanding.WAITING.value, "why": "its keeper is started again by Ray"}
         except RayError:
             pass  # it ended while it was asked
     return {}

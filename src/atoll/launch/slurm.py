@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.files import write_text
-from atoll.launch.engine import Standing, Status, Unit
+from atoll.launch.engine import Unit, UnitStanding, UnitState
 
 BODY = Path(__file__).with_name("slurm_job.sh")
 SYNCER, SHARD = "syncer", "shard-"  # names of units in a run
@@ -112,7 +112,7 @@ class SlurmEngine:
             handles |= self._submit(new)
         return [handles[unit.name] for unit in units]
 
-    def status(self, handle: Mapping[str, Any]) -> Status:
+    def status(self, handle: Mapping[str, Any]) -> UnitState:
         """ConnectionError where the controller cannot be asked: nothing is known then, and nothing need be lost."""
         home, number = Path(handle["home"]), str(handle["job"])
         job = self._job(handle)
@@ -122,22 +122,22 @@ class SlurmEngine:
         if job is not None and job.active:
             if job.state in RUNS:
                 words = "is leaving" if stopped or job.state == "COMPLETING" else f"job {number} on {job.nodes}"
-                return Status(Standing.RUNNING, restarts, words)
+                return UnitState(UnitStanding.RUNNING, restarts, words)
             held = "is suspended" if job.state == "SUSPENDED" else f"waits {WORDS.get(job.reason, 'for ' + job.reason)}"
             before = f"; before: {noted['why']}" if noted.get("standing") == "waiting" else ""
-            return Status(Standing.WAITING, restarts, f"job {number} {held}{before}")
+            return UnitState(UnitStanding.WAITING, restarts, f"job {number} {held}{before}")
         if noted.get("standing") in ("ended", "failed", "stopped"):  # the script knows whether it was told to leave
-            return Status(Standing(noted["standing"]), restarts, noted["why"])
+            return UnitState(UnitStanding(noted["standing"]), restarts, noted["why"])
         if stopped:
-            return Status(Standing.STOPPED, restarts, noted.get("why", ""))
+            return UnitState(UnitStanding.STOPPED, restarts, noted.get("why", ""))
         if job is None:
             last = f"; it was {noted['standing']} last" if noted else ""
-            return Status(Standing.GONE, restarts, f"Slurm has forgotten job {number}{last}")
+            return UnitState(UnitStanding.GONE, restarts, f"Slurm has forgotten job {number}{last}")
         if job.state == "COMPLETED":  # the script could not write it down
-            return Status(Standing.ENDED, restarts, f"job {number}: completed")
+            return UnitState(UnitStanding.ENDED, restarts, f"job {number}: completed")
         if job.state == "CANCELLED":
-            return Status(Standing.STOPPED, restarts, "cancelled")
-        return Status(Standing.FAILED, restarts, f"job {number}: {job.state.lower().replace('_', ' ')}")
+            return UnitState(UnitStanding.STOPPED, restarts, "cancelled")
+        return UnitState(UnitStanding.FAILED, restarts, f"job {number}: {job.state.lower().replace('_', ' ')}")
 
     def stop(self, handle: Mapping[str, Any]) -> None:
         job, home = self._job(handle), Path(handle["home"])

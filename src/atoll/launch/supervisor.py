@@ -1,37 +1,34 @@
-"""Rules that every supervisor of a unit follows: the delay before a restart, and whether a unit has ended well."""
+"""One rule for every process that is kept running: when it is started again, how long it waits, when to give up.
+
+`Restarts` counts the exits of one process and decides. `UnitSupervisor` keeps one unit of an engine running with a
+spawner: `launch.keeper` spawns a command below a guard, `launch.ray_keeper` the same on the nodes of a Ray cluster.
+`reference.supervisor` keeps the processes of a job running, which come from a fork server (`reference.children`).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from atoll.launch.engine import UnitStanding
 
 HEALTHY_S = 120.0
-"""A command that ran this long failed for a new reason: its failures are counted from one again."""
+"""A command that ran this long failed for a new reason: its failures in a row are counted from one again."""
+POLL_INTERVAL_S = 0.1
+RUN_POLL_INTERVAL_S = 1.0
+"""Between two looks at the files of the syncer's unit, which may be on a remote disk."""
 
 LEFT_EARLY = "it left, and its run goes on"
 """Why exit code 0 is a failure of a unit that ends with its syncer: something other than its supervisor stopped it."""
+RUN_OVER = "the run is over"
 
 _ENDED = '"standing": "ended"'
-LAST_WORDS = (("keeper.json", _ENDED), ("ray.json", _ENDED), ("slurm/state", "standing=ended\n"))
+STATE_FILES = (("keeper.json", _ENDED), ("ray.json", _ENDED), ("slurm/state", "standing=ended\n"))
 """Where each engine writes how a unit is, in the directory of that unit."""
-
-
-class Backoff:
-    """Delays before restarts, doubled with each failure in a row up to a maximum.
-
-    >>> backoff = Backoff(1.0, 60.0)
-    >>> [backoff.failed(ran_s=0.0) for _ in range(7)], backoff.failed(ran_s=HEALTHY_S)
-    ([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0], 1.0)
-    """
-
-    def __init__(self, first_s: float, max_s: float) -> None:
-        self._first_s, self._max_s = first_s, max_s
-        self._failures = 0  # in a row
-
-    def failed(self, ran_s: float) -> float:
-        """Count a failure of a command that ran for `ran_s`, and return the delay before the next start."""
-        self._failures = 1 if ran_s >= HEALTHY_S else self._failures + 1
-        return float(min(self._first_s * 2.0 ** min(self._failures - 1, 10), self._max_s))
 
 
 def has_ended(directory: Path) -> bool:
@@ -39,11 +36,156 @@ def has_ended(directory: Path) -> bool:
 
     A learner and its syncer may run on different engines.
     """
-    for name, words in LAST_WORDS:
+    for name, words in STATE_FILES:
         with contextlib.suppress(OSError):
             if words in (directory / name).read_text(encoding="utf-8", errors="replace"):
                 return True
     return False
 
 
-__all__ = ["HEALTHY_S", "LEFT_EARLY", "Backoff", "has_ended"]
+def signal_name(code: int) -> str:
+    """
+    >>> signal_name(-9), signal_name(1)
+    ('SIGKILL', 'exit code 1')
+    """
+    try:
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    except ValueError:
+        return f"signal {-code}"
+
+
+class Restarts:
+    """The failures of one process: the delay before each restart, and when to give up.
+
+    The delay doubles with each failure in a row. `max_failures` counts all failures, or those in a row.
+
+    >>> restarts = Restarts(1.0, 60.0, max_failures=8)
+    >>> [restarts.failed(was_healthy=False) for _ in range(7)], restarts.failed(True), restarts.failed(True)
+    ([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0], 1.0, None)
+    """
+
+    def __init__(
+        self, first_s: float, max_s: float, max_failures: int, in_a_row: bool = False, failures: int = 0
+    ) -> None:
+        self._first_s, self._max_s = first_s, max_s
+        self._max_failures, self._counts_in_a_row = max_failures, in_a_row
+        self._in_a_row = 0
+        self.failures = failures
+        """As `max_failures` counts them."""
+
+    def failed(self, was_healthy: bool, counts: bool = True) -> float | None:
+        """Return the delay before the next start, or None to give up. `counts` False: not a failure of the process."""
+        self._in_a_row = 1 if was_healthy else self._in_a_row + 1
+        self.failures = self._in_a_row if self._counts_in_a_row else self.failures + counts
+        if self.failures > self._max_failures:
+            return None
+        return float(min(self._first_s * 2.0 ** min(self._in_a_row - 1, 10), self._max_s))
+
+
+class ExitInfo(NamedTuple):
+    """How one start of a unit has ended."""
+
+    why: str = ""
+    """Empty: with exit code 0."""
+    is_failure: bool = True
+    """Of the command. A lost node is none: it says nothing about the command that ran there."""
+    was_killed: bool = False
+    """It did not end within its notice."""
+
+    @classmethod
+    def of_code(cls, code: int, was_killed: bool = False) -> ExitInfo:
+        name = signal_name(code)
+        return cls("" if code == 0 else f"killed by {name}" if code < 0 else name, was_killed=was_killed)
+
+
+class Spawner(Protocol):
+    """Starts a unit, and ends it."""
+
+    def run(self, started: Callable[[str], None], should_end: Callable[[], bool], notice_s: float) -> ExitInfo:
+        """Run the unit once; OSError where it cannot be started.
+
+        Calls `started` with a description, and `should_end` again and again: once it is true, the unit gets SIGTERM,
+        and SIGKILL when the notice is over.
+        """
+
+
+class UnitSpec(NamedTuple):
+    """What a supervisor has to know of its unit."""
+
+    restarts: int
+    notice_s: float
+    syncer: Path | None
+    """Directory of the syncer's unit; None for the syncer itself."""
+    ends_with_syncer: bool
+
+
+class UnitSupervisor:
+    """Keeps one unit running until it ends well, fails for good or is stopped.
+
+    `report` takes the standing, the reason and the time of the next start.
+    """
+
+    def __init__(
+        self,
+        unit: UnitSpec,
+        spawner: Spawner,
+        restarts: Restarts,
+        report: Callable[[UnitStanding, str, float | None], object],
+    ) -> None:
+        self._unit, self._spawner, self._restarts, self._report = unit, spawner, restarts, report
+        self._is_run_over, self._checked_run_at = False, float("-inf")
+        self._is_stopping = False
+
+    def stop(self) -> None:
+        """End the unit soon. May be called from a signal handler and from any thread."""
+        self._is_stopping = True
+
+    def is_stopping(self) -> bool:
+        return self._is_stopping
+
+    def is_run_over(self, max_age_s: float = 0.0) -> bool:
+        """Return whether the syncer has ended well: a unit that starts now would wait for it for ever."""
+        now = time.monotonic()
+        if now - self._checked_run_at >= max_age_s:
+            self._is_run_over = self._unit.syncer is not None and has_ended(self._unit.syncer)
+            self._checked_run_at = now
+        return self._is_run_over
+
+    def run(self) -> tuple[UnitStanding, str]:
+        while True:
+            began = time.monotonic()
+            try:
+                ended = self._spawner.run(self._started, self._should_end, self._unit.notice_s)
+            except OSError as error:
+                ended = ExitInfo(f"it cannot be started: {error}")
+            late = f"did not end within {self._unit.notice_s:g} s, and was killed" if ended.was_killed else ""
+            if self.is_stopping():
+                return UnitStanding.STOPPED, late or ("" if ended.is_failure else ended.why)
+            is_over = self.is_run_over()
+            if is_over and self._unit.ends_with_syncer:
+                return UnitStanding.ENDED, late or RUN_OVER
+            if not ended.why and not self._unit.ends_with_syncer:
+                return UnitStanding.ENDED, ""
+            why = ended.why or LEFT_EARLY
+            if is_over:
+                return UnitStanding.STOPPED, f"{RUN_OVER}: its syncer has ended ({why})"
+            was_healthy = time.monotonic() - began >= HEALTHY_S
+            delay_s = self._restarts.failed(was_healthy, ended.is_failure)
+            if delay_s is None:
+                count = self._restarts.failures - 1
+                return UnitStanding.FAILED, f"{why} after {count} restarts" if count else why
+            self._report(UnitStanding.WAITING, why, time.time() + delay_s)
+            until = time.monotonic() + delay_s
+            while (left_s := until - time.monotonic()) > 0.0:
+                if self.is_stopping():
+                    return UnitStanding.STOPPED, "while it waited to be started again"
+                time.sleep(min(left_s, POLL_INTERVAL_S))
+
+    def _started(self, description: str) -> None:
+        self._report(UnitStanding.RUNNING, description, None)
+
+    def _should_end(self) -> bool:
+        return self.is_stopping() or (self._unit.ends_with_syncer and self.is_run_over(RUN_POLL_INTERVAL_S))
+
+
+__all__ = ["HEALTHY_S", "ExitInfo", "Restarts", "Spawner", "UnitSpec", "UnitSupervisor", "has_ended", "signal_name"]

@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from atoll.launch.engine import Unit
-from atoll.launch.islands_file import SHARD, SYNCER, Island, IslandsFile, SyncerTable
-from atoll.launch.registry import BY_PLACE
+from atoll.launch.engine import BY_PLACE, Unit
+from atoll.launch.islands_file import SHARD, SYNCER, IslandsFile, IslandTable, SyncerTable
 from atoll.learner.environment import JOIN_TIMEOUT_S, KEYS, LEARNER, NOTICE_S, RUN_DIRECTORY, TOKEN
 from atoll.learner.environment import SYNCER as SYNCER_TOLD
 from atoll.transport.endpoint import PLAIN
@@ -99,7 +98,7 @@ def _has(arguments: tuple[str, ...], option: str) -> bool:
     return any(word.partition("=")[0] == option for word in arguments)
 
 
-def _secrets(of: SyncerTable | Island, name: str) -> dict[str, str]:
+def _secrets(of: SyncerTable | IslandTable, name: str) -> dict[str, str]:
     """From the environment of whoever calls."""
     missing = [variable for variable in of.secrets if variable not in os.environ]
     if missing:
@@ -158,7 +157,7 @@ def _kept(file: IslandsFile, name: str, command: tuple[str, ...], token: str | N
     return Placed(table.engine, unit)
 
 
-def _island(file: IslandsFile, token: str | None, island: Island) -> Placed:
+def _island(file: IslandsFile, token: str | None, island: IslandTable) -> Placed:
     environment = {
         SYNCER_TOLD: file.syncer.address,
         LEARNER: str(island.number),

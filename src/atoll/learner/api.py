@@ -61,8 +61,7 @@ from atoll.logs import Named
 from atoll.tensors import optimizer_state
 from atoll.tensors.optimizers import check_whole_step, plain_optimizers
 from atoll.transport.endpoint import place
-from atoll.transport.pacing import check_streams
-from atoll.transport.rates import rate_of
+from atoll.transport.pacing import check_streams, rate_of
 
 AWAY_TIMEOUT_S = 86_400.0
 
@@ -119,8 +118,8 @@ class Learner:
     ATOLL_NOTICE_S, ATOLL_JOIN_TIMEOUT_S and ATOLL_AWAY_TIMEOUT_S, which an engine sets:
     `atoll.Learner(model, optimizer)` is enough then.
 
-    `max_rate`, as "500mbit" or "2gbit", bounds what values take of the link, each way; messages are not counted. Large
-    values go over as many connections as are found to carry more; `streams` sets their number instead.
+    `max_rate`, as "500mbit" or "2gbit", bounds what values take of the link, each way; messages are not counted. A
+    large value goes over four connections at once; `streams` sets another number.
     """
 
     # long: every argument is checked and every attribute is set, once
@@ -165,7 +164,7 @@ class Learner:
         own_keys = check_path("keys", keys) if keys is not None else None
         syncer_place = place(syncer, own_keys, check_path("ca", ca) if ca is not None else None)
         rate = rate_of(max_rate) if max_rate is not None else None
-        bounds = rate, check_streams(streams) if streams is not None else None
+        bounds = rate, check_streams(streams)
         away_timeout_s = away_timeout_s if away_timeout_s is not None else away_timeout_told() or AWAY_TIMEOUT_S
         if away_timeout_s != math.inf:
             away_timeout_s = check_seconds("away_timeout_s", "how long to train without a syncer", away_timeout_s)

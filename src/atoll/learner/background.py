@@ -63,8 +63,9 @@ from atoll.tensors import optimizer_state
 from atoll.tensors.model_view import ModelView
 from atoll.tensors.plan import FragmentPlan
 from atoll.transport.bulk_transfer import LearnerBulk
-from atoll.transport.endpoint import Place
+from atoll.transport.endpoint import Endpoint
 from atoll.transport.http_client import LearnerLink, Refusal, why
+from atoll.transport.pacing import DEFAULT_STREAMS
 from atoll.transport.wire import Kind, WireError, encode_message
 
 METRICS_EVERY_S = 1.0
@@ -88,11 +89,11 @@ class Background:
 
     def __init__(
         self,
-        place: Place,
+        place: Endpoint,
         token: str | None,
         log: logging.Logger,
         max_rate: float | None = None,
-        streams: int | None = None,
+        streams: int = DEFAULT_STREAMS,
         away_timeout_s: float = math.inf,
     ) -> None:
         """`max_rate`: bytes per second of values, each way."""

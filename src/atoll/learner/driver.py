@@ -36,10 +36,10 @@ from atoll.island.stats import LearnerStatus
 from atoll.learner.part_writer import PartKeeper
 from atoll.learner.preemption import Notice
 from atoll.learner.signals import Interrupts
+from atoll.store.run_settings import RunClock
 from atoll.tape.format import Actor, Entry
 from atoll.tape.sink import TapeKeeper
 from atoll.tensors import optimizer_state
-from atoll.transport.run_clock import RunClock
 
 MOST_POSTED = 256
 """Events in the outbox. Beyond it the background thread is behind with writing and sending."""

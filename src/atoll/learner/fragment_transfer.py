@@ -22,9 +22,9 @@ from atoll.island.row_transfer import RowTraffic
 from atoll.learner.driver import LearnerDriver
 from atoll.learner.join import RETRY_S
 from atoll.logs import about
-from atoll.transport.bulk_transfer import Fetched, LearnerBulk, fragment_sizes
-from atoll.transport.http_client import LearnerLink, LinkGone, Refusal, why
-from atoll.transport.streaming_buffer import Growing
+from atoll.transport.buffers import StreamingBuffer
+from atoll.transport.bulk_transfer import FetchedFragment, LearnerBulk, fragment_sizes
+from atoll.transport.http_client import LearnerLink, LinkClosedError, Refusal, why
 from atoll.transport.wire import CODEC_NUMBERS, WireError
 
 T = TypeVar("T")
@@ -124,10 +124,10 @@ class FragmentTraffic:
                 assert self.rows is not None
                 await self.rows.contribute(fragment, copied, envelope, body, held.pop_all())
             else:
-                await self._encode_and_send(fragment, copied, envelope, Growing(size), held.pop_all())
+                await self._encode_and_send(fragment, copied, envelope, StreamingBuffer(size), held.pop_all())
 
     async def _encode_and_send(
-        self, fragment: FragmentTensors, copied: Copied, envelope: Envelope, growing: Growing, held: ExitStack
+        self, fragment: FragmentTensors, copied: Copied, envelope: Envelope, growing: StreamingBuffer, held: ExitStack
     ) -> None:
         def encoded(done: Future[None]) -> None:
             held.close()
@@ -182,7 +182,7 @@ class FragmentTraffic:
         finally:
             arriving.end()
 
-    async def _fetch_bytes(self, p: FragmentId, body: Published, arriving: _Arriving) -> Fetched | None:
+    async def _fetch_bytes(self, p: FragmentId, body: Published, arriving: _Arriving) -> FetchedFragment | None:
         fragment = self._fragments[p]
         sizes = fragment_sizes(fragment.numel, fragment.codecs(self._downs))
         return await self._tried(body, lambda: self._bulk.fetch(p, body.version, body.base, sizes, arriving.on_bytes))
@@ -196,7 +196,7 @@ class FragmentTraffic:
                     if p in self._noticed:
                         return None  # a newer one
                     return await self._link.while_open(fetch())
-            except LinkGone:
+            except LinkClosedError:
                 return None  # everything that is missing is told of on the next one
             except (Refusal, WireError) as wrong:
                 problem = str(wrong)
@@ -210,7 +210,12 @@ class FragmentTraffic:
         return None
 
     async def _take(
-        self, fragment: FragmentTensors, envelope: Envelope, body: Published, arriving: _Arriving, fetched: Fetched
+        self,
+        fragment: FragmentTensors,
+        envelope: Envelope,
+        body: Published,
+        arriving: _Arriving,
+        fetched: FetchedFragment,
     ) -> None:
         value = await arriving.whole(fetched)
         if value is None:
@@ -263,14 +268,14 @@ class _Arriving:
         self._fragment = fragment
         self._base = base
         self._compute = compute
-        self._fetched: Fetched | None = None
+        self._fetched: FetchedFragment | None = None
         self._work: ValueInWork | None = None
         self._newest: Future[None] | None = None
 
-    def on_bytes(self, fetched: Fetched, first_bytes: int) -> None:
+    def on_bytes(self, fetched: FetchedFragment, first_bytes: int) -> None:
         self._newest = self._compute.submit(self._go_on, fetched, first_bytes)
 
-    async def whole(self, fetched: Fetched) -> Buffer | None:
+    async def whole(self, fetched: FetchedFragment) -> Buffer | None:
         """All its bytes are here; None: they make another value than the one that was published."""
         self.on_bytes(fetched, fetched.header.of)
         assert self._newest is not None
@@ -290,7 +295,7 @@ class _Arriving:
 
     # In the computing thread: a buffer that is new takes its time.
 
-    def _go_on(self, fetched: Fetched, first_bytes: int) -> None:
+    def _go_on(self, fetched: FetchedFragment, first_bytes: int) -> None:
         if self._fetched is None or fetched.data is not self._fetched.data:
             self._release()  # the syncer had started again, and serves other bytes
             base = self._base if fetched.header.base is not None else None

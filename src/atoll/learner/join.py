@@ -20,8 +20,7 @@ from atoll.store.run_settings import RunSettings
 from atoll.tensors.model_view import ModelView
 from atoll.tensors.plan import FragmentPlan
 from atoll.transport.bulk_transfer import LearnerBulk
-from atoll.transport.chunked_payload import Flow, Flowing
-from atoll.transport.http_client import LearnerLink, Refusal, why
+from atoll.transport.http_client import ChunkedModel, ChunkedPayload, LearnerLink, Refusal, why
 from atoll.transport.tls import tls_problem
 from atoll.transport.wire import WireError
 
@@ -70,10 +69,10 @@ class Door:
         return int(told["learner"]), int(told["incarnation"])
 
     async def found(self, plan: FragmentPlan, view: ModelView, compute: Executor, join_by: float | None) -> None:
-        async def values() -> AsyncIterator[Tensor | Flow]:
+        async def values() -> AsyncIterator[Tensor | ChunkedPayload]:
             for p in range(len(plan.fragments)):
-                if view.packed and isinstance(view, Flowing):
-                    yield Flow(4 * plan.numel(p), partial(view.flow, p), compute)
+                if view.packed and isinstance(view, ChunkedModel):
+                    yield ChunkedPayload(4 * plan.numel(p), partial(view.flow, p), compute)
                     continue
                 buffer = view.buffer(p)
                 await asyncio.get_running_loop().run_in_executor(compute, view.read, p, buffer)
@@ -82,7 +81,7 @@ class Door:
         text = json.dumps(plan.to_json(), separators=(",", ":")).encode()
         await self._patiently(lambda: self._bring(text, values), join_by)
 
-    async def _bring(self, plan: bytes, values: Callable[[], AsyncIterator[Tensor | Flow]]) -> None:
+    async def _bring(self, plan: bytes, values: Callable[[], AsyncIterator[Tensor | ChunkedPayload]]) -> None:
         try:
             await self._link.found(plan, values)
         except (aiohttp.ClientError, OSError):

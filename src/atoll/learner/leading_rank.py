@@ -26,7 +26,7 @@ from atoll.learner.preemption import Notice
 from atoll.learner.signals import Interrupts
 from atoll.logs import Named
 from atoll.store.learner_parts import set_rng
-from atoll.store.run_settings import start_anew
+from atoll.store.run_settings import RunClock, start_anew
 from atoll.tape.files import new_header, tape_path
 from atoll.tape.format import Actor
 from atoll.tape.sink import TapeKeeper
@@ -36,7 +36,6 @@ from atoll.tensors.model_view import ModelView
 from atoll.tensors.optimizers import Optimizers
 from atoll.tensors.plan import FragmentPlan
 from atoll.tensors.robust_merge import unfit_in_model
-from atoll.transport.run_clock import RunClock
 
 MOST_REJOINS = 5
 STRANGERS = frozenset({"refused-run", "refused-fingerprint"})

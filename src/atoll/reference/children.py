@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from atoll.launch.guard import exit_with_parent
 from atoll.logs import VARIABLE, sentence_of, set_up
 
 PRELOADED: tuple[str, ...] = (
@@ -38,7 +39,7 @@ LOGS = "logs"
 FINE, WRONG, REFUSED, STOPPED = 0, 1, 2, 130
 """Exit codes of a child: done; a mistake of ours, or of the machine; what it was asked cannot be done; was told to."""
 
-ORPHAN_WAIT_S = 10.0
+ORPHAN_NOTICE_S = 10.0
 
 
 class JobFailed(Exception):  # noqa: N818 - the job did, not the code
@@ -142,17 +143,6 @@ def wait_for_any(children: Sequence[Child], timeout_s: float) -> None:
         threading.Event().wait(timeout_s)
 
 
-def signal_name(code: int) -> str:
-    """
-    >>> signal_name(-9), signal_name(1)
-    ('SIGKILL', 'exit code 1')
-    """
-    try:
-        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    except ValueError:
-        return f"signal {-code}"
-
-
 @contextlib.contextmanager
 def terminated_like_interrupted(is_heeded: Callable[[], bool] | None = None) -> Iterator[None]:
     """SIGTERM ends a command as Ctrl-C does: in order. Only the main thread may say so. `is_heeded`: somebody else does
@@ -184,7 +174,7 @@ def _child(name: str, log: str, log_format: str, target: Callable[..., object], 
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # where does it hang? kill -USR1 writes it into the log
     set_up(log_format, logging.INFO, "%(asctime)s %(levelname).1s %(name)s: %(message)s", process=name)
-    threading.Thread(target=_end_with_the_job, name="atoll-job", daemon=True).start()
+    exit_with_parent(ORPHAN_NOTICE_S, WRONG)
     code = WRONG
     try:
         target(*args)
@@ -227,14 +217,3 @@ def _write_into(log: str) -> None:
     os.close(file)
     sys.stdout = open(1, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
-
-
-def _end_with_the_job() -> None:
-    """A job that was killed takes its processes along: nobody would ever end them otherwise."""
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-    multiprocessing.connection.wait([parent.sentinel])
-    os.kill(os.getpid(), signal.SIGTERM)
-    threading.Event().wait(ORPHAN_WAIT_S)
-    os._exit(WRONG)

@@ -14,8 +14,7 @@ from atoll.learner.api import Learner
 from atoll.reference.job_settings import JobSettings
 from atoll.reference.loop import InnerLoop, Metrics, Step
 from atoll.store.run_settings import RunSettings
-from atoll.transport.address_file import Distrusted, NoAnswer, Refused, ask
-from atoll.transport.endpoint import Place
+from atoll.transport.endpoint import Endpoint, NoAnswerError, RequestRefusedError, TlsVerificationError, ask
 
 ASK_EVERY_S = 1.0
 
@@ -73,7 +72,7 @@ class Job(NamedTuple):
 
 
 def ask_for_job(
-    place: Place, token: str | None, on_wait: Callable[[], None] | None = None, wait_s: float = 60.0
+    place: Endpoint, token: str | None, on_wait: Callable[[], None] | None = None, wait_s: float = 60.0
 ) -> Job:
     """What a syncer has for its learners to do. Waits for a syncer that is not there yet, and says so once."""
     place.check()
@@ -83,11 +82,11 @@ def ask_for_job(
         try:
             told = ask(places[0], token, "GET", "/v1/run", 10.0, tls=place.tls)
             break
-        except Refused as refused:
+        except RequestRefusedError as refused:
             raise ValueError(f"the syncer at {syncer} refused: {refused}") from None
-        except Distrusted:
+        except TlsVerificationError:
             raise
-        except NoAnswer as wrong:
+        except NoAnswerError as wrong:
             places.append(places.pop(0))
             if time.monotonic() >= until:
                 raise ValueError(f"{wrong}; start one with: atoll syncer") from None

@@ -27,6 +27,7 @@ from torch import Tensor
 from atoll.checkpoint.model_file import MODEL, model_digest, save_model, write_tensors
 from atoll.checkpoint.published import is_finished, run_settings
 from atoll.checkpoint.restore import find_source, restore
+from atoll.launch.supervisor import signal_name
 from atoll.reference.baselines import RENDEZVOUS, train_baseline
 from atoll.reference.children import (
     FINE,
@@ -34,7 +35,6 @@ from atoll.reference.children import (
     JobFailed,
     end_all,
     processes,
-    signal_name,
     terminated_like_interrupted,
     wait_for_any,
 )

@@ -18,8 +18,7 @@ from typing import Any, Literal, get_args
 from atoll.core.types import AdoptHow, RunConfig
 from atoll.files import write_text
 from atoll.tensors.settings import Numerics
-from atoll.transport.pacing import check_streams
-from atoll.transport.rates import rate_of
+from atoll.transport.pacing import check_streams, rate_of
 
 Method = Literal["decoupled", "ddp", "diloco", "streaming", "single"]
 METHODS: tuple[str, ...] = get_args(Method)
@@ -113,7 +112,7 @@ class JobSettings:
     threads: int = 1  # of torch in each learner; more threads than cores in all make everything slower
     # pace
     max_rate: str | None = None  # of the values on a learner's link, each way, as 2gbit
-    streams: int | None = None  # connections that carry a large value; None: as many as are found to carry more
+    streams: int | None = None  # connections that carry a large value; None: the default of a learner
     step_time_s: float = 0.0  # a step takes at least this long at speed 1
     speeds: tuple[float, ...] = ()  # one per learner; empty: all 1
     kills: tuple[Kill, ...] = ()
@@ -156,8 +155,7 @@ class JobSettings:
             raise ValueError(f"warmup is {self.warmup:g}; give a share of the run from 0 up to 1")
         if self.max_rate is not None:
             rate_of(self.max_rate)
-        if self.streams is not None:
-            check_streams(self.streams)
+        check_streams(self.streams)
         self._check_learners()
         self.run_config("any")  # it refuses what the protocol cannot do
 

@@ -9,13 +9,14 @@ import secrets
 import signal
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from atoll.reference.children import FINE, REFUSED, Child, JobFailed, end_all, processes, signal_name, wait_for_any
+from atoll.launch.supervisor import Restarts, signal_name
+from atoll.reference.children import FINE, REFUSED, Child, JobFailed, end_all, processes, wait_for_any
 from atoll.reference.island import train_island
 from atoll.reference.job_settings import JobSettings, Kill
 from atoll.reference.live_view import GoodputMeter, LiveView, Watched, training_count
@@ -25,8 +26,7 @@ from atoll.store.run_settings import RunSettings
 from atoll.store.snapshots import SHARDS
 from atoll.syncer.main import serve_syncer
 from atoll.syncer.shards.main import serve_shard
-from atoll.transport.address_file import ask
-from atoll.transport.endpoint import place
+from atoll.transport.endpoint import ask, place
 
 LOOK_S = 0.25
 STATUS_WAIT_S = 1.0
@@ -34,9 +34,9 @@ END_WAIT_S = 8.0
 LAST_WORDS_S = 30.0  # learners have this long to adopt the final versions after the syncer has ended
 
 BACKOFF_FIRST_S = 1.0
-BACKOFF_MOST_S = 30.0
-MOST_FAILURES = 5
-"""In a row, without training in between. Whoever fails more often will fail again."""
+BACKOFF_MAX_S = 30.0
+MAX_FAILURES = 5
+"""In a row, without training in between. A process that fails more often will fail again."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,9 @@ class Member:
     """A process that is kept alive."""
 
     child: Child
-    failures: int = 0  # in a row
+    restarts: Restarts = field(
+        default_factory=lambda: Restarts(BACKOFF_FIRST_S, BACKOFF_MAX_S, MAX_FAILURES, in_a_row=True)
+    )
     start_at: float | None = 0.0  # when to start it next; None: it runs, or is done
     done: bool = False
     away_s: float | None = None  # after the next end, because that one was planned
@@ -168,16 +170,13 @@ class Supervisor:
         if code == REFUSED:
             self._give_up(member, f"{child.name} cannot take part: {child.last_words()}")
             return
-        if planned:
-            assert away_s is not None
-            delay_s, why = away_s, "killed on purpose"
-        else:
-            member.failures = 1 if member.trained_since_start else member.failures + 1
-            if member.failures > MOST_FAILURES:
-                self._give_up(member, f"{child.name} ended {member.failures} times in a row: {child.last_words()}")
-                return
-            delay_s = min(BACKOFF_FIRST_S * 2.0 ** (member.failures - 1), BACKOFF_MOST_S)
-            why = f"ended by {signal_name(code)}"
+        delay_s, why = away_s, "killed on purpose"
+        if not planned:
+            delay_s, why = member.restarts.failed(member.trained_since_start), f"ended by {signal_name(code)}"
+        if delay_s is None:
+            times = member.restarts.failures
+            self._give_up(member, f"{child.name} ended {times} times in a row: {child.last_words()}")
+            return
         member.start_at = now + delay_s
         self._tell(f"{child.name} was {why}; it starts again in {delay_s:.3g} s, the others train on")
         self._watched.down[self._number(member)] = f"{why}, starts again in {delay_s:.3g} s"

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from atoll.logs import Named
-from atoll.syncer.fragment_endpoints import SILENT_S, LinkGone, error_response
+from atoll.syncer.fragment_endpoints import SILENT_S, NoLinkError, error_response
 from atoll.transport.auth import Access
-from atoll.transport.identity import HEADER, NotYours, Turned, alike
+from atoll.transport.identity import HEADER, IdentityMismatchError, Rejection, log_key
 from atoll.transport.wire import WireError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -42,14 +42,14 @@ def guard_of(host: Guarded) -> Any:
         try:
             return await handler(request)
         except WireError as error:
-            turned = Turned(error.code, 400, str(error))
-            host.access.turn_away(turned, str(request.remote), f"{request.method} {request.path}", alike(error.code))
+            turned = Rejection(error.code, 400, str(error))
+            host.access.reject(turned, str(request.remote), f"{request.method} {request.path}", log_key(error.code))
             return error_response(400, str(error), error.code)
-        except NotYours as error:
-            turned = Turned(error.code, 403, str(error))
-            host.access.turn_away(turned, str(request.remote), request.path, alike(error.code))
+        except IdentityMismatchError as error:
+            turned = Rejection(error.code, 403, str(error))
+            host.access.reject(turned, str(request.remote), request.path, log_key(error.code))
             return error_response(403, str(error), error.code)
-        except LinkGone:
+        except NoLinkError:
             return error_response(409, "the link that this belongs to is closed")
         except ConnectionError as error:
             host.log.info("%s %s from %s broke off: %s", request.method, request.path, request.remote, error)

@@ -23,8 +23,7 @@ from atoll.logs import Named
 from atoll.store.run_settings import RunSettings
 from atoll.syncer.fragment import HeldFragment
 from atoll.syncer.fragment_executor import Payload
-from atoll.syncer.memory_limit import MemoryGate
-from atoll.syncer.partial_uploads import ArrivalKey, Arrivals, Claim
+from atoll.syncer.partial_uploads import ArrivalKey, Arrivals, Claim, MemoryGate
 from atoll.tensors.codecs import Codec, codec
 from atoll.tensors.plan import FragmentPlan
 from atoll.tensors.robust_merge import unfit_in_fragment
@@ -53,7 +52,7 @@ MOST_DIGITS = 18
 T = TypeVar("T")
 
 
-class LinkGone(Exception):  # noqa: N818 - nobody's fault: the link broke while it was on its way
+class NoLinkError(Exception):
     """What belongs to a link that is closed is of no use to anybody."""
 
 
@@ -190,7 +189,7 @@ class Bulk:
     def check_link(self, learner: int, incarnation: int, session: int) -> None:
         check_speaker(learner)
         if (learner, incarnation, session) not in self.syncer.links:
-            raise LinkGone
+            raise NoLinkError
 
     async def slice(self, request: web.Request) -> web.StreamResponse:
         claims: list[Claim | None] = []
@@ -337,7 +336,7 @@ class Frames:
                 if chunk is None:
                     break
                 if not is_wanted():
-                    raise LinkGone
+                    raise NoLinkError
                 parser.feed(chunk)
                 still.moved += 1
                 if wanted and self._gate is not None and not self._taken:

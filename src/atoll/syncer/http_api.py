@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
+import mmap
+import os
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from aiohttp import WebSocketError, WSCloseCode, WSMsgType, web
+from aiohttp import web
 from torch import Tensor
 
 from atoll.core.protocol import Contribution, Envelope, FetchTime, Hello, InnerState, MessageArrived
 from atoll.core.reasons import Reason
-from atoll.core.types import FragmentId, first_difference
+from atoll.core.types import FragmentId, Incarnation, LearnerId, first_difference
 from atoll.store.run_settings import start_anew
 from atoll.store.snapshots import snapshot_info
 from atoll.syncer.auth_middleware import guard_of
@@ -22,14 +26,14 @@ from atoll.syncer.learner_connection import SyncerLink
 from atoll.syncer.process import SyncerProcess
 from atoll.syncer.prometheus import MISSING, exposition
 from atoll.syncer.shards.coordinator import ShardsMissing
-from atoll.syncer.state_relay import Spool, SpoolFile
 from atoll.syncer.status import TOLD, status
 from atoll.tensors.codecs import F32
 from atoll.tensors.plan import FragmentPlan, settled_plan
 from atoll.tensors.robust_merge import unfit_in_fragment
-from atoll.transport.identity import NotYours, Turned, alike, check_speaker, own_number
-from atoll.transport.websocket import CLOSING_S, close_reason
+from atoll.transport.identity import IdentityMismatchError, Rejection, check_speaker, log_key, own_number
+from atoll.transport.websocket import WebSocketConnection
 from atoll.transport.wire import (
+    HEAD_BYTES,
     MOST_MESSAGE_BYTES,
     FrameHead,
     Kind,
@@ -37,6 +41,7 @@ from atoll.transport.wire import (
     as_bytes,
     decode_header,
     decode_message,
+    frame_head,
     parse_json,
 )
 
@@ -47,7 +52,7 @@ MOST_MODEL_BYTES = 2**40
 STATE_BYTES_PER_PARAMETER = 64
 
 
-class Refused(NamedTuple):
+class PlanRefusal(NamedTuple):
     status: int
     sentence: str
 
@@ -136,22 +141,22 @@ class Paths:
                 return error_response(507, f"the syncer cannot write the model: {error.strerror}")
             return web.json_response({"founded": True}, status=201)
 
-    def _plan_refusal(self, plan: FragmentPlan) -> Refused | None:
+    def _plan_refusal(self, plan: FragmentPlan) -> PlanRefusal | None:
         settings = self.syncer.settings
         if plan.total_numel * 4 > MOST_MODEL_BYTES:
-            return Refused(413, f"a model of {plan.total_numel} parameters is larger than this syncer takes")
+            return PlanRefusal(413, f"a model of {plan.total_numel} parameters is larger than this syncer takes")
         wanted = settled_plan(plan.tensors, settings.config.fragments, settings.numerics.plan)
         if plan != wanted:
             given, due = (f"{each.how} with {len(each.fragments)} fragments" for each in (plan, wanted))
             if given == due:
                 due += " that hold other tensors; use one version of Atoll everywhere"
-            return Refused(409, f"the plan is {given}, the run's is {due}")
+            return PlanRefusal(409, f"the plan is {given}, the run's is {due}")
         if self.syncer.plan is None:
             return None
         ours, theirs = self.syncer.plan.fingerprint(), plan.fingerprint()
         if ours != theirs:
             reason = Reason("refused-fingerprint", (first_difference(ours, theirs),))
-            return Refused(409, f"{reason}; {start_anew(str(self.syncer.directory.absolute()))}")
+            return PlanRefusal(409, f"{reason}; {start_anew(str(self.syncer.directory.absolute()))}")
         return None
 
     async def _read_value(self, frames: Frames, plan: FragmentPlan, p: FragmentId) -> Tensor:
@@ -181,54 +186,45 @@ class Paths:
     async def link(self, request: web.Request) -> web.StreamResponse:
         if self.syncer.core is None:
             return error_response(409, "the run has no model yet: bring one first")
-        socket = web.WebSocketResponse(
-            max_msg_size=MOST_MESSAGE_BYTES, compress=False, autoping=True, timeout=CLOSING_S
-        )
-        await socket.prepare(request)
+        connection = await WebSocketConnection.accept(request, MOST_MESSAGE_BYTES)
         link: SyncerLink | None = None
-        why = "the connection was closed"
-        refusal: WireError | NotYours | None = None
+        refusal: WireError | IdentityMismatchError | None = None
         try:
-            async for message in socket:
-                if message.type is WSMsgType.BINARY:
-                    envelope = decode_message(message.data, "learner")
-                    link = self._identify(link, envelope, socket, request)
+            async for data in connection.messages():
+                if isinstance(data, bytes):
+                    envelope = decode_message(data, "learner")
+                    link = self._identify(link, envelope, connection)
                     if type(envelope.body) in (Contribution, InnerState):
                         raise WireError(f"{type(envelope.body).__name__} travels beside its values", "type")
                     if type(envelope.body) is FetchTime and self.syncer.settings.numerics.down != "auto":
                         raise WireError("FetchTime, where the run names the codec of updates", "type")
                     link.heard(envelope.body)
                     self.syncer.tell(MessageArrived(envelope))
-                elif message.type is WSMsgType.TEXT and link is not None:
-                    self._take_metrics(link, message.data)
-                elif isinstance(message.data, WebSocketError):  # aiohttp has closed it, with this code
-                    too_big = message.data.code == WSCloseCode.MESSAGE_TOO_BIG
-                    raise WireError(str(message.data), "size" if too_big else "type")
-                elif message.type is WSMsgType.ERROR:
-                    why = f"the connection broke: {socket.exception()}"
-        except (WireError, NotYours) as error:
+                elif link is not None:
+                    self._take_metrics(link, data)
+        except (WireError, IdentityMismatchError) as error:
             refusal = error
-            why = f"what it sent was refused: {error}"
-            turned = Turned(error.code, 400, str(error))
-            self.syncer.access.turn_away(turned, str(request.remote), "a link", alike(error.code))
+            turned = Rejection(error.code, 400, str(error))
+            self.syncer.access.reject(turned, str(request.remote), "a link", log_key(error.code))
         finally:
+            connection.cancel()
             if link is not None:
-                self.syncer.detach(link, why)
+                refused = f"what it sent was refused: {refusal}"
+                self.syncer.detach(link, refused if refusal is not None else connection.ended)
                 link.abandon()
         if refusal is not None:
-            await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=close_reason(str(refusal)))
-        return socket
+            await connection.refuse(str(refusal))
+        assert isinstance(connection.socket, web.WebSocketResponse)
+        return connection.socket
 
-    def _identify(
-        self, link: SyncerLink | None, envelope: Envelope, socket: web.WebSocketResponse, request: web.Request
-    ) -> SyncerLink:
+    def _identify(self, link: SyncerLink | None, envelope: Envelope, connection: WebSocketConnection) -> SyncerLink:
         """A link belongs to the one who said hello on it."""
         key = (envelope.learner, envelope.incarnation, envelope.session)
         if link is None:
             if type(envelope.body) is not Hello:
                 raise WireError(f"the first message on a link is Hello, found {type(envelope.body).__name__}", "type")
             check_speaker(envelope.learner)
-            link = SyncerLink(key, socket, request.transport, self.syncer.served)
+            link = SyncerLink(key, connection, self.syncer.served)
             self.syncer.attach(link)
         if link.key != key:
             raise WireError(f"this link belongs to learner {link.key[0]}, the message says {key[0]}", "type")
@@ -363,3 +359,77 @@ def _accept_plan(head: FrameHead, header: bytes) -> Any:
 
 def _is_figure(value: object) -> bool:
     return value is None or (type(value) in (int, float) and math.isfinite(value))  # type: ignore[arg-type]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Inner state on its way from one learner to another: files, because its taker may come for it at any time
+
+
+Key = tuple[LearnerId, Incarnation]
+
+MOST_FILES = 16
+"""That wait at once. The oldest makes room: its taker has given up, or will ask another peer."""
+
+
+class SpoolFile:
+    """A whole frame in a file. Its payload is memory of the file, so nothing is held twice."""
+
+    def __init__(self, spool: Spool, key: Key, header: bytes, payload_bytes: int) -> None:
+        self._spool = spool
+        self._key = key
+        self._header = header
+        # Two peers may give to the same learner at once. One file for both would be cut under the memory of the first.
+        self.path = spool.folder / f"learner-{key[0]}-i{key[1]}-{next(spool.serial)}.part"
+        size = HEAD_BYTES + len(header) + payload_bytes
+        self._file = open(self.path, "w+b", buffering=0)  # noqa: SIM115 - closed by close()
+        try:
+            os.posix_fallocate(self._file.fileno(), 0, size)  # a full disk says so here, and not by a signal later
+        except OSError:
+            self.close()
+            raise
+        self._memory = mmap.mmap(self._file.fileno(), size)
+        self.payload = memoryview(self._memory)[HEAD_BYTES + len(header) :]
+
+    def fill_in(self) -> None:
+        """All of it has arrived: write what stands before it. Reads all of it once more, so not for the loop."""
+        head = frame_head(Kind.INNER_STATE, 0, self._header, self.payload)
+        self._memory[: HEAD_BYTES + len(self._header)] = head + self._header
+
+    def keep(self) -> None:
+        final = self.path.with_suffix(".state")
+        self.path.rename(final)
+        self._spool.kept(self._key, final)
+
+    def close(self) -> None:
+        self.path.unlink(missing_ok=True)  # where it was kept it has another name
+        self._file.close()
+
+
+class Spool:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.iterdir():
+            leftover.unlink()  # of a syncer that is gone: nobody comes for it
+        self.serial = itertools.count(1)
+        self._files: dict[Key, Path] = {}
+
+    def file(self, key: Key, header: bytes, payload_bytes: int) -> SpoolFile:
+        return SpoolFile(self, key, header, payload_bytes)
+
+    def kept(self, key: Key, path: Path) -> None:
+        old = self._files.pop(key, None)
+        if old is not None:
+            old.unlink(missing_ok=True)
+        self._files[key] = path
+        while len(self._files) > MOST_FILES:
+            oldest = next(iter(self._files))
+            self._files.pop(oldest).unlink(missing_ok=True)
+
+    def path(self, key: Key) -> Path | None:
+        return self._files.get(key)
+
+    def clear(self) -> None:
+        for path in self._files.values():
+            path.unlink(missing_ok=True)
+        self._files.clear()

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from functools import partial
 from typing import Protocol
 
-from aiohttp import web
-
 from atoll.core.protocol import Body, Delivered, Envelope, Published, Resync
 from atoll.core.types import NOTHING, FragmentId, Incarnation, LearnerId, Version
-from atoll.transport.websocket import WebSocketWriter
+from atoll.transport.websocket import WebSocketConnection
 from atoll.transport.wire import encode_message
 
 
-class Served(Protocol):
+class PinnableFragment(Protocol):
     """A fragment whose versions can be kept for a learner that was told of them."""
 
     def hold(self, version: Version) -> object | None: ...
@@ -34,19 +31,17 @@ class SyncerLink:
     def __init__(
         self,
         key: tuple[LearnerId, Incarnation, int],
-        socket: web.WebSocketResponse,
-        transport: asyncio.Transport | None,
-        fragments: Mapping[FragmentId, Served],
+        connection: WebSocketConnection,
+        fragments: Mapping[FragmentId, PinnableFragment],
     ) -> None:
         self.key = key
-        self.transport = transport
         self._fragments = fragments
         self._told: dict[FragmentId, Version] = {}  # and kept, until the learner has it or wants another
         self._untold: dict[FragmentId, Envelope] = {}  # the newest version of a fragment that is in `_told`
-        self.writer = WebSocketWriter(socket, transport)
+        self.connection = connection
 
     def post(self, envelope: Envelope) -> None:
-        if self.writer.is_closing:
+        if self.connection.is_closing:
             return
         body, key = envelope.body, None
         if type(body) is Published:
@@ -57,7 +52,7 @@ class SyncerLink:
             held = self._fragments.get(body.fragment)
             if held is not None and held.hold(body.version) is not None:
                 self._told[body.fragment] = body.version
-        self.writer.post(partial(encode_message, envelope), key)
+        self.connection.post(partial(encode_message, envelope), key)
 
     def heard(self, body: Body) -> None:
         """The learner has the version that it was told of, or wants another one: it may be told of the next."""
@@ -72,15 +67,8 @@ class SyncerLink:
         if envelope is not None and isinstance(envelope.body, Published) and envelope.body.version > has:
             self.post(envelope)
 
-    def close(self, why: str) -> None:
-        """What waits is still sent, if the learner reads it."""
-        self.writer.close(why)
-
-    async def closed(self) -> None:
-        await self.writer.closed()
-
     def abandon(self) -> None:
-        self.writer.cancel()
+        self.connection.cancel()
         for p, version in self._told.items():
             self._fragments[p].release(version)
         self._told.clear()

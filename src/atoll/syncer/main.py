@@ -19,9 +19,9 @@ from atoll.store.run_settings import RunSettings
 from atoll.store.version_store import Fenced
 from atoll.syncer.http_api import build_app
 from atoll.syncer.process import SyncerProcess
-from atoll.transport.address_file import Reachable, forget_where, tell_where
 from atoll.transport.auth import check_access
 from atoll.transport.buffers import READ_BYTES
+from atoll.transport.endpoint import SyncerAddress, remove_address_file, write_address_file
 from atoll.transport.listener import BACKLOG, Listener
 from atoll.transport.tls import KeyFiles, ServerTls
 
@@ -125,7 +125,7 @@ async def _serve(
         syncer.on_proved = listener.proved
         listener.start()
         address = written(sock)
-        _tell_where(directory, Reachable(address, token, syncer.store.epoch, tls.files if tls else None), log)
+        _tell_where(directory, SyncerAddress(address, token, syncer.store.epoch, tls.files if tls else None), log)
         log.info("listening on %s%s", address, _how(token, tls))
         if on_ready is not None:
             on_ready(address)
@@ -142,7 +142,7 @@ async def _serve(
             _check(syncer)
         return syncer.finished
     finally:
-        forget_where(directory, syncer.store.epoch)
+        remove_address_file(directory, syncer.store.epoch)
         await syncer.stop()
         if listener is not None:
             await listener.stop()
@@ -182,9 +182,9 @@ def _how(token: str | None, tls: ServerTls | None) -> str:
     return "" if token else ", this machine only: no token was given"
 
 
-def _tell_where(directory: Path, reachable: Reachable, log: logging.Logger) -> None:
+def _tell_where(directory: Path, reachable: SyncerAddress, log: logging.Logger) -> None:
     try:
-        tell_where(directory, reachable)
+        write_address_file(directory, reachable)
     except OSError as wrong:
         log.warning("commands on this machine will not find this syncer: %s", wrong)
 

@@ -13,6 +13,7 @@ import mmap
 import os
 import tempfile
 import time
+from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,9 +21,7 @@ import torch
 from torch import Tensor
 
 from atoll.core.types import Incarnation, LearnerId, RoundId
-from atoll.syncer.memory_limit import MemoryGate
-from atoll.transport.buffers import ByteBuffers
-from atoll.transport.byte_ranges import Span, Spans
+from atoll.transport.buffers import ByteBuffers, Span, Spans
 from atoll.transport.wire import WireError, as_bytes
 
 IDLE_S = 120.0
@@ -155,3 +154,49 @@ class Arrivals:
                 self._forget(key)
         if self._begun:
             self._sweep = asyncio.get_running_loop().call_later(IDLE_S, self._forget_idle)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# A bound on the bytes that are being received at once: what exceeds it waits in the network, not in memory
+
+
+class MemoryGate:
+    """First come, first served; a single piece larger than the bound passes when nothing else is held."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self.held_bytes = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def take(self, size: int) -> None:
+        if self.take_now(size):
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((size, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.give(size)  # its turn came at the moment it was cancelled
+            elif (size, turn) in self._waiting:
+                self._waiting.remove((size, turn))
+                self.give(0)  # whoever stood behind it may fit
+            raise
+
+    def take_now(self, size: int) -> bool:
+        """Without waiting, where that can be."""
+        free = not self._waiting and self._fits(size)
+        if free:
+            self.held_bytes += size
+        return free
+
+    def give(self, size: int) -> None:
+        self.held_bytes -= size
+        while self._waiting and self._fits(self._waiting[0][0]):
+            size, turn = self._waiting.popleft()
+            if not turn.done():  # cancelled, and not yet gone from the queue
+                self.held_bytes += size
+                turn.set_result(None)
+
+    def _fits(self, size: int) -> bool:
+        return self.held_bytes == 0 or self.held_bytes + size <= self.most_bytes

@@ -50,25 +50,25 @@ from atoll.core.syncer.state import Restored
 from atoll.core.types import SYNCER, FragmentId, Incarnation, LearnerId, Version
 from atoll.logs import WARNINGS, Named, ReasonLog
 from atoll.store.fencing import BEAT_EVERY_S
-from atoll.store.run_settings import RunSettings
+from atoll.store.run_settings import RunClock, RunSettings
 from atoll.store.tensor_file import StoreDamaged
 from atoll.store.version_store import CONTROLS, Fenced, Store
 from atoll.syncer.controls import Wishes
 from atoll.syncer.fragment import HeldFragment, Measured
 from atoll.syncer.fragment_executor import FragmentKeeper, Payload
 from atoll.syncer.initial_model import INIT, warm_values
-from atoll.syncer.learner_connection import Served, SyncerLink
-from atoll.syncer.memory_limit import MemoryGate
+from atoll.syncer.learner_connection import PinnableFragment, SyncerLink
 from atoll.syncer.metrics import SyncerMetrics
-from atoll.syncer.shards.coordinator import Shards
+from atoll.syncer.partial_uploads import MemoryGate
+from atoll.syncer.shards.coordinator import ShardCoordinator
 from atoll.syncer.status import SnapshotNews
 from atoll.tape.files import new_header
 from atoll.tape.format import Actor, Entry
 from atoll.tape.sink import TapeKeeper
 from atoll.tensors.plan import FragmentPlan
 from atoll.transport.auth import Access
-from atoll.transport.run_clock import RunClock
 from atoll.transport.tls import ServerTls
+from atoll.transport.websocket import WebSocketConnection
 
 RECEIVING_BYTES = 256 * 2**20
 """Of contributions that are being received at once, unless four of the largest fragments are more."""
@@ -124,8 +124,17 @@ class SyncerProcess:
         if kept is not None:
             self.settings = settings.resumed(RunSettings.from_json(kept))
         self.keeper = FragmentKeeper(self.store, self.log, self.tell, self._on_durable, self._fenced)
+        self._execute: Mapping[type, Callable[[Any], None]] = {
+            Send: self._send,
+            Say: self._say,
+            Hangup: self._hang_up,
+            MergeRound: self.keeper.merge_round,
+            DiscardRound: self.keeper.discard,
+            Persist: lambda effect: self.keeper.persist(effect.record),
+            Halt: self._halt,
+        }
         self.log.fields |= {"run": self.settings.config.run_id, "epoch": self.store.epoch}
-        self.shards = Shards(self, self.settings.shards) if self.settings.shards else None
+        self.shards = ShardCoordinator(self, self.settings.shards) if self.settings.shards else None
         self.clock = RunClock(self.settings.founded_at)
         self._tape: TapeKeeper | None = None
         limits = self.settings.config.limits
@@ -144,7 +153,7 @@ class SyncerProcess:
             await self._restore(self.settings.plan)
         self._spawn(self._watch_fence())
         if self.access.tls is not None:
-            self._spawn(self.access.watch(lambda: [*self.links.values(), *(self.shards or ())]))
+            self._spawn(self.access.watch(self._connections))
 
     async def _restore(self, plan: FragmentPlan) -> None:
         await self.keeper.load(plan, self.settings, list(range(len(plan.fragments))))
@@ -153,7 +162,7 @@ class SyncerProcess:
         self.log.info("the run goes on: %d merges are on disk, this is epoch %d", merges, self.store.epoch)
         self._begin(plan, restored)
 
-    async def _restore_from(self, shards: Shards, plan: FragmentPlan) -> None:
+    async def _restore_from(self, shards: ShardCoordinator, plan: FragmentPlan) -> None:
         """The versions are with the shards: the run goes on when all of them have said which."""
         self.log.info("the run goes on when its %d shards are here", shards.count)
         versions = await shards.records(len(plan.fragments))
@@ -244,9 +253,9 @@ class SyncerProcess:
                 assert payload is not None, "a contribution without its values"
                 self.keeper.accumulate(effect, payload)
             else:
-                carry_out = _EFFECTS.get(type(effect))
+                carry_out = self._execute.get(type(effect))
                 if carry_out is not None:
-                    carry_out(self, effect)
+                    carry_out(effect)
         self._hold_versions(self.core)
         if self.core.stage is Stage.FINISHED and not self.missing_end():
             self.end_delivered.set()
@@ -293,7 +302,7 @@ class SyncerProcess:
             prefix = f"learner {learner}: refused by the run in {self.directory}: "
             self._reasons.write(body.reason, ("run", 0), prefix, learner=learner, incarnation=incarnation)
             if link is not None and body.final:
-                link.close(str(body.reason))
+                link.connection.close(str(body.reason))
         elif type(body) is Welcome:
             self._close_older(learner, incarnation)
 
@@ -301,7 +310,7 @@ class SyncerProcess:
         """A process that has a successor is told so when it dials again; on its old link nobody listens to it."""
         for key, link in self.links.items():
             if key[0] == learner and key[1] < incarnation:
-                link.close(f"incarnation {key[1]} is replaced by {incarnation}")
+                link.connection.close(f"incarnation {key[1]} is replaced by {incarnation}")
 
     def _say(self, effect: Say) -> None:
         kind, number = effect.subject
@@ -318,7 +327,7 @@ class SyncerProcess:
     def _hang_up(self, effect: Hangup) -> None:
         link = self.links.pop((effect.learner, effect.incarnation, effect.session), None)
         if link is not None:
-            link.close(str(effect.reason))
+            link.connection.close(str(effect.reason))
 
     @property
     def fragments(self) -> dict[FragmentId, HeldFragment]:
@@ -326,7 +335,7 @@ class SyncerProcess:
         return self.keeper.held
 
     @property
-    def served(self) -> Mapping[FragmentId, Served]:
+    def served(self) -> Mapping[FragmentId, PinnableFragment]:
         """All fragments, wherever they are."""
         return self.shards.fragments if self.shards is not None else self.keeper.held
 
@@ -378,6 +387,9 @@ class SyncerProcess:
         self.handed[learner] = max(known, self.handed.get(learner, 0)) + 1
         return learner, self.handed[learner]
 
+    def _connections(self) -> list[WebSocketConnection]:
+        return [link.connection for link in (*self.links.values(), *(self.shards or ()))]
+
     def present(self) -> set[LearnerId]:
         """Learners that have a link, or a number and no link yet."""
         members = self.core.members if self.core is not None else {}
@@ -386,7 +398,7 @@ class SyncerProcess:
     def attach(self, link: SyncerLink) -> None:
         old = self.links.pop(link.key, None)
         if old is not None:
-            old.close("another connection says that it is the same link")
+            old.connection.close("another connection says that it is the same link")
         self.links[link.key] = link
         if self.shards is not None:
             self.shards.links_changed()
@@ -516,8 +528,8 @@ class SyncerProcess:
         for task in list(self._background):
             task.cancel()
         for link in list(self.links.values()):
-            link.close("the syncer is being stopped")
-        await asyncio.gather(*(link.closed() for link in list(self.links.values())), return_exceptions=True)
+            link.connection.close("the syncer is being stopped")
+        await asyncio.gather(*(link.connection.closed() for link in list(self.links.values())), return_exceptions=True)
         self.links.clear()
         await self.keeper.stop()
         if self.finished:
@@ -532,14 +544,3 @@ def _is_of_a_shard(effect: SyncerEffect) -> bool:
     if type(effect) is Persist:
         return isinstance(effect.record, VersionRecord | SnapshotRecord)
     return type(effect) in (Accumulate, MergeRound, DiscardRound)
-
-
-_EFFECTS: Mapping[type, Callable[[SyncerProcess, Any], None]] = {
-    Send: SyncerProcess._send,
-    Say: SyncerProcess._say,
-    Hangup: SyncerProcess._hang_up,
-    MergeRound: lambda syncer, effect: syncer.keeper.merge_round(effect),
-    DiscardRound: lambda syncer, effect: syncer.keeper.discard(effect),
-    Persist: lambda syncer, effect: syncer.keeper.persist(effect.record),
-    Halt: SyncerProcess._halt,
-}

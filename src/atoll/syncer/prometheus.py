@@ -20,7 +20,7 @@ MOST_LABELLED = 256
 """Learners, and fragments, that have series of their own; those with the lowest numbers."""
 
 
-class Kind(NamedTuple):
+class MetricInfo(NamedTuple):
     """One metric: gauge or counter, the names of its labels, what it says."""
 
     type: str
@@ -28,56 +28,66 @@ class Kind(NamedTuple):
     labels: tuple[str, ...] = ()
 
 
-METRICS: Mapping[str, Kind] = {
+METRICS: Mapping[str, MetricInfo] = {
     # health
-    "atoll_run_info": Kind("gauge", "1; the run and the version of Atoll are labels", ("run", "version")),
-    "atoll_run_stage": Kind("gauge", "1 for the stage that the run is in", ("stage",)),
-    "atoll_run_seconds": Kind("gauge", "the run's clock: seconds since it was founded"),
-    "atoll_run_progress_ratio": Kind("gauge", "share of the budget that is used, 0 to 1"),
-    "atoll_syncer_epoch": Kind("gauge", "rises with every syncer that takes up the run"),
-    "atoll_learners_alive": Kind("gauge", "learners that are there and train"),
-    "atoll_learners_asked": Kind("gauge", "learners that the widest open round asks"),
-    "atoll_learners_merged": Kind("gauge", "contributions in the widest of the newest merges of all fragments"),
-    "atoll_quorum_learners": Kind("gauge", "K: contributions without which nothing is merged"),
-    "atoll_learner_standing": Kind("gauge", "1 for the standing of each learner", ("learner", "standing")),
-    "atoll_learner_link_up": Kind("gauge", "1 while the learner has a link", ("learner",)),
-    "atoll_learner_incarnation": Kind("gauge", "which process trains as this learner", ("learner",)),
-    "atoll_learner_strikes": Kind("gauge", "bad messages that are held against it", ("learner",)),
+    "atoll_run_info": MetricInfo("gauge", "1; the run and the version of Atoll are labels", ("run", "version")),
+    "atoll_run_stage": MetricInfo("gauge", "1 for the stage that the run is in", ("stage",)),
+    "atoll_run_seconds": MetricInfo("gauge", "the run's clock: seconds since it was founded"),
+    "atoll_run_progress_ratio": MetricInfo("gauge", "share of the budget that is used, 0 to 1"),
+    "atoll_syncer_epoch": MetricInfo("gauge", "rises with every syncer that takes up the run"),
+    "atoll_learners_alive": MetricInfo("gauge", "learners that are there and train"),
+    "atoll_learners_asked": MetricInfo("gauge", "learners that the widest open round asks"),
+    "atoll_learners_merged": MetricInfo("gauge", "contributions in the widest of the newest merges of all fragments"),
+    "atoll_quorum_learners": MetricInfo("gauge", "K: contributions without which nothing is merged"),
+    "atoll_learner_standing": MetricInfo("gauge", "1 for the standing of each learner", ("learner", "standing")),
+    "atoll_learner_link_up": MetricInfo("gauge", "1 while the learner has a link", ("learner",)),
+    "atoll_learner_incarnation": MetricInfo("gauge", "which process trains as this learner", ("learner",)),
+    "atoll_learner_strikes": MetricInfo("gauge", "bad messages that are held against it", ("learner",)),
     # throughput
-    "atoll_trained_tokens": Kind("gauge", "tokens trained by all learners; may fall a little when a syncer restarts"),
-    "atoll_step_seconds": Kind("gauge", "a learner's step, as rounds are timed by it"),
-    "atoll_learner_steps": Kind("gauge", "steps of this incarnation", ("learner",)),
-    "atoll_learner_loss": Kind("gauge", "loss of its newest step", ("learner",)),
-    "atoll_learner_tokens_per_second": Kind("gauge", "tokens trained per second", ("learner",)),
-    "atoll_learner_tokens_total": Kind("counter", "tokens of this incarnation", ("learner",)),
-    "atoll_learner_boundary_seconds_total": Kind("counter", "what Atoll took of the training thread", ("learner",)),
+    "atoll_trained_tokens": MetricInfo(
+        "gauge", "tokens trained by all learners; may fall a little when a syncer restarts"
+    ),
+    "atoll_step_seconds": MetricInfo("gauge", "a learner's step, as rounds are timed by it"),
+    "atoll_learner_steps": MetricInfo("gauge", "steps of this incarnation", ("learner",)),
+    "atoll_learner_loss": MetricInfo("gauge", "loss of its newest step", ("learner",)),
+    "atoll_learner_tokens_per_second": MetricInfo("gauge", "tokens trained per second", ("learner",)),
+    "atoll_learner_tokens_total": MetricInfo("counter", "tokens of this incarnation", ("learner",)),
+    "atoll_learner_boundary_seconds_total": MetricInfo(
+        "counter", "what Atoll took of the training thread", ("learner",)
+    ),
     # merges
-    "atoll_merges_total": Kind("counter", "merges that are durable"),
-    "atoll_contributions_total": Kind("counter", "contributions merged by this process"),
-    "atoll_merge_seconds_total": Kind("counter", "seconds in which this process merged"),
-    "atoll_last_merge_timestamp_seconds": Kind("gauge", "unix time of the newest merge of this process"),
-    "atoll_rounds_in_flight": Kind("gauge", "rounds that are open"),
-    "atoll_rounds_in_flight_limit": Kind("gauge", "rounds that may be open at once"),
-    "atoll_quorum_seconds": Kind("gauge", "from the opening of a round to its quorum, mean"),
-    "atoll_sync_seconds": Kind("gauge", "from a merge to its arrival at learners, mean"),
-    "atoll_fragment_version": Kind("gauge", "durable version", ("fragment",)),
-    "atoll_merge_delta_norm": Kind("gauge", "length of the merged delta, mean over the newest merge of each fragment"),
-    "atoll_merge_cosine": Kind("gauge", "cosine between learners' deltas, mean over fragments"),
-    "atoll_merge_momentum_norm": Kind("gauge", "length of the outer momentum, mean over fragments"),
-    "atoll_merge_step_norm": Kind("gauge", "length of the published update, mean over fragments"),
-    "atoll_merge_left_out_ratio": Kind("gauge", "quantisation error of the published update, mean over fragments"),
+    "atoll_merges_total": MetricInfo("counter", "merges that are durable"),
+    "atoll_contributions_total": MetricInfo("counter", "contributions merged by this process"),
+    "atoll_merge_seconds_total": MetricInfo("counter", "seconds in which this process merged"),
+    "atoll_last_merge_timestamp_seconds": MetricInfo("gauge", "unix time of the newest merge of this process"),
+    "atoll_rounds_in_flight": MetricInfo("gauge", "rounds that are open"),
+    "atoll_rounds_in_flight_limit": MetricInfo("gauge", "rounds that may be open at once"),
+    "atoll_quorum_seconds": MetricInfo("gauge", "from the opening of a round to its quorum, mean"),
+    "atoll_sync_seconds": MetricInfo("gauge", "from a merge to its arrival at learners, mean"),
+    "atoll_fragment_version": MetricInfo("gauge", "durable version", ("fragment",)),
+    "atoll_merge_delta_norm": MetricInfo(
+        "gauge", "length of the merged delta, mean over the newest merge of each fragment"
+    ),
+    "atoll_merge_cosine": MetricInfo("gauge", "cosine between learners' deltas, mean over fragments"),
+    "atoll_merge_momentum_norm": MetricInfo("gauge", "length of the outer momentum, mean over fragments"),
+    "atoll_merge_step_norm": MetricInfo("gauge", "length of the published update, mean over fragments"),
+    "atoll_merge_left_out_ratio": MetricInfo(
+        "gauge", "quantisation error of the published update, mean over fragments"
+    ),
     # ledger
-    "atoll_ledger_merged_tokens": Kind("gauge", "trained tokens that are in the model, mean over fragments"),
-    "atoll_ledger_pending_tokens": Kind("gauge", "trained tokens that are not merged yet, mean over fragments"),
-    "atoll_ledger_dropped_tokens": Kind("gauge", "trained tokens that are lost, mean over fragments", ("reason",)),
-    "atoll_ledger_balanced": Kind("gauge", "1: in every fragment trained = merged + pending + dropped"),
+    "atoll_ledger_merged_tokens": MetricInfo("gauge", "trained tokens that are in the model, mean over fragments"),
+    "atoll_ledger_pending_tokens": MetricInfo("gauge", "trained tokens that are not merged yet, mean over fragments"),
+    "atoll_ledger_dropped_tokens": MetricInfo(
+        "gauge", "trained tokens that are lost, mean over fragments", ("reason",)
+    ),
+    "atoll_ledger_balanced": MetricInfo("gauge", "1: in every fragment trained = merged + pending + dropped"),
     # links
-    "atoll_syncer_received_bytes_total": Kind("counter", "contributions that arrived at this process"),
-    "atoll_syncer_sent_bytes_total": Kind("counter", "fragments that this process sent"),
-    "atoll_learner_sent_bytes_total": Kind("counter", "sent by this incarnation", ("learner",)),
-    "atoll_learner_received_bytes_total": Kind("counter", "received by this incarnation", ("learner",)),
-    "atoll_refused_total": Kind("counter", "bad requests and messages that this process refused", ("code",)),
-    "atoll_ignored_total": Kind("counter", "messages that came too late to matter", ("reason",)),
+    "atoll_syncer_received_bytes_total": MetricInfo("counter", "contributions that arrived at this process"),
+    "atoll_syncer_sent_bytes_total": MetricInfo("counter", "fragments that this process sent"),
+    "atoll_learner_sent_bytes_total": MetricInfo("counter", "sent by this incarnation", ("learner",)),
+    "atoll_learner_received_bytes_total": MetricInfo("counter", "received by this incarnation", ("learner",)),
+    "atoll_refused_total": MetricInfo("counter", "bad requests and messages that this process refused", ("code",)),
+    "atoll_ignored_total": MetricInfo("counter", "messages that came too late to matter", ("reason",)),
 }
 
 Sample = tuple[str, tuple[str, ...], float | None]
@@ -90,7 +100,7 @@ def exposition(syncer: SyncerProcess, accept: str) -> tuple[bytes, str]:
     from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
     from prometheus_client.registry import Collector
 
-    class Once(Collector):
+    class SyncerCollector(Collector):
         def collect(self) -> Iterable[Metric]:
             families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
             for name, kind in METRICS.items():
@@ -102,7 +112,7 @@ def exposition(syncer: SyncerProcess, accept: str) -> tuple[bytes, str]:
             return families.values()
 
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Once())
+    registry.register(SyncerCollector())
     encode, content_type = choose_encoder(accept)
     return encode(registry), content_type
 

@@ -147,7 +147,6 @@ REGISTERED: tuple[type, ...] = (
     protocol.StepTaken,
     protocol.FragmentDamaged,
     protocol.LinkMeasured,
-    protocol.StreamsChanged,
     protocol.SnapshotSaved,
     protocol.SnapshotSaveFailed,
     protocol.MomentsFound,

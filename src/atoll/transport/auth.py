@@ -17,15 +17,15 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 import aiohttp
 from aiohttp import web
 
 from atoll.logs import RepeatLimit
 from atoll.transport.endpoint import is_loopback
-from atoll.transport.identity import SPEAKER, Turned, peer_of
+from atoll.transport.identity import SPEAKER, Rejection, peer_of
 from atoll.transport.tls import ClientTls, ServerTls
+from atoll.transport.websocket import WebSocketConnection
 
 LOOK_EVERY_S = 1.0
 """At the files of the keys, and for keys that have expired."""
@@ -35,8 +35,12 @@ QUIET_S = 10.0
 
 LEAST_TOKEN = 8
 
-NO_TOKEN = Turned("token", 401, "the token is missing or wrong: the learner and the syncer must be given the same one")
-NO_KEY = Turned("no-key", 401, "this syncer asks for a key, and none was shown: give --keys DIR, keys=... in a script")
+NO_TOKEN = Rejection(
+    "token", 401, "the token is missing or wrong: the learner and the syncer must be given the same one"
+)
+NO_KEY = Rejection(
+    "no-key", 401, "this syncer asks for a key, and none was shown: give --keys DIR, keys=... in a script"
+)
 
 
 def check_access(host: str, token: str | None, tls: ServerTls | None = None, plain_text: bool = False) -> None:
@@ -57,15 +61,6 @@ def check_access(host: str, token: str | None, tls: ServerTls | None = None, pla
         raise ValueError(
             f"without a token the syncer listens on this machine only, not on {host}: give --token, or --host 127.0.0.1"
         )
-
-
-class Linked(Protocol):
-    """What of a link matters here."""
-
-    @property
-    def transport(self) -> asyncio.BaseTransport | None: ...
-
-    def close(self, why: str) -> None: ...
 
 
 class Access:
@@ -93,14 +88,14 @@ class Access:
             context = ClientTls(files.certificate.parent).context()
         return aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context), headers=headers)
 
-    def refusal(self, request: web.Request) -> Turned | None:
+    def refusal(self, request: web.Request) -> Rejection | None:
         """Of a request, before anything of it is read. From here on `SPEAKER` is known."""
         found = self._problem(request)
         if found is not None:
-            self.turn_away(found, str(request.remote), f"{request.method} {request.path}")
+            self.reject(found, str(request.remote), f"{request.method} {request.path}")
         return found
 
-    def _problem(self, request: web.Request) -> Turned | None:
+    def _problem(self, request: web.Request) -> Rejection | None:
         peer = peer_of(request.transport) if self.tls is not None and self.tls.asks_for_keys else None
         SPEAKER.set(peer)
         if self.tls is not None and self.tls.asks_for_keys:
@@ -117,7 +112,7 @@ class Access:
             return True
         return hmac.compare_digest(authorization.encode("utf-8", "surrogateescape"), self._bearer)
 
-    def turn_away(self, turned: Turned, who: str, what: str, alike: str = "") -> None:
+    def reject(self, turned: Rejection, who: str, what: str, alike: str = "") -> None:
         """Counted, and said; the hundredth in a second is counted only. `alike`: stands for all sentences that count as
         the same line, where a peer could make each of them another one."""
         self.refused[turned.code] += 1
@@ -127,8 +122,8 @@ class Access:
         also = f" (and {left_out} like it before)" if left_out else ""
         self.log.warning("%s from %s was refused: %s%s", what, who, turned.sentence, also, extra={"code": turned.code})
 
-    async def watch(self, links: Callable[[], Iterable[Linked]]) -> None:
-        """Keys that are renewed are used, and links of keys that are no longer good are closed."""
+    async def watch(self, connections: Callable[[], Iterable[WebSocketConnection]]) -> None:
+        """Use keys that are renewed, and close the connections of keys that are no longer good."""
         assert self.tls is not None
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
@@ -136,9 +131,10 @@ class Access:
             if told is not None:
                 self.log.info("%s", told)
             now = time.time()
-            for link in links():
-                peer = peer_of(link.transport) if self.tls.asks_for_keys else None
+            for connection in connections():
+                peer = peer_of(connection.transport) if self.tls.asks_for_keys else None
                 problem = peer.problem(now, self.tls.revoked) if peer is not None else None
                 if problem is not None:
-                    self.turn_away(problem, peer.name if peer is not None else "", "a link")
-                    link.close(problem.sentence)
+                    self.reject(problem, peer.name if peer is not None else "", "a link")
+                    connection.discard()
+                    connection.close(problem.sentence)

@@ -18,13 +18,10 @@ from atoll.core.protocol import Contribution, Envelope, LearnerEvent
 from atoll.core.types import FragmentId, RoundId, Version
 from atoll.tensors.codecs import codec
 from atoll.tensors.settings import Numerics
-from atoll.transport.buffers import SMALL_BYTES, ByteBuffers
-from atoll.transport.byte_ranges import Spans
+from atoll.transport.buffers import SMALL_BYTES, ByteBuffers, Spans, StreamingBuffer
 from atoll.transport.endpoint import address
 from atoll.transport.http_client import LearnerLink, Refusal
-from atoll.transport.link_meter import LinkMeter
-from atoll.transport.pacing import FIRST_SLICE, Direction
-from atoll.transport.streaming_buffer import Growing
+from atoll.transport.pacing import DEFAULT_STREAMS, FIRST_SLICE, Direction, LinkMeter
 from atoll.transport.wire import (
     CODEC_NUMBERS,
     FragmentHeader,
@@ -45,7 +42,7 @@ TRIES = 3
 RETRY_S = 0.5
 
 
-class Fetched(NamedTuple):
+class FetchedFragment(NamedTuple):
     """A fragment's bytes as they came. `base` None: the whole value."""
 
     header: FragmentHeader
@@ -83,13 +80,13 @@ class Fetching:
             self.missing.add(head.payload_bytes, said.of)
         self.arrived.add(said.begin, said.begin + head.payload_bytes)
 
-    def fetched(self) -> Fetched:
+    def fetched(self) -> FetchedFragment:
         assert self.header is not None and self.data is not None
-        return Fetched(self.header, self.codec, self.data)
+        return FetchedFragment(self.header, self.codec, self.data)
 
 
 class LearnerBulk:
-    def __init__(self, link: LearnerLink, bytes_per_s: float | None, streams: int | None = None) -> None:
+    def __init__(self, link: LearnerLink, bytes_per_s: float | None, streams: int = DEFAULT_STREAMS) -> None:
         self._link = link
         self._buffers = ByteBuffers()
         self._fetching: dict[FragmentId, Fetching] = {}
@@ -104,7 +101,6 @@ class LearnerBulk:
         """What is measured here is told from now on. `largest`: values of the largest fragment."""
         self._meters = {}
         for direction, wish in ((self.up, numerics.up), (self.down, numerics.down)):
-            direction.streams.on_change = tell
             if wish == "auto":
                 self._meters[direction.way] = LinkMeter(direction, largest, tell)
 
@@ -142,8 +138,8 @@ class LearnerBulk:
         version: Version,
         base: Version | None,
         sizes: dict[int, int],
-        on_bytes: Callable[[Fetched, int], None] = lambda fetched, first_bytes: None,
-    ) -> Fetched:
+        on_bytes: Callable[[FetchedFragment, int], None] = lambda fetched, first_bytes: None,
+    ) -> FetchedFragment:
         """`sizes`: what an update may have, by the number of its codec; under -1 what a whole value has. `on_bytes`
         hears how many bytes are here, counted from the first to the first that is missing."""
         under_way = self._fetching.get(fragment)
@@ -218,7 +214,7 @@ class LearnerBulk:
             under_way.is_stale = True
             raise ConnectionError("the syncer serves other bytes of this version now")
 
-    def give_back(self, fetched: Fetched) -> None:
+    def give_back(self, fetched: FetchedFragment) -> None:
         """Its bytes were decoded; their memory is used again."""
         self._buffers.give(fetched.data)
 
@@ -231,7 +227,7 @@ class LearnerBulk:
 
     # ---------------------------------------------------------------------------------------------------- up
 
-    async def contribute(self, codec: int, envelope: Envelope, growing: Growing) -> None:
+    async def contribute(self, codec: int, envelope: Envelope, growing: StreamingBuffer) -> None:
         """Its bytes may still be written: what is large is sent while they are."""
         body = envelope.body
         assert isinstance(body, Contribution)
@@ -250,7 +246,13 @@ class LearnerBulk:
             raise
 
     async def _contribute_slices(
-        self, codec: int, envelope: Envelope, body: Contribution, header: bytes, growing: Growing, place: str | None
+        self,
+        codec: int,
+        envelope: Envelope,
+        body: Contribution,
+        header: bytes,
+        growing: StreamingBuffer,
+        place: str | None,
     ) -> None:
         is_new = self._begun.get(body.round.fragment) != body.round
         self._begun[body.round.fragment] = body.round

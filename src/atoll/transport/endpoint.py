@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import ipaddress
+import json
+import urllib.error
+import urllib.request
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from atoll.transport.tls import ClientTls
+from atoll.files import write_text
+from atoll.transport.tls import ClientTls, KeyFiles, tls_problem
 
 PLAIN, SAFE = "http://", "https://"
 
 
-class Place(NamedTuple):
+class Endpoint(NamedTuple):
     """`addresses`: host:port, several between commas. `tls` None: plain text."""
 
     addresses: str
@@ -33,7 +38,7 @@ class Place(NamedTuple):
                 )
 
 
-def place(syncer: str, keys: Path | None = None, ca: Path | None = None) -> Place:
+def place(syncer: str, keys: Path | None = None, ca: Path | None = None) -> Endpoint:
     """What was written, read. Keys, an authority or https:// make it TLS."""
     if not isinstance(syncer, str):
         raise ValueError(f"syncer is {syncer!r}; give host:port, such as head:7400 or [::1]:7400")
@@ -43,7 +48,7 @@ def place(syncer: str, keys: Path | None = None, ca: Path | None = None) -> Plac
         raise ValueError(f"{syncer!r} is {PLAIN}, which is plain text, and keys are for TLS: write {SAFE}, or neither")
     bare = ",".join(each.removeprefix(SAFE).removeprefix(PLAIN).rstrip("/") for each in given)
     is_tls = safe or keys is not None or ca is not None
-    return Place(addresses(bare), ClientTls(keys, ca) if is_tls else None, plain)
+    return Endpoint(addresses(bare), ClientTls(keys, ca) if is_tls else None, plain)
 
 
 def addresses(syncer: str) -> str:
@@ -76,3 +81,121 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(bare).is_loopback
     except ValueError:
         return False
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# How a command on this machine reaches the syncer of a run: `syncer.json` in the run's directory while it runs
+#
+# The file holds the token and says where the syncer's key is, so only its owner may read it (mode 0600), and it is gone
+# when the syncer ends in order. The file of a killed syncer is replaced by the next one; until then no process answers
+# at its address.
+
+
+NAME = "syncer.json"
+ANYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+"""Addresses to listen on that are none to dial."""
+
+NO_PROXY = urllib.request.ProxyHandler({})
+"""Syncers are dialled as learners dial them: a proxy in the environment is for the web."""
+
+MOST_ANSWER_BYTES = 64 * 2**20
+
+
+class SyncerAddress(NamedTuple):
+    address: str
+    token: str | None
+    epoch: int
+    keys: KeyFiles | None = None  # of the syncer itself
+
+    @property
+    def tls(self) -> ClientTls | None:
+        """Whoever can read the syncer's own key may speak as it."""
+        return ClientTls(pinned=self.keys) if self.keys is not None else None
+
+
+class RequestRefusedError(ValueError):
+    """The syncer has answered, and the answer is no. The sentence is its own."""
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
+class NoAnswerError(ValueError):
+    """Nobody answers, or what answers is no syncer."""
+
+
+class TlsVerificationError(NoAnswerError):
+    """Somebody answers, and one side does not trust the other's key. It would be the same again."""
+
+
+def write_address_file(directory: Path, reachable: SyncerAddress) -> None:
+    host, _, port = reachable.address.rpartition(":")
+    told = reachable._replace(address=f"{ANYWHERE.get(host, host)}:{port}")
+    path = directory / NAME
+    keys = [str(path.absolute()) for path in told.keys[:2] if path is not None] if told.keys is not None else None
+    text = json.dumps(told._asdict() | {"keys": keys}) + "\n"
+    write_text(path, text, durable=False, mode=0o600)  # of no use after the syncer's machine has stopped
+
+
+def remove_address_file(directory: Path, epoch: int) -> None:
+    """At the end of the syncer of this epoch. The file of a successor is not its to remove."""
+    with suppress(OSError, ValueError):
+        found = read_address_file(directory)
+        if found is not None and found.epoch == epoch:
+            (directory / NAME).unlink(missing_ok=True)
+
+
+def read_address_file(directory: Path) -> SyncerAddress | None:
+    """The newest syncer that told of itself here; it may be gone."""
+    path = directory / NAME
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        address, token, epoch, keys = raw["address"], raw["token"], raw["epoch"], raw.get("keys")
+        if not isinstance(address, str) or not isinstance(epoch, int) or not isinstance(token, str | None):
+            raise TypeError
+        return SyncerAddress(address, token, epoch, KeyFiles(*map(Path, keys)) if keys is not None else None)
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} is not what a syncer writes: remove it, and give --syncer HOST:PORT") from None
+
+
+def ask(
+    address: str,
+    token: str | None,
+    method: str,
+    path: str,
+    timeout_s: float,
+    body: Any = None,
+    tls: ClientTls | None = None,
+) -> Any:
+    """Send one request; return the JSON of its answer, or None. Raises `RequestRefusedError` and `NoAnswerError`."""
+    data = json.dumps(body).encode() if body is not None else None
+    request = urllib.request.Request(f"http{'s' if tls is not None else ''}://{address}{path}", data, method=method)
+    if data is not None:
+        request.add_header("Content-Type", "application/json")
+    if token is not None:
+        request.add_header("Authorization", f"Bearer {token}")
+    handlers: list[urllib.request.BaseHandler] = [NO_PROXY]
+    if tls is not None:
+        handlers.append(urllib.request.HTTPSHandler(context=tls.context()))
+    try:
+        with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as answer:
+            text = answer.read(MOST_ANSWER_BYTES)
+        return json.loads(text) if text else None
+    except urllib.error.HTTPError as refused:
+        raise RequestRefusedError(refused.code, sentence_of(refused)) from None
+    except (OSError, ValueError) as wrong:
+        problem = tls_problem(wrong)
+        if problem is not None:
+            raise TlsVerificationError(f"the syncer at {address} cannot be spoken to: {problem}") from None
+        raise NoAnswerError(f"no syncer answers at {address} ({getattr(wrong, 'reason', wrong)})") from None
+
+
+def sentence_of(refused: urllib.error.HTTPError) -> str:
+    try:
+        told = json.loads(refused.read(65536))
+        return str(told["error"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"HTTP {refused.code}"

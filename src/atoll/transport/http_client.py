@@ -11,18 +11,17 @@ import contextlib
 import logging
 import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, TypeVar
+from concurrent.futures import Executor
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import aiohttp
-from aiohttp import WSMsgType
 from torch import Tensor
 
 from atoll.core.protocol import Envelope
 from atoll.transport.buffers import CHUNK_BYTES, READ_BYTES
-from atoll.transport.chunked_payload import Flow
 from atoll.transport.identity import HEADER
 from atoll.transport.tls import ClientTls, Stamp, tls_problem
-from atoll.transport.websocket import CLOSING_S, WebSocketWriter
+from atoll.transport.websocket import CLOSING_S, WebSocketConnection
 from atoll.transport.wire import (
     MOST_MESSAGE_BYTES,
     FrameHead,
@@ -32,6 +31,7 @@ from atoll.transport.wire import (
     as_bytes,
     decode_message,
     encode_message,
+    flowing_head,
     frame_head,
     parse_json,
 )
@@ -57,7 +57,7 @@ class Refusal(Exception):  # noqa: N818 - an answer, not an accident
         self.code = code  # where the bytes were wrong: one of `wire.CODES`
 
 
-class LinkGone(OSError):  # noqa: N818 - nothing failed that is not told of already
+class LinkClosedError(OSError):
     """The link of a transfer has ended before it."""
 
 
@@ -87,7 +87,7 @@ class LearnerLink:
         self._on_closed = on_closed
         self._on_failed = on_failed
         self._session: aiohttp.ClientSession | None = None
-        self._writer: WebSocketWriter | None = None  # of the newest link, until it is hung up
+        self._connection: WebSocketConnection | None = None  # of the newest link, until it is hung up
         self._closed = asyncio.Event()  # of the newest link
         self._number = 0  # of the newest link
         self._tls = tls
@@ -163,16 +163,16 @@ class LearnerLink:
         self._number += 1
         number = self._number
         closed = self._closed = asyncio.Event()
-        reading = asyncio.ensure_future(self._read(socket))
-        writer = self._writer = WebSocketWriter(socket)
+        connection = self._connection = WebSocketConnection(socket)
+        reading = asyncio.ensure_future(self._read(connection))
         try:
             self._on_opened(number)
-            await asyncio.wait((reading, writer.task), return_when=asyncio.FIRST_COMPLETED)
-            broken = f"the connection broke: {why(writer.error)}" if writer.error is not None else ""
+            await asyncio.wait((reading, connection.task), return_when=asyncio.FIRST_COMPLETED)
+            broken = f"the connection broke: {why(connection.error)}" if connection.error is not None else ""
         finally:
-            writer.cancel()
-            if self._writer is writer:
-                self._writer = None
+            connection.cancel()
+            if self._connection is connection:
+                self._connection = None
             await _close(socket)
             await asyncio.wait((reading,), timeout=CLOSING_S)
             closed.set()
@@ -190,7 +190,7 @@ class LearnerLink:
         try:
             await asyncio.wait((work, end), return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                raise LinkGone("the link was closed meanwhile")
+                raise LinkClosedError("the link was closed meanwhile")
             return work.result()
         finally:
             end.cancel()
@@ -214,38 +214,30 @@ class LearnerLink:
         self._on_failed(problem)
         return None
 
-    async def _read(self, socket: aiohttp.ClientWebSocketResponse) -> str:
+    async def _read(self, connection: WebSocketConnection) -> str:
         """Until the link ends; why it did."""
         try:
-            while True:
-                message = await socket.receive()
-                if message.type is WSMsgType.BINARY:
-                    self._on_message(decode_message(message.data, "syncer"))
-                elif message.type is WSMsgType.ERROR:
-                    return f"the connection broke: {why(socket.exception())}"
-                elif message.type is WSMsgType.CLOSE:
-                    return f"the syncer closed it ({message.data}){': ' if message.extra else ''}{message.extra or ''}"
-                elif message.type is WSMsgType.CLOSING:
-                    return "this side hung up"
-                elif message.type is WSMsgType.CLOSED:
-                    return "the connection was lost"
+            async for data in connection.messages():
+                if isinstance(data, bytes):
+                    self._on_message(decode_message(data, "syncer"))
         except WireError as error:
             return f"what the syncer sent cannot be read: {error}"
+        return connection.ended
 
     def post(self, envelope: Envelope) -> None:
-        if self._writer is not None and envelope.session == self._number:
-            self._writer.post(encode_message(envelope))
+        if self._connection is not None and envelope.session == self._number:
+            self._connection.post(encode_message(envelope))
 
     def post_metrics(self, text: str) -> None:
-        if self._writer is not None and len(self._writer) < 100:
-            self._writer.post(text)
+        if self._connection is not None and len(self._connection) < 100:
+            self._connection.post(text)
 
     def hang_up(self, number: int) -> asyncio.Event | None:
         """What was posted before is still sent, if the system takes it in time. The event is set at the end of it."""
-        if self._writer is None or number != self._number:
+        if self._connection is None or number != self._number:
             return None
-        self._writer.finish()
-        self._writer = None
+        self._connection.finish()
+        self._connection = None
         self.turn()  # whoever is hung up on did not answer
         return self._closed
 
@@ -268,7 +260,7 @@ class LearnerLink:
             await _check(answer)
             return parse_json(await _whole(answer), MOST_ANSWER_BYTES) if answer.status != 204 else None
 
-    async def found(self, plan: bytes, values: Callable[[], AsyncIterator[Tensor | Flow]]) -> None:
+    async def found(self, plan: bytes, values: Callable[[], AsyncIterator[Tensor | ChunkedPayload]]) -> None:
         """Bring the model: the plan, then the values of one fragment after the other."""
 
         async def body() -> AsyncIterator[bytes | memoryview]:
@@ -277,7 +269,7 @@ class LearnerLink:
             p = 0
             async for value in values():
                 header = b'{"fragment":%d}' % p
-                if isinstance(value, Flow):
+                if isinstance(value, ChunkedPayload):
                     yield await value.head(Kind.MODEL, header) + header
                     async for piece in value.pieces():
                         yield piece
@@ -360,3 +352,63 @@ async def _close(socket: aiohttp.ClientWebSocketResponse) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(CLOSING_S):
             await socket.close()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Payloads that are never in one place: the ranks of an island show them to their leader piece by piece
+#
+# The digest of a frame stands before its payload, so they are shown twice: once for the digest, once to be sent.
+
+
+AHEAD = 2
+"""Pieces that wait to be sent. Whoever shows more waits."""
+
+
+@runtime_checkable
+class ChunkedModel(Protocol):
+    """A model whose fragments are shown like that."""
+
+    def flow(self, fragment: int, take: Callable[[Tensor], None]) -> None: ...
+
+
+class ChunkedPayload:
+    """One payload of `size` bytes. `show` calls what it is given with every piece, in order, in the computing thread;
+    a piece is good until that returns."""
+
+    def __init__(self, size: int, show: Callable[[Callable[[Tensor], None]], None], compute: Executor) -> None:
+        self.size = size
+        self._show = show
+        self._compute = compute
+
+    async def head(self, kind: Kind, header: bytes) -> bytes:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._compute, flowing_head, kind, header, self.size, self._show)
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        loop = asyncio.get_running_loop()
+        shown: asyncio.Queue[bytes | None] = asyncio.Queue(AHEAD)
+        is_wanted = True
+
+        def put(piece: bytes | None) -> None:
+            asyncio.run_coroutine_threadsafe(shown.put(piece), loop).result()
+
+        def take(piece: Tensor) -> None:
+            if is_wanted:  # else the ranks show the rest in vain: they cannot be stopped in the middle
+                put(bytes(as_bytes(piece)))
+
+        def work() -> None:
+            try:
+                self._show(take)
+            finally:
+                if is_wanted:
+                    put(None)
+
+        working = loop.run_in_executor(self._compute, work)
+        try:
+            while (piece := await shown.get()) is not None:
+                yield piece
+            await working
+        finally:
+            is_wanted = False
+            while not shown.empty():
+                shown.get_nowait()

@@ -43,13 +43,13 @@ CODES = (
 """Why somebody is turned away before a word is read, as it is counted. docs/security.md tells what each means."""
 
 
-class NotYours(ValueError):  # noqa: N818 - the name of a fact, as the sender reads it
+class IdentityMismatchError(ValueError):
     """Somebody speaks as a learner that the key does not name."""
 
     code = "identity"
 
 
-class Turned(NamedTuple):
+class Rejection(NamedTuple):
     """Somebody is turned away: what is counted, what is answered, and what is said."""
 
     code: str
@@ -84,24 +84,28 @@ class Peer(NamedTuple):
             ssl.cert_time_to_seconds(told["notAfter"]),
         )
 
-    def problem(self, now: float, revoked: Collection[str]) -> Turned | None:
+    def problem(self, now: float, revoked: Collection[str]) -> Rejection | None:
         """Why this key is not good any more, or not yet."""
         if self.fingerprint in revoked:
-            return Turned("revoked", 403, f"the key of {self.name} is revoked: ask for a new one")
+            return Rejection("revoked", 403, f"the key of {self.name} is revoked: ask for a new one")
         if now > self.until:
             day = datetime.fromtimestamp(self.until, UTC).date()
-            return Turned("expired", 403, f"the key of {self.name} expired on {day}: atoll keys renew makes a new one")
+            return Rejection(
+                "expired", 403, f"the key of {self.name} expired on {day}: atoll keys renew makes a new one"
+            )
         if now < self.since - CLOCKS_S:
-            return Turned("expired", 403, f"the key of {self.name} is not valid yet: is a clock wrong?")
+            return Rejection("expired", 403, f"the key of {self.name} is not valid yet: is a clock wrong?")
         return None
 
-    def off_limits(self, path: str) -> Turned | None:
+    def off_limits(self, path: str) -> Rejection | None:
         """Why this key is not for this path."""
         if path.startswith(OPERATORS_ONLY) and not self.is_operator:
-            return Turned("role", 403, f"the key of {self.name} is not one of an operator: atoll keys add --operator")
+            return Rejection(
+                "role", 403, f"the key of {self.name} is not one of an operator: atoll keys add --operator"
+            )
         may_fetch = self.is_operator and path.startswith("/v1/fragment")
         if path.startswith(LEARNERS_ONLY) and not self.learners and not self.is_any_learner and not may_fetch:
-            return Turned("role", 403, f"the key of {self.name} names no learner: atoll keys add --learner N")
+            return Rejection("role", 403, f"the key of {self.name} names no learner: atoll keys add --learner N")
         return None
 
     def may_be(self, learner: int) -> bool:
@@ -112,7 +116,7 @@ SPEAKER: ContextVar[Peer | None] = ContextVar("SPEAKER", default=None)
 """Whose request is being handled; None where keys are not asked for."""
 
 
-def alike(code: str) -> str:
+def log_key(code: str) -> str:
     """For the log: one line stands for all refusals of a kind that one key brings about, whatever it sends."""
     peer = SPEAKER.get()
     return f"{code} {peer.name}" if peer is not None else code
@@ -128,11 +132,11 @@ def peer_of(transport: asyncio.BaseTransport | None) -> Peer | None:
 
 
 def check_speaker(learner: int) -> None:
-    """Whoever speaks may do so as this learner, or `NotYours`."""
+    """Whoever speaks may do so as this learner, or `IdentityMismatchError`."""
     peer = SPEAKER.get()
     if peer is not None and not peer.may_be(learner):
         named = ", ".join(map(str, sorted(peer.learners))) or "no learner"
-        raise NotYours(f"the key of {peer.name} is for {named}, and does not speak as learner {learner}")
+        raise IdentityMismatchError(f"the key of {peer.name} is for {named}, and does not speak as learner {learner}")
 
 
 def own_number(wanted: int | None, taken: Collection[int]) -> int | None:
@@ -143,7 +147,9 @@ def own_number(wanted: int | None, taken: Collection[int]) -> int | None:
     if wanted is None:
         free = sorted(each for each in peer.learners if each not in taken)
         if not free and len(peer.learners) > 1:
-            raise NotYours(f"all learners that the key of {peer.name} names are here: say which one this is, --learner")
+            raise IdentityMismatchError(
+                f"all learners that the key of {peer.name} names are here: say which one this is, --learner"
+            )
         return free[0] if free else min(peer.learners)  # the only one comes back as itself
     check_speaker(wanted)
     return wanted

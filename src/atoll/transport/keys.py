@@ -44,7 +44,7 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _OLD = "authorities before the newest"
 
 
-class Holder(NamedTuple):
+class KeyHolder(NamedTuple):
     """As whom a key may speak."""
 
     learners: tuple[int, ...] = ()
@@ -66,7 +66,7 @@ class Issued:
     """One certificate that was made. A name has several when it was renewed."""
 
     name: str
-    holder: Holder
+    holder: KeyHolder
     fingerprint: str
     since: str
     until: str
@@ -89,7 +89,7 @@ class Issued:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Issued:
-        holder = Holder(tuple(raw["learners"]), raw["is_any_learner"], raw["is_operator"], tuple(raw["hosts"]))
+        holder = KeyHolder(tuple(raw["learners"]), raw["is_any_learner"], raw["is_operator"], tuple(raw["hosts"]))
         return cls(raw["name"], holder, raw["fingerprint"], raw["since"], raw["until"], raw["revoked"])
 
 
@@ -118,7 +118,7 @@ class Authority:
         write(directory / AUTHORITY, _pem(certificate))
         write(directory / ISSUED, b'{"issued": []}\n')
         made = cls(directory)
-        made._issue(SYNCER, Holder(hosts=_hosts(hosts)), days)
+        made._issue(SYNCER, KeyHolder(hosts=_hosts(hosts)), days)
         made._tell_revoked()
         return made
 
@@ -145,7 +145,7 @@ class Authority:
                 raise ValueError(f"learner {number} is named by the key of {taken[number]}: revoke that one first")
         if not learners and not is_any_learner and not is_operator:
             learners = (next(number for number in range(1, MOST_LEARNER) if number not in taken),)
-        return self._issue(name, Holder(tuple(sorted(set(learners))), is_any_learner, is_operator), days)
+        return self._issue(name, KeyHolder(tuple(sorted(set(learners))), is_any_learner, is_operator), days)
 
     def renew(self, name: str, hosts: Sequence[str] = (), days: int = DAYS) -> Issued:
         """A new key for the same holder. The one before is good until it expires, or is revoked."""
@@ -225,7 +225,7 @@ class Authority:
 
     # ------------------------------------------------------------------------------------------------------ writing
 
-    def _issue(self, name: str, holder: Holder, days: int) -> Issued:
+    def _issue(self, name: str, holder: KeyHolder, days: int) -> Issued:
         if not 1 <= days <= AUTHORITY_DAYS:
             raise ValueError(f"a key is good for 1 to {AUTHORITY_DAYS} days, got {days}")
         authority, signing = self._signing()
@@ -316,7 +316,7 @@ def _new_authority() -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
 
 def _signed(
     name: str,
-    holder: Holder,
+    holder: KeyHolder,
     key: ec.EllipticCurvePrivateKey,
     by: ec.EllipticCurvePrivateKey,
     authority: x509.Certificate,
@@ -345,7 +345,7 @@ def _signed(
     )
 
 
-def _names(holder: Holder) -> list[x509.GeneralName]:
+def _names(holder: KeyHolder) -> list[x509.GeneralName]:
     names: list[x509.GeneralName] = []
     for host in holder.hosts:
         try:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from atoll.transport.auth import Access
-from atoll.transport.identity import HEADER, Turned
+from atoll.transport.identity import HEADER, Rejection
 from atoll.transport.tls import ALERT, tls_problem
 
 HANDSHAKE_S = 15.0
@@ -50,13 +50,13 @@ BREATH_S = 0.5
 HELLO = 0x16
 """The first byte of everything that speaks TLS, and no letter of a method of HTTP."""
 
-PLAIN_TEXT = Turned(
+PLAIN_TEXT = Rejection(
     "plain-text", 400, "this port speaks TLS, and plain text came: give --keys DIR or --ca FILE, or write https://"
 )
-TLS_HERE = Turned("tls-to-plain", 400, "TLS came, and this syncer has no keys: it speaks plain text")
-NO_HELLO = Turned("handshake", 400, "what came is not TLS")
-TOO_MANY = Turned("unfinished", 408, "too many connections have not said who they are")
-TOO_SLOW = Turned("unfinished", 408, "it has not said in time who it is")
+TLS_HERE = Rejection("tls-to-plain", 400, "TLS came, and this syncer has no keys: it speaks plain text")
+NO_HELLO = Rejection("handshake", 400, "what came is not TLS")
+TOO_MANY = Rejection("unfinished", 408, "too many connections have not said who they are")
+TOO_SLOW = Rejection("unfinished", 408, "it has not said in time who it is")
 
 Key = tuple[Any, Any]
 
@@ -128,7 +128,7 @@ class Listener:
             most, _ = Counter(each.address for each in crowd.values()).most_common(1)[0]
             oldest = next(key for key, each in crowd.items() if each.address == most)
             crowd.pop(oldest).task.cancel()
-            self._access.turn_away(TOO_MANY, most, "a connection")
+            self._access.reject(TOO_MANY, most, "a connection")
         crowd[key] = newcomer
 
     async def _take(self, sock: socket.socket, key: Key, proved: asyncio.Event) -> None:
@@ -145,7 +145,7 @@ class Listener:
                 while transport is not None and not proved.is_set() and not transport.is_closing():
                     await _within(LOOK_EVERY_S, proved)
         except TimeoutError:
-            self._access.turn_away(TOO_SLOW, key[1][0], "a connection")
+            self._access.reject(TOO_SLOW, key[1][0], "a connection")
         except (ConnectionError, OSError):
             pass  # it is gone, and had said nothing yet
         finally:
@@ -185,20 +185,20 @@ class Listener:
             )
             return transport
         except ssl.SSLError as wrong:
-            self._access.turn_away(_why(wrong), who, "a handshake")
+            self._access.reject(_why(wrong), who, "a handshake")
             await _last_words(spare, b"".join(alerts))
         except ConnectionAbortedError:  # by asyncio, as it took too long
-            self._access.turn_away(TOO_SLOW, who, "a handshake")
+            self._access.reject(TOO_SLOW, who, "a handshake")
         except (ConnectionError, OSError) as wrong:
-            broken = Turned("handshake", 400, f"it broke off{': ' if str(wrong) else ''}{wrong}")
-            self._access.turn_away(broken, who, "a handshake")
+            broken = Rejection("handshake", 400, f"it broke off{': ' if str(wrong) else ''}{wrong}")
+            self._access.reject(broken, who, "a handshake")
         finally:
             ALERT.reset(token)
             spare.close()
         return None
 
-    async def _turn_away(self, sock: socket.socket, turned: Turned, who: str) -> None:
-        self._access.turn_away(turned, who, "a connection")
+    async def _turn_away(self, sock: socket.socket, turned: Rejection, who: str) -> None:
+        self._access.reject(turned, who, "a connection")
         body = json.dumps({"error": turned.sentence}).encode()
         head = f"HTTP/1.1 {turned.status} Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
         said = f"{head}{HEADER}: {turned.sentence}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
@@ -209,16 +209,18 @@ def _key(transport: asyncio.BaseTransport) -> Key:
     return transport.get_extra_info("sockname"), transport.get_extra_info("peername")
 
 
-def _why(wrong: ssl.SSLError) -> Turned:
+def _why(wrong: ssl.SSLError) -> Rejection:
     """Of a handshake that failed on this side."""
     reason = wrong.reason or ""
     if isinstance(wrong, ssl.SSLCertVerificationError):
-        return Turned("authority", 403, f"its key is not of an authority that is trusted here: {wrong.verify_message}")
+        return Rejection(
+            "authority", 403, f"its key is not of an authority that is trusted here: {wrong.verify_message}"
+        )
     if reason in ("UNSUPPORTED_PROTOCOL", "NO_PROTOCOLS_AVAILABLE", "WRONG_SSL_VERSION"):
-        return Turned("tls-version", 400, "it does not speak TLS 1.3")
+        return Rejection("tls-version", 400, "it does not speak TLS 1.3")
     if "ALERT" in reason:
-        return Turned("handshake", 400, f"it hung up: {tls_problem(wrong) or reason.lower().replace('_', ' ')}")
-    return Turned("handshake", 400, f"its handshake is wrong: {reason.lower().replace('_', ' ') or wrong}")
+        return Rejection("handshake", 400, f"it hung up: {tls_problem(wrong) or reason.lower().replace('_', ' ')}")
+    return Rejection("handshake", 400, f"its handshake is wrong: {reason.lower().replace('_', ' ') or wrong}")
 
 
 async def _first_byte(sock: socket.socket) -> int | None:

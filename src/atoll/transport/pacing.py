@@ -3,37 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from atoll.core import policy
-from atoll.core.protocol import StreamsChanged
-from atoll.transport.buffers import CHUNK_BYTES
-from atoll.transport.byte_ranges import Spans
-from atoll.transport.streaming_buffer import Growing
+from atoll.core.protocol import LinkMeasured
+from atoll.transport.buffers import CHUNK_BYTES, Spans, StreamingBuffer
 
 BURST_S = 0.05
 """That a paced direction may be ahead of its rate after it stood still."""
 
-LEAST_PIECE = 4096
-MOST_STREAMS = 16
-BETTER = 1.2
-"""Twice the streams have to carry so much more. Less is noise, and every stream costs both sides memory."""
+MIN_PIECE = 4096
+DEFAULT_STREAMS, MAX_STREAMS = 4, 16
+"""Connections that carry one large value. One alone carries at most a window per round trip."""
 
-SAME = 0.95
-PATIENCE = 16
-"""Transfers between two looks at whether another number of streams would do better."""
-
-LEAST_SLICE, FIRST_SLICE, MOST_SLICE = 2**20, 4 * 2**20, 16 * 2**20
+MIN_SLICE, FIRST_SLICE, MAX_SLICE = 2**20, 4 * 2**20, 16 * 2**20
 SLICE_S = 1.0
-"""What a stream carries in this time is sent as one slice: what a lost connection costs at most."""
+"""One connection carries a slice in about this time: what a lost connection costs at most."""
 
 
-def check_streams(streams: int) -> int:
-    """What somebody wants instead of what would be chosen."""
-    if type(streams) is not int or not 1 <= streams <= MOST_STREAMS:
-        raise ValueError(f"streams is {streams!r}; give a number of connections from 1 to {MOST_STREAMS}")
+def check_streams(streams: int | None) -> int:
+    """Return the number of connections; None is the default."""
+    if streams is None:
+        return DEFAULT_STREAMS
+    if type(streams) is not int or not 1 <= streams <= MAX_STREAMS:
+        raise ValueError(f"streams is {streams!r}; give a number of connections from 1 to {MAX_STREAMS}")
     return streams
 
 
@@ -50,7 +47,7 @@ class Pace:
         """To be let through at a time, so that what is paced flows instead of coming in bursts."""
         if self.bytes_per_s is None:
             return CHUNK_BYTES
-        return max(LEAST_PIECE, min(CHUNK_BYTES, int(self.bytes_per_s * BURST_S / 2)))
+        return max(MIN_PIECE, min(CHUNK_BYTES, int(self.bytes_per_s * BURST_S / 2)))
 
     def let_through(self, size: int) -> float:
         """These bytes go now. How long to wait before the next ones."""
@@ -66,81 +63,25 @@ class Pace:
             await asyncio.sleep(wait_s)
 
 
-class Streams:
-    """How many connections carry one large payload: as many as were seen to carry more than half of them do.
-
-    One connection carries at most a window per round trip. On a long link that is little, and another one carries as
-    much again; on a short one it only shares what there is. So it is tried: twice as many now and then, kept where they
-    carry more, and half as many, kept where they carry as much.
-    """
-
-    def __init__(self, way: str, fixed: int | None = None) -> None:
-        """`fixed`: so many, whatever they carry."""
-        self.width = 1 if fixed is None else fixed
-        self.bytes_per_s = 0.0  # of all streams together, in the newest transfer that told something
-        self.on_change: Callable[[StreamsChanged], None] = lambda changed: None
-        self._way = way
-        self._is_fixed = fixed is not None
-        self._wait = 0  # transfers until the next look
-        self._tried: tuple[int, float] | None = None  # the width before this one, and what it carried
-        self._up = True  # the next look is at more
-
-    def slice_bytes(self) -> int:
-        if not self.bytes_per_s:
-            return FIRST_SLICE
-        return int(min(max(self.bytes_per_s / self.width * SLICE_S, LEAST_SLICE), MOST_SLICE))
-
-    def note(self, moved: int, seconds: float) -> None:
-        """A transfer has ended that used all of `width`."""
-        if moved < policy.TELLING_BYTES or seconds <= 0:
-            return
-        self.bytes_per_s = moved / seconds
-        if self._is_fixed:
-            return
-        if self._tried is not None:
-            self._judge(*self._tried)
-        elif self._wait > 0:
-            self._wait -= 1
-        else:
-            self._try_another()
-
-    def _try_another(self) -> None:
-        other = self.width * 2 if self._up or self.width == 1 else self.width // 2
-        self._up = not self._up
-        if other <= MOST_STREAMS:
-            self._tried = self.width, self.bytes_per_s
-            self.width = other
-
-    def _judge(self, before: int, carried: float) -> None:
-        self._tried = None
-        now, width = self.bytes_per_s, self.width
-        wanted = BETTER if width > before else SAME
-        if now >= wanted * carried:
-            self.on_change(StreamsChanged(self._way, before, width, carried, now))
-            if width > before:
-                self._up = True
-                self._try_another()  # perhaps even more
-                return
-        else:
-            self.width = before
-            self.bytes_per_s = carried
-        self._wait = PATIENCE
-
-
 class Direction:
     """Values that go one way, of one learner."""
 
-    def __init__(self, bytes_per_s: float | None, way: str, streams: int | None = None) -> None:
-        """`streams`: as many always; None: as many as are good."""
+    def __init__(self, bytes_per_s: float | None, way: str, streams: int = DEFAULT_STREAMS) -> None:
         self.way = way
         self.pace = Pace(bytes_per_s)
-        self.streams = Streams(way, streams)
+        self.streams = streams
         self.moved = 0
         self.moved_elsewhere = 0  # by the other ranks of this island, which send and fetch their own rows
         self.idle_s = 0.0  # while somebody waited for bytes that were not written yet, and nobody moved any
         self._moving = 0
         self._waiting = 0
         self._idle_since: float | None = None
+        self._bytes_per_s = 0.0  # of the newest large transfer; 0: none yet
+
+    def slice_bytes(self) -> int:
+        if not self._bytes_per_s:
+            return FIRST_SLICE
+        return int(min(max(self._bytes_per_s / self.streams * SLICE_S, MIN_SLICE), MAX_SLICE))
 
     @contextmanager
     def _busy(self, moving: int = 0, waiting: int = 0) -> Iterator[None]:
@@ -161,17 +102,14 @@ class Direction:
             self._idle_since = None
 
     async def carry(
-        self, missing: Spans, move: Callable[[int, int], Awaitable[None]], growing: Growing | None = None
+        self, missing: Spans, move: Callable[[int, int], Awaitable[None]], growing: StreamingBuffer | None = None
     ) -> None:
-        """Move every missing span in slices, over as many streams as are good. What fails is missing again.
+        """Move every missing span in slices, over several connections. What fails is missing again.
 
         `growing`: more of it is being written, and `missing` is its own. Slices are whole until all is written: what
         is waited for meanwhile is in none of the measurements of the link.
         """
-        slice_bytes = self.streams.slice_bytes()
-        width = self.streams.width
-        size = missing.bytes if growing is None else growing.size
-        is_full = size >= 2 * width * slice_bytes  # otherwise some streams have nothing to do
+        slice_bytes = self.slice_bytes()
         began, moved, idle_s = time.monotonic(), self.moved, self.idle_s
 
         async def work() -> None:
@@ -191,15 +129,114 @@ class Direction:
                 else:
                     return
 
-        tasks = [asyncio.ensure_future(work()) for _ in range(width)]
+        tasks = [asyncio.ensure_future(work()) for _ in range(self.streams)]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             for task in tasks:
                 task.cancel()
             ended = await asyncio.gather(*tasks, return_exceptions=True)
-        for wrong in ended:
-            if isinstance(wrong, BaseException) and not isinstance(wrong, asyncio.CancelledError):
-                raise wrong
-        if is_full or width == 1:
-            self.streams.note(self.moved - moved, time.monotonic() - began - (self.idle_s - idle_s))
+        for error in ended:
+            if isinstance(error, BaseException) and not isinstance(error, asyncio.CancelledError):
+                raise error
+        seconds = time.monotonic() - began - (self.idle_s - idle_s)
+        if self.moved - moved >= policy.TELLING_BYTES and seconds > 0:
+            self._bytes_per_s = (self.moved - moved) / seconds
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Rates of links as people write them
+
+
+_RATE = re.compile(r"([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]?)(bit|bit/s|b/s)", re.IGNORECASE)
+_PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+
+
+def rate_of(text: str) -> float:
+    """Bytes per second.
+
+    >>> rate_of("2gbit")
+    250000000.0
+    >>> rate_of("10 MB/s")
+    10000000.0
+    """
+    found = _RATE.fullmatch(text.strip()) if isinstance(text, str) else None
+    rate = float(found[1]) * _PREFIX[found[2].lower()] if found else 0.0
+    if found is None or not 0 < rate < math.inf:
+        raise ValueError(f"a rate is a number with a unit, as 2gbit, 500mbit or 10MB/s; got {text!r}")
+    return rate if found[3].lower() == "b/s" else rate / 8
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What a link carries, in each direction, measured where values are sent and fetched anyway
+#
+# Several transfers may share the link, so the bytes of all of them count, from the moment at which the first began. A
+# further fragment on its way makes each of them slower, and the link no thinner.
+
+
+LEAST_BYTES = 2**20
+"""Of a transfer that was broken off: the least that says something. The smallest fragment that is measured has about as
+much in the coarsest codec."""
+
+
+class LinkMeter:
+    """`largest`: values of the largest fragment."""
+
+    def __init__(
+        self,
+        direction: Direction,
+        largest: int,
+        tell: Callable[[LinkMeasured], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._direction = direction
+        self._values = largest
+        self._tell = tell
+        self._clock = clock
+        self._under_way = 0
+        self._began = 0.0
+        self._moved_before = 0
+        self._idle_before = 0.0
+
+    @property
+    def is_telling(self) -> bool:
+        return self._values * policy.CODEC_BITS[policy.CODECS[0]] / 8 >= policy.TELLING_BYTES
+
+    @contextmanager
+    def transfer(self, size: Callable[[], int]) -> Iterator[None]:
+        """Around one transfer. `size`: its bytes, as they are known at its end."""
+        if not self.is_telling:
+            yield
+            return
+        if not self._under_way:
+            self._begin()
+        self._under_way += 1
+        try:
+            yield
+        except asyncio.CancelledError:
+            # On a very thin link nothing ever comes to its end: a newer copy is asked for first. What sockets hold
+            # counts as carried here, which makes the link look better than it is, never worse.
+            self._end(LEAST_BYTES)
+            raise
+        except BaseException:
+            self._begin()  # a link that broke tells nothing of its rate
+            raise
+        else:
+            # What shares the end of another one's time has too few bytes of its own to be measured by.
+            self._end(size())
+        finally:
+            self._under_way -= 1
+
+    def _begin(self) -> None:
+        self._began, self._moved_before, self._idle_before = (
+            self._clock(),
+            self._direction.moved + self._direction.moved_elsewhere,
+            self._direction.idle_s,
+        )
+
+    def _end(self, least: int) -> None:
+        moved = self._direction.moved + self._direction.moved_elsewhere - self._moved_before
+        seconds = self._clock() - self._began - (self._direction.idle_s - self._idle_before)
+        if moved >= least and seconds > 0:
+            self._begin()
+            self._tell(LinkMeasured(self._direction.way, moved, seconds, self._values))

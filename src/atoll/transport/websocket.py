@@ -1,13 +1,15 @@
-"""The sending half of a WebSocket connection, the same for learners, syncer and shards."""
+"""A WebSocket connection, the same for learners, syncer and shards."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import aiohttp
-from aiohttp import WSCloseCode, web
+from aiohttp import WebSocketError, WSCloseCode, WSMsgType, web
+
+from atoll.transport.wire import WireError
 
 MAX_WAITING = 16_384
 """Messages that wait for one peer. It has stopped reading long before."""
@@ -15,16 +17,18 @@ MAX_WAITING = 16_384
 CLOSING_S = 2.0
 """For the last messages on a connection that is being closed."""
 
+CLOSED = "the connection was closed"
+
 Message = bytes | str | Callable[[], bytes]
 """A function is called when its turn comes: it encodes the message."""
 
 
-class WebSocketWriter:
+class WebSocketConnection:
     """Sends messages in order, from a task of its own: a slow peer delays no other, and `post` never waits.
 
     A peer that lets `max_waiting` messages wait has stopped reading, and the connection is closed. If it does not read
     the last messages either, `task` is cancelled and `transport` aborted. The owner of a connection without `transport`
-    watches `task` and closes the connection when it ends.
+    watches `task` and closes the connection when it ends. One task of the owner reads `messages`.
     """
 
     def __init__(
@@ -34,9 +38,10 @@ class WebSocketWriter:
         max_waiting: int | None = MAX_WAITING,
     ) -> None:
         self.is_closing = False
-        self.error: Exception | None = None  # with which the connection broke
-        self._socket = socket
-        self._transport = transport
+        self.ended = CLOSED  # why, after `messages`
+        self.error: BaseException | None = None  # with which sending or receiving failed
+        self.socket = socket
+        self.transport = transport
         self._max_waiting = max_waiting
         self._waiting: OrderedDict[object, Message] = OrderedDict()
         self._serial = 0
@@ -44,8 +49,37 @@ class WebSocketWriter:
         self._close_frame: tuple[int, bytes] | None = None
         self.task = asyncio.get_running_loop().create_task(self._send())
 
+    @classmethod
+    async def accept(
+        cls, request: web.Request, max_bytes: int, heartbeat_s: float | None = None, max_waiting: int = MAX_WAITING
+    ) -> WebSocketConnection:
+        """Return the connection that a client has asked for. `max_bytes`: of one message."""
+        socket = web.WebSocketResponse(max_msg_size=max_bytes, compress=False, timeout=CLOSING_S, heartbeat=heartbeat_s)
+        await socket.prepare(request)
+        return cls(socket, request.transport, max_waiting)
+
     def __len__(self) -> int:
         return len(self._waiting)
+
+    async def messages(self) -> AsyncIterator[bytes | str]:
+        """Yield what the peer sends until the connection ends. WireError: it sends what is no message."""
+        while True:
+            message = await self.socket.receive()
+            if message.type in (WSMsgType.BINARY, WSMsgType.TEXT):
+                yield message.data
+            elif isinstance(message.data, WebSocketError):  # aiohttp has closed it, with this code
+                too_big = message.data.code == WSCloseCode.MESSAGE_TOO_BIG
+                raise WireError(str(message.data), "size" if too_big else "type")
+            elif message.type is WSMsgType.ERROR:
+                self.error = self.socket.exception()
+                self.ended = f"the connection broke: {self.error}"
+                return
+            elif message.type is WSMsgType.CLOSE:
+                if message.extra:
+                    self.ended = f"{CLOSED} ({message.data}): {message.extra}"
+                return
+            elif message.type in (WSMsgType.CLOSING, WSMsgType.CLOSED):
+                return
 
     def post(self, message: Message, key: object = None) -> None:
         """Queue a message. It replaces one that waits with the same key, and goes to the end of the queue."""
@@ -68,12 +102,12 @@ class WebSocketWriter:
                 while self._waiting:
                     _, message = self._waiting.popitem(last=False)
                     if isinstance(message, str):
-                        await self._socket.send_str(message)
+                        await self.socket.send_str(message)
                     else:
-                        await self._socket.send_bytes(message if isinstance(message, bytes) else message())
+                        await self.socket.send_bytes(message if isinstance(message, bytes) else message())
             if self._close_frame is not None:
                 code, reason = self._close_frame
-                await self._socket.close(code=code, message=reason)
+                await self.socket.close(code=code, message=reason)
         except (ConnectionError, RuntimeError, aiohttp.ClientError) as error:
             self.error = error  # the reading side notices the same
 
@@ -90,6 +124,11 @@ class WebSocketWriter:
             self._close_frame = code, close_reason(reason)
             self.finish()
 
+    async def refuse(self, reason: str) -> None:
+        """Close the connection because of what the peer has sent. Nothing that waits is sent."""
+        self.cancel()
+        await self.socket.close(code=WSCloseCode.POLICY_VIOLATION, message=close_reason(reason))
+
     def discard(self) -> None:
         """Send nothing that still waits."""
         self._waiting.clear()
@@ -103,8 +142,8 @@ class WebSocketWriter:
         """Without this a peer that stopped reading would never be noticed: nothing arrives and nothing is sent."""
         if not self.task.done():
             self.task.cancel()
-            if self._transport is not None:
-                self._transport.abort()
+            if self.transport is not None:
+                self.transport.abort()
 
     async def closed(self) -> None:
         await asyncio.wait([self.task], timeout=2 * CLOSING_S)

@@ -49,7 +49,6 @@ from atoll.core.protocol import (
     StateRejected,
     StateWanted,
     StepTaken,
-    StreamsChanged,
     TimerFired,
     Welcome,
 )
@@ -120,7 +119,6 @@ class LearnerCore:
             StepTaken: self._on_step,
             FragmentDamaged: rounds.on_damaged,
             LinkMeasured: rounds.on_link_measured,
-            StreamsChanged: rounds.on_streams_changed,
             SnapshotSaved: rounds.on_snapshot_saved,
             SnapshotSaveFailed: rounds.on_snapshot_save_failed,
             MomentsFound: joining.on_moments_found,

@@ -23,7 +23,6 @@ from atoll.core.protocol import (
     SnapshotPart,
     SnapshotSaved,
     SnapshotSaveFailed,
-    StreamsChanged,
 )
 from atoll.core.states import Link, Mode
 from atoll.core.types import FragmentId, RoundId
@@ -174,10 +173,6 @@ class LearnerRounds:
             state.codec = chosen.codec
             state.up_rates = ()  # what comes next is another load
             state.say(chosen.reason.code, *chosen.reason.args)
-
-    def on_streams_changed(self, now: float, event: StreamsChanged) -> None:
-        code = "streams-more" if event.now > event.before else "streams-fewer"
-        self._state.say(code, event.way, event.before, event.now, event.carried_before / 1e6, event.carried / 1e6)
 
     # ---------------------------------------------------------------------------------------------------- snapshots
 

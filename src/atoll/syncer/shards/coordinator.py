@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from aiohttp import WSCloseCode, WSMsgType, web
+from aiohttp import WSCloseCode, web
 from torch import Tensor
 
 from atoll.core.protocol import (
@@ -54,7 +54,7 @@ from atoll.syncer.shards.messages import (
     word,
 )
 from atoll.tensors.plan import FragmentPlan, digest_of
-from atoll.transport.websocket import CLOSING_S, WebSocketWriter, close_reason
+from atoll.transport.websocket import WebSocketConnection
 from atoll.transport.wire import (
     FragmentHeader,
     FrameHead,
@@ -91,7 +91,7 @@ def _into(value: Tensor, head: FrameHead, header: bytes) -> memoryview:
 class RemoteFragment:
     """In place of a `HeldFragment`, for links that tell learners of versions."""
 
-    def __init__(self, shards: Shards, p: FragmentId) -> None:
+    def __init__(self, shards: ShardCoordinator, p: FragmentId) -> None:
         self._shards = shards
         self._p = p
 
@@ -106,23 +106,22 @@ class RemoteFragment:
 class ShardLink:
     """One connection of one shard."""
 
-    def __init__(self, hello: ShardHello, socket: web.WebSocketResponse, transport: asyncio.Transport | None) -> None:
+    def __init__(self, hello: ShardHello, connection: WebSocketConnection) -> None:
         self.number = hello.shard
-        self.transport = transport
         self.address = hello.address
         self.held: dict[FragmentId, HeldHere] = {}
         self.traffic = Traffic(0, 0)
-        self.writer = WebSocketWriter(socket, transport, MAX_WAITING)
+        self.connection = connection
 
     def post(self, said: FromHead) -> None:
-        self.writer.post(word(said))
+        self.connection.post(word(said))
 
     def close(self, why: str) -> None:
-        self.writer.discard()
-        self.writer.close(why, WSCloseCode.POLICY_VIOLATION)
+        self.connection.discard()
+        self.connection.close(why, WSCloseCode.POLICY_VIOLATION)
 
 
-class Shards:
+class ShardCoordinator:
     def __init__(self, syncer: SyncerProcess, count: int) -> None:
         self.syncer = syncer
         self.count = count
@@ -240,39 +239,39 @@ class Shards:
 
     async def link(self, request: web.Request) -> web.StreamResponse:
         """`GET /v1/head`: a WebSocket of text."""
-        socket = web.WebSocketResponse(max_msg_size=MOST_WORD_BYTES, compress=False, timeout=CLOSING_S, heartbeat=10.0)
-        await socket.prepare(request)
+        connection = await WebSocketConnection.accept(request, MOST_WORD_BYTES, 10.0, MAX_WAITING)
         link: ShardLink | None = None
-        why = "the connection was closed"
+        refusal = ""
         try:
-            async for message in socket:
-                if message.type is not WSMsgType.TEXT:
+            async for data in connection.messages():
+                if not isinstance(data, str):
                     continue
-                said = heard(message.data, "shard")
+                said = heard(data, "shard")
                 if link is None:
-                    link = self._greet(said, socket, request.transport)
+                    link = self._greet(said, connection)
                 elif self.links.get(link.number) is link:
                     await self._hear(link, said)
                 elif self._greeted.get(link.number) is link:
                     await self._take_in(link, said)
         except WireError as error:
-            why = f"what it sent was refused: {error}"
+            refusal = f"what it sent was refused: {error}"
             self.syncer.refused[error.code] += 1
-            await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=close_reason(str(error)))
+            await connection.refuse(str(error))
         finally:
+            connection.finish()
             if link is not None:
-                link.writer.finish()
-                await self._gone(link, why)
-        return socket
+                await self._gone(link, refusal or connection.ended)
+        assert isinstance(connection.socket, web.WebSocketResponse)
+        return connection.socket
 
-    def _greet(self, hello: Any, socket: web.WebSocketResponse, transport: asyncio.Transport | None) -> ShardLink:
+    def _greet(self, hello: Any, connection: WebSocketConnection) -> ShardLink:
         if type(hello) is not ShardHello:
             raise WireError(f"the first word of a shard is ShardHello, found {type(hello).__name__}", "type")
         self._check(hello)
         older = self._greeted.get(hello.shard)
         if older is not None:
             older.close(SAME)
-        link = ShardLink(hello, socket, transport)
+        link = ShardLink(hello, connection)
         link.post(self._head())
         self._greeted[hello.shard] = link
         return link

@@ -17,7 +17,7 @@ from atoll.syncer.main import Superseded, bound, first, stop_on_signals, written
 from atoll.syncer.shards.process import ShardProcess
 from atoll.transport.auth import check_access
 from atoll.transport.buffers import READ_BYTES
-from atoll.transport.endpoint import Place
+from atoll.transport.endpoint import Endpoint
 from atoll.transport.listener import Listener
 from atoll.transport.tls import KeyFiles, ServerTls
 from atoll.transport.wire import MOST_MESSAGE_BYTES
@@ -37,7 +37,7 @@ def serve_shard(
     directory: Path,
     shard: int,
     shards: int,
-    head: Place,
+    head: Endpoint,
     host: str = "127.0.0.1",
     port: int = 0,
     token: str | None = None,
@@ -58,7 +58,7 @@ async def _serve(
     directory: Path,
     number: int,
     shards: int,
-    head: Place,
+    head: Endpoint,
     host: str,
     port: int,
     token: str | None,

@@ -35,7 +35,7 @@ from atoll.store.run_settings import RunSettings
 from atoll.store.version_store import Fenced, Store, StoreDamaged
 from atoll.syncer.fragment import HeldFragment
 from atoll.syncer.fragment_executor import FragmentKeeper, Payload
-from atoll.syncer.memory_limit import MemoryGate
+from atoll.syncer.partial_uploads import MemoryGate
 from atoll.syncer.process import RECEIVING_BYTES, LinkKey
 from atoll.syncer.shards.messages import (
     MOST_WORD_BYTES,
@@ -61,7 +61,7 @@ from atoll.tensors.plan import FragmentPlan
 from atoll.transport.auth import Access
 from atoll.transport.http_client import why
 from atoll.transport.tls import ClientTls, ServerTls
-from atoll.transport.websocket import WebSocketWriter
+from atoll.transport.websocket import WebSocketConnection
 from atoll.transport.wire import FrameHead, FrameParser, Kind, WireError, as_bytes, decode_header
 
 RETRY_S = 0.5
@@ -117,7 +117,7 @@ class ShardProcess:
         head = self.store.head() or {"epoch": 0, "run_id": ""}
         self._epoch: int = head["epoch"]  # of the newest syncer that was ever served with this directory
         self._founded: str = head["run_id"]  # the run of which that syncer has a record
-        self._writer: WebSocketWriter | None = None
+        self._connection: WebSocketConnection | None = None
         self._arrived: dict[Arrived, Payload] = {}  # told of, and not yet answered
         self._kept: Counter[tuple[FragmentId, Version]] = Counter()
         self._complained_at = float("-inf")
@@ -170,8 +170,13 @@ class ShardProcess:
                 self._url("/v1/head"), max_msg_size=MOST_WORD_BYTES, compress=0, heartbeat=10.0
             ) as socket,
         ):
-            await self._talk(session, socket)
-            self._complain(f"the syncer closed the link ({socket.close_code})")
+            # The heartbeat ends the connection to a syncer that does not read.
+            connection = WebSocketConnection(socket, max_waiting=None)
+            try:
+                await self._talk(session, connection)
+            finally:
+                connection.cancel()
+            self._complain(connection.ended)
 
     def _context(self) -> Any:
         """Of the files as they are now: keys may be renewed, and while only one of them is copied they do not fit."""
@@ -190,7 +195,7 @@ class ShardProcess:
             self.log.warning("no syncer at %s (%s); dialling again and again", ",".join(self._syncers), problem)
 
     def _forget_link(self) -> None:
-        self._writer = None
+        self._connection = None
         self.links = set()
         for payload in self._arrived.values():
             payload.give_back()
@@ -200,29 +205,29 @@ class ShardProcess:
                 self.fragments[p].release(version)
         self._kept.clear()
 
-    async def _talk(self, session: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse) -> None:
+    async def _talk(self, session: aiohttp.ClientSession, connection: WebSocketConnection) -> None:
         await self.keeper.settle()
-        await socket.send_str(word(self._hello()))
-        answer = await socket.receive(CONNECT_S)
-        if answer.type is not aiohttp.WSMsgType.TEXT:
-            raise WireError(f"the syncer does not want this shard: {answer.extra or answer.data}", "type")
-        head = heard(answer.data, "head")
+        connection.post(word(self._hello()))
+        messages = connection.messages()
+        async with asyncio.timeout(CONNECT_S):
+            answer = await anext(messages, None)
+        if not isinstance(answer, str):
+            raise WireError(f"the syncer does not want this shard: {connection.ended}", "type")
+        head = heard(answer, "head")
         if type(head) is not HeadHello:
             raise WireError(f"the first word of a syncer is HeadHello, found {type(head).__name__}", "type")
         if head.epoch < self._epoch:
             raise WireError(f"it is that of epoch {head.epoch}, and one of epoch {self._epoch} was served", "type")
         await self._serve(head)
-        await socket.send_str(word(await self.keeper.on_disk(self._holds)))
-        # The heartbeat ends the connection to a syncer that does not read.
-        writer = self._writer = WebSocketWriter(socket, max_waiting=None)
+        connection.post(word(await self.keeper.on_disk(self._holds)))
+        self._connection = connection
         self.log.info("connected with the syncer of epoch %d", head.epoch)
         telling = asyncio.ensure_future(self._tell_traffic())
         try:
-            async for message in socket:
-                if message.type is aiohttp.WSMsgType.TEXT:
-                    await self._hear(session, heard(message.data, "head"))
+            async for data in messages:
+                if isinstance(data, str):
+                    await self._hear(session, heard(data, "head"))
         finally:
-            writer.cancel()
             telling.cancel()
 
     async def _serve(self, head: HeadHello) -> None:
@@ -318,7 +323,7 @@ class ShardProcess:
     def tell(self, event: SyncerEvent, payload: Payload | None = None) -> None:
         """A contribution has arrived. Its values wait here for what the syncer says."""
         assert isinstance(event, MessageArrived) and isinstance(event.envelope.body, Contribution)
-        if self._writer is None:
+        if self._connection is None:
             return
         envelope, round_id = event.envelope, event.envelope.body.round
         key = (envelope.learner, envelope.incarnation, round_id)
@@ -338,8 +343,8 @@ class ShardProcess:
         self._post(event)  # type: ignore[arg-type]
 
     def _post(self, said: FromShard) -> None:
-        if self._writer is not None:
-            self._writer.post(word(said))
+        if self._connection is not None:
+            self._connection.post(word(said))
 
     def _on_durable(self, held: HeldFragment) -> None:
         if held.measured is not None:

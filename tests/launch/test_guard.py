@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.launch.guarded import GuardedCommand
+from atoll.launch.guard import GuardedCommand
 from tests.launch.ray_nodes import LIMIT_S, lives, until
 
 # Like torchrun: a child in a session of its own, which outlives its parent.
@@ -20,7 +20,7 @@ PARENT_AND_CHILD = "setsid sleep 1000 & echo $! > child; echo $$ > parent; wait"
 HOLDER = """
 import os, subprocess, sys
 from pathlib import Path
-from atoll.launch.guarded import GuardedCommand
+from atoll.launch.guard import GuardedCommand
 command, directory = ["sh", "-c", sys.argv[1]], Path.cwd()
 if sys.argv[2] == "guarded":
     GuardedCommand(command, os.environ, directory, "log").wait()
@@ -68,7 +68,7 @@ def test_a_command_that_is_killed_takes_its_children_along(tmp_path, pids):
     parent, child = told(tmp_path / "parent"), told(tmp_path / "child")
     pids.append(child)
     os.kill(parent, signal.SIGKILL)
-    assert command.wait() == -signal.SIGKILL
+    assert command.wait().code == -signal.SIGKILL
     assert not lives(child)
 
 
@@ -77,7 +77,7 @@ def test_a_child_that_leaves_slowly_is_waited_for_until_the_notice_is_over(tmp_p
     command = GuardedCommand(["sh", "-c", f"setsid sh -c '{slow}'"], os.environ, tmp_path, "log")
     pids.append(told(tmp_path / "child"))
     command.stop(LIMIT_S)
-    assert command.wait() == -signal.SIGTERM, "the shell around it has no trap"
+    assert command.wait().code == -signal.SIGTERM, "the shell around it has no trap"
     assert not lives(pids[0])
     assert (tmp_path / "bye").exists()
 
@@ -106,13 +106,13 @@ def test_who_passes_a_signal_on_is_the_only_one_to_tell(tmp_path):
     command = GuardedCommand([sys.executable, "passes.py"], os.environ, tmp_path, "log")
     until(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text(), "it is ready")
     command.stop(LIMIT_S)
-    assert command.wait() == 0
+    assert command.wait().code == 0
     assert (tmp_path / "log").read_text() == "ready\ntold once\n"
 
 
 def test_what_a_command_prints_and_is_told_goes_where_it_should(tmp_path):
     command = GuardedCommand(["sh", "-c", "echo $WORD; pwd >&2; exit 3"], {"WORD": "hello"}, tmp_path / "new", "log")
-    assert command.wait() == 3
+    assert command.wait().code == 3
     assert (tmp_path / "new" / "log").read_text() == f"hello\n{tmp_path / 'new'}\n"
 
 
