@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from atoll.core.types import Accepted, RoundId
 from atoll.island.fragments import FragmentTensors
 from atoll.island.row_fragment import RowFragment
-from atoll.reference.executor import Execution, FragmentState, StepInfo, SyncerTensors, Trainee, initial_values
-from atoll.syncer.fragment import HeldFragment
+from atoll.reference.executor import Execution, StepInfo, Trainee, initial_values
 from atoll.tape.format import Actor
 from atoll.tensors.codecs import codec
 from atoll.tensors.model_view import ModelView
 from atoll.tensors.plan import FragmentPlan, make_plan, tensors_of
 from atoll.tensors.row_sharding import share_out
 from atoll.tensors.settings import Numerics
+from atoll.tensors.syncer_fragment import SyncerFragment
 from tests.learner.in_process import learner_of
 from tests.learner.runs import LIMIT_S, LearnerSpec, Run, config
 from tests.learner.small_models import BATCH, Normed, work
@@ -102,30 +102,23 @@ def test_published_buffers_are_the_mean_of_the_contributed_values():
         assert torch.equal(held, found)
 
 
-def test_a_process_and_its_replay_merge_buffers_to_the_same_bits():
+def test_buffers_are_merged_to_their_mean_in_f32_and_restored_from_the_store():
     plan = plan_of()
     p = len(plan.fragments) - 1
-    start = [value + 1e-3 for value in initial_values(Normed(), plan)]
-    held = HeldFragment(plan, p, INT4, 0, start[p].clone())
-    replayed = SyncerTensors(plan, INT4, [FragmentState(value, {}, value.clone()) for value in start])
+    fragment = SyncerFragment(plan, p, INT4, 0, initial_values(Normed(), plan)[p] + 1e-3)
     round_id, drawn = RoundId(p, 0, 1, 1), torch.Generator().manual_seed(1)
     for learner, tokens in ((1, 100), (2, 70), (3, 9)):
         data = codec("f32").encode(torch.rand(plan.numel(p), generator=drawn))
         accepted = Accepted(learner, 1, 2, 2, tokens, 200, 0, float(tokens))
-        held.accumulate(round_id, accepted, data, "f32")
-        replayed.accumulate(round_id, codec("f32"), data, accepted)
-    held.merge(round_id, 3, "int4")
-    replayed.downs[round_id] = codec("int4")
-    replayed.step(round_id)
-    value, (by, update) = replayed.merged[p]
-    assert held.next is not None
-    assert held.next.update is not None
-    assert (held.next.codec, by.name) == ("f32", "f32")
-    assert torch.equal(held.next.value, value)
-    assert torch.equal(held.next.update, update)
-    kept = {name: tensor.clone() for name, tensor in {"published": value, "precise": held.outer.value}.items()}
-    again = held.as_kept(1, kept | {"usual": held.usual.state()})
-    assert torch.equal(again.outer.value, value)
+        fragment.accumulate(round_id, accepted, data, "f32")
+    fragment.merge(round_id, 3, "int4")
+    assert fragment.next is not None
+    assert fragment.next.update is not None
+    assert fragment.next.codec == "f32"
+    assert torch.equal(fragment.next.update.view(torch.float32), fragment.next.value)
+    assert torch.equal(fragment.next.value, fragment.outer.value)
+    stored = {name: tensor.clone() for name, tensor in fragment.stored_state(1).items()}
+    assert torch.equal(fragment.restored(1, stored).outer.value, fragment.next.value)
 
 
 @pytest.mark.parametrize("rows", [False, True])
