@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from atoll.core.types import Accepted, RoundId
 from atoll.island.fragments import FragmentTensors
-from atoll.island.row_fragment import RowFragment
 from atoll.reference.executor import Execution, StepInfo, Trainee, initial_values
 from atoll.tape.format import Actor
 from atoll.tensors.codecs import codec
@@ -127,11 +126,8 @@ def test_buffers_are_sent_as_they_are_in_f32(rows):
     job, plan = work("normed", 1), plan_of()
     p = len(plan.fragments) - 1
     view = ModelView(job.model, plan)
-    if rows:
-        fragment: FragmentTensors = RowFragment(view, p, codec("bf16"), share_out(plan, p, [{}, {}]), 0)
-    else:
-        fragment = FragmentTensors(view, p, codec("bf16"))
-    anchor = fragment._buffers.take()
+    fragment = FragmentTensors(view, p, codec("bf16"), share=share_out(plan, p, [{}, {}]) if rows else None)
+    anchor = fragment.buffers.take()
     anchor.tensor.fill_(5.0)
     fragment.anchor = anchor
     job.step(0)
@@ -140,9 +136,9 @@ def test_buffers_are_sent_as_they_are_in_f32(rows):
     assert copied.codec.name == "f32"
     wanted = torch.empty(plan.numel(p))
     view.read(p, wanted)
-    if isinstance(fragment, RowFragment):
-        fragment.encode_strips(fragment.prepare(copied), torch.empty(0), copied.codec)
-        found = fragment.strips(copied.serial).result().data
+    if fragment.rows is not None:
+        fragment.rows.encode_strips(fragment.rows.prepare(copied), torch.empty(0), copied.codec)
+        found = fragment.rows.strips(copied.serial).result().data
     else:
         sent: Future[Tensor] = Future()
         fragment.encode(copied, Collected(sent))

@@ -303,7 +303,7 @@ def test_bytes_are_counted_as_they_would_travel():
     for _ in range(9):
         run.step()
     assert run.syncer.merges == 3
-    assert execution.bytes_up == 2 * 3 * execution.up.size(plan.numel(0))
+    assert execution.bytes_up == 2 * 3 * codec(execution.numerics.ups[0]).size(plan.numel(0))
     assert execution.bytes_down == 2 * 4 * plan.numel(0) + 2 * 3 * 2 * plan.numel(0)
 
 

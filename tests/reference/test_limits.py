@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from atoll.core.types import Accepted, RoundId, RunConfig
+from atoll.core.types import Accepted, AdoptHow, RoundId, RunConfig
 from atoll.reference.executor import Execution, LearnerTensors
 from atoll.tensors.codecs import Codec
 from atoll.tensors.plan import FragmentPlan
@@ -148,12 +148,16 @@ class Uneven(Execution):
 class TakesTheAnchor(Execution):
     """carry counts merged steps twice: it measures them against the anchor although the copy is in the version."""
 
-    def take_over(self, learner: LearnerTensors, p: int, how: str, value: Tensor, reference: Tensor | None) -> None:
+    def take_over(
+        self, learner: LearnerTensors, p: int, how: AdoptHow, value: Tensor, reference: Tensor | None
+    ) -> None:
         super().take_over(learner, p, how, value, learner.anchors.get(p, reference))
 
 
 class BlendsTheOtherWay(Execution):
-    def take_over(self, learner: LearnerTensors, p: int, how: str, value: Tensor, reference: Tensor | None) -> None:
+    def take_over(
+        self, learner: LearnerTensors, p: int, how: AdoptHow, value: Tensor, reference: Tensor | None
+    ) -> None:
         learner.view.adopt(p, how, value, reference, 1.0 - self.config.blend_alpha)
 
 

@@ -15,7 +15,6 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -42,11 +41,11 @@ from atoll.island.boundary import (
     StepBoundary,
     cause_of,
 )
-from atoll.island.fragments import Buffer, Copied, CopyGone, FragmentTensors
+from atoll.island.fragments import CopyGone, FragmentTensors
 from atoll.island.optimizer_state_io import cut_for, get_ready, load_by_all, send_tensors, write_by_all
 from atoll.island.rank_connection import CALLS, ONLY_BESIDE, Ask, Line, Order, Status, Told, bytes_of, failure_text
 from atoll.island.rank_rpc import Hands
-from atoll.island.row_fragment import LedRows
+from atoll.island.row_transfer import RowLeader
 from atoll.island.topology import Ranks, fsdp_modules, reshard
 from atoll.store.learner_parts import Part
 from atoll.tensors import optimizer_state
@@ -75,7 +74,7 @@ class LeaderBackground(Protocol):
     @property
     def has_token(self) -> bool: ...
 
-    def lead(self, hands: Hands, ranks: int) -> None: ...
+    def lead(self, leader: RowLeader, hands: Hands, ranks: int) -> None: ...
 
 
 class Leader(Solo):
@@ -166,7 +165,7 @@ class Leader(Solo):
         if self._agree_on_rows(plan):
             self.way = "rows"
             self.shares = [share_out(plan, p, self.ranks.boxes) for p in fragments]
-            self._background.lead(Hands(self.ranks.rows), self.ranks.size)
+            self._background.lead(self, Hands(self.ranks.rows), self.ranks.size)
             view.packed = True
         return view
 
@@ -195,7 +194,7 @@ class Leader(Solo):
         return not away
 
     def fragment(self, view: ModelView, p: FragmentId, up: Codec) -> FragmentTensors:
-        return LeaderRows(self, view, p, up) if self.shares else LeaderFragment(self, view, p, up)
+        return FragmentTensors(view, p, up, self, self.shares[p] if self.shares else None)
 
     def boundary(self, *args: Any) -> StepBoundary:
         self.generation += 1
@@ -402,81 +401,6 @@ class IslandView(ModelView):
         own = self.buffer(fragment)
         self.read(fragment, own)
         self._leader.read_in_order(fragment, own, take)
-
-
-class LeaderRows(LedRows):
-    def __init__(self, leader: Leader, view: ModelView, p: FragmentId, up: Codec) -> None:
-        super().__init__(view, p, up, leader.shares[p], 0)
-        self._leader = leader
-
-    @property
-    def generation(self) -> int:
-        return self._leader.generation
-
-    def encode_rows(self, copied: Copied) -> None:
-        if self.is_encoded(copied.serial):
-            return
-        try:
-            prepared = self.prepare(copied)
-            taken = self._leader.exchange(self.p, copied.serial, prepared.given, copied.codec)
-            self.encode_strips(prepared, taken, copied.codec)
-        except BaseException as wrong:
-            self.give_up(copied.serial, wrong)
-            if isinstance(wrong, CancelledError):  # the training thread never made the copy
-                raise CopyGone from None
-            raise
-
-    def pass_on(self, version: Version, digest: str) -> Buffer | None:
-        value = self.take_fetched(version)
-        if value is None:
-            return None
-        is_right = False
-        try:
-            is_right = self._leader.pass_on(self.p, version, value.tensor, digest)
-        finally:
-            if not is_right:
-                self.release(value)
-        return value if is_right else None
-
-    def copy_for_part(self) -> tuple[Buffer, Callable[[], None]]:
-        """A part holds whole fragments: this one is put together when it is written, and is nobody's afterwards."""
-        rows, own = super().copy_for_part()
-        whole = Buffer(torch.empty(0))
-        whole.holders = 2  # one more than there are: it is not of the size of the others, and is not used again
-        key, plan = self._leader.parcel, self._view.plan
-
-        def wait() -> None:
-            own()
-            whole.tensor = torch.empty(self.dealt.numel)
-            for window in windows(plan, self.p, self._view.boxes):
-                window.of(whole.tensor).copy_(window.of_packed(rows.tensor))
-            self.release(rows)
-            self._leader.gather(Order.PART, self.p, key, whole.tensor)
-
-        return whole, wait
-
-
-class LeaderFragment(FragmentTensors):
-    def __init__(self, leader: Leader, view: ModelView, p: FragmentId, up: Codec) -> None:
-        super().__init__(view, p, up)
-        self._leader = leader
-
-    def begin_copy(self, copied: Copied) -> Callable[[], None]:
-        return self._and_theirs(super().begin_copy(copied), Order.COPY, copied.serial, copied.buffer)
-
-    def copy_for_part(self) -> tuple[Buffer, Callable[[], None]]:
-        buffer, own = super().copy_for_part()
-        return buffer, self._and_theirs(own, Order.PART, self._leader.parcel, buffer)
-
-    def _and_theirs(self, own: Callable[[], None], order: Order, key: int, buffer: Buffer) -> Callable[[], None]:
-        def wait() -> None:
-            own()
-            self._leader.gather(order, self.p, key, buffer.tensor)
-
-        return wait
-
-    def share(self, version: Version, value: Buffer) -> None:
-        self._leader.share(self.p, version, value.tensor)
 
 
 class LeaderBoundary(StepBoundary):

@@ -57,10 +57,11 @@ from atoll.core.protocol import (
     Welcome,
 )
 from atoll.core.syncer.state import Restored
-from atoll.core.types import NOTHING, SYNCER, FragmentId, Interval, LearnerId, RoundId, RunConfig, Version
+from atoll.core.types import NOTHING, SYNCER, AdoptHow, FragmentId, Interval, LearnerId, RoundId, RunConfig, Version
 from atoll.tape.format import Actor, Entry
 from atoll.tensors import optimizer_state, outer
-from atoll.tensors.codecs import Codec, Feedback, codec
+from atoll.tensors.codecs import Codec, codec
+from atoll.tensors.learner_fragment import LearnerFragment
 from atoll.tensors.model_view import ModelView
 from atoll.tensors.plan import FragmentPlan
 from atoll.tensors.settings import Numerics
@@ -108,6 +109,7 @@ class LearnerTensors:
     actor: Actor
     trainee: Trainee
     view: ModelView
+    fragments: list[LearnerFragment]
     step: int = 0
     tokens: int = 0
     session: int = 0
@@ -120,11 +122,9 @@ class LearnerTensors:
     line: SampleLine = field(default_factory=lambda: SampleLine(0))
     received: dict[FragmentId, Version] = field(default_factory=dict)
     values: dict[FragmentId, Tensor] = field(default_factory=dict)  # as received, adopted or not
-    anchors: dict[FragmentId, Tensor] = field(default_factory=dict)  # as adopted and as the parameters hold it
+    anchors: dict[FragmentId, Tensor] = field(default_factory=dict)  # as adopted
     copies: dict[FragmentId, Tensor] = field(default_factory=dict)
     codecs: dict[FragmentId, Codec] = field(default_factory=dict)  # of the copies: what they travel in
-    sent: dict[FragmentId, tuple[RoundId, Codec, Tensor]] = field(default_factory=dict)
-    feedback: dict[FragmentId, Feedback] = field(default_factory=dict)
 
 
 class SyncerTensors:
@@ -192,7 +192,6 @@ class Execution:
         self.config = config
         self.numerics = numerics
         self.plan = plan
-        self.up = codec(numerics.ups[0])  # of a copy that names no other
         self.tokens = 0  # of all learners, ever
         self.bytes_up = 0
         self.bytes_down = 0
@@ -249,7 +248,9 @@ class Execution:
         found = self.learners.get(actor)
         if found is None:
             trainee = self._make(actor)
-            found = self.learners[actor] = LearnerTensors(actor, trainee, ModelView(trainee.model, self.plan))
+            view, up = ModelView(trainee.model, self.plan), self.numerics.ups[0]
+            fragments = [LearnerFragment(view, p, up) for p in range(len(self.plan.fragments))]
+            found = self.learners[actor] = LearnerTensors(actor, trainee, view, fragments)
             found.line = SampleLine(self.config.lease_samples)
         return found
 
@@ -422,8 +423,7 @@ class Execution:
         if kept is None:
             kept = learner.copies[p] = torch.empty(self.plan.numel(p))
         learner.view.read(p, kept)
-        learner.codecs[p] = codec(*self.plan.codecs(p, (effect.codec or self.up.name,)))
-        learner.sent.pop(p, None)
+        learner.codecs[p] = learner.fragments[p].codec_for(effect.codec)
 
     def _send(self, learner: LearnerTensors, effect: Send) -> None:
         body = effect.envelope.body
@@ -433,20 +433,14 @@ class Execution:
             self._given[body] = optimizer_state.pack(learner.trainee.optimizer, learner.trainee.model)
 
     def _contribute(self, learner: LearnerTensors, round_id: RoundId) -> None:
-        """An answer that was lost is sent again as it was: the same bytes."""
         p = round_id.fragment
-        sent = learner.sent.get(p)
-        if sent is None or sent[0] != round_id:
-            feedback = learner.feedback.get(p)
-            if feedback is None:
-                feedback = learner.feedback[p] = Feedback(learner.codecs[p], self.plan.numel(p))
-            feedback.settle(False)  # an older answer with the same anchor was in no version
-            copy = learner.copies[p]
-            given = copy if self.plan.holds_buffers(p) else learner.anchors[p] - copy
-            data = feedback.encode(given, by=learner.codecs[p])
-            sent = learner.sent[p] = (round_id, learner.codecs[p], data)
-        self.bytes_up += sent[2].numel()
-        self._contributions[learner.actor, p] = sent
+        fragment, by = learner.fragments[p], learner.codecs[p]
+        data = fragment.encoded(round_id)
+        if data is None:
+            anchor, copy = learner.anchors[p], learner.copies[p]
+            data = fragment.encode(round_id, by, anchor, copy, torch.empty_like(copy))
+        self.bytes_up += data.numel()
+        self._contributions[learner.actor, p] = (round_id, by, data)
 
     def _adopt(self, learner: LearnerTensors, effect: AdoptFragment) -> None:
         p = effect.fragment
@@ -454,22 +448,16 @@ class Execution:
         value = learner.values[p]
         reference = learner.copies[p] if effect.merged_copy else learner.anchors.get(p)
         self.take_over(learner, p, effect.how, value, reference)
-        anchor = value
-        if not learner.view.is_exact(p):
-            anchor = torch.empty_like(value)
-            learner.view.as_held(p, value, anchor)
-        learner.anchors[p] = anchor
-        if p in learner.sent:
-            learner.feedback[p].settle(effect.merged_copy)
-            del learner.sent[p]
+        learner.anchors[p] = value
+        learner.fragments[p].settle(effect.merged_copy)
         sent = self._sent.get((learner.actor, p), {})
         for version in [v for v in sent if v <= effect.version]:
             sent.pop(version).release()
 
     def take_over(
-        self, learner: LearnerTensors, p: FragmentId, how: str, value: Tensor, reference: Tensor | None
+        self, learner: LearnerTensors, p: FragmentId, how: AdoptHow, value: Tensor, reference: Tensor | None
     ) -> None:
-        learner.view.adopt(p, how, value, reference, self.config.blend_alpha)
+        learner.fragments[p].adopt(how, value, reference, self.config.blend_alpha, torch.empty_like(value))
 
     def _start(self, learner: LearnerTensors, effect: StartTraining) -> None:
         learner.warmup_steps = effect.warmup_steps
@@ -497,7 +485,8 @@ class Execution:
     def _stop(self, learner: LearnerTensors, effect: Stop) -> None:
         """The model stays, everything else is given back."""
         learner.stopped = True
-        for held in (learner.values, learner.anchors, learner.copies, learner.sent, learner.feedback):
+        learner.fragments.clear()
+        for held in (learner.values, learner.anchors, learner.copies):
             held.clear()
 
 
