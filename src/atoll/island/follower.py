@@ -22,7 +22,15 @@ from atoll.island.boundary import LEFT, cause_of
 from atoll.island.fragments import Buffer, CopyGone, FragmentTensors, RowFragment, plan_of
 from atoll.island.optimizer_state_io import ORDERS as PART_ORDERS
 from atoll.island.optimizer_state_io import FollowerParts, receive_tensors
-from atoll.island.rank_connection import ONLY_BESIDE, Ask, Line, Order, Status, Told, failure_text
+from atoll.island.rank_connection import (
+    ONLY_BESIDE,
+    BoundaryStatus,
+    Order,
+    RankConnection,
+    RankReply,
+    RankRequest,
+    failure_text,
+)
 from atoll.island.stats import LearnerStats, LearnerStatus
 from atoll.island.topology import Ranks, fsdp_modules, reshard
 from atoll.store.learner_parts import set_rng, take_rng
@@ -101,7 +109,7 @@ class FollowerBackground(Protocol):
 
     def obey(
         self,
-        line: Line,
+        line: RankConnection,
         rows: Callable[[int], Sequence[RowFragment]],
         hold: Callable[[FragmentId, Version], Buffer | None],
         ranks: int,
@@ -148,7 +156,7 @@ class Follower:
         self._error: BaseException | None = None
         self._closing = False
         self._alpha = 0.0
-        self._told = Told()
+        self._told = BoundaryStatus()
         self._paused = False
         self._is_joined = False
         self.steps = 0
@@ -163,7 +171,7 @@ class Follower:
     def join(self) -> None:
         self._thread.start()
         while not self._is_joined:
-            self._meet(Ask.JOIN, self._reaches)
+            self._meet(RankRequest.JOIN, self._reaches)
         self._began = time.monotonic()
         self._rest()
 
@@ -174,7 +182,7 @@ class Follower:
             raise IslandBroken(f"the background of this rank has failed: {self._error}") from self._error
         self._background.check()
         self.steps += 1
-        self._meet(Ask.STEP, tokens)
+        self._meet(RankRequest.STEP, tokens)
         self._boundary_s += time.monotonic() - begin
         self._rest()
 
@@ -183,22 +191,22 @@ class Follower:
         return [rows.state for rows in self._rows]
 
     def take(self, count: int) -> tuple[int, ...]:
-        self._leader.ask(Ask.TAKE, count)
+        self._leader.ask(RankRequest.TAKE, count)
         _, words = self._leader.answered()
         return tuple(words[0][1])
 
     def _rest(self) -> None:
         while self._paused and not self._status.finished:
             began = time.monotonic()
-            self._meet(Ask.REST)
+            self._meet(RankRequest.REST)
             self._status.paused_s += time.monotonic() - began
 
-    def _meet(self, kind: Ask, value: int = 0) -> None:
+    def _meet(self, kind: RankRequest, value: int = 0) -> None:
         """Ask, and do what is answered."""
         self._leader.ask(kind, value, noticed=self._notice_level())
         told, words = self._leader.answered()
         self._paused = told.paused
-        if kind not in (Ask.JOIN, Ask.CLOSE):
+        if kind not in (RankRequest.JOIN, RankRequest.CLOSE):
             self._told = told
             self._status.progress = told.progress
         if words and self._is_joined:
@@ -232,15 +240,15 @@ class Follower:
         """All ranks leave together; one that leaves alone says why."""
         try:
             if wrong is None:
-                self._meet(Ask.CLOSE)
+                self._meet(RankRequest.CLOSE)
                 if self._paused:  # there is a notice, and something to push
                     self._rest()
-                    self._meet(Ask.CLOSE)
+                    self._meet(RankRequest.CLOSE)
                 if self._status.finished and not self._status.drained:
                     reshard(self._fsdp)
                     self._write_anchors()
             else:
-                self._leader.ask(Ask.FAILED, 0, failure_text(wrong, self._ranks.rank))
+                self._leader.ask(RankRequest.FAILED, 0, failure_text(wrong, self._ranks.rank))
                 self._leader.shut_after_last_words()
         except AtollError:
             if wrong is None and not self._status.finished:
@@ -453,7 +461,7 @@ class Follower:
                     held = [(parcel.rows[p][0], parcel.rows[p][0].buffers.hold(parcel.rows[p][1]))]
         try:
             if wait is None:
-                self._orders.say(Status.GONE)
+                self._orders.say(RankReply.GONE)
             else:
                 wait()
                 self._send_rows(p, held[0][1].tensor)
@@ -465,7 +473,7 @@ class Follower:
         return self._rows[p].copies if generation == self._generation else 0
 
     def _send_rows(self, p: FragmentId, packed: Tensor) -> None:
-        self._orders.say(Status.HERE)
+        self._orders.say(RankReply.HERE)
         for window in self._owned[p]:
             self._orders.send_tensor(window.of_packed(packed))
 
@@ -481,16 +489,16 @@ class Follower:
         rows = state.rows
         assert rows is not None
         if copied is None:
-            self._orders.say(Status.GONE)
+            self._orders.say(RankReply.GONE)
             return
         try:
             prepared = rows.prepare(copied)
         finally:
             state.release(copied.buffer, copied.anchor)
-        self._orders.say(Status.HERE)
+        self._orders.say(RankReply.HERE)
         self._orders.send_tensor(prepared.given)
         status, by = self._orders.said()
-        if status is not Status.HERE:
+        if status is not RankReply.HERE:
             rows.give_up(key, CopyGone("another rank does not have this copy any more"))
             return
         taken = torch.empty(sum(move.size for move in rows.dealt.taken(rows.rank)))
@@ -505,8 +513,8 @@ class Follower:
         rows = fragment.state.rows
         assert rows is not None
         value = rows.take_fetched(version) if is_mine else None
-        self._orders.say(Status.HERE if value is not None else Status.GONE)
-        if self._orders.said()[0] is not Status.HERE or value is None:
+        self._orders.say(RankReply.HERE if value is not None else RankReply.GONE)
+        if self._orders.said()[0] is not RankReply.HERE or value is None:
             rows.buffers.release(value)
             return
         for stretch in rows.dealt.stretches:
@@ -518,12 +526,12 @@ class Follower:
                 self._orders.send_tensor(part)
             else:
                 self._orders.receive_tensor(part)
-        if self._orders.said()[0] is Status.HERE:
+        if self._orders.said()[0] is RankReply.HERE:
             with self._news:
                 fragment.arrived(version, value)
         else:
             rows.buffers.release(value)
-        self._orders.say(Status.HERE)
+        self._orders.say(RankReply.HERE)
 
     def _take_share(self, p: FragmentId, version: Version, generation: int) -> None:
         with self._news:
@@ -536,7 +544,7 @@ class Follower:
                 fragment.arrived(version, value)
             else:
                 fragment.state.release(value)
-        self._orders.say(Status.HERE)
+        self._orders.say(RankReply.HERE)
 
     def _parcel_of(self, key: int, generation: int) -> StagedState | None:
         self._wait_until(lambda: generation < self._generation or self._parcel >= key)
@@ -565,13 +573,13 @@ class Follower:
             if parcel is not None:
                 self._drop(key)
         if parcel is None or parcel.inner is None:
-            self._orders.say(Status.WRONG, parcel.wrong if parcel is not None else "")
+            self._orders.say(RankReply.WRONG, parcel.wrong if parcel is not None else "")
             return
         inner, sent = parcel.inner, []
         try:
             inner.wait()
         except RuntimeError as error:
-            self._orders.say(Status.WRONG, f"rank {self._ranks.rank}: {cause_of(error)}")
+            self._orders.say(RankReply.WRONG, f"rank {self._ranks.rank}: {cause_of(error)}")
             return
         names = optimizer_state.named_numbers(inner.about)
         mine = owned(self._ranks.boxes, self._plan.tensors)[self._ranks.rank] if self._plan is not None else frozenset()
@@ -583,7 +591,7 @@ class Follower:
         for name, tensor in parcel.rng.items():
             listed.append([f"rank{self._ranks.rank}.{name}", None, list(tensor.shape), _dtype_name(tensor)])
             sent.append(tensor)
-        self._orders.say(Status.HERE)
+        self._orders.say(RankReply.HERE)
         self._orders.send_json(listed)
         for tensor in sent:
             self._orders.send_tensor(tensor)

@@ -26,7 +26,7 @@ from atoll.tensors.learner_fragment import LearnerFragment
 from atoll.tensors.model_view import ModelView
 from atoll.tensors.outer import Applying
 from atoll.tensors.plan import FragmentPlan, settled_plan, tensors_of
-from atoll.tensors.row_sharding import Laid, RowShare, Strip, StripCoder, apply_rows
+from atoll.tensors.row_sharding import ByteLayout, EncodeRange, RowShare, StripCoder, apply_rows
 from atoll.tensors.sharding import windows
 from atoll.transport.streaming_buffer import Told
 from atoll.transport.wire import CODEC_NUMBERS, as_bytes
@@ -116,7 +116,7 @@ class CopyGone(RuntimeError):  # noqa: N818 - as a rule nobody wants that copy a
 class Strips(NamedTuple):
     """What this rank sends of a contribution."""
 
-    laid: Laid
+    laid: ByteLayout
     data: Tensor
 
 
@@ -229,7 +229,14 @@ class RowFragment:
     # ----------------------------------------------------------------------------------------------------------- down
 
     def decode(
-        self, by: int, strips: list[Strip], laid: Laid, data: Tensor, base: Buffer | None, version: Version, digest: str
+        self,
+        by: int,
+        strips: list[EncodeRange],
+        laid: ByteLayout,
+        data: Tensor,
+        base: Buffer | None,
+        version: Version,
+        digest: str,
     ) -> None:
         """In the computing thread: its rows of a version."""
         value = self.buffers.take()

@@ -22,9 +22,9 @@ from atoll.core.protocol import Contribution, Envelope
 from atoll.core.types import FragmentId, RoundId, Version
 from atoll.errors import IslandBroken
 from atoll.island.fragments import Buffer, Copied, CopyGone, RowFragment
-from atoll.island.rank_rpc import Hands
+from atoll.island.rank_rpc import RankRpcClient
 from atoll.tensors.codecs import CODECS, Codec
-from atoll.tensors.row_sharding import Laid, Stretch, Strip, cover, lay
+from atoll.tensors.row_sharding import ByteLayout, EncodeRange, RowRange, cover, lay
 from atoll.transport.buffers import ByteBuffers
 from atoll.transport.bulk_transfer import RETRY_S, TRIES, Fetching, LearnerBulk, fragment_sizes
 from atoll.transport.byte_ranges import Spans
@@ -76,12 +76,12 @@ class FetchRowsRequest(NamedTuple):
 class RowFetching(Fetching):
     """What is here of this rank's rows. The first slice is one byte: its header says in what the rows are."""
 
-    def __init__(self, version: Version, base: Version | None, numel: int, stretches: Sequence[Stretch]) -> None:
+    def __init__(self, version: Version, base: Version | None, numel: int, stretches: Sequence[RowRange]) -> None:
         super().__init__(version, base)
         self._numel = numel
         self._stretches = stretches
-        self.strips: list[Strip] = []
-        self.laid = Laid(0, (), ())
+        self.strips: list[EncodeRange] = []
+        self.laid = ByteLayout(0, (), ())
 
     def memory(self, head: FrameHead, said: FragmentHeader, buffers: ByteBuffers) -> Any:
         if self.header is None:
@@ -241,7 +241,7 @@ class RowTraffic:
         bulk: LearnerBulk,
         compute: ThreadPoolExecutor,
         leader: RowLeader,
-        hands: Hands,
+        hands: RankRpcClient,
         work: RowWork,
     ) -> None:
         self._leader = leader

@@ -47,8 +47,8 @@ from atoll.core.types import FragmentId, Version
 from atoll.errors import AtollError, BackgroundFailed, IslandBroken, SyncerUnreachable
 from atoll.island.boundary import cause_of
 from atoll.island.fragments import Buffer, FragmentTensors, RowFragment
-from atoll.island.rank_connection import Line
-from atoll.island.rank_rpc import Hands, obey
+from atoll.island.rank_connection import RankConnection
+from atoll.island.rank_rpc import RankRpcClient, obey
 from atoll.island.row_transfer import RowLeader, RowTraffic, RowWork
 from atoll.island.stats import LearnerStats
 from atoll.learner.driver import LearnerDriver
@@ -215,7 +215,7 @@ class Background:
     def has_token(self) -> bool:
         return self._link.has_token
 
-    def lead(self, leader: RowLeader, hands: Hands, ranks: int) -> None:
+    def lead(self, leader: RowLeader, hands: RankRpcClient, ranks: int) -> None:
         """At rank 0. What a link may carry is for all of them together."""
         self._bulk.share_rate(ranks)
         work = RowWork(self._link, self._bulk, self._compute, self._own_rows, self._hold_version)
@@ -224,7 +224,7 @@ class Background:
 
     def obey(
         self,
-        line: Line,
+        line: RankConnection,
         rows: Callable[[int], Sequence[RowFragment]],
         hold: Callable[[FragmentId, Version], Buffer | None],
         ranks: int,

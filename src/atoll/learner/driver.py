@@ -30,7 +30,7 @@ from atoll.core.protocol import (
 )
 from atoll.core.states import Mode
 from atoll.core.types import Version
-from atoll.island.boundary import Action, Adopt, Copy, End, Give, Given, Save, Start, StepBoundary, state_key
+from atoll.island.boundary import Action, Adopt, CopyAction, End, Give, Given, Save, Start, StepBoundary, state_key
 from atoll.island.fragments import Buffer, FragmentTensors
 from atoll.island.stats import LearnerStatus
 from atoll.learner.part_writer import PartKeeper
@@ -272,7 +272,7 @@ class LearnerDriver:
         match effect:
             case CopyFragment():
                 fragment = self.boundary.fragments[effect.round.fragment]
-                return Copy(effect, fragment.will_copy(effect.round, effect.codec))
+                return CopyAction(effect, fragment.will_copy(effect.round, effect.codec))
             case AdoptFragment():
                 value, reference = self.boundary.fragments[effect.fragment].will_adopt(effect.merged_copy)
                 return Adopt(effect, value, reference)

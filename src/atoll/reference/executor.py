@@ -415,7 +415,7 @@ class Execution:
 
     def rebuild(self, learner: LearnerTensors, held: Tensor, update: Tensor, down: Codec) -> Tensor:
         """The next published value from the one that is held, as every learner does it."""
-        return outer.Published.apply(down, held, update, torch.empty_like(held))
+        return outer.PublishedValue.apply(down, held, update, torch.empty_like(held))
 
     def _copy(self, learner: LearnerTensors, effect: CopyFragment) -> None:
         p = effect.round.fragment

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from atoll.core.types import NOTHING, Accepted, FragmentId, RoundId, Version
 from atoll.tensors.codecs import codec
-from atoll.tensors.outer import OuterStep, Published
+from atoll.tensors.outer import OuterStep, PublishedValue
 from atoll.tensors.plan import FragmentPlan, digest_of
-from atoll.tensors.robust_merge import Sums, UsualSize, sums_of
+from atoll.tensors.robust_merge import NormTracker, RunningSums, sums_of
 from atoll.tensors.settings import Numerics
 
 MAX_OLD_VERSIONS = 4
@@ -63,7 +63,7 @@ class SyncerFragment:
         self._numerics = numerics
         self._how = numerics.merge
         self._clip = numerics.norm_clip
-        self.usual = UsualSize(plan.holds_buffers(p))
+        self.usual = NormTracker(plan.holds_buffers(p))
         self.outer = OuterStep(plan, p, numerics, value.clone())
         self.served = ServedVersion(version, value, digest_of(value), NOTHING, None)
         self.next: ServedVersion | None = None  # merged, and not yet durable
@@ -72,7 +72,7 @@ class SyncerFragment:
         self._spare: Tensor | None = None
         self._holds: Counter[Version] = Counter()  # learners that were notified of a version, and transfers of it
         self._old: dict[Version, ServedVersion] = {}  # held versions before the newest
-        self._sums: Sums | None = None
+        self._sums: RunningSums | None = None
         self._sizes: list[float] = []  # of the contributions to the round
         self._added: list[tuple[Accepted, float]] = []  # the same contributions with their clipping factors
         self._round: RoundId | None = None
@@ -80,7 +80,7 @@ class SyncerFragment:
     def accumulate(
         self, round_id: RoundId, accepted: Accepted, data: Tensor, up: str, norm: float | None = None
     ) -> None:
-        """Add a contribution to the sums of a round. `norm`: result of `UsualSize.examine`, if it was called."""
+        """Add a contribution to the sums of a round. `norm`: result of `NormTracker.examine`, if it was called."""
         if self._sums is None:
             self._sums = sums_of(self._plan, self.id, self._how)
         if self._round != round_id:
@@ -120,7 +120,7 @@ class SyncerFragment:
         down = down if down is not None else self._numerics.downs[0]
         assert down in self._numerics.downs, f"updates of this run do not travel in {down}"
         by = codec(*self._plan.codecs(self.id, (down,)))
-        published = Published(by, value)
+        published = PublishedValue(by, value)
         update = published.advance(self.outer.value)
         self.next = ServedVersion(round_id.base + 1, value, digest_of(value), round_id.base, update, by.name)
         self.stats = MergeStats(
