@@ -35,7 +35,7 @@ from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 from atoll.core.types import Limits, RunConfig
-from atoll.island.rank_connection import Ask, Told
+from atoll.island.rank_connection import BoundaryStatus, RankRequest
 from atoll.island.topology import Ranks, meet
 from atoll.learner.api import Learner
 from atoll.reference.models import SIZES, build, inner_optimizer, parameter_count
@@ -110,9 +110,9 @@ def boundaries(ranks: Ranks | None, rank: int) -> dict[str, Any]:
             for line in lines:
                 line.hear()
             for line in lines:
-                line.answer(Told(), b"")
+                line.answer(BoundaryStatus(), b"")
         else:
-            lines[0].ask(Ask.STEP, 1)
+            lines[0].ask(RankRequest.STEP, 1)
             lines[0].answered()
 
     group = dist.new_group(backend="gloo")

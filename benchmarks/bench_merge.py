@@ -27,7 +27,7 @@ from torch import Tensor
 from atoll.tensors import merge, outer
 from atoll.tensors.codecs import Codec, codec
 from atoll.tensors.merge import Accumulator
-from atoll.tensors.outer import OuterStep, Published
+from atoll.tensors.outer import OuterStep, PublishedValue
 from atoll.tensors.plan import FragmentPlan, TensorInfo, make_plan
 from atoll.tensors.robust_merge import sums_of
 from atoll.tensors.settings import Numerics
@@ -79,7 +79,7 @@ class Streaming:
         self.coder = coder
         self.accumulator = Accumulator(plan, 0, NUMERICS.merge)
         self.outer = OuterStep(plan, 0, NUMERICS, torch.randn(numel, generator=generator))
-        self.published = Published(coder, self.outer.value.clone())
+        self.published = PublishedValue(coder, self.outer.value.clone())
         self.update = torch.empty(coder.size(numel), dtype=torch.uint8)
 
     def add(self, data: Tensor, weight: float) -> None:
@@ -211,7 +211,7 @@ def measure_figures(name: str, how: str, mib: int) -> dict[str, Any]:
     sent = [coder.encode(torch.randn(numel, generator=generator)) for _ in range(LEARNERS)]
     sums = sums_of(plan, 0, how)
     step = OuterStep(plan, 0, NUMERICS, torch.randn(numel, generator=generator))
-    published = Published(coder, step.value.clone())
+    published = PublishedValue(coder, step.value.clone())
     update = torch.empty(coder.size(numel), dtype=torch.uint8)
     known = coder.examine(sent[0], numel)[1] if coder.tells_norm else None
     squares, looked_at = merge.squares, outer.LOOKED_AT

@@ -13,8 +13,8 @@ import torch
 from aiohttp import web
 from torch import nn
 
-from atoll.island.row_fragment import RowFragment
-from atoll.island.row_transfer import Getting, RowWork
+from atoll.island.fragments import FragmentTensors, RowFragment
+from atoll.island.row_transfer import FetchRowsRequest, RowWork
 from atoll.tensors.codecs import codec
 from atoll.tensors.model_view import ModelView
 from atoll.tensors.plan import digest_of, make_plan, tensors_of
@@ -33,7 +33,10 @@ def fragment_of_rank(rank: int) -> RowFragment:
     model = nn.Linear(8, ROWS, bias=False)
     plan = make_plan(tensors_of(model), 1, "balanced")
     halves = [{"weight": Box((begin, 0), (ROWS // 2, 8))} for begin in (0, ROWS // 2)]
-    return RowFragment(ModelView(model, plan), 0, codec("f32"), share_out(plan, 0, halves), rank)
+    share = share_out(plan, 0, halves)
+    rows = FragmentTensors(ModelView(model, plan), 0, codec("f32"), share=share, rank=rank).rows
+    assert rows is not None
+    return rows
 
 
 Spoil = Callable[[FragmentHeader, bytes, int], tuple[FragmentHeader, bytes, int]]
@@ -69,7 +72,7 @@ async def fetched(spoil: Spoil, rank: int = 1) -> tuple[RowFragment, list[tuple[
     try:
         with ThreadPoolExecutor(1) as compute:
             work = RowWork(link, LearnerBulk(link, None), compute, lambda _: [fragment], lambda *_: None)
-            found = await work.fetch(Getting(0, 0, 7, None, ("int8",), link.asked))
+            found = await work.fetch(FetchRowsRequest(0, 0, 7, None, ("int8",), link.asked))
     finally:
         await link.close()
         await runner.cleanup()

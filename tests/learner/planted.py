@@ -28,11 +28,11 @@ from atoll.learner import fragment_transfer, part_writer
 from atoll.store import sharded_parts
 from atoll.store.version_store import Store
 from atoll.syncer import fragment_executor
-from atoll.syncer.fragment import HeldFragment
-from atoll.syncer.fragment_executor import FragmentKeeper, Payload
+from atoll.syncer.fragment_executor import FragmentExecutor, Payload
 from atoll.syncer.partial_uploads import Arrivals
 from atoll.syncer.process import SyncerProcess
 from atoll.tensors import robust_merge
+from atoll.tensors.syncer_fragment import SyncerFragment
 from atoll.transport import auth, bulk_transfer, http_client, listener, pacing
 from atoll.transport.pacing import Direction, LinkMeter
 
@@ -54,7 +54,7 @@ def struck(directory: Path, what: str) -> Path:
 def wrong_update(directory: Path) -> None:
     """Every third update of a fragment leads to another value than the one that was published, on sound frames."""
 
-    class Wrong(HeldFragment):
+    class Wrong(SyncerFragment):
         def merge(self, round_id: RoundId, contributions: int, down: str | None = None) -> None:
             super().merge(round_id, contributions, down)
             assert self.next is not None
@@ -65,7 +65,7 @@ def wrong_update(directory: Path) -> None:
                 self.next = self.next._replace(update=update)
                 struck(directory, "update").touch()
 
-    fragment_executor.HeldFragment = Wrong  # type: ignore[attr-defined]
+    fragment_executor.SyncerFragment = Wrong  # type: ignore[attr-defined]
 
 
 def hurried_listener(directory: Path) -> None:
@@ -389,20 +389,20 @@ def no_prometheus(directory: Path) -> None:
 def published_first(directory: Path) -> None:
     """A syncer that says durable before it is."""
 
-    persist = FragmentKeeper.persist
+    persist = FragmentExecutor.persist
 
     def too_early(self: Any, record: Record) -> None:
         if not isinstance(record, VersionRecord):
             persist(self, record)
             return
         held = self.held[record.fragment]
-        tensors = {name: tensor.clone() for name, tensor in held.to_keep(record).items()}
+        tensors = {name: tensor.clone() for name, tensor in held.stored_state(record.version).items()}
         work = self._loop.run_in_executor(self._disk_thread, self.store.write, record, tensors)
         work.add_done_callback(_look_away)
         held.now_durable()
         self._loop.call_soon(self._tell, Persisted(record.key()))
 
-    FragmentKeeper.persist = too_early  # type: ignore[method-assign]
+    FragmentExecutor.persist = too_early  # type: ignore[method-assign]
 
 
 def _look_away(done: asyncio.Future[None]) -> None:

@@ -21,9 +21,9 @@ import atoll
 from atoll.core.protocol import MessageArrived, StepTaken
 from atoll.core.types import RoundId
 from atoll.errors import BackgroundFailed, LearnerRefused
-from atoll.island.boundary import Action, Copy, Solo, Start
+from atoll.island.boundary import Action, CopyAction, SingleRankIsland, Start
 from atoll.island.fragments import FragmentTensors, plan_of
-from atoll.island.rank_connection import Told
+from atoll.island.rank_connection import BoundaryStatus
 from atoll.learner.api import Learner
 from atoll.store.run_settings import RunSettings
 from atoll.tensors.codecs import codec
@@ -349,14 +349,14 @@ def change_core(learner: Learner, change: Callable[[Handle, float, Any], list[An
     core.handle = partial(change, core.handle)  # type: ignore[method-assign]
 
 
-class InterruptedIsland(Solo):
+class InterruptedIsland(SingleRankIsland):
     """Ctrl-C between the moment when the core asks for an action of this kind and the action."""
 
     def __init__(self, kind: type[Action]) -> None:
         self.kind = kind
         self.fired = False
 
-    def agree(self, actions: list[Action], told: Told) -> list[Action]:
+    def agree(self, actions: list[Action], told: BoundaryStatus) -> list[Action]:
         if any(isinstance(action, self.kind) for action in actions):
             self.fired = True
             raise KeyboardInterrupt
@@ -368,7 +368,7 @@ def test_ctrl_c_between_the_promise_of_a_copy_and_the_copy(tmp_path):
     with Run(tmp_path, endless()) as run:
         job = work()
         learner = learner_of(run, job, 1)
-        leading_rank(learner).island = island = InterruptedIsland(Copy)
+        leading_rank(learner).island = island = InterruptedIsland(CopyAction)
         with pytest.raises(KeyboardInterrupt), learner:
             train(learner, job)
         assert island.fired

@@ -11,15 +11,14 @@ from torch import Tensor, nn
 
 from atoll.core.types import Accepted, RoundId
 from atoll.island.fragments import FragmentTensors
-from atoll.island.row_fragment import RowFragment
-from atoll.reference.executor import Execution, FragmentState, StepInfo, SyncerTensors, Trainee, initial_values
-from atoll.syncer.fragment import HeldFragment
+from atoll.reference.executor import Execution, StepInfo, Trainee, initial_values
 from atoll.tape.format import Actor
 from atoll.tensors.codecs import codec
 from atoll.tensors.model_view import ModelView
 from atoll.tensors.plan import FragmentPlan, make_plan, tensors_of
 from atoll.tensors.row_sharding import share_out
 from atoll.tensors.settings import Numerics
+from atoll.tensors.syncer_fragment import SyncerFragment
 from tests.learner.in_process import learner_of
 from tests.learner.runs import LIMIT_S, LearnerSpec, Run, config
 from tests.learner.small_models import BATCH, Normed, work
@@ -102,30 +101,23 @@ def test_published_buffers_are_the_mean_of_the_contributed_values():
         assert torch.equal(held, found)
 
 
-def test_a_process_and_its_replay_merge_buffers_to_the_same_bits():
+def test_buffers_are_merged_to_their_mean_in_f32_and_restored_from_the_store():
     plan = plan_of()
     p = len(plan.fragments) - 1
-    start = [value + 1e-3 for value in initial_values(Normed(), plan)]
-    held = HeldFragment(plan, p, INT4, 0, start[p].clone())
-    replayed = SyncerTensors(plan, INT4, [FragmentState(value, {}, value.clone()) for value in start])
+    fragment = SyncerFragment(plan, p, INT4, 0, initial_values(Normed(), plan)[p] + 1e-3)
     round_id, drawn = RoundId(p, 0, 1, 1), torch.Generator().manual_seed(1)
     for learner, tokens in ((1, 100), (2, 70), (3, 9)):
         data = codec("f32").encode(torch.rand(plan.numel(p), generator=drawn))
         accepted = Accepted(learner, 1, 2, 2, tokens, 200, 0, float(tokens))
-        held.accumulate(round_id, accepted, data, "f32")
-        replayed.accumulate(round_id, codec("f32"), data, accepted)
-    held.merge(round_id, 3, "int4")
-    replayed.downs[round_id] = codec("int4")
-    replayed.step(round_id)
-    value, (by, update) = replayed.merged[p]
-    assert held.next is not None
-    assert held.next.update is not None
-    assert (held.next.codec, by.name) == ("f32", "f32")
-    assert torch.equal(held.next.value, value)
-    assert torch.equal(held.next.update, update)
-    kept = {name: tensor.clone() for name, tensor in {"published": value, "precise": held.outer.value}.items()}
-    again = held.as_kept(1, kept | {"usual": held.usual.state()})
-    assert torch.equal(again.outer.value, value)
+        fragment.accumulate(round_id, accepted, data, "f32")
+    fragment.merge(round_id, 3, "int4")
+    assert fragment.next is not None
+    assert fragment.next.update is not None
+    assert fragment.next.codec == "f32"
+    assert torch.equal(fragment.next.update.view(torch.float32), fragment.next.value)
+    assert torch.equal(fragment.next.value, fragment.outer.value)
+    stored = {name: tensor.clone() for name, tensor in fragment.stored_state(1).items()}
+    assert torch.equal(fragment.restored(1, stored).outer.value, fragment.next.value)
 
 
 @pytest.mark.parametrize("rows", [False, True])
@@ -134,11 +126,8 @@ def test_buffers_are_sent_as_they_are_in_f32(rows):
     job, plan = work("normed", 1), plan_of()
     p = len(plan.fragments) - 1
     view = ModelView(job.model, plan)
-    if rows:
-        fragment: FragmentTensors = RowFragment(view, p, codec("bf16"), share_out(plan, p, [{}, {}]), 0)
-    else:
-        fragment = FragmentTensors(view, p, codec("bf16"))
-    anchor = fragment._buffers.take()
+    fragment = FragmentTensors(view, p, codec("bf16"), share=share_out(plan, p, [{}, {}]) if rows else None)
+    anchor = fragment.buffers.take()
     anchor.tensor.fill_(5.0)
     fragment.anchor = anchor
     job.step(0)
@@ -147,9 +136,9 @@ def test_buffers_are_sent_as_they_are_in_f32(rows):
     assert copied.codec.name == "f32"
     wanted = torch.empty(plan.numel(p))
     view.read(p, wanted)
-    if isinstance(fragment, RowFragment):
-        fragment.encode_strips(fragment.prepare(copied), torch.empty(0), copied.codec)
-        found = fragment.strips(copied.serial).result().data
+    if fragment.rows is not None:
+        fragment.rows.encode_strips(fragment.rows.prepare(copied), torch.empty(0), copied.codec)
+        found = fragment.rows.strips(copied.serial).result().data
     else:
         sent: Future[Tensor] = Future()
         fragment.encode(copied, Collected(sent))

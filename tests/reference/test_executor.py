@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from atoll.core.protocol import Delivered, LeaveWanted, Persisted, Send
+from atoll.core.protocol import Delivered, LeaveWanted, MergeRound, Persisted, Send
+from atoll.core.reasons import Reason
 from atoll.core.types import Accepted, RoundId, RunConfig
 from atoll.reference.executor import (
     Execution,
-    FragmentState,
     StepInfo,
     SyncerTensors,
     Trainee,
@@ -26,6 +26,7 @@ from atoll.sim.world import World
 from atoll.tape.format import Actor, Entry
 from atoll.tensors.codecs import Feedback, codec
 from atoll.tensors.settings import Numerics
+from atoll.tensors.syncer_fragment import SyncerFragment
 from tests.reference import tiny
 from tests.reference.lockstep import Lockstep, Paced
 
@@ -104,21 +105,23 @@ def test_a_step_that_was_lost_with_a_shard_leaves_no_trace(before):
     deltas = [torch.randn(plan.numel(0), generator=generator) for _ in range(before + 2)]
 
     def merged(rounds: list[int], lost: int | None) -> str:
-        states = [FragmentState(v, {}, v.clone()) for v in initial_values(tiny.new_model(), plan)]
-        tensors = SyncerTensors(plan, INT8, states)
+        values = initial_values(tiny.new_model(), plan)
+        tensors = SyncerTensors([SyncerFragment(plan, p, INT8, 0, value) for p, value in enumerate(values)])
         version = 0
         for place in rounds:
             round_id = RoundId(0, version, 1, place + 1)
             accepted = Accepted(1, 1, 2, 2, 100 * (place + 1), 200, 0, 1.0 + place)
-            tensors.accumulate(round_id, up, Feedback(up, plan.numel(0)).encode(deltas[place]), accepted)
-            tensors.step(round_id)
+            data = Feedback(up, plan.numel(0)).encode(deltas[place])
+            tensors.fragments[0].accumulate(round_id, accepted, data, up.name)
+            tensors.merging[round_id] = MergeRound(round_id, (accepted,), Reason("round-merged"))
+            tensors.merge(round_id)
             if place == lost:
                 tensors.discard(round_id)
             else:
                 version += 1
-                tensors.publish(0, version)
+                tensors.publish(0)
         assert tensors.versions[0] == version
-        return digest(torch.cat([tensors.published[0], tensors.outer[0].value]))
+        return digest(torch.cat([tensors.fragments[0].served.value, tensors.fragments[0].outer.value]))
 
     every = list(range(before + 2))
     without = [place for place in every if place != before]
@@ -227,7 +230,7 @@ def test_a_version_is_published_when_it_is_durable_and_not_before():
         execution.apply(entry)
         if before is not None and execution.published()[0] is not before:
             assert type(entry.event) is Persisted
-            values.append(before)
+            values.append(before.clone())
 
     run = Lockstep(config, tiny.tokens_of(2), on_entry)
     for _ in range(8):
@@ -300,7 +303,7 @@ def test_bytes_are_counted_as_they_would_travel():
     for _ in range(9):
         run.step()
     assert run.syncer.merges == 3
-    assert execution.bytes_up == 2 * 3 * execution.up.size(plan.numel(0))
+    assert execution.bytes_up == 2 * 3 * codec(execution.numerics.ups[0]).size(plan.numel(0))
     assert execution.bytes_down == 2 * 4 * plan.numel(0) + 2 * 3 * 2 * plan.numel(0)
 
 

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from atoll.core.types import Accepted, RoundId, RunConfig
-from atoll.reference.executor import Execution, LearnerTensors, SyncerTensors
+from atoll.core.types import Accepted, AdoptHow, RoundId, RunConfig
+from atoll.reference.executor import Execution, LearnerTensors
 from atoll.tensors.codecs import Codec
 from atoll.tensors.plan import FragmentPlan
 from atoll.tensors.settings import Numerics
+from atoll.tensors.syncer_fragment import SyncerFragment
 from tests.reference import tiny
 from tests.reference.lockstep import Lockstep, Paced
 
@@ -119,37 +120,44 @@ def streaming(plan: FragmentPlan, learners: int, every: int, tau: int, alpha: fl
 # Planted bugs
 
 
-class ForgetsMomentum(SyncerTensors):
-    def step(self, round_id: RoundId) -> None:
-        self.outer[round_id.fragment].load({})
-        super().step(round_id)
+class ForgetsMomentum(SyncerFragment):
+    def merge(self, round_id: RoundId, contributions: int, down: str | None = None) -> None:
+        self.outer.load({})
+        super().merge(round_id, contributions, down)
 
 
-class WeighsTheLast(SyncerTensors):
-    """The mean is not one: who comes later counts more."""
+class WeighsTheLast(SyncerFragment):
+    """The mean is not one: a later contribution counts more."""
 
-    def accumulate(self, round_id: RoundId, up: Codec, data: Tensor, accepted: Accepted) -> None:
-        before = self.rounds[round_id][0].count if round_id in self.rounds else 0
-        super().accumulate(round_id, up, data, accepted._replace(weight=accepted.weight * (1 + before * 1e-6)))
+    def accumulate(
+        self, round_id: RoundId, accepted: Accepted, data: Tensor, up: str, norm: float | None = None
+    ) -> None:
+        before = self._sums.count if self._sums is not None and self._round == round_id else 0
+        accepted = accepted._replace(weight=accepted.weight * (1 + before * 1e-6))
+        super().accumulate(round_id, accepted, data, up, norm)
 
 
 class Forgetful(Execution):
-    syncer_type = ForgetsMomentum
+    fragment_type = ForgetsMomentum
 
 
 class Uneven(Execution):
-    syncer_type = WeighsTheLast
+    fragment_type = WeighsTheLast
 
 
 class TakesTheAnchor(Execution):
     """carry counts merged steps twice: it measures them against the anchor although the copy is in the version."""
 
-    def take_over(self, learner: LearnerTensors, p: int, how: str, value: Tensor, reference: Tensor | None) -> None:
+    def take_over(
+        self, learner: LearnerTensors, p: int, how: AdoptHow, value: Tensor, reference: Tensor | None
+    ) -> None:
         super().take_over(learner, p, how, value, learner.anchors.get(p, reference))
 
 
 class BlendsTheOtherWay(Execution):
-    def take_over(self, learner: LearnerTensors, p: int, how: str, value: Tensor, reference: Tensor | None) -> None:
+    def take_over(
+        self, learner: LearnerTensors, p: int, how: AdoptHow, value: Tensor, reference: Tensor | None
+    ) -> None:
         learner.view.adopt(p, how, value, reference, 1.0 - self.config.blend_alpha)
 
 

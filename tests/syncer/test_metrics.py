@@ -13,10 +13,10 @@ import torch
 
 from atoll.core.types import Accepted, RoundId
 from atoll.store.metrics_files import MetricsReader
-from atoll.syncer.fragment import HeldFragment
 from atoll.syncer.metrics import SyncerMetrics
 from atoll.tensors.codecs import codec
 from atoll.tensors.settings import Numerics
+from atoll.tensors.syncer_fragment import SyncerFragment
 from tests.learner.runs import Run, endless, versions_by_epoch
 from tests.tensors.drawn import normal, plan_of
 
@@ -78,7 +78,7 @@ def test_every_durable_version_has_its_line_also_after_the_syncer_was_killed(tmp
 def test_the_line_of_a_merge_is_what_was_merged(tmp_path):
     numel = 400
     plan = plan_of(("weight", numel))
-    held = HeldFragment(plan, 0, Numerics(up="int8", down="int4", norm_clip=0.0), 0, torch.zeros(numel))
+    held = SyncerFragment(plan, 0, Numerics(up="int8", down="int4", norm_clip=0.0), 0, torch.zeros(numel))
     metrics = SyncerMetrics(tmp_path, logging.getLogger("atoll.test"))
     coder, round_id = codec("int8"), RoundId(0, 0, 1, 1)
     deltas = [normal(seed, numel) for seed in range(3)]
@@ -87,8 +87,8 @@ def test_the_line_of_a_merge_is_what_was_merged(tmp_path):
         held.accumulate(round_id, accepted, coder.encode(delta), "int8")
     held.merge(round_id, 3)
     held.now_durable()
-    assert held.measured is not None
-    metrics.merged(2.0, 1, held.id, held.served.version, held.measured)
+    assert held.stats is not None
+    metrics.merged(2.0, 1, held.id, held.served.version, held.stats)
     metrics.close()
     (found,) = lines(tmp_path, "merge")
     assert (found["fragment"], found["version"], found["epoch"], found["at"]) == (0, 1, 1, 2.0)

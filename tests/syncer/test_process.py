@@ -18,7 +18,6 @@ from atoll.core.protocol import Delivered, Envelope, Pong, Published, Resync
 from atoll.core.types import Accepted, Limits, RoundId
 from atoll.store.run_settings import RunSettings
 from atoll.syncer import http_api
-from atoll.syncer.fragment import MOST_OLD, HeldFragment
 from atoll.syncer.http_api import Spool
 from atoll.syncer.learner_connection import SyncerLink
 from atoll.syncer.main import serve_syncer
@@ -26,6 +25,7 @@ from atoll.syncer.partial_uploads import MemoryGate
 from atoll.tensors.codecs import codec
 from atoll.tensors.plan import make_plan, tensors_of
 from atoll.tensors.settings import Numerics
+from atoll.tensors.syncer_fragment import MAX_OLD_VERSIONS, SyncerFragment
 from atoll.transport.websocket import MAX_WAITING, WebSocketConnection
 from atoll.transport.wire import Kind, decode_message, frame_head
 from tests.learner.runs import LIMIT_S, Run, config, endless
@@ -124,13 +124,13 @@ def test_a_finished_run_ends_again_by_itself(tmp_path):
 # What is served
 
 
-def held_fragment() -> HeldFragment:
+def held_fragment() -> SyncerFragment:
     model = nn.Linear(4, 4)
     plan = make_plan(tensors_of(model), 1, "balanced")
-    return HeldFragment(plan, 0, Numerics(up="f32", down="f32"), 0, torch.arange(20.0))
+    return SyncerFragment(plan, 0, Numerics(up="f32", down="f32"), 0, torch.arange(20.0))
 
 
-def merged(held: HeldFragment) -> None:
+def merged(held: SyncerFragment) -> None:
     """One more version, up to the moment before it is durable."""
     round_id = RoundId(0, held.served.version, 1, 1)
     data = codec("f32").encode(torch.full((20,), 0.5))
@@ -175,11 +175,11 @@ def test_a_version_that_is_being_fetched_stays_as_it_is_however_many_come_after_
 
 def test_how_many_old_versions_are_kept_for_the_slow_is_bounded():
     held = held_fragment()
-    for version in range(MOST_OLD + 3):
+    for version in range(MAX_OLD_VERSIONS + 3):
         held.hold(version)
         merged(held)
         held.now_durable()
-    assert [version for version in range(MOST_OLD + 4) if held.hold(version) is not None] == [3, 4, 5, 6, 7]
+    assert [version for version in range(MAX_OLD_VERSIONS + 4) if held.hold(version) is not None] == [3, 4, 5, 6, 7]
     held.release(0)  # who was told of it long ago gives up
     held.release(1)
 
@@ -220,7 +220,7 @@ class Reader:
 
 
 def on_a_link(
-    test: Callable[[SyncerLink, Reader], Coroutine[Any, Any, None]], fragments: dict[int, HeldFragment] | None = None
+    test: Callable[[SyncerLink, Reader], Coroutine[Any, Any, None]], fragments: dict[int, SyncerFragment] | None = None
 ) -> None:
     async def whole() -> None:
         reader = Reader()

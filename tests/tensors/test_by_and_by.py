@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from atoll.tensors.codecs import CHUNK, CODECS, Codec, Feedback, chunks
-from atoll.tensors.outer import Applying, Published
+from atoll.tensors.outer import Applying, PublishedValue
 from tests.tensors.drawn import normal
 
 codecs = pytest.mark.parametrize("coder", CODECS, ids=lambda each: each.name)
@@ -67,7 +67,7 @@ def test_a_value_that_is_put_together_by_and_by_is_the_same(coder, data):
     """What has not arrived is noise, and shows nowhere in what is done."""
     numel = data.draw(st.integers(1, 3000))
     old, update = normal(1, numel), coder.encode(normal(2, numel))
-    whole = Published.apply(coder, old, update, torch.empty(numel))
+    whole = PublishedValue.apply(coder, old, update, torch.empty(numel))
     arriving = torch.full_like(update, 0x5A)
     out = torch.full((numel,), torch.nan)
     applying = Applying(coder, old, arriving, out)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from atoll.tensors.codecs import CHUNK, CODECS, codec
 from atoll.tensors.merge import Accumulator, mean_cosine
-from atoll.tensors.outer import LOOKED_AT, OuterStep, Published
+from atoll.tensors.outer import LOOKED_AT, OuterStep, PublishedValue
 from atoll.tensors.plan import FragmentPlan
 from atoll.tensors.robust_merge import sums_of
 from atoll.tensors.settings import Numerics
@@ -163,12 +163,12 @@ def test_without_momentum_there_is_no_norm_of_it():
 @pytest.mark.parametrize("numel", [300, (LOOKED_AT + 1) * CHUNK + 10])
 def test_the_published_step_and_what_rounding_left_out_of_it(coder, numel):
     old, precise = normal(0, numel), normal(1, numel)
-    published = Published(coder, old.clone())
+    published = PublishedValue(coder, old.clone())
     published.advance(precise)
     step, left = (published.value - old).double(), (precise - published.value).double()
     assert published.step_norm == pytest.approx(float(step.norm()), rel=1e-4)
     assert published.left_out == pytest.approx(float(left.norm() / step.norm()), rel=0.02, abs=1e-7)
     assert (published.left_out == 0.0) == (coder is codec("f32"))
-    still = Published(coder, old.clone())
+    still = PublishedValue(coder, old.clone())
     still.advance(old)
     assert (still.step_norm, still.left_out) == (0.0, 0.0)

@@ -10,7 +10,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from atoll.tensors.codecs import CHUNK, CODECS, codec
-from atoll.tensors.outer import BREADTH_MERGES, LANES, OuterStep, Published, outer_names, state_names
+from atoll.tensors.outer import BREADTH_MERGES, LANES, OuterStep, PublishedValue, outer_names, state_names
 from atoll.tensors.settings import Numerics
 from tests.tensors.drawn import normal, plan_of, same_bits
 
@@ -264,11 +264,11 @@ def test_wrong_sizes_are_refused():
     with pytest.raises(ValueError, match="3 f32 values"):
         OuterStep(plan, 0, Numerics(), torch.zeros(3)).step(torch.zeros(2))
     with pytest.raises(ValueError, match="3 f32 values"):
-        Published(codec("bf16"), torch.zeros(3)).advance(torch.zeros(2))
+        PublishedValue(codec("bf16"), torch.zeros(3)).advance(torch.zeros(2))
     with pytest.raises(ValueError, match="3 f32 values"):
-        Published.apply(codec("bf16"), torch.zeros(3), torch.zeros(6, dtype=torch.uint8), torch.zeros(2))
+        PublishedValue.apply(codec("bf16"), torch.zeros(3), torch.zeros(6, dtype=torch.uint8), torch.zeros(2))
     with pytest.raises(ValueError, match="6 flat bytes"):
-        Published.apply(codec("bf16"), torch.zeros(3), torch.zeros(5, dtype=torch.uint8), torch.zeros(3))
+        PublishedValue.apply(codec("bf16"), torch.zeros(3), torch.zeros(5, dtype=torch.uint8), torch.zeros(3))
 
 
 # --- published -----------------------------------------------------------------------------------------------------
@@ -276,18 +276,18 @@ def test_wrong_sizes_are_refused():
 codecs = pytest.mark.parametrize("coder", CODECS, ids=lambda each: each.name)
 
 
-def learners_follow(coder, seed: int, numel: int, rounds: int) -> tuple[Published, Tensor]:
+def learners_follow(coder, seed: int, numel: int, rounds: int) -> tuple[PublishedValue, Tensor]:
     """A precise value wanders; one learner applies the updates in place, one between two buffers: all hold the same."""
     precise = normal(seed, numel)
-    published = Published(coder, precise.clone())
+    published = PublishedValue(coder, precise.clone())
     in_place, other = precise.clone(), precise.clone()
     for turn in range(rounds):
         precise += normal(seed + 1 + turn, numel) * 0.1
         update = published.advance(precise)
         assert update.numel() == coder.size(numel)
         assert coder.problem(update, numel) is None
-        Published.apply(coder, in_place, update, in_place)
-        other = Published.apply(coder, other, update, torch.empty(numel))
+        PublishedValue.apply(coder, in_place, update, in_place)
+        other = PublishedValue.apply(coder, other, update, torch.empty(numel))
         assert same_bits(in_place, published.value)
         assert same_bits(other, published.value)
     return published, precise
@@ -325,5 +325,5 @@ def test_f32_publishes_the_precise_value():
 def test_an_update_may_be_written_into_a_given_buffer(coder, offset):
     room = torch.zeros(coder.size(300) + offset, dtype=torch.uint8)
     out = room[offset:]
-    assert Published(coder, normal(0, 300)).advance(normal(1, 300), out) is out
-    assert torch.equal(out, Published(coder, normal(0, 300)).advance(normal(1, 300)))
+    assert PublishedValue(coder, normal(0, 300)).advance(normal(1, 300), out) is out
+    assert torch.equal(out, PublishedValue(coder, normal(0, 300)).advance(normal(1, 300)))

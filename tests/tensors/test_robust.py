@@ -12,7 +12,7 @@ from torch import Tensor
 
 from atoll.tensors.codecs import CHUNK, CODECS, codec
 from atoll.tensors.merge import Accumulator, norm
-from atoll.tensors.robust_merge import LEAST_ROUNDS, WILD, Trimmed, UsualSize, sums_of
+from atoll.tensors.robust_merge import LEAST_ROUNDS, WILD, NormTracker, Trimmed, sums_of
 from tests.tensors.drawn import normal, plan_of
 
 PLAN = plan_of(("weight", 60), ("embedding", 37))
@@ -103,8 +103,8 @@ def test_memory_does_not_grow_with_learners():
 # The usual size
 
 
-def known(size: float = 1.0) -> UsualSize:
-    usual = UsualSize()
+def known(size: float = 1.0) -> NormTracker:
+    usual = NormTracker()
     for _ in range(LEAST_ROUNDS):
         usual.note([size] * 4)
     return usual
@@ -114,7 +114,7 @@ def known(size: float = 1.0) -> UsualSize:
 @given(seed=seeds, factor=st.floats(1.0, 1e6))
 def test_a_clipped_contribution_counts_like_one_of_the_size_that_it_was_clipped_to(how, seed, factor):
     deltas = [normal(seed + n, NUMEL) for n in range(4)]
-    sizes = [UsualSize().size_of(norm(delta), 9) for delta in deltas]
+    sizes = [NormTracker().size_of(norm(delta), 9) for delta in deltas]
     usual = known(sizes[0])
     clip = 2.0
     huge = deltas[3] * factor
@@ -129,7 +129,7 @@ def test_a_clipped_contribution_counts_like_one_of_the_size_that_it_was_clipped_
 
 
 def test_nothing_is_judged_before_a_few_rounds_and_nothing_clipped_without_being_asked():
-    usual = UsualSize()
+    usual = NormTracker()
     for _ in range(LEAST_ROUNDS - 1):
         usual.note([1.0])
         assert usual.problem(1e9) is None
@@ -150,7 +150,7 @@ def test_wild_is_a_hundred_times_the_usual_and_says_so():
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=3, max_size=3), st.floats(1e3, 1e15))
 def test_one_wild_learner_of_four_does_not_change_what_is_usual(honest, far):
-    with_it, without = UsualSize(), UsualSize()
+    with_it, without = NormTracker(), NormTracker()
     for _ in range(20):
         with_it.note([*honest, far])
         without.note(honest)
@@ -160,12 +160,12 @@ def test_one_wild_learner_of_four_does_not_change_what_is_usual(honest, far):
 
 def test_a_learner_that_was_long_away_is_not_wild():
     """A hundred times the steps in one direction: a hundred times the norm."""
-    usual = known(UsualSize().size_of(1.0, 24))
+    usual = known(NormTracker().size_of(1.0, 24))
     assert usual.problem(usual.size_of(100.0, 2400)) is None
 
 
 def test_the_usual_size_outlives_the_process():
-    usual, again = known(0.25), UsualSize()
+    usual, again = known(0.25), NormTracker()
     again.load(usual.state())
     assert (again.size, again.rounds) == (usual.size, usual.rounds)
 
@@ -186,7 +186,7 @@ def test_the_norm_that_is_told_is_at_least_the_norm_and_grows_with_it(name):
 
 
 def test_buffers_are_compared_by_their_norm_and_never_clipped():
-    usual = UsualSize(of_buffers=True)
+    usual = NormTracker(of_buffers=True)
     for _ in range(LEAST_ROUNDS):
         usual.note([1.0])
     assert usual.size_of(8.0, 4) == 8.0
@@ -199,5 +199,5 @@ def test_buffers_may_hold_any_finite_numbers():
     """A mask of -1e30 has squares that f32 cannot sum; of parameters such a number is refused."""
     for value, of_buffers, of_parameters in ((-1e30, True, False), (1.0, True, True), (math.inf, False, False)):
         data = codec("f32").encode(torch.full((4,), value))
-        assert (UsualSize(of_buffers=True).examine(codec("f32"), data, 4)[0] is None) is of_buffers
-        assert (UsualSize().examine(codec("f32"), data, 4)[0] is None) is of_parameters
+        assert (NormTracker(of_buffers=True).examine(codec("f32"), data, 4)[0] is None) is of_buffers
+        assert (NormTracker().examine(codec("f32"), data, 4)[0] is None) is of_parameters

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from atoll.chaos.netns import enter
+from atoll.core.types import RoundId
 from atoll.files import write_text
-from atoll.island.fragments import Copied, FragmentTensors
 from atoll.reference.island import train_island
 from atoll.reference.job_settings import JobSettings
 from atoll.reference.supervisor import serve_job
-from atoll.transport.buffers import ByteSink
+from atoll.tensors.codecs import Codec
+from atoll.tensors.learner_fragment import LearnerFragment
 
 FOLDER = "chaos"
 POISONS = ("nan", "infinity", "wild")
@@ -119,36 +120,31 @@ def make_disk_slow(orders: Orders) -> None:
 
 def poison_contributions(orders: Orders) -> None:
     """What is sent is wrong; the learner's own weights are not, as with memory that fails on the way out."""
-    encode: Callable[[FragmentTensors, Copied, ByteSink], None] = FragmentTensors.encode
+    encode = LearnerFragment.encode
 
-    def poisoned(self: FragmentTensors, copied: Copied, growing: ByteSink) -> None:
-        known = self._encoded is not None and self._encoded[0] == copied.round
+    def poisoned(
+        self: LearnerFragment,
+        round_id: RoundId,
+        by: Codec,
+        anchor: Tensor,
+        copy: Tensor,
+        scratch: Tensor,
+        out: Tensor | None = None,
+        told: Callable[[int, int], None] | None = None,
+    ) -> Tensor:
+        values = anchor, copy, scratch
         order = orders.read().get("poison")
-        if known or order is None or orders.done(order["fault"]) >= order["count"]:
-            encode(self, copied, growing)
-            return
-        encode(self, copied, _Untold(growing.size))
-        assert self._encoded is not None
-        values = copied.codec.decode(self._encoded[1], self.numel)
-        data = copied.codec.encode(spoiled(values, order["how"], order.get("factor", 1.0)))
-        self._encoded = (copied.round, data)  # asked again, it sends the same
-        encode(self, copied, growing)
-        orders.note(order["fault"], f"fragment {self.p}")
+        if order is None or orders.done(order["fault"]) >= order["count"]:
+            return encode(self, round_id, by, *values, out, told)
+        data = encode(self, round_id, by, *values, out)
+        honest = by.decode(data, copy.numel())
+        data.copy_(by.encode(spoiled(honest, order["how"], order.get("factor", 1.0))))
+        if told is not None:
+            told(0, copy.numel())
+        orders.note(order["fault"], f"fragment {self.id}")
+        return data
 
-    FragmentTensors.encode = poisoned  # type: ignore[method-assign]
-
-
-class _Untold:
-    """What is written is nobody's yet."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def begins(self, data: Tensor) -> None:
-        pass
-
-    def written(self, spans: list[tuple[int, int]]) -> None:
-        pass
+    LearnerFragment.encode = poisoned  # type: ignore[method-assign]
 
 
 def spoiled(values: Tensor, how: str, factor: float) -> Tensor:

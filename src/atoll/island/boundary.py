@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from atoll.core.protocol import AdoptFragment, CopyFragment, Envelope, InnerState, SaveSnapshot, StartTraining, Stop
 from atoll.core.types import FragmentId, LearnerId, RunConfig
 from atoll.island.fragments import Buffer, Copied, FragmentTensors
-from atoll.island.rank_connection import Ask, Told
+from atoll.island.rank_connection import BoundaryStatus, RankRequest
 from atoll.store.learner_parts import FragmentCopy, Part, TakenPart, find_inner_state, take_rng
 from atoll.store.optimizer_state_files import StateFile
 from atoll.tensors import optimizer_state
@@ -29,7 +29,7 @@ from atoll.tensors.optimizers import Optimizers
 from atoll.tensors.plan import FragmentPlan
 
 
-class Copy(NamedTuple):
+class CopyAction(NamedTuple):
     """Copy the fragment for a contribution."""
 
     effect: CopyFragment
@@ -104,10 +104,10 @@ class End(NamedTuple):
 LEFT = frozenset({"learner-drained", "learner-pushed", "learner-hurried"})
 """Reasons with which a learner leaves that was asked to."""
 
-Action: TypeAlias = Copy | Adopt | Give | Save | Start | End
+Action: TypeAlias = CopyAction | Adopt | Give | Save | Start | End
 
 
-class Solo:
+class SingleRankIsland:
     """An island of one rank, and the base of one of many: all ranks carry out the same actions at the same boundary."""
 
     generation = 0
@@ -115,11 +115,11 @@ class Solo:
     way = "alone"
     noticed = 0  # the most that another rank has got, see `Notice.level`
 
-    def hear(self, kind: Ask, value: int = 0) -> int:
+    def hear(self, kind: RankRequest, value: int = 0) -> int:
         """Wait until all ranks are here for the same thing. Return the sum of their values, over those that count."""
         return value
 
-    def agree(self, actions: list[Action], told: Told) -> list[Action]:
+    def agree(self, actions: list[Action], told: BoundaryStatus) -> list[Action]:
         """Send the actions to all ranks, which wait for them since `hear`."""
         return actions
 
@@ -212,7 +212,7 @@ class StepBoundary:
         self._extra_state = extra_state
         self.fresh_warmup_steps = fresh_warmup_steps
 
-    def copy(self, action: Copy) -> None:
+    def copy(self, action: CopyAction) -> None:
         self.fragments[action.effect.round.fragment].copy(action.copied)
 
     def adopt(self, action: Adopt) -> None:

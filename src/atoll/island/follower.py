@@ -19,11 +19,18 @@ from torch import Tensor, nn
 from atoll.core.types import NOTHING, AdoptHow, FragmentId, RoundId, Version
 from atoll.errors import AtollError, IslandBroken, LearnerRefused
 from atoll.island.boundary import LEFT, cause_of
-from atoll.island.fragments import Buffer, CopyGone, FragmentTensors, plan_of
+from atoll.island.fragments import Buffer, CopyGone, FragmentTensors, RowFragment, plan_of
 from atoll.island.optimizer_state_io import ORDERS as PART_ORDERS
 from atoll.island.optimizer_state_io import FollowerParts, receive_tensors
-from atoll.island.rank_connection import ONLY_BESIDE, Ask, Line, Order, Status, Told, failure_text
-from atoll.island.row_fragment import OwnRows, RowFragment, Rows
+from atoll.island.rank_connection import (
+    ONLY_BESIDE,
+    BoundaryStatus,
+    Order,
+    RankConnection,
+    RankReply,
+    RankRequest,
+    failure_text,
+)
 from atoll.island.stats import LearnerStats, LearnerStatus
 from atoll.island.topology import Ranks, fsdp_modules, reshard
 from atoll.store.learner_parts import set_rng, take_rng
@@ -36,17 +43,54 @@ from atoll.tensors.plan import FragmentPlan
 from atoll.tensors.row_sharding import RowShare, share_out
 from atoll.tensors.sharding import Window, owned, windows
 
-MOST_PARCELS = 4
+MAX_STAGED_STATES = 4
 """Of inner state that was taken and that nobody has asked for yet."""
+
+MAX_ARRIVALS = 16
+"""Versions of one fragment that have arrived at a rank and are not adopted."""
 
 JOIN_S = 5.0
 
 
-class Parcel(NamedTuple):
+class FollowerFragment:
+    """One fragment at a rank that does not lead. Versions arrive before the leader says to adopt them."""
+
+    def __init__(self, state: FragmentTensors) -> None:
+        self.state = state
+        self.copies = 0  # made so far
+        self._arrivals: dict[Version, Buffer] = {}
+
+    def arrived(self, version: Version, value: Buffer) -> None:
+        """Keep a version. The leader may have decided to adopt an earlier one that is still to be adopted here."""
+        self.state.release(self._arrivals.pop(version, None))
+        self._arrivals[version] = value
+        while len(self._arrivals) > MAX_ARRIVALS:
+            self.state.release(self._arrivals.pop(min(self._arrivals)))
+
+    def adopt(self, version: Version, how: AdoptHow, merged_copy: bool, alpha: float) -> None:
+        state, value = self.state, self._arrivals.pop(version, None)
+        if value is None:
+            raise IslandBroken(f"version {version} of fragment {state.p} is adopted, and has not arrived at this rank")
+        for older in [each for each in self._arrivals if each < version]:
+            state.release(self._arrivals.pop(older))
+        state.arrived(version, value)
+        new, reference = state.will_adopt(merged_copy)
+        state.adopt(how, new, reference, alpha)
+        state.release(new, reference)
+        if state.rows is not None:
+            state.rows.settle(merged_copy)
+
+    def hold_version(self, version: Version) -> Buffer | None:
+        """Return a version that is here, adopted or not. The caller releases it."""
+        found = self._arrivals.get(version)
+        return self.state.buffers.hold(found) if found is not None else self.state.hold_newest(version)
+
+
+class StagedState(NamedTuple):
     """What was taken at one boundary for a peer or for a snapshot's part, until the leader asks for it."""
 
     inner: optimizer_state.Taken | None
-    rows: list[tuple[Rows | OwnRows, Buffer, Callable[[], None]]]
+    rows: list[tuple[FragmentTensors, Buffer, Callable[[], None]]]
     rng: dict[str, Tensor]
     wrong: str
 
@@ -65,9 +109,9 @@ class FollowerBackground(Protocol):
 
     def obey(
         self,
-        line: Line,
+        line: RankConnection,
         rows: Callable[[int], Sequence[RowFragment]],
-        hold: Callable[[RowFragment, Version], Buffer | None],
+        hold: Callable[[FragmentId, Version], Buffer | None],
         ranks: int,
     ) -> None: ...
 
@@ -102,17 +146,17 @@ class Follower:
         self._view: ModelView | None = None
         self._plan: FragmentPlan | None = None
         self._owned: list[list[Window]] = []
-        self._rows: list[Rows | OwnRows] = []
+        self._rows: list[FollowerFragment] = []
         self._shares: list[RowShare] = []  # by fragment, where ranks send and fetch their own
         self._reaches = 0  # the syncer
         self._generation = 0
-        self._parcels: dict[int, Parcel] = {}
+        self._parcels: dict[int, StagedState] = {}
         self._parcel = 0
         self._parts = FollowerParts(self, ranks, model, optimizers)
         self._error: BaseException | None = None
         self._closing = False
         self._alpha = 0.0
-        self._told = Told()
+        self._told = BoundaryStatus()
         self._paused = False
         self._is_joined = False
         self.steps = 0
@@ -127,7 +171,7 @@ class Follower:
     def join(self) -> None:
         self._thread.start()
         while not self._is_joined:
-            self._meet(Ask.JOIN, self._reaches)
+            self._meet(RankRequest.JOIN, self._reaches)
         self._began = time.monotonic()
         self._rest()
 
@@ -138,31 +182,31 @@ class Follower:
             raise IslandBroken(f"the background of this rank has failed: {self._error}") from self._error
         self._background.check()
         self.steps += 1
-        self._meet(Ask.STEP, tokens)
+        self._meet(RankRequest.STEP, tokens)
         self._boundary_s += time.monotonic() - begin
         self._rest()
 
     @property
     def fragments(self) -> Sequence[FragmentTensors]:
-        return self._rows
+        return [rows.state for rows in self._rows]
 
     def take(self, count: int) -> tuple[int, ...]:
-        self._leader.ask(Ask.TAKE, count)
+        self._leader.ask(RankRequest.TAKE, count)
         _, words = self._leader.answered()
         return tuple(words[0][1])
 
     def _rest(self) -> None:
         while self._paused and not self._status.finished:
             began = time.monotonic()
-            self._meet(Ask.REST)
+            self._meet(RankRequest.REST)
             self._status.paused_s += time.monotonic() - began
 
-    def _meet(self, kind: Ask, value: int = 0) -> None:
+    def _meet(self, kind: RankRequest, value: int = 0) -> None:
         """Ask, and do what is answered."""
         self._leader.ask(kind, value, noticed=self._notice_level())
         told, words = self._leader.answered()
         self._paused = told.paused
-        if kind not in (Ask.JOIN, Ask.CLOSE):
+        if kind not in (RankRequest.JOIN, RankRequest.CLOSE):
             self._told = told
             self._status.progress = told.progress
         if words and self._is_joined:
@@ -187,7 +231,7 @@ class Follower:
             samples=told.samples,
             repeated=0,
             paused_s=self._status.paused_s,
-            host_bytes=sum(rows.host_bytes for rows in self._rows),
+            host_bytes=sum(rows.state.host_bytes for rows in self._rows),
             parameters=self._view.local_numel if self._view is not None else 0,
             way="rows" if self._shares else "leader",
         )
@@ -196,15 +240,15 @@ class Follower:
         """All ranks leave together; one that leaves alone says why."""
         try:
             if wrong is None:
-                self._meet(Ask.CLOSE)
+                self._meet(RankRequest.CLOSE)
                 if self._paused:  # there is a notice, and something to push
                     self._rest()
-                    self._meet(Ask.CLOSE)
+                    self._meet(RankRequest.CLOSE)
                 if self._status.finished and not self._status.drained:
                     reshard(self._fsdp)
                     self._write_anchors()
             else:
-                self._leader.ask(Ask.FAILED, 0, failure_text(wrong, self._ranks.rank))
+                self._leader.ask(RankRequest.FAILED, 0, failure_text(wrong, self._ranks.rank))
                 self._leader.shut_after_last_words()
         except AtollError:
             if wrong is None and not self._status.finished:
@@ -256,19 +300,16 @@ class Follower:
             self._wait_until(lambda: self._generation >= generation)
             if self._generation != generation:
                 raise CopyGone("this is of an earlier incarnation")
-            return [rows for rows in self._rows if isinstance(rows, OwnRows)]
+            return [rows.state.rows for rows in self._rows if rows.state.rows is not None]
 
-    def _hold_version(self, rows: RowFragment, version: Version) -> Buffer | None:
-        assert isinstance(rows, OwnRows)
+    def _hold_version(self, p: FragmentId, version: Version) -> Buffer | None:
         with self._news:
-            return rows.hold_version(version)
+            return self._rows[p].hold_version(version)
 
-    def _fragment(self, p: FragmentId) -> Rows | OwnRows:
+    def _fragment(self, p: FragmentId) -> FollowerFragment:
         assert self._view is not None
-        if not self._shares:
-            return Rows(self._view, p)
-        up = codec(self._status.settings.numerics.ups[0])
-        return OwnRows(self._view, p, up, self._shares[p], self._ranks.rank)
+        up, share = codec(self._status.settings.numerics.ups[0]), self._shares[p] if self._shares else None
+        return FollowerFragment(FragmentTensors(self._view, p, up, share=share, rank=self._ranks.rank))
 
     def _on_attach(self, learner: int, incarnation: int, generation: int, alpha: float) -> None:
         """One incarnation begins."""
@@ -285,9 +326,9 @@ class Follower:
     def _on_copy(self, p: FragmentId, serial: int) -> None:
         rows = self._rows[p]
         with self._news:
-            copied = rows.will_copy(RoundId(p, NOTHING, 0, 0))
+            copied = rows.state.will_copy(RoundId(p, NOTHING, 0, 0))
         assert copied.serial == serial, f"copy {copied.serial} of fragment {p} is {serial} at the leader"
-        rows.copy(copied)
+        rows.state.copy(copied)
         self._copied += 1
         with self._news:
             rows.copies = serial
@@ -295,11 +336,11 @@ class Follower:
 
     def _on_adopt(self, p: FragmentId, version: Version, how: AdoptHow, merged_copy: bool) -> None:
         with self._news:
-            self._rows[p].adopt_version(version, how, merged_copy, self._alpha)
+            self._rows[p].adopt(version, how, merged_copy, self._alpha)
         self._adopted += 1
 
     def _on_give(self) -> None:
-        self._put(lambda: Parcel(optimizer_state.take(self._optimizers, self._model), [], {}, ""))
+        self._put(lambda: StagedState(optimizer_state.take(self._optimizers, self._model), [], {}, ""))
 
     def _on_save(self) -> None:
         with self._news:
@@ -307,21 +348,21 @@ class Follower:
             for key in [key for key, parcel in self._parcels.items() if parcel.rows]:
                 self._drop(key)
 
-        def take() -> Parcel:
+        def take() -> StagedState:
             inner = optimizer_state.take(self._optimizers, self._model)
-            return Parcel(inner, [(rows, *rows.copy_for_part()) for rows in self._rows], take_rng(), "")
+            return StagedState(inner, [(rows, *rows.copy_for_part()) for rows in self.fragments], take_rng(), "")
 
         self._put(take)
 
-    def _put(self, take: Callable[[], Parcel]) -> None:
+    def _put(self, take: Callable[[], StagedState]) -> None:
         try:
             parcel = take()
         except Exception as error:  # the leader gets the cause when it asks
-            parcel = Parcel(None, [], {}, f"rank {self._ranks.rank}: {cause_of(error)}")
+            parcel = StagedState(None, [], {}, f"rank {self._ranks.rank}: {cause_of(error)}")
         with self._news:
             self._parcel += 1
             self._parcels[self._parcel] = parcel
-            if len(self._parcels) > MOST_PARCELS:
+            if len(self._parcels) > MAX_STAGED_STATES:
                 self._drop(min(self._parcels))
             self._news.notify_all()
 
@@ -350,11 +391,11 @@ class Follower:
         """The run was over before this island came."""
         for rows, version in zip(self._rows, versions, strict=True):
             with self._news:
-                rows.adopt_version(version, "overwrite", False, 0.0)
+                rows.adopt(version, "overwrite", False, 0.0)
         self._status.finished = self._is_joined = True
 
     def _write_anchors(self) -> None:
-        for rows in self._rows:
+        for rows in self.fragments:
             if rows.anchor is not None:
                 rows.adopt("overwrite", rows.anchor, None, 0.0)
 
@@ -402,24 +443,25 @@ class Follower:
         self._send_rows(p, flat)
 
     def _give_rows(self, order: Order, p: FragmentId, key: int, generation: int) -> None:
-        held: list[tuple[Rows | OwnRows, Buffer]] = []
+        held: list[tuple[FragmentTensors, Buffer]] = []
         wait: Callable[[], None] | None = None
         with self._news:
             if order is Order.COPY:
                 self._wait_until(lambda: generation < self._generation or self._copies(p, generation) >= key)
-                copied = self._rows[p].copied if generation == self._generation else None
+                state = self._rows[p].state
+                copied = state.copied if generation == self._generation else None
                 if copied is not None and copied.serial == key:
-                    self._rows[p].hold_copy()
-                    held = [(self._rows[p], copied.buffer), (self._rows[p], copied.anchor)]
+                    state.hold_copy()
+                    held = [(state, copied.buffer), (state, copied.anchor)]
                     wait = copied.taken.result()
             else:
                 parcel = self._parcel_of(key, generation)
                 if parcel is not None and p < len(parcel.rows):
                     wait = parcel.rows[p][2]
-                    held = [(parcel.rows[p][0], parcel.rows[p][0].hold(parcel.rows[p][1]))]
+                    held = [(parcel.rows[p][0], parcel.rows[p][0].buffers.hold(parcel.rows[p][1]))]
         try:
             if wait is None:
-                self._orders.say(Status.GONE)
+                self._orders.say(RankReply.GONE)
             else:
                 wait()
                 self._send_rows(p, held[0][1].tensor)
@@ -431,7 +473,7 @@ class Follower:
         return self._rows[p].copies if generation == self._generation else 0
 
     def _send_rows(self, p: FragmentId, packed: Tensor) -> None:
-        self._orders.say(Status.HERE)
+        self._orders.say(RankReply.HERE)
         for window in self._owned[p]:
             self._orders.send_tensor(window.of_packed(packed))
 
@@ -440,22 +482,23 @@ class Follower:
         copied = None
         with self._news:
             self._wait_until(lambda: generation < self._generation or self._copies(p, generation) >= key)
-            rows = self._rows[p]
-            newest = rows.copied if generation == self._generation else None
+            state = self._rows[p].state
+            newest = state.copied if generation == self._generation else None
             if newest is not None and newest.serial == key:
-                copied = rows.hold_copy()
-        assert isinstance(rows, OwnRows)
+                copied = state.hold_copy()
+        rows = state.rows
+        assert rows is not None
         if copied is None:
-            self._orders.say(Status.GONE)
+            self._orders.say(RankReply.GONE)
             return
         try:
             prepared = rows.prepare(copied)
         finally:
-            rows.release(copied.buffer, copied.anchor)
-        self._orders.say(Status.HERE)
+            state.release(copied.buffer, copied.anchor)
+        self._orders.say(RankReply.HERE)
         self._orders.send_tensor(prepared.given)
         status, by = self._orders.said()
-        if status is not Status.HERE:
+        if status is not RankReply.HERE:
             rows.give_up(key, CopyGone("another rank does not have this copy any more"))
             return
         taken = torch.empty(sum(move.size for move in rows.dealt.taken(rows.rank)))
@@ -466,12 +509,13 @@ class Follower:
         """What was fetched here goes by the leader, and what others have fetched of the same rows comes."""
         with self._news:
             self._wait_until(lambda: self._generation >= generation)
-            rows, is_mine = self._rows[p], self._generation == generation
-        assert isinstance(rows, OwnRows)
+            fragment, is_mine = self._rows[p], self._generation == generation
+        rows = fragment.state.rows
+        assert rows is not None
         value = rows.take_fetched(version) if is_mine else None
-        self._orders.say(Status.HERE if value is not None else Status.GONE)
-        if self._orders.said()[0] is not Status.HERE or value is None:
-            rows.release(value)
+        self._orders.say(RankReply.HERE if value is not None else RankReply.GONE)
+        if self._orders.said()[0] is not RankReply.HERE or value is None:
+            rows.buffers.release(value)
             return
         for stretch in rows.dealt.stretches:
             mine = stretch.first if stretch.rank == rows.rank else dict(stretch.others).get(rows.rank)
@@ -482,27 +526,27 @@ class Follower:
                 self._orders.send_tensor(part)
             else:
                 self._orders.receive_tensor(part)
-        if self._orders.said()[0] is Status.HERE:
+        if self._orders.said()[0] is RankReply.HERE:
             with self._news:
-                rows.came(version, value)
+                fragment.arrived(version, value)
         else:
-            rows.release(value)
-        self._orders.say(Status.HERE)
+            rows.buffers.release(value)
+        self._orders.say(RankReply.HERE)
 
     def _take_share(self, p: FragmentId, version: Version, generation: int) -> None:
         with self._news:
             self._wait_until(lambda: self._generation >= generation)
-            rows, is_mine = self._rows[p], self._generation == generation
-        value = rows.buffer()
+            fragment, is_mine = self._rows[p], self._generation == generation
+        value = fragment.state.buffers.take()
         self._orders.receive_tensor(value.tensor)
         with self._news:
             if is_mine:
-                rows.came(version, value)
+                fragment.arrived(version, value)
             else:
-                rows.release(value)
-        self._orders.say(Status.HERE)
+                fragment.state.release(value)
+        self._orders.say(RankReply.HERE)
 
-    def _parcel_of(self, key: int, generation: int) -> Parcel | None:
+    def _parcel_of(self, key: int, generation: int) -> StagedState | None:
         self._wait_until(lambda: generation < self._generation or self._parcel >= key)
         return self._parcels.get(key) if generation == self._generation else None
 
@@ -529,13 +573,13 @@ class Follower:
             if parcel is not None:
                 self._drop(key)
         if parcel is None or parcel.inner is None:
-            self._orders.say(Status.WRONG, parcel.wrong if parcel is not None else "")
+            self._orders.say(RankReply.WRONG, parcel.wrong if parcel is not None else "")
             return
         inner, sent = parcel.inner, []
         try:
             inner.wait()
         except RuntimeError as error:
-            self._orders.say(Status.WRONG, f"rank {self._ranks.rank}: {cause_of(error)}")
+            self._orders.say(RankReply.WRONG, f"rank {self._ranks.rank}: {cause_of(error)}")
             return
         names = optimizer_state.named_numbers(inner.about)
         mine = owned(self._ranks.boxes, self._plan.tensors)[self._ranks.rank] if self._plan is not None else frozenset()
@@ -547,7 +591,7 @@ class Follower:
         for name, tensor in parcel.rng.items():
             listed.append([f"rank{self._ranks.rank}.{name}", None, list(tensor.shape), _dtype_name(tensor)])
             sent.append(tensor)
-        self._orders.say(Status.HERE)
+        self._orders.say(RankReply.HERE)
         self._orders.send_json(listed)
         for tensor in sent:
             self._orders.send_tensor(tensor)

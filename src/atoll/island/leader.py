@@ -15,7 +15,6 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -31,22 +30,32 @@ from atoll.errors import AtollError, IslandBroken
 from atoll.island.boundary import (
     Action,
     Adopt,
-    Copy,
+    CopyAction,
     End,
     Give,
     Save,
     Saved,
-    Solo,
+    SingleRankIsland,
     Start,
     Starting,
     StepBoundary,
     cause_of,
 )
-from atoll.island.fragments import Buffer, Copied, CopyGone, FragmentTensors
+from atoll.island.fragments import CopyGone, FragmentTensors
 from atoll.island.optimizer_state_io import cut_for, get_ready, load_by_all, send_tensors, write_by_all
-from atoll.island.rank_connection import CALLS, ONLY_BESIDE, Ask, Line, Order, Status, Told, bytes_of, failure_text
-from atoll.island.rank_rpc import Hands
-from atoll.island.row_fragment import LedRows
+from atoll.island.rank_connection import (
+    CALLS,
+    ONLY_BESIDE,
+    BoundaryStatus,
+    Order,
+    RankConnection,
+    RankReply,
+    RankRequest,
+    bytes_of,
+    failure_text,
+)
+from atoll.island.rank_rpc import RankRpcClient
+from atoll.island.row_transfer import RowLeader
 from atoll.island.topology import Ranks, fsdp_modules, reshard
 from atoll.store.learner_parts import Part
 from atoll.tensors import optimizer_state
@@ -75,10 +84,10 @@ class LeaderBackground(Protocol):
     @property
     def has_token(self) -> bool: ...
 
-    def lead(self, hands: Hands, ranks: int) -> None: ...
+    def lead(self, leader: RowLeader, hands: RankRpcClient, ranks: int) -> None: ...
 
 
-class Leader(Solo):
+class Leader(SingleRankIsland):
     way = "leader"
 
     def __init__(self, ranks: Ranks, model: nn.Module, background: LeaderBackground, log: logging.Logger) -> None:
@@ -98,7 +107,7 @@ class Leader(Solo):
 
     # -------------------------------------------------------------------------------------------- at a step boundary
 
-    def hear(self, kind: Ask, value: int = 0) -> int:
+    def hear(self, kind: RankRequest, value: int = 0) -> int:
         self._began = time.monotonic()
         self._given = [value]
         for line in self.ranks.control:
@@ -112,7 +121,7 @@ class Leader(Solo):
             self.noticed = max(self.noticed, line.noticed)
         return sum(given for given, counts in zip(self._given, self.ranks.counts, strict=True) if counts)
 
-    def agree(self, actions: list[Action], told: Told) -> list[Action]:
+    def agree(self, actions: list[Action], told: BoundaryStatus) -> list[Action]:
         words = _encoded([_words_of(action) for action in actions]) if actions else b""
         starting = next((action.inner for action in actions if type(action) is Start), None)
         for line in self.ranks.control:
@@ -128,12 +137,12 @@ class Leader(Solo):
 
     def stay(self) -> None:
         for line in self.ranks.control:
-            line.answer(Told(paused=True), b"")
+            line.answer(BoundaryStatus(paused=True), b"")
 
     def say(self, words: list[Any]) -> None:
-        self.hear(Ask.JOIN)
+        self.hear(RankRequest.JOIN)
         for line in self.ranks.control:
-            line.answer(Told(), _encoded(words) if words else b"")
+            line.answer(BoundaryStatus(), _encoded(words) if words else b"")
 
     def deal(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
         """Samples by rank, those of one step in a row. Ranks that train on the same data get the same."""
@@ -144,11 +153,11 @@ class Leader(Solo):
                 begin += given
         for line in self.ranks.control:
             first, last = starts[self.ranks.slots[line.rank]]
-            line.answer(Told(), _encoded([["samples", numbers[first:last]]]))
+            line.answer(BoundaryStatus(), _encoded([["samples", numbers[first:last]]]))
         first, last = starts[self.ranks.slots[0]]
         return numbers[first:last]
 
-    def _send_state(self, line: Line, starting: Starting) -> None:
+    def _send_state(self, line: RankConnection, starting: Starting) -> None:
         """The part of this rank of everything that its optimizer starts with, tensor by tensor."""
         dealt = cut_for(self.ranks, line.rank, *starting.state) if starting.state is not None else ()
         own = starting.part.rng_of(line.rank) if starting.part is not None else {}
@@ -166,7 +175,7 @@ class Leader(Solo):
         if self._agree_on_rows(plan):
             self.way = "rows"
             self.shares = [share_out(plan, p, self.ranks.boxes) for p in fragments]
-            self._background.lead(Hands(self.ranks.rows), self.ranks.size)
+            self._background.lead(self, RankRpcClient(self.ranks.rows), self.ranks.size)
             view.packed = True
         return view
 
@@ -183,10 +192,10 @@ class Leader(Solo):
             self.say([["way", ""]])
             return False
         self.say([["reach", self._background.address, self._background.has_token]])
-        self.hear(Ask.JOIN)
+        self.hear(RankRequest.JOIN)
         away = [rank for rank, reaches in enumerate(self._given) if rank and not reaches]
         for line in self.ranks.control:
-            line.answer(Told(), _encoded([["way", "" if away else "rows"]]))
+            line.answer(BoundaryStatus(), _encoded([["way", "" if away else "rows"]]))
         if away:
             said = "rank 0 sends and fetches for all ranks of this island: rank %s cannot speak to the syncer"
             self._log.warning(said, ", ".join(map(str, away)))
@@ -195,7 +204,7 @@ class Leader(Solo):
         return not away
 
     def fragment(self, view: ModelView, p: FragmentId, up: Codec) -> FragmentTensors:
-        return LeaderRows(self, view, p, up) if self.shares else LeaderFragment(self, view, p, up)
+        return FragmentTensors(view, p, up, self, self.shares[p] if self.shares else None)
 
     def boundary(self, *args: Any) -> StepBoundary:
         self.generation += 1
@@ -217,7 +226,7 @@ class Leader(Solo):
                 line.order(order, p, key, self.generation)
             for line, parts in asked:
                 status, why = line.said()
-                if status is Status.HERE:
+                if status is RankReply.HERE:
                     for window in parts:
                         line.receive_tensor(window.of(whole))
                 else:
@@ -244,7 +253,7 @@ class Leader(Solo):
                 line.order(Order.EDGES, p, serial, self.generation)
             for line in self.ranks.bulk:
                 status, why = line.said()
-                if status is Status.HERE:
+                if status is RankReply.HERE:
                     theirs[line.rank] = torch.empty(sum(move.size for move in share.given(line.rank)))
                     line.receive_tensor(theirs[line.rank])
                 else:
@@ -253,7 +262,7 @@ class Leader(Solo):
             for line in self.ranks.bulk:
                 if line.rank not in theirs:
                     continue
-                line.say(Status.GONE if gone else Status.HERE, by.name)
+                line.say(RankReply.GONE if gone else RankReply.HERE, by.name)
                 if not gone:
                     line.send_tensor(taken[line.rank])
         if gone:
@@ -274,15 +283,15 @@ class Leader(Solo):
         with self._lock:
             for line in lines.values():
                 line.order(Order.PASS, p, version, self.generation)
-            away = [rank for rank, line in lines.items() if line.said()[0] is not Status.HERE]
+            away = [rank for rank, line in lines.items() if line.said()[0] is not RankReply.HERE]
             for line in lines.values():
-                line.say(Status.GONE if away else Status.HERE)
+                line.say(RankReply.GONE if away else RankReply.HERE)
             if away:
                 return False
             self._in_order(p, own, take)
             is_right = hashed.hexdigest() == digest
             for line in lines.values():
-                line.say(Status.HERE if is_right else Status.WRONG)
+                line.say(RankReply.HERE if is_right else RankReply.WRONG)
             for line in lines.values():
                 line.said()
         return is_right
@@ -328,7 +337,7 @@ class Leader(Solo):
             for line in self.ranks.bulk:
                 line.order(Order.INNER, 0 if taken.parts else ONLY_BESIDE, key, self.generation)
                 status, why = line.said()
-                if status is not Status.HERE:
+                if status is not RankReply.HERE:
                     wrong = why or f"rank {line.rank} does not have it any more"
                     continue
                 for number, offset, shape, dtype in line.receive_json():
@@ -382,7 +391,7 @@ class Leader(Solo):
     def close(self) -> None:
         """All ranks have asked for it."""
         for line in self.ranks.control:
-            line.answer(Told(), b"")
+            line.answer(BoundaryStatus(), b"")
         self.ranks.close()
 
 
@@ -402,81 +411,6 @@ class IslandView(ModelView):
         own = self.buffer(fragment)
         self.read(fragment, own)
         self._leader.read_in_order(fragment, own, take)
-
-
-class LeaderRows(LedRows):
-    def __init__(self, leader: Leader, view: ModelView, p: FragmentId, up: Codec) -> None:
-        super().__init__(view, p, up, leader.shares[p], 0)
-        self._leader = leader
-
-    @property
-    def generation(self) -> int:
-        return self._leader.generation
-
-    def encode_rows(self, copied: Copied) -> None:
-        if self.is_encoded(copied.serial):
-            return
-        try:
-            prepared = self.prepare(copied)
-            taken = self._leader.exchange(self.p, copied.serial, prepared.given, copied.codec)
-            self.encode_strips(prepared, taken, copied.codec)
-        except BaseException as wrong:
-            self.give_up(copied.serial, wrong)
-            if isinstance(wrong, CancelledError):  # the training thread never made the copy
-                raise CopyGone from None
-            raise
-
-    def pass_on(self, version: Version, digest: str) -> Buffer | None:
-        value = self.take_fetched(version)
-        if value is None:
-            return None
-        is_right = False
-        try:
-            is_right = self._leader.pass_on(self.p, version, value.tensor, digest)
-        finally:
-            if not is_right:
-                self.release(value)
-        return value if is_right else None
-
-    def copy_for_part(self) -> tuple[Buffer, Callable[[], None]]:
-        """A part holds whole fragments: this one is put together when it is written, and is nobody's afterwards."""
-        rows, own = super().copy_for_part()
-        whole = Buffer(torch.empty(0))
-        whole.holders = 2  # one more than there are: it is not of the size of the others, and is not used again
-        key, plan = self._leader.parcel, self._view.plan
-
-        def wait() -> None:
-            own()
-            whole.tensor = torch.empty(self.dealt.numel)
-            for window in windows(plan, self.p, self._view.boxes):
-                window.of(whole.tensor).copy_(window.of_packed(rows.tensor))
-            self.release(rows)
-            self._leader.gather(Order.PART, self.p, key, whole.tensor)
-
-        return whole, wait
-
-
-class LeaderFragment(FragmentTensors):
-    def __init__(self, leader: Leader, view: ModelView, p: FragmentId, up: Codec) -> None:
-        super().__init__(view, p, up)
-        self._leader = leader
-
-    def begin_copy(self, copied: Copied) -> Callable[[], None]:
-        return self._and_theirs(super().begin_copy(copied), Order.COPY, copied.serial, copied.buffer)
-
-    def copy_for_part(self) -> tuple[Buffer, Callable[[], None]]:
-        buffer, own = super().copy_for_part()
-        return buffer, self._and_theirs(own, Order.PART, self._leader.parcel, buffer)
-
-    def _and_theirs(self, own: Callable[[], None], order: Order, key: int, buffer: Buffer) -> Callable[[], None]:
-        def wait() -> None:
-            own()
-            self._leader.gather(order, self.p, key, buffer.tensor)
-
-        return wait
-
-    def share(self, version: Version, value: Buffer) -> None:
-        self._leader.share(self.p, version, value.tensor)
 
 
 class LeaderBoundary(StepBoundary):
@@ -527,7 +461,7 @@ def _dealt_again(share: RowShare, given: dict[int, Tensor]) -> dict[int, Tensor]
 def _words_of(action: Action) -> list[Any]:
     """What the other ranks have to know of an action."""
     match action:
-        case Copy():
+        case CopyAction():
             return ["copy", action.copied.round.fragment, action.copied.serial]
         case Adopt():
             effect = action.effect

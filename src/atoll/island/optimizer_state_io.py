@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from atoll.island.rank_connection import Line, Order, Status
+from atoll.island.rank_connection import Order, RankConnection, RankReply
 from atoll.island.topology import Ranks
 from atoll.store.learner_parts import Part
 from atoll.tensors import optimizer_state
@@ -72,9 +72,9 @@ def write_by_all(
             line.order(Order.WRITE, 0, key, generation)
             line.send_json(str(folder))
         said = [(line, *line.said()) for line in ranks.bulk]
-    busy = [line for line, status, _ in said if status is Status.HERE]
-    is_seen = all(status is not Status.GONE for _, status, _ in said)
-    wrong = [f"rank {line.rank}: {why}" for line, status, why in said if status is Status.WRONG]
+    busy = [line for line, status, _ in said if status is RankReply.HERE]
+    is_seen = all(status is not RankReply.GONE for _, status, _ in said)
+    wrong = [f"rank {line.rank}: {why}" for line, status, why in said if status is RankReply.WRONG]
     notes: list[Any] = []
     failed: Exception | None = None
     if is_seen and not wrong:
@@ -87,8 +87,8 @@ def write_by_all(
             with lock:
                 line.order(Order.WRITTEN, 0, key, generation)
                 status, why = line.said()
-                note = line.receive_json() if status is Status.HERE else None
-            if status is Status.BUSY:
+                note = line.receive_json() if status is RankReply.HERE else None
+            if status is RankReply.BUSY:
                 continue
             busy.remove(line)
             if note is None:
@@ -115,10 +115,10 @@ def load_by_all(ranks: Ranks, lock: threading.Lock, generation: int, part: Part)
             line.send_json([str(part.shards.folder), part.shards.note, about])
             send_tensors(line, cut_for(ranks, line.rank, about, here))
         said = [(line, *line.said()) for line in ranks.bulk]
-    wrong = [f"rank {line.rank}: {why}" for line, status, why in said if status is Status.WRONG]
+    wrong = [f"rank {line.rank}: {why}" for line, status, why in said if status is RankReply.WRONG]
     if wrong:
         raise ValueError("; ".join(wrong))
-    if all(status is Status.HERE for _, status, _ in said):
+    if all(status is RankReply.HERE for _, status, _ in said):
         return True
     part.shards.check_all()  # now, while an older one could be taken
     return False
@@ -134,14 +134,14 @@ def cut_for(
             yield number, optimizer_state.part_for(tensors[number], is_complex, sizes, ranks.boxes[rank].get(name))
 
 
-def send_tensors(line: Line, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def send_tensors(line: RankConnection, tensors: Iterable[tuple[str, Tensor]]) -> None:
     for name, tensor in tensors:
         line.send_json([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)])
         line.send_tensor(tensor)
     line.send_json(None)
 
 
-def receive_tensors(line: Line) -> dict[str, Tensor]:
+def receive_tensors(line: RankConnection) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     while (told := line.receive_json()) is not None:
         name, dtype, shape = told
@@ -193,16 +193,16 @@ class FollowerParts:
     def _begin(self, key: int, generation: int, folder: Path) -> None:
         inner, wrong = self._follower.parcel_inner(key, generation)
         if inner is None:
-            self._line.say(Status.WRONG, wrong or "does not have it any more")
+            self._line.say(RankReply.WRONG, wrong or "does not have it any more")
         elif not folder.is_dir():
-            self._line.say(Status.GONE)
+            self._line.say(RankReply.GONE)
         else:
             self.close()  # of the part before: its leader has given it up
             self._written = (None, "")
             thread = threading.Thread(target=self._write, args=(folder, inner), name="atoll-rank-part", daemon=True)
             self._writing = (key, thread)
             thread.start()
-            self._line.say(Status.HERE)
+            self._line.say(RankReply.HERE)
 
     def _write(self, folder: Path, inner: optimizer_state.Taken) -> None:
         from atoll.store.sharded_parts import write_shard
@@ -217,13 +217,13 @@ class FollowerParts:
 
     def _tell(self, key: int) -> None:
         if self._writing is None or self._writing[0] != key:
-            self._line.say(Status.WRONG, "was not asked to write it")
+            self._line.say(RankReply.WRONG, "was not asked to write it")
         elif self._writing[1].is_alive():
-            self._line.say(Status.BUSY)
+            self._line.say(RankReply.BUSY)
         else:
             self._writing = None
             note, wrong = self._written
-            self._line.say(Status.HERE if note is not None else Status.WRONG, wrong)
+            self._line.say(RankReply.HERE if note is not None else RankReply.WRONG, wrong)
             if note is not None:
                 self._line.send_json(note)
 
@@ -233,9 +233,9 @@ class FollowerParts:
         here = receive_tensors(self._line)
         self._loaded = None
         if not self._follower.is_of(generation):
-            self._line.say(Status.WRONG, "has begun anew")
+            self._line.say(RankReply.WRONG, "has begun anew")
         elif not Path(folder).is_dir():
-            self._line.say(Status.GONE)
+            self._line.say(RankReply.GONE)
         else:
             from atoll.store.sharded_parts import Shards, for_rank
 
@@ -243,6 +243,6 @@ class FollowerParts:
                 tensors = for_rank(about, here, Shards(Path(folder), note), boxes_of(self._model))
                 self._loaded = optimizer_state.prepare(about, tensors, self._optimizers, self._model, cut=True)
             except Exception as error:  # the leader gets the cause
-                self._line.say(Status.WRONG, str(error))
+                self._line.say(RankReply.WRONG, str(error))
             else:
-                self._line.say(Status.HERE)
+                self._line.say(RankReply.HERE)

@@ -43,7 +43,7 @@ MOST_WORDS = 1 << 28
 SKIPPED_BYTES = 1 << 20
 
 
-class Ask(IntEnum):
+class RankRequest(IntEnum):
     """Why a follower asks. All ranks ask for the same, or the island is out of step."""
 
     JOIN = 1
@@ -54,7 +54,13 @@ class Ask(IntEnum):
     FAILED = 6
 
 
-CALLS = {Ask.JOIN: "enters", Ask.STEP: "calls step", Ask.REST: "rests", Ask.TAKE: "calls take", Ask.CLOSE: "leaves"}
+CALLS = {
+    RankRequest.JOIN: "enters",
+    RankRequest.STEP: "calls step",
+    RankRequest.REST: "rests",
+    RankRequest.TAKE: "calls take",
+    RankRequest.CLOSE: "leaves",
+}
 
 
 class Order(IntEnum):
@@ -76,14 +82,14 @@ ONLY_BESIDE = 1
 """With INNER: what is dealt out was written to disk already, or is not wanted any more."""
 
 
-class Status(IntEnum):
+class RankReply(IntEnum):
     HERE = 1
     GONE = 2
     WRONG = 3
     BUSY = 4
 
 
-class Told(NamedTuple):
+class BoundaryStatus(NamedTuple):
     """What every rank is told at every boundary."""
 
     paused: bool = False
@@ -97,7 +103,7 @@ class Told(NamedTuple):
     samples: int = 0
 
 
-class Line:
+class RankConnection:
     """One connection to one rank. Whatever is wrong with it, the island is at its end."""
 
     def __init__(self, connection: socket.socket, rank: int) -> None:
@@ -164,29 +170,29 @@ class Line:
 
     # -------------------------------------------------------------------------------------------------- step boundaries
 
-    def ask(self, kind: Ask, value: int = 0, text: bytes = b"", noticed: int = 0) -> None:
+    def ask(self, kind: RankRequest, value: int = 0, text: bytes = b"", noticed: int = 0) -> None:
         self.send(_ASK.pack(kind, noticed, len(text), value) + text)
 
-    def hear(self) -> tuple[Ask, int]:
+    def hear(self) -> tuple[RankRequest, int]:
         """Raises what the other rank has failed with."""
         kind, self.noticed, size, value = _ASK.unpack(self.receive(_ASK.size))
         text = self.receive(min(size, MOST_TEXT))
-        if kind == Ask.FAILED:
+        if kind == RankRequest.FAILED:
             raise failure_of(text, self.rank)
-        return Ask(kind), value
+        return RankRequest(kind), value
 
-    def answer(self, told: Told, words: bytes) -> None:
+    def answer(self, told: BoundaryStatus, words: bytes) -> None:
         self.send(_ANSWER.pack(0, told.paused, len(words), *told[1:]) + words)
 
     def fail(self, text: bytes) -> None:
-        self.send(_ANSWER.pack(Ask.FAILED, 0, len(text), *Told()[1:]) + text)
+        self.send(_ANSWER.pack(RankRequest.FAILED, 0, len(text), *BoundaryStatus()[1:]) + text)
 
-    def answered(self) -> tuple[Told, list[Any]]:
+    def answered(self) -> tuple[BoundaryStatus, list[Any]]:
         failed, paused, size, *rest = _ANSWER.unpack(self.receive(_ANSWER.size))
         text = self.receive(min(size, MOST_WORDS))
         if failed:
             raise failure_of(text, self.rank)
-        return Told(bool(paused), *rest), json.loads(text) if text else []
+        return BoundaryStatus(bool(paused), *rest), json.loads(text) if text else []
 
     # ------------------------------------------------------------------------------------------------ in the background
 
@@ -197,13 +203,13 @@ class Line:
         order, fragment, first, second = _ORDER.unpack(self.receive(_ORDER.size))
         return Order(order), fragment, first, second
 
-    def say(self, status: Status, text: str = "") -> None:
+    def say(self, status: RankReply, text: str = "") -> None:
         data = text.encode()[:MOST_TEXT]
         self.send(struct.pack("<BI", status, len(data)) + data)
 
-    def said(self) -> tuple[Status, str]:
+    def said(self) -> tuple[RankReply, str]:
         status, size = struct.unpack("<BI", self.receive(5))
-        return Status(status), self.receive(min(size, MOST_TEXT)).decode()
+        return RankReply(status), self.receive(min(size, MOST_TEXT)).decode()
 
     # -------------------------------------------------------------------------------------------------- tensors
 
@@ -296,10 +302,10 @@ def listen(is_one_host: bool) -> tuple[socket.socket, list[tuple[str, int]]]:
     return listener, [(name, port) for name in dict.fromkeys(names) if name and name != "localhost"]
 
 
-def accept(listener: socket.socket, secret: bytes, size: int) -> list[list[Line]]:
+def accept(listener: socket.socket, secret: bytes, size: int) -> list[list[RankConnection]]:
     """The lines to every other rank, each kind in the order of ranks. Who does not know the secret is not let in."""
     until = time.monotonic() + MEET_S
-    found: dict[tuple[int, int], Line] = {}
+    found: dict[tuple[int, int], RankConnection] = {}
     while len(found) < LINES * (size - 1):
         left = until - time.monotonic()
         if left <= 0:
@@ -314,7 +320,7 @@ def accept(listener: socket.socket, secret: bytes, size: int) -> list[list[Line]
                 connection.close()
                 continue
             connection.sendall(b"\1")
-            found[rank, which] = Line(connection, rank)
+            found[rank, which] = RankConnection(connection, rank)
     return [[found[rank, which] for rank in range(1, size)] for which in range(LINES)]
 
 
@@ -328,7 +334,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     return data
 
 
-def dial(addresses: list[tuple[str, int]], secret: bytes, rank: int) -> list[list[Line]]:
+def dial(addresses: list[tuple[str, int]], secret: bytes, rank: int) -> list[list[RankConnection]]:
     """To the leader, by whichever of its names is reached."""
     until, problem = time.monotonic() + MEET_S, ""
     while time.monotonic() < until:
@@ -339,7 +345,7 @@ def dial(addresses: list[tuple[str, int]], secret: bytes, rank: int) -> list[lis
                     connection = socket.create_connection(address, timeout=DIAL_S)
                     connection.sendall(_GREETING.pack(_MAGIC, secret, rank, which))
                     _exactly(connection, 1)
-                    made.append(Line(connection, 0))
+                    made.append(RankConnection(connection, 0))
                 return [[line] for line in made]
             except OSError as wrong:
                 problem = f"{address[0]}:{address[1]}: {wrong}"
@@ -347,6 +353,3 @@ def dial(addresses: list[tuple[str, int]], secret: bytes, rank: int) -> list[lis
                     line.close()
         time.sleep(0.2)
     raise IslandBroken(f"rank 0, which leads this island, cannot be reached from rank {rank}: {problem}")
-
-
-__all__ = ["Ask", "Line", "Order", "Status", "Told", "accept", "dial", "failure_of", "failure_text", "listen"]

@@ -17,7 +17,7 @@ import aiohttp
 
 from atoll.errors import IslandBroken
 from atoll.island.fragments import CopyGone
-from atoll.island.rank_connection import Line
+from atoll.island.rank_connection import RankConnection
 from atoll.transport.http_client import Refusal, why
 from atoll.transport.wire import WireError
 
@@ -28,10 +28,10 @@ LOST, REFUSED, DAMAGED, GONE = "lost", "refused", "damaged", "gone"
 """What became of a transfer: the connection broke; the syncer said no; its bytes were wrong; nobody has the copy."""
 
 
-class Hands:
+class RankRpcClient:
     """At the leader: the other ranks by their numbers. Everything is called in the loop, `open` first."""
 
-    def __init__(self, lines: list[Line]) -> None:
+    def __init__(self, lines: list[RankConnection]) -> None:
         self._lines = lines
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._asked: dict[tuple[int, int], asyncio.Future[Any]] = {}
@@ -90,7 +90,7 @@ def _raised(rank: int, kind: str, sentence: str) -> Exception:
     return IslandBroken(sentence)
 
 
-async def obey(line: Line, carry_out: Callable[[str, dict[str, Any]], Coroutine[Any, Any, Any]]) -> None:
+async def obey(line: RankConnection, carry_out: Callable[[str, dict[str, Any]], Coroutine[Any, Any, Any]]) -> None:
     """At another rank, until the leader hangs up: every question is carried out, and answered."""
     reader, writer = await asyncio.open_connection(sock=line.connection, limit=MOST_BYTES)
     under_way: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -148,6 +148,3 @@ async def _next(reader: asyncio.StreamReader) -> list[Any]:
         raise ConnectionError(f"a message of {size} bytes")
     found: list[Any] = json.loads(await reader.readexactly(size))
     return found
-
-
-__all__ = ["Hands", "obey"]

@@ -11,20 +11,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import aiohttp
+from torch import Tensor
 
 from atoll.core.protocol import Contribution, Envelope
 from atoll.core.types import FragmentId, RoundId, Version
 from atoll.errors import IslandBroken
-from atoll.island.fragments import Buffer, Copied
-from atoll.island.rank_rpc import Hands
-from atoll.island.row_fragment import LedRows, RowFragment
-from atoll.tensors.codecs import CODECS
-from atoll.tensors.row_sharding import Laid, Stretch, Strip, cover, lay
+from atoll.island.fragments import Buffer, Copied, CopyGone, RowFragment
+from atoll.island.rank_rpc import RankRpcClient
+from atoll.tensors.codecs import CODECS, Codec
+from atoll.tensors.row_sharding import ByteLayout, EncodeRange, RowRange, cover, lay
 from atoll.transport.buffers import ByteBuffers, Spans
 from atoll.transport.bulk_transfer import RETRY_S, TRIES, Fetching, LearnerBulk, fragment_sizes
 from atoll.transport.http_client import LearnerLink, Refusal
@@ -46,7 +46,7 @@ AT_ONCE = 8
 """Parts of one slice that travel at once: rows are cut as tensors are, and a part may be small."""
 
 
-class Sending(NamedTuple):
+class SendRowsRequest(NamedTuple):
     """What a rank has to know to bring its strips. `at`: where the fragment is; `missing`: bytes of the whole."""
 
     fragment: FragmentId
@@ -61,7 +61,7 @@ class Sending(NamedTuple):
     missing: list[list[int]]
 
 
-class Getting(NamedTuple):
+class FetchRowsRequest(NamedTuple):
     """What it has to know to fetch its rows."""
 
     fragment: FragmentId
@@ -75,12 +75,12 @@ class Getting(NamedTuple):
 class RowFetching(Fetching):
     """What is here of this rank's rows. The first slice is one byte: its header says in what the rows are."""
 
-    def __init__(self, version: Version, base: Version | None, numel: int, stretches: Sequence[Stretch]) -> None:
+    def __init__(self, version: Version, base: Version | None, numel: int, stretches: Sequence[RowRange]) -> None:
         super().__init__(version, base)
         self._numel = numel
         self._stretches = stretches
-        self.strips: list[Strip] = []
-        self.laid = Laid(0, (), ())
+        self.strips: list[EncodeRange] = []
+        self.laid = ByteLayout(0, (), ())
 
     def memory(self, head: FrameHead, said: FragmentHeader, buffers: ByteBuffers) -> Any:
         if self.header is None:
@@ -110,7 +110,7 @@ class RowWork:
         bulk: LearnerBulk,
         compute: ThreadPoolExecutor,
         fragments: Callable[[int], Sequence[RowFragment]],
-        hold: Callable[[RowFragment, Version], Buffer | None],
+        hold: Callable[[FragmentId, Version], Buffer | None],
     ) -> None:
         self._link = link
         self._bulk = bulk
@@ -127,8 +127,8 @@ class RowWork:
         self._under_way += 1
         try:
             if word == "send":
-                return await self.send(Sending(**what))
-            return await self.fetch(Getting(**what))
+                return await self.send(SendRowsRequest(**what))
+            return await self.fetch(FetchRowsRequest(**what))
         finally:
             self._under_way -= 1
 
@@ -136,7 +136,7 @@ class RowWork:
         fragments = await asyncio.get_running_loop().run_in_executor(None, self._fragments, generation)
         return fragments[p]
 
-    async def send(self, what: Sending) -> dict[str, int]:
+    async def send(self, what: SendRowsRequest) -> dict[str, int]:
         """How many bytes it was."""
         fragment = await self._fragment(what.fragment, what.generation)
         strips = await asyncio.shield(asyncio.wrap_future(fragment.strips(what.serial)))
@@ -158,20 +158,20 @@ class RowWork:
         await self._bulk.up.carry(missing, move)
         return {"moved": moved}
 
-    async def fetch(self, what: Getting) -> dict[str, Any]:
+    async def fetch(self, what: FetchRowsRequest) -> dict[str, Any]:
         """Its rows are in the fragment when this returns; the digest is that of the whole value."""
         fragment = await self._fragment(what.fragment, what.generation)
         digest = fragment.fetched_digest(what.version)
         return {"digest": digest, "moved": 0} if digest is not None else await self._fetch(fragment, what)
 
-    async def _fetch(self, fragment: RowFragment, what: Getting) -> dict[str, Any]:
+    async def _fetch(self, fragment: RowFragment, what: FetchRowsRequest) -> dict[str, Any]:
         p, asked = what.fragment, (what.version, what.base)
         under_way = self._fetching.get(p)
         if under_way is None or under_way.asked != asked or under_way.is_stale:
             under_way = self._fetching[p] = RowFetching(*asked, fragment.dealt.numel, fragment.stretches)
         under_way.place = what.at
         fetching = under_way
-        sizes = fragment_sizes(fragment.dealt.numel, fragment.codecs(what.downs))
+        sizes = fragment_sizes(fragment.dealt.numel, fragment.tensors.codecs(what.downs))
 
         async def get(begin: int, own: int, size: int) -> None:
             await self._bulk.fetch_slice(p, fetching, sizes, begin, begin + size)
@@ -194,12 +194,12 @@ class RowWork:
     async def _decode(self, fragment: RowFragment, came: RowFetching, version: Version) -> str:
         header, data = came.header, came.data
         assert header is not None and data is not None
-        base = self._hold(fragment, header.base) if header.base is not None else None
+        base = self._hold(fragment.p, header.base) if header.base is not None else None
         if header.base is not None and base is None:
             raise WireError(f"an update to version {header.base}, which is not here", "type")
         made = came.codec, came.strips, came.laid, data, base, version, header.value_digest
         decoding = self._compute.submit(fragment.decode, *made)
-        decoding.add_done_callback(lambda _: fragment.release(base))
+        decoding.add_done_callback(lambda _: fragment.buffers.release(base))
         await asyncio.wrap_future(decoding)
         self._bulk.give_back_bytes(data)
         return header.value_digest
@@ -221,10 +221,29 @@ async def _few_at_once(jobs: list[Callable[[], Any]]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+class RowLeader(Protocol):
+    """What the leader of an island does with all ranks for `RowTraffic`, in the computing thread."""
+
+    generation: int  # of incarnations
+
+    def exchange(self, p: FragmentId, serial: int, given: Tensor, by: Codec) -> Tensor:
+        """Have all ranks encode their strips of a copy. Return the values of other ranks that rank 0 encodes."""
+
+    def pass_on(self, p: FragmentId, version: Version, own: Tensor, digest: str) -> bool:
+        """Have all ranks take the rows that they fetched. Return whether the whole is what was published."""
+
+
 class RowTraffic:
     def __init__(
-        self, link: LearnerLink, bulk: LearnerBulk, compute: ThreadPoolExecutor, hands: Hands, work: RowWork
+        self,
+        link: LearnerLink,
+        bulk: LearnerBulk,
+        compute: ThreadPoolExecutor,
+        leader: RowLeader,
+        hands: RankRpcClient,
+        work: RowWork,
     ) -> None:
+        self._leader = leader
         self._link = link
         self._bulk = bulk
         self._compute = compute
@@ -234,16 +253,17 @@ class RowTraffic:
         self._lost_since: dict[int, float] = {}  # ranks whose transfers fail, and not rank 0's
 
     async def contribute(
-        self, fragment: LedRows, copied: Copied, envelope: Envelope, body: Contribution, held: ExitStack
+        self, fragment: RowFragment, copied: Copied, envelope: Envelope, body: Contribution, held: ExitStack
     ) -> None:
         """All ranks encode and bring their strips; the word that says so is the leader's. `held`: what is let go when
         they are encoded."""
-        encoding = self._compute.submit(fragment.encode_rows, copied)
+        encoding = self._compute.submit(self._encode, fragment, copied)
         encoding.add_done_callback(lambda _: held.close())
         await asyncio.wrap_future(encoding)
         number, header = CODEC_NUMBERS[copied.codec.name], encode_message(envelope)
         of = copied.codec.size(fragment.dealt.numel)
-        said = fragment.p, fragment.generation, copied.serial, envelope.learner, envelope.incarnation, envelope.session
+        about = fragment.p, self._leader.generation, copied.serial
+        said = (*about, envelope.learner, envelope.incarnation, envelope.session)
         missing = Spans([(0, of)]) if self._begun.get(fragment.p) != body.round else None
         self._begun[fragment.p] = body.round
         for attempt in range(TRIES):
@@ -253,7 +273,7 @@ class RowTraffic:
                     missing = await self._bulk.say_contributed(number, header, at)
                 if missing:
                     spans = [list(span) for span in missing]
-                    sending = Sending(*said, tuple(body.round), of, at, spans)
+                    sending = SendRowsRequest(*said, tuple(body.round), of, at, spans)
                     with self._bulk.measured("up", lambda: of):
                         await self._all(fragment, "send", sending._asdict(), self._work.send(sending), "up")
                     missing = await self._bulk.say_contributed(number, header, at)
@@ -269,10 +289,12 @@ class RowTraffic:
         raise ConnectionError(f"{missing.bytes if missing else 0} bytes of it are missing")
 
     async def fetch(
-        self, fragment: LedRows, version: Version, base: Version | None, downs: tuple[str, ...]
+        self, fragment: RowFragment, version: Version, base: Version | None, downs: tuple[str, ...]
     ) -> tuple[Buffer | None]:
         """The leader's rows, when every rank has its own; None: together they are not what was published."""
-        getting = Getting(fragment.p, fragment.generation, version, base, downs, await self._at(fragment.p))
+        getting = FetchRowsRequest(
+            fragment.p, self._leader.generation, version, base, downs, await self._at(fragment.p)
+        )
         try:
             answers: list[Any] = []
             with self._bulk.measured("down", lambda: sum(answer["moved"] for answer in answers)):
@@ -283,17 +305,46 @@ class RowTraffic:
         digests = {answer["digest"] for answer in answers}
         if len(digests) != 1:
             raise WireError(f"ranks were told of different values: {sorted(digests)}", "digest")
-        passing = self._compute.submit(fragment.pass_on, version, digests.pop())
+        passing = self._compute.submit(self._pass_on, fragment, version, digests.pop())
         try:
             return (await asyncio.shield(asyncio.wrap_future(passing)),)
         except asyncio.CancelledError:
-            passing.add_done_callback(lambda done: fragment.release(done.result()) if not done.exception() else None)
+            passing.add_done_callback(
+                lambda done: fragment.buffers.release(done.result()) if not done.exception() else None
+            )
             raise
+
+    def _encode(self, fragment: RowFragment, copied: Copied) -> None:
+        """In the computing thread: all ranks encode their strips, this one too."""
+        if fragment.is_encoded(copied.serial):
+            return
+        try:
+            prepared = fragment.prepare(copied)
+            taken = self._leader.exchange(fragment.p, copied.serial, prepared.given, copied.codec)
+            fragment.encode_strips(prepared, taken, copied.codec)
+        except BaseException as error:
+            fragment.give_up(copied.serial, error)
+            if isinstance(error, CancelledError):  # the training thread never made the copy
+                raise CopyGone from None
+            raise
+
+    def _pass_on(self, fragment: RowFragment, version: Version, digest: str) -> Buffer | None:
+        """In the computing thread: every rank has its rows of the version when this returns, or none of them has."""
+        value = fragment.take_fetched(version)
+        if value is None:
+            return None
+        is_right = False
+        try:
+            is_right = self._leader.pass_on(fragment.p, version, value.tensor, digest)
+        finally:
+            if not is_right:
+                fragment.buffers.release(value)
+        return value if is_right else None
 
     async def _at(self, p: FragmentId) -> str:
         return await self._bulk.place(p) or self._link.asked
 
-    async def _all(self, fragment: LedRows, word: str, what: dict[str, Any], own: Any, way: str) -> list[Any]:
+    async def _all(self, fragment: RowFragment, word: str, what: dict[str, Any], own: Any, way: str) -> list[Any]:
         """Of the ranks that have something to do. What they have moved counts for the island."""
         ranks = {stretch.rank for stretch in fragment.dealt.stretches}
         if word == "send":
@@ -333,6 +384,3 @@ class RowTraffic:
                     f"{ended}; it has not reached the syncer for {LOST_S:.0f} s, and rank 0 has: start the island"
                     " again, and rank 0 will send and fetch for it"
                 )
-
-
-__all__ = ["RowTraffic", "RowWork"]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from atoll.island.rank_connection import Line, accept, dial, listen, same_host
+from atoll.island.rank_connection import RankConnection, accept, dial, listen, same_host
 from atoll.tensors.plan import named_tensors
 from atoll.tensors.sharding import Box, Boxes, boxes_of, is_sharded
 
@@ -27,9 +27,9 @@ class Ranks(NamedTuple):
     boxes: tuple[Boxes, ...]  # by rank
     counts: tuple[bool, ...]  # by rank, whether its tokens count; of ranks that train on the same data one does
     slots: tuple[int, ...]  # by rank, whose data it trains on; the same for ranks that share theirs
-    control: list[Line]  # at the leader one to every follower, in their order; at a follower the one to the leader
-    bulk: list[Line]
-    rows: list[Line]
+    control: list[RankConnection]  # at the leader one per follower, in their order; at a follower the leader's
+    bulk: list[RankConnection]
+    rows: list[RankConnection]
 
     @property
     def leads(self) -> bool:

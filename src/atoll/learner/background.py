@@ -43,14 +43,13 @@ from atoll.core.protocol import (
     TimerFired,
     Welcome,
 )
-from atoll.core.types import Version
+from atoll.core.types import FragmentId, Version
 from atoll.errors import AtollError, BackgroundFailed, IslandBroken, SyncerUnreachable
 from atoll.island.boundary import cause_of
-from atoll.island.fragments import Buffer, FragmentTensors
-from atoll.island.rank_connection import Line
-from atoll.island.rank_rpc import Hands, obey
-from atoll.island.row_fragment import RowFragment
-from atoll.island.row_transfer import RowTraffic, RowWork
+from atoll.island.fragments import Buffer, FragmentTensors, RowFragment
+from atoll.island.rank_connection import RankConnection
+from atoll.island.rank_rpc import RankRpcClient, obey
+from atoll.island.row_transfer import RowLeader, RowTraffic, RowWork
 from atoll.island.stats import LearnerStats
 from atoll.learner.driver import LearnerDriver
 from atoll.learner.fragment_transfer import FragmentTraffic
@@ -217,18 +216,18 @@ class Background:
     def has_token(self) -> bool:
         return self._link.has_token
 
-    def lead(self, hands: Hands, ranks: int) -> None:
+    def lead(self, leader: RowLeader, hands: RankRpcClient, ranks: int) -> None:
         """At rank 0. What a link may carry is for all of them together."""
         self._bulk.share_rate(ranks)
         work = RowWork(self._link, self._bulk, self._compute, self._own_rows, self._hold_version)
         self._wait_for(hands.open())
-        self._traffic.rows = RowTraffic(self._link, self._bulk, self._compute, hands, work)
+        self._traffic.rows = RowTraffic(self._link, self._bulk, self._compute, leader, hands, work)
 
     def obey(
         self,
-        line: Line,
+        line: RankConnection,
         rows: Callable[[int], Sequence[RowFragment]],
-        hold: Callable[[RowFragment, Version], Buffer | None],
+        hold: Callable[[FragmentId, Version], Buffer | None],
         ranks: int,
     ) -> None:
         """At another rank, until the leader hangs up."""
@@ -241,14 +240,14 @@ class Background:
         self._wait_for(self._door.reach(address))
 
     def _own_rows(self, generation: int) -> list[RowFragment]:
-        return [fragment for fragment in self._fragments if isinstance(fragment, RowFragment)]
+        return [fragment.rows for fragment in self._fragments if fragment.rows is not None]
 
-    def _hold_version(self, fragment: RowFragment, version: Version) -> Buffer | None:
+    def _hold_version(self, p: FragmentId, version: Version) -> Buffer | None:
         driver = self._driver
         if driver is None:  # it leaves
             return None
         with driver.lock:
-            return fragment.hold_newest(version)
+            return self._fragments[p].hold_newest(version)
 
     @property
     def is_attached(self) -> bool:

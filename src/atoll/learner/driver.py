@@ -30,7 +30,7 @@ from atoll.core.protocol import (
 )
 from atoll.core.states import Mode
 from atoll.core.types import Version
-from atoll.island.boundary import Action, Adopt, Copy, End, Give, Given, Save, Start, StepBoundary, state_key
+from atoll.island.boundary import Action, Adopt, CopyAction, End, Give, Given, Save, Start, StepBoundary, state_key
 from atoll.island.fragments import Buffer, FragmentTensors
 from atoll.island.stats import LearnerStatus
 from atoll.learner.part_writer import PartKeeper
@@ -109,15 +109,17 @@ class LearnerDriver:
             self._news.notify_all()
 
     def receive_version(
-        self, envelope: Envelope, fragment: FragmentTensors, version: Version, take: Callable[[], Buffer]
-    ) -> None:
-        """Handle the arrival of a version that all ranks have. `take` returns its value; it is called only if the core
-        accepts the message."""
+        self, envelope: Envelope, fragment: FragmentTensors, version: Version, value: Buffer | None
+    ) -> bool:
+        """Handle a publish message. `value`: of a new version that all ranks have; it becomes the fragment's if the
+        core accepts the message. Return whether it did."""
         with self._news:
-            if self.core.hears(envelope):
-                fragment.arrived(version, take())
+            is_accepted = value is not None and self.core.hears(envelope)
+            if value is not None and is_accepted:
+                fragment.arrived(version, value)
             self._actions.extend(self._handle(MessageArrived(envelope)))
             self._news.notify_all()
+            return is_accepted
 
     def due_in(self) -> float | None:
         """Seconds until the core wants to be told of the time."""
@@ -270,7 +272,7 @@ class LearnerDriver:
         match effect:
             case CopyFragment():
                 fragment = self.boundary.fragments[effect.round.fragment]
-                return Copy(effect, fragment.will_copy(effect.round, effect.codec))
+                return CopyAction(effect, fragment.will_copy(effect.round, effect.codec))
             case AdoptFragment():
                 value, reference = self.boundary.fragments[effect.fragment].will_adopt(effect.merged_copy)
                 return Adopt(effect, value, reference)

@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from atoll.core.protocol import Contribution, Envelope, FragmentDamaged, LearnerEvent, MessageArrived, Published
+from atoll.core.protocol import Contribution, Envelope, FragmentDamaged, LearnerEvent, Published
 from atoll.core.types import FragmentId, RoundId
-from atoll.island.fragments import Buffer, Copied, CopyGone, FragmentTensors, ValueInWork
-from atoll.island.row_fragment import LedRows
+from atoll.island.fragments import Buffer, Copied, CopyGone, FragmentTensors, RowFragment, ValueInWork
 from atoll.island.row_transfer import RowTraffic
 from atoll.learner.driver import LearnerDriver
 from atoll.learner.join import RETRY_S
@@ -117,12 +116,11 @@ class FragmentTraffic:
         self, fragment: FragmentTensors, copied: Copied, envelope: Envelope, body: Contribution, held: ExitStack
     ) -> None:
         """`held`: what is let go when this ends, or when the computing thread has encoded it."""
-        numel = fragment.dealt.numel if isinstance(fragment, LedRows) else fragment.numel
-        size = copied.codec.size(numel)
+        size = copied.codec.size(fragment.whole_numel)
         async with self._places_up if size > SMALL_BYTES else nullcontext():
-            if isinstance(fragment, LedRows):
+            if fragment.rows is not None:
                 assert self.rows is not None
-                await self.rows.contribute(fragment, copied, envelope, body, held.pop_all())
+                await self.rows.contribute(fragment.rows, copied, envelope, body, held.pop_all())
             else:
                 await self._encode_and_send(fragment, copied, envelope, StreamingBuffer(size), held.pop_all())
 
@@ -167,25 +165,59 @@ class FragmentTraffic:
         with driver.lock:
             known = body.version <= fragment.newest_version
             base = fragment.hold_newest(body.base) if body.base is not None else None
-        arriving = _Arriving(fragment, base, self._compute)
+        if known or (body.base is not None and base is None):
+            fragment.release(base)
+            self._deliver(envelope, fragment, body)  # the core acknowledges what it has, or requests the whole value
+            return
+        if fragment.rows is not None:
+            fragment.release(base)
+            value = await self._fetch_rows(fragment.rows, body)
+        else:
+            value = await self._fetch_whole(fragment, base, body)
+        if value is not None:
+            self._deliver(envelope, fragment, body, value)
+
+    def _deliver(
+        self, envelope: Envelope, fragment: FragmentTensors, body: Published, value: Buffer | None = None
+    ) -> None:
+        """Give the core a publish message: the only way by which one reaches it. `value`: all ranks have their rows of
+        it; None if there was nothing to fetch."""
+        is_kept = self._driver is not None and self._driver.receive_version(envelope, fragment, body.version, value)
+        if not is_kept:
+            fragment.release(value)
+        self._drain()
+
+    async def _fetch_whole(self, fragment: FragmentTensors, base: Buffer | None, body: Published) -> Buffer | None:
+        """Return the value when all ranks have their rows of it; None if there is none, as the core has been told."""
+        p, arriving = fragment.p, _Arriving(fragment, base, self._compute)
+        sizes = fragment_sizes(fragment.numel, fragment.tensors.codecs(self._downs))
         try:
-            if known or (body.base is not None and base is None):
-                self._tell(MessageArrived(envelope))  # it acknowledges what it has, or asks for the whole value
-                return
-            if isinstance(fragment, LedRows):
-                await self._fetch_rows(fragment, envelope, body)
-                return
-            fetched = await self._fetch_bytes(p, body, arriving)
-            if fetched is not None:
-                await self._take(fragment, envelope, body, arriving, fetched)
-                self._bulk.give_back(fetched)
+            fetched = await self._tried(
+                body, lambda: self._bulk.fetch(p, body.version, body.base, sizes, arriving.on_bytes)
+            )
+            if fetched is None:
+                return None
+            value = await arriving.whole(fetched)
+            if value is None:
+                self._refuse(body)
+            else:
+                await asyncio.get_running_loop().run_in_executor(self._compute, fragment.share, body.version, value)
+            self._bulk.give_back(fetched)
+            return arriving.taken() if value is not None else None
         finally:
             arriving.end()
 
-    async def _fetch_bytes(self, p: FragmentId, body: Published, arriving: _Arriving) -> FetchedFragment | None:
-        fragment = self._fragments[p]
-        sizes = fragment_sizes(fragment.numel, fragment.codecs(self._downs))
-        return await self._tried(body, lambda: self._bulk.fetch(p, body.version, body.base, sizes, arriving.on_bytes))
+    async def _fetch_rows(self, fragment: RowFragment, body: Published) -> Buffer | None:
+        """Return rank 0's rows when all ranks have theirs; None if there are none, as the core has been told."""
+        rows, downs = self.rows, self._downs
+        assert rows is not None
+        found = await self._tried(body, lambda: rows.fetch(fragment, body.version, body.base, downs))
+        if found == (None,):
+            self._refuse(body)
+        return found[0] if found is not None else None
+
+    def _refuse(self, body: Published) -> None:
+        self._tell(FragmentDamaged(body.fragment, body.version, "the value is not the one that was published"))
 
     async def _tried(self, body: Published, fetch: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
         """Every notice is answered: a version that cannot be had is told to the core, which asks for another one."""
@@ -209,50 +241,13 @@ class FragmentTraffic:
         self._tell(FragmentDamaged(p, body.version, problem))
         return None
 
-    async def _take(
-        self,
-        fragment: FragmentTensors,
-        envelope: Envelope,
-        body: Published,
-        arriving: _Arriving,
-        fetched: FetchedFragment,
-    ) -> None:
-        value = await arriving.whole(fetched)
-        if value is None:
-            self._tell(FragmentDamaged(fragment.p, body.version, "the value is not the one that was published"))
-            return
-        await asyncio.get_running_loop().run_in_executor(self._compute, fragment.share, body.version, value)
-        self._arrived(fragment, envelope, body, arriving.taken)
-
-    def _arrived(
-        self, fragment: FragmentTensors, envelope: Envelope, body: Published, taken: Callable[[], Buffer]
-    ) -> None:
-        """All ranks have it."""
-        if self._driver is not None:
-            self._driver.receive_version(envelope, fragment, body.version, taken)
-            self._drain()
-
-    async def _fetch_rows(self, fragment: LedRows, envelope: Envelope, body: Published) -> None:
-        rows, downs = self.rows, self._downs
-        assert rows is not None
-        found = await self._tried(body, lambda: rows.fetch(fragment, body.version, body.base, downs))
-        if found is None:
-            return
-        (value,) = found
-        if value is None:
-            self._tell(FragmentDamaged(fragment.p, body.version, "the value is not the one that was published"))
-            return
-        spare = [value]
-        self._arrived(fragment, envelope, body, spare.pop)
-        fragment.release(*spare)
-
     async def fetch_final(self, fragment: FragmentTensors, version: int, downs: tuple[str, ...]) -> Buffer | None:
         """The whole value, when the run is over."""
-        if isinstance(fragment, LedRows):
+        if fragment.rows is not None:
             assert self.rows is not None
-            (value,) = await self.rows.fetch(fragment, version, None, downs)
+            (value,) = await self.rows.fetch(fragment.rows, version, None, downs)
             return value
-        sizes = fragment_sizes(fragment.numel, fragment.codecs(downs))
+        sizes = fragment_sizes(fragment.numel, fragment.tensors.codecs(downs))
         fetched = await self._bulk.fetch(fragment.p, version, None, sizes)
         work = fragment.decode_whole(fetched.data)
         if work.digest() != fetched.header.value_digest:
@@ -306,6 +301,3 @@ class _Arriving:
     def _release(self, *others: Buffer | None) -> None:
         work, self._work = self._work, None
         self._fragment.release(work.buffer if work is not None else None, *others)
-
-
-__all__ = ["FragmentTraffic"]

@@ -15,9 +15,20 @@ from atoll.core.data_leases import SampleLine, Samples
 from atoll.core.learner.core import LearnerCore
 from atoll.core.protocol import LeaveWanted, Started, Stop
 from atoll.errors import AtollError, JoinTimeout, LearnerRefused
-from atoll.island.boundary import LEFT, Action, Adopt, Copy, End, Give, Save, Solo, Start, StepBoundary
+from atoll.island.boundary import (
+    LEFT,
+    Action,
+    Adopt,
+    CopyAction,
+    End,
+    Give,
+    Save,
+    SingleRankIsland,
+    Start,
+    StepBoundary,
+)
 from atoll.island.fragments import FragmentTensors, plan_of
-from atoll.island.rank_connection import Ask, Told
+from atoll.island.rank_connection import BoundaryStatus, RankRequest
 from atoll.island.stats import LearnerStats, LearnerStatus
 from atoll.learner.background import Background
 from atoll.learner.driver import NOTHING_UNTOLD, LearnerDriver
@@ -59,7 +70,7 @@ class LeadingRank:
         join_timeout_s: float | None,
         extra_state: Callable[[], Any] | None,
     ) -> None:
-        self.island = Solo()
+        self.island = SingleRankIsland()
         self.driver: LearnerDriver | None = None  # of the newest incarnation
         self._model = model
         self._optimizers = optimizers
@@ -197,8 +208,8 @@ class LeadingRank:
 
         while True:
             actions, is_paused = driver.wait_for_start(before_wait)
-            self.island.hear(Ask.JOIN)
-            actions = self.island.agree(actions, Told(paused=is_paused))
+            self.island.hear(RankRequest.JOIN)
+            actions = self.island.agree(actions, BoundaryStatus(paused=is_paused))
             if actions and self._carry_out(driver, actions):
                 return is_paused
 
@@ -233,7 +244,7 @@ class LeadingRank:
     def take(self, wanted: int) -> tuple[int, ...]:
         driver = self.driver
         assert driver is not None and self._line is not None
-        config, count = driver.core.config, self.island.hear(Ask.TAKE, wanted)
+        config, count = driver.core.config, self.island.hear(RankRequest.TAKE, wanted)
         if count > config.lease_samples * config.leases_ahead:
             raise ValueError(
                 f"a step of {count} samples, with {config.leases_ahead} leases of {config.lease_samples} ahead, would"
@@ -256,7 +267,7 @@ class LeadingRank:
         self._background.check()
         self._background.check_away()
         self._background.last_loss = loss
-        tokens = self.island.hear(Ask.STEP, tokens)
+        tokens = self.island.hear(RankRequest.STEP, tokens)
         samples, self._fresh = self._fresh, 0
         begin = time.monotonic()
         waited_s, actions, is_paused = driver.step(tokens, samples, begin, self.island.noticed)
@@ -270,11 +281,11 @@ class LeadingRank:
         if is_paused and not self._status.finished:
             self._rest(driver)
 
-    def _told(self, driver: LearnerDriver, is_paused: bool) -> Told:
+    def _told(self, driver: LearnerDriver, is_paused: bool) -> BoundaryStatus:
         """What the other ranks of this island are told at every boundary."""
         core, link = driver.core, self._background
         sent = (link.bytes_up, link.bytes_down, self._adopted, self._contributed, core.taken)
-        return Told(is_paused, self._status.progress, core.step, core.trained, *sent)
+        return BoundaryStatus(is_paused, self._status.progress, core.step, core.trained, *sent)
 
     def _carry_out(self, driver: LearnerDriver, actions: list[Action]) -> bool:
         """What has to be done before the next step. True when it said that training starts or ends."""
@@ -283,7 +294,7 @@ class LeadingRank:
             boundary.before()
         for action in actions:
             match action:
-                case Copy():
+                case CopyAction():
                     boundary.copy(action)
                     self._contributed += 1
                 case Adopt():
@@ -335,7 +346,7 @@ class LeadingRank:
         try:
             while is_paused and not self._status.finished:
                 actions, is_paused = driver.rest(self.island.noticed, self._check_background)
-                self.island.hear(Ask.REST)
+                self.island.hear(RankRequest.REST)
                 try:
                     self._carry_out(driver, self.island.agree(actions, self._told(driver, is_paused)))
                 finally:
@@ -355,11 +366,11 @@ class LeadingRank:
         broken: BaseException | None = None
         if wrong is None:
             try:
-                self.island.hear(Ask.CLOSE)
+                self.island.hear(RankRequest.CLOSE)
                 if self._has_to_push():
                     self.island.stay()
                     self._push_after_the_loop()
-                    self.island.hear(Ask.CLOSE)
+                    self.island.hear(RankRequest.CLOSE)
             except (AtollError, KeyboardInterrupt) as gone:
                 broken = wrong = gone
         if wrong is not None:

@@ -40,7 +40,7 @@ class PublishedValues:
         if self._are_shown:
             raise ValueError("published() inside of published(): the model has the published values already")
         reshard(fsdp_modules(self._model))
-        own = _copied(self._model, {name for fragment in fragments for name in fragment.tensors})
+        own = _copied(self._model, {name for fragment in fragments for name in fragment.tensor_names})
         self._are_shown, self._is_kept = True, False
         try:
             with self._interrupts:

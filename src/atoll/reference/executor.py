@@ -57,14 +57,15 @@ from atoll.core.protocol import (
     Welcome,
 )
 from atoll.core.syncer.state import Restored
-from atoll.core.types import NOTHING, SYNCER, Accepted, FragmentId, Interval, LearnerId, RoundId, RunConfig, Version
+from atoll.core.types import NOTHING, SYNCER, AdoptHow, FragmentId, Interval, LearnerId, RoundId, RunConfig, Version
 from atoll.tape.format import Actor, Entry
 from atoll.tensors import optimizer_state, outer
-from atoll.tensors.codecs import Codec, Feedback, codec
+from atoll.tensors.codecs import Codec, codec
+from atoll.tensors.learner_fragment import LearnerFragment
 from atoll.tensors.model_view import ModelView
 from atoll.tensors.plan import FragmentPlan
-from atoll.tensors.robust_merge import Sums, UsualSize, sums_of
 from atoll.tensors.settings import Numerics
+from atoll.tensors.syncer_fragment import ServedVersion, SyncerFragment
 
 KEPT_PARTS = 4
 """As many as a learner keeps on its disk."""
@@ -90,12 +91,15 @@ class Trainee:
     batch: int = 0  # samples of one step, in a run with leases
 
 
-class Parcel(NamedTuple):
-    """A published version on its way. `base` None: the whole value as f32; else the update."""
+class SentVersion(NamedTuple):
+    """A published version on its way to a learner, for which `fragment` holds it."""
 
-    base: Version | None
-    data: Tensor
-    codec: Codec | None = None
+    fragment: SyncerFragment
+    served: ServedVersion
+    as_update: bool  # otherwise the whole value
+
+    def release(self) -> None:
+        self.fragment.release(self.served.version)
 
 
 @dataclass
@@ -105,6 +109,7 @@ class LearnerTensors:
     actor: Actor
     trainee: Trainee
     view: ModelView
+    fragments: list[LearnerFragment]
     step: int = 0
     tokens: int = 0
     session: int = 0
@@ -117,96 +122,46 @@ class LearnerTensors:
     line: SampleLine = field(default_factory=lambda: SampleLine(0))
     received: dict[FragmentId, Version] = field(default_factory=dict)
     values: dict[FragmentId, Tensor] = field(default_factory=dict)  # as received, adopted or not
-    anchors: dict[FragmentId, Tensor] = field(default_factory=dict)  # as adopted and as the parameters hold it
+    anchors: dict[FragmentId, Tensor] = field(default_factory=dict)  # as adopted
     copies: dict[FragmentId, Tensor] = field(default_factory=dict)
     codecs: dict[FragmentId, Codec] = field(default_factory=dict)  # of the copies: what they travel in
-    sent: dict[FragmentId, tuple[RoundId, Codec, Tensor]] = field(default_factory=dict)
-    feedback: dict[FragmentId, Feedback] = field(default_factory=dict)
-
-
-@dataclass
-class FragmentState:
-    """What a syncer makes durable of one version."""
-
-    value: Tensor
-    momentum: dict[str, Tensor]
-    published: Tensor
-    usual: Tensor | None = None
 
 
 class SyncerTensors:
-    """One epoch of the syncer."""
+    """The fragments of one epoch of the syncer, and what a shard that is lost undoes."""
 
-    def __init__(self, plan: FragmentPlan, numerics: Numerics, states: Sequence[FragmentState]) -> None:
-        self.outer: list[outer.OuterStep] = []
-        self.published: list[Tensor] = []  # never changed in place: messages on their way hold them
-        self.versions: list[Version] = [0] * len(states)
-        self.updates: list[tuple[Codec, Tensor] | None] = [None] * len(states)  # from the version before
-        self.downs: dict[RoundId, Codec] = {}  # of rounds that are being merged: of their update, if it was chosen
-        # Of open rounds: sums, sizes of the contributions and tokens per step of each learner.
-        self.rounds: dict[RoundId, tuple[Sums, list[float], dict[LearnerId, float]]] = {}
-        self.usual: list[UsualSize] = []
-        self.merged: dict[FragmentId, tuple[Tensor, tuple[Codec, Tensor]]] = {}  # value and update, not durable yet
-        self._undo: dict[FragmentId, tuple[RoundId, FragmentState]] = {}  # of those: from what the outer step was made
-        self._plan = plan
-        self._numerics = numerics
-        self._down = codec(numerics.downs[0])
-        for p, state in enumerate(states):
-            step, usual = self._loaded(p, state)
-            self.outer.append(step)
-            self.usual.append(usual)
-            self.published.append(state.published)
+    def __init__(self, fragments: list[SyncerFragment]) -> None:
+        self.fragments = fragments
+        self.merging: dict[RoundId, MergeRound] = {}
+        self._before: dict[FragmentId, tuple[RoundId, dict[str, Tensor]]] = {}  # state before a merge, until durable
 
-    def _loaded(self, p: FragmentId, state: FragmentState) -> tuple[outer.OuterStep, UsualSize]:
-        step = outer.OuterStep(self._plan, p, self._numerics, state.value.clone())
-        if state.momentum:
-            step.load(state.momentum)
-        usual = UsualSize(self._plan.holds_buffers(p))
-        if state.usual is not None:
-            usual.load(state.usual)
-        return step, usual
+    @property
+    def versions(self) -> list[Version]:
+        return [fragment.served.version for fragment in self.fragments]
 
-    def state(self, p: FragmentId, published: Tensor) -> FragmentState:
-        """As it stands, with what is published of it."""
-        momentum = {name: tensor.clone() for name, tensor in self.outer[p].state().items()}
-        return FragmentState(self.outer[p].value.clone(), momentum, published, self.usual[p].state())
+    def merge(self, round_id: RoundId) -> None:
+        fragment, effect = self.fragments[round_id.fragment], self.merging.pop(round_id)
+        self._before[fragment.id] = round_id, copied_state(fragment, fragment.served.version)
+        fragment.merge(round_id, len(effect.contributions), effect.codec)
 
-    def accumulate(self, round_id: RoundId, up: Codec, data: Tensor, accepted: Accepted) -> None:
-        p = round_id.fragment
-        if round_id not in self.rounds:
-            self.rounds[round_id] = (sums_of(self._plan, p, self._numerics.merge), [], {})
-        sums, sizes, rates = self.rounds[round_id]
-        usual = self.usual[p]
-        size = usual.size_of(usual.examine(up, data, self._plan.numel(p))[1], accepted.steps)
-        sums.add_encoded(up, data, accepted.weight, usual.scale(size, self._numerics.norm_clip))
-        sizes.append(size)
-        rates[accepted.learner] = accepted.tokens / accepted.steps
-
-    def step(self, round_id: RoundId) -> None:
-        p = round_id.fragment
-        sums, sizes, rates = self.rounds.pop(round_id)
-        self._undo[p] = round_id, self.state(p, self.published[p])
-        self.outer[p].step(sums.result(), rates)
-        self.usual[p].note(sizes)
-        down = self.downs.pop(round_id, self._down)
-        moving = outer.Published(codec(*self._plan.codecs(p, (down.name,))), self.published[p].clone())
-        update = moving.advance(self.outer[p].value)
-        self.merged[p] = (moving.value, (moving.codec, update))
-
-    def publish(self, p: FragmentId, version: Version) -> None:
-        self.published[p], self.updates[p] = self.merged.pop(p)
-        self.versions[p] = version
-        del self._undo[p]
+    def publish(self, p: FragmentId) -> None:
+        self.fragments[p].now_durable()
+        del self._before[p]
 
     def discard(self, round_id: RoundId) -> None:
-        """A shard that is lost between its outer step and the disk starts again from what is durable."""
+        """Drop a round. A shard that is lost between its outer step and the disk restarts from what is durable."""
         p = round_id.fragment
-        self.rounds.pop(round_id, None)
-        self.downs.pop(round_id, None)
-        undo = self._undo.get(p)
-        if undo is not None and undo[0] == round_id:
-            del self._undo[p], self.merged[p]
-            self.outer[p], self.usual[p] = self._loaded(p, undo[1])
+        self.merging.pop(round_id, None)
+        merged_round, state = self._before.get(p, (None, {}))
+        if merged_round == round_id:
+            del self._before[p]
+            self.fragments[p] = self.fragments[p].restored(self.fragments[p].served.version, state)
+        else:
+            self.fragments[p].discard(round_id)
+
+
+def copied_state(fragment: SyncerFragment, version: Version) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in fragment.stored_state(version).items()}
 
 
 class Execution:
@@ -217,7 +172,7 @@ class Execution:
     With `check_digests` each learner compares every version that it receives with the syncer's.
     """
 
-    syncer_type: type[SyncerTensors] = SyncerTensors
+    fragment_type: type[SyncerFragment] = SyncerFragment
 
     def __init__(
         self,
@@ -237,7 +192,6 @@ class Execution:
         self.config = config
         self.numerics = numerics
         self.plan = plan
-        self.up = codec(numerics.ups[0])  # of a copy that names no other
         self.tokens = 0  # of all learners, ever
         self.bytes_up = 0
         self.bytes_down = 0
@@ -250,15 +204,16 @@ class Execution:
         self._make = make
         self._history = history
         self._check_digests = check_digests
-        self._initial = [FragmentState(v.clone(), {}, v.clone()) for v in initial]
-        self._durable: list[dict[RoundId, FragmentState]] = [{} for _ in initial]  # the newest `history` of each
+        self._initial = [{"published": value.clone()} for value in initial]
+        self._durable: list[dict[RoundId, dict[str, Tensor]]] = [{} for _ in initial]  # the newest `history` of each
         self._contributions: dict[tuple[Actor, FragmentId], tuple[RoundId, Codec, Tensor]] = {}  # sent, not accumulated
-        self._parcels: dict[tuple[Actor, FragmentId], dict[Version, Parcel]] = {}  # sent, not adopted
+        self._sent: dict[tuple[Actor, FragmentId], dict[Version, SentVersion]] = {}  # and not adopted
         self._given: dict[InnerState, bytes] = {}
         self._parts: dict[LearnerId, dict[int, bytes]] = {}  # inner state of the newest snapshots of each learner
 
-    def found(self, p: FragmentId, round_id: RoundId, state: FragmentState) -> None:
-        """The first syncer finds this version, which no entry tells of: the run was restored from another one."""
+    def found(self, p: FragmentId, round_id: RoundId, state: dict[str, Tensor]) -> None:
+        """Add a version that the first syncer finds in its store and no entry names: the run was restored from another
+        one. `state`: as `SyncerFragment.stored_state` returns it."""
         self._durable[p][round_id] = state
 
     def found_part(self, learner: LearnerId, snapshot: int, inner: bytes) -> None:
@@ -279,17 +234,23 @@ class Execution:
                     f"{actor} starts from {record.round}, of which no state is kept: {list(self._durable[p])}"
                 )
                 states[p] = self._durable[p][record.round]
-            made = self.syncer_type(self.plan, self.numerics, states)
-            for p, record in records.items():
-                made.versions[p] = record.version
-            self.syncers[actor] = made
-            self._note_digests(made, range(len(states)))
+            made = [self._fragment(p, records[p].version if p in records else 0, s) for p, s in enumerate(states)]
+            self.syncers[actor] = SyncerTensors(made)
+            self._note_digests(made)
+
+    def _fragment(self, p: FragmentId, version: Version, state: dict[str, Tensor]) -> SyncerFragment:
+        value = state["published"].clone()  # its buffer is written again
+        fragment = self.fragment_type(self.plan, p, self.numerics, version, value)
+        fragment.restore(state)
+        return fragment
 
     def _learner(self, actor: Actor) -> LearnerTensors:
         found = self.learners.get(actor)
         if found is None:
             trainee = self._make(actor)
-            found = self.learners[actor] = LearnerTensors(actor, trainee, ModelView(trainee.model, self.plan))
+            view, up = ModelView(trainee.model, self.plan), self.numerics.ups[0]
+            fragments = [LearnerFragment(view, p, up) for p in range(len(self.plan.fragments))]
+            found = self.learners[actor] = LearnerTensors(actor, trainee, view, fragments)
             found.line = SampleLine(self.config.lease_samples)
         return found
 
@@ -300,7 +261,7 @@ class Execution:
 
     def published(self) -> list[Tensor]:
         """The published value of every fragment, flat; not to be changed."""
-        return list(self.syncer.published)
+        return [fragment.served.value for fragment in self.syncer.fragments]
 
     # ---------------------------------------------------------------------------------------------------- entries
 
@@ -317,16 +278,15 @@ class Execution:
     def _apply_at_syncer(self, syncer: SyncerTensors, entry: Entry) -> None:
         event = entry.event
         if type(event) is MergeDone:
-            syncer.step(event.round)
-            self._keep(syncer, event.round)
+            syncer.merge(event.round)
+            self._keep(syncer.fragments[event.round.fragment], event.round)
         elif type(event) is Persisted and event.key.kind == "version":
-            syncer.publish(event.key.number, event.key.version)
-            self._note_digests(syncer, (event.key.number,))
+            self._publish(syncer, event.key.number)
         elif type(event) is ShardBack:
             for p, version in event.held:
-                if p in syncer.merged and version == syncer.versions[p] + 1:
-                    syncer.publish(p, version)
-                    self._note_digests(syncer, (p,))
+                merged = syncer.fragments[p].next
+                if merged is not None and merged.version == version:
+                    self._publish(syncer, p)
         for effect in entry.effects:
             if type(effect) is Send and type(effect.envelope.body) is Published:
                 self._post(syncer, effect.envelope, effect.envelope.body)
@@ -334,40 +294,46 @@ class Execution:
                 actor = Actor(effect.accepted.learner, effect.accepted.incarnation)
                 round_id, up, data = self._contributions.pop((actor, effect.round.fragment))
                 assert round_id == effect.round, f"{actor} sent {round_id}, the syncer adds {effect.round}"
-                syncer.accumulate(effect.round, up, data, effect.accepted)
+                syncer.fragments[round_id.fragment].accumulate(round_id, effect.accepted, data, up.name)
                 self.contributions += 1
-            elif type(effect) is MergeRound and effect.codec is not None:
-                syncer.downs[effect.round] = codec(effect.codec)
+            elif type(effect) is MergeRound:
+                syncer.merging[effect.round] = effect
             elif type(effect) is DiscardRound:
                 syncer.discard(effect.round)
 
-    def _keep(self, syncer: SyncerTensors, round_id: RoundId) -> None:
+    def _publish(self, syncer: SyncerTensors, p: FragmentId) -> None:
+        syncer.publish(p)
+        self._note_digests([syncer.fragments[p]])
+
+    def _keep(self, fragment: SyncerFragment, round_id: RoundId) -> None:
         """Before it is durable: the process may die between the write and the answer, and its successor finds it."""
         if not self._history:
             return
-        p = round_id.fragment
-        self._durable[p][round_id] = syncer.state(p, syncer.merged[p][0])
-        while len(self._durable[p]) > self._history:
-            del self._durable[p][next(iter(self._durable[p]))]
+        kept = self._durable[fragment.id]
+        kept[round_id] = copied_state(fragment, round_id.base + 1)
+        while len(kept) > self._history:
+            del kept[next(iter(kept))]
 
-    def _note_digests(self, syncer: SyncerTensors, fragments: Iterable[FragmentId]) -> None:
+    def _note_digests(self, fragments: Iterable[SyncerFragment]) -> None:
         if not self._check_digests:
             return
-        for p in fragments:
-            found = digest(syncer.published[p])
-            known = self.digests.setdefault((p, syncer.versions[p]), found)
-            assert known == found, f"fragment {p} has two values of version {syncer.versions[p]}"
+        for fragment in fragments:
+            served = fragment.served
+            known = self.digests.setdefault((fragment.id, served.version), served.value_digest)
+            assert known == served.value_digest, f"fragment {fragment.id} has two values of version {served.version}"
 
     def _post(self, syncer: SyncerTensors, envelope: Envelope, body: Published) -> None:
-        p = body.fragment
-        assert body.version == syncer.versions[p], f"version {body.version} is sent, {syncer.versions[p]} is published"
-        update = syncer.updates[p]
-        parcel = Parcel(None, syncer.published[p])
-        if body.base is not None and update is not None:
-            parcel = Parcel(body.base, update[1], update[0])
-        self.bytes_down += parcel.data.numel() * parcel.data.element_size()
-        to = Actor(envelope.learner, envelope.incarnation)
-        self._parcels.setdefault((to, p), {})[body.version] = parcel
+        fragment = syncer.fragments[body.fragment]
+        served = fragment.hold(body.version)
+        newest = fragment.served.version
+        assert served is not None and body.version == newest, f"version {body.version} is sent, {newest} is published"
+        sent = SentVersion(fragment, served, body.base is not None and served.update is not None)
+        data = served.update if sent.as_update and served.update is not None else served.value
+        self.bytes_down += data.numel() * data.element_size()
+        under_way = self._sent.setdefault((Actor(envelope.learner, envelope.incarnation), body.fragment), {})
+        if body.version in under_way:
+            under_way[body.version].release()
+        under_way[body.version] = sent
 
     # ---------------------------------------------------------------------------------------------------- learners
 
@@ -430,13 +396,14 @@ class Execution:
 
     def _receive(self, learner: LearnerTensors, body: Published) -> None:
         p = body.fragment
-        parcel = self._parcels[learner.actor, p][body.version]
-        if parcel.codec is None:
-            value = parcel.data
-        else:
+        sent = self._sent[learner.actor, p][body.version]
+        served = sent.served
+        if sent.as_update and served.update is not None:
             held = learner.values[p]
-            assert learner.received[p] == parcel.base, f"an update to {parcel.base}, {learner.received[p]} is held"
-            value = self.rebuild(learner, held, parcel.data, parcel.codec)
+            assert learner.received[p] == served.base, f"an update to {served.base}, {learner.received[p]} is held"
+            value = self.rebuild(learner, held, served.update, codec(served.codec))
+        else:
+            value = served.value.clone()
         learner.values[p] = value
         learner.received[p] = body.version
         learner.heard = max(learner.heard, body.progress)
@@ -448,7 +415,7 @@ class Execution:
 
     def rebuild(self, learner: LearnerTensors, held: Tensor, update: Tensor, down: Codec) -> Tensor:
         """The next published value from the one that is held, as every learner does it."""
-        return outer.Published.apply(down, held, update, torch.empty_like(held))
+        return outer.PublishedValue.apply(down, held, update, torch.empty_like(held))
 
     def _copy(self, learner: LearnerTensors, effect: CopyFragment) -> None:
         p = effect.round.fragment
@@ -456,8 +423,7 @@ class Execution:
         if kept is None:
             kept = learner.copies[p] = torch.empty(self.plan.numel(p))
         learner.view.read(p, kept)
-        learner.codecs[p] = codec(*self.plan.codecs(p, (effect.codec or self.up.name,)))
-        learner.sent.pop(p, None)
+        learner.codecs[p] = learner.fragments[p].codec_for(effect.codec)
 
     def _send(self, learner: LearnerTensors, effect: Send) -> None:
         body = effect.envelope.body
@@ -467,20 +433,14 @@ class Execution:
             self._given[body] = optimizer_state.pack(learner.trainee.optimizer, learner.trainee.model)
 
     def _contribute(self, learner: LearnerTensors, round_id: RoundId) -> None:
-        """An answer that was lost is sent again as it was: the same bytes."""
         p = round_id.fragment
-        sent = learner.sent.get(p)
-        if sent is None or sent[0] != round_id:
-            feedback = learner.feedback.get(p)
-            if feedback is None:
-                feedback = learner.feedback[p] = Feedback(learner.codecs[p], self.plan.numel(p))
-            feedback.settle(False)  # an older answer with the same anchor was in no version
-            copy = learner.copies[p]
-            given = copy if self.plan.holds_buffers(p) else learner.anchors[p] - copy
-            data = feedback.encode(given, by=learner.codecs[p])
-            sent = learner.sent[p] = (round_id, learner.codecs[p], data)
-        self.bytes_up += sent[2].numel()
-        self._contributions[learner.actor, p] = sent
+        fragment, by = learner.fragments[p], learner.codecs[p]
+        data = fragment.encoded(round_id)
+        if data is None:
+            anchor, copy = learner.anchors[p], learner.copies[p]
+            data = fragment.encode(round_id, by, anchor, copy, torch.empty_like(copy))
+        self.bytes_up += data.numel()
+        self._contributions[learner.actor, p] = (round_id, by, data)
 
     def _adopt(self, learner: LearnerTensors, effect: AdoptFragment) -> None:
         p = effect.fragment
@@ -488,22 +448,16 @@ class Execution:
         value = learner.values[p]
         reference = learner.copies[p] if effect.merged_copy else learner.anchors.get(p)
         self.take_over(learner, p, effect.how, value, reference)
-        anchor = value
-        if not learner.view.is_exact(p):
-            anchor = torch.empty_like(value)
-            learner.view.as_held(p, value, anchor)
-        learner.anchors[p] = anchor
-        if p in learner.sent:
-            learner.feedback[p].settle(effect.merged_copy)
-            del learner.sent[p]
-        parcels = self._parcels.get((learner.actor, p), {})
-        for version in [v for v in parcels if v <= effect.version]:
-            del parcels[version]
+        learner.anchors[p] = value
+        learner.fragments[p].settle(effect.merged_copy)
+        sent = self._sent.get((learner.actor, p), {})
+        for version in [v for v in sent if v <= effect.version]:
+            sent.pop(version).release()
 
     def take_over(
-        self, learner: LearnerTensors, p: FragmentId, how: str, value: Tensor, reference: Tensor | None
+        self, learner: LearnerTensors, p: FragmentId, how: AdoptHow, value: Tensor, reference: Tensor | None
     ) -> None:
-        learner.view.adopt(p, how, value, reference, self.config.blend_alpha)
+        learner.fragments[p].adopt(how, value, reference, self.config.blend_alpha, torch.empty_like(value))
 
     def _start(self, learner: LearnerTensors, effect: StartTraining) -> None:
         learner.warmup_steps = effect.warmup_steps
@@ -531,7 +485,8 @@ class Execution:
     def _stop(self, learner: LearnerTensors, effect: Stop) -> None:
         """The model stays, everything else is given back."""
         learner.stopped = True
-        for held in (learner.values, learner.anchors, learner.copies, learner.sent, learner.feedback):
+        learner.fragments.clear()
+        for held in (learner.values, learner.anchors, learner.copies):
             held.clear()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from atoll.checkpoint.model_file import model_digest
 from atoll.checkpoint.published import is_finished, run_settings
@@ -19,7 +20,7 @@ from atoll.checkpoint.restore import BEGINNING, kept_fragment
 from atoll.core.protocol import VersionRecord
 from atoll.core.types import SYNCER
 from atoll.reference.data import Text
-from atoll.reference.executor import Execution, FragmentState, StepInfo, Trainee, initial_values, load_values
+from atoll.reference.executor import Execution, StepInfo, Trainee, initial_values, load_values
 from atoll.reference.job_settings import JobSettings
 from atoll.reference.loop import InnerLoop
 from atoll.reference.saved_models import first_model, published_model
@@ -89,7 +90,7 @@ def replay_training(
 
     initial = initial_values(founder, founded.plan)
     if beginning is not None:
-        initial = [kept.state.published for kept in beginning.fragments]
+        initial = [kept.state["published"] for kept in beginning.fragments]
     execution = Execution(founded.config, founded.numerics, founded.plan, initial, make, HISTORY, check_digests=True)
     if beginning is not None:
         beginning.give(execution)
@@ -108,7 +109,7 @@ class KeptFragment(NamedTuple):
     """What a restored run began with. `record` None: with version 0, of which there is nothing but the value."""
 
     record: VersionRecord | None
-    state: FragmentState
+    state: dict[str, Tensor]  # as the store keeps it
 
 
 class Beginning(NamedTuple):
@@ -153,14 +154,9 @@ def _beginning(run: Path, tapes: RunTapes, fragments: int) -> Beginning | None:
 def _kept(path: Path) -> KeptFragment:
     note, tensors = read_tensor_file(read_file(path))
     record = format.decode(note) if note else None
-    if record is None:
-        value = tensors["published"]
-        return KeptFragment(None, FragmentState(value, {}, value))
-    if not isinstance(record, VersionRecord):
+    if record is not None and not isinstance(record, VersionRecord):
         raise ValueError(f"{path} holds {type(record).__name__}, no version")
-    momentum = {name.removeprefix("outer."): each for name, each in tensors.items() if name.startswith("outer.")}
-    state = FragmentState(tensors["precise"], momentum, tensors["published"], tensors["usual"])
-    return KeptFragment(record, state)
+    return KeptFragment(record, dict(tensors))
 
 
 def _refuse_all_but(beginning: Beginning | None) -> Callable[[Missing], None]:

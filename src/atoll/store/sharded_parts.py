@@ -100,7 +100,7 @@ def write_shard(folder: Path, rank: int, taken: optimizer_state.Taken, mine: Col
     return note
 
 
-def _item(number: str, part: optimizer_state.Part, dtype: torch.dtype) -> WriteItem:
+def _item(number: str, part: optimizer_state.StatePart, dtype: torch.dtype) -> WriteItem:
     offset, shape = torch.Size(part.box.offset), torch.Size(part.box.shape)
     data = TensorWriteData(ChunkStorageMetadata(offset, shape), TensorProperties(dtype), torch.Size(part.sizes))
     return WriteItem(MetadataIndex(number, offset), WriteItemType.SHARD, tensor_data=data)

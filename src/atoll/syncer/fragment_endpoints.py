@@ -21,12 +21,12 @@ from atoll.core.protocol import Contribution, Envelope, MessageArrived
 from atoll.core.types import MOST_TOKENS, FragmentId, Incarnation, LearnerId
 from atoll.logs import Named
 from atoll.store.run_settings import RunSettings
-from atoll.syncer.fragment import HeldFragment
 from atoll.syncer.fragment_executor import Payload
 from atoll.syncer.partial_uploads import ArrivalKey, Arrivals, Claim, MemoryGate
 from atoll.tensors.codecs import Codec, codec
 from atoll.tensors.plan import FragmentPlan
 from atoll.tensors.robust_merge import unfit_in_fragment
+from atoll.tensors.syncer_fragment import SyncerFragment
 from atoll.transport.buffers import CHUNK_BYTES, SMALL_BYTES, ByteBuffers
 from atoll.transport.identity import check_speaker
 from atoll.transport.wire import (
@@ -79,7 +79,7 @@ class Host(Protocol):
     def plan(self) -> FragmentPlan | None: ...
 
     @property
-    def fragments(self) -> Mapping[FragmentId, HeldFragment]: ...
+    def fragments(self) -> Mapping[FragmentId, SyncerFragment]: ...
 
     @property
     def links(self) -> Container[tuple[LearnerId, Incarnation, int]]: ...
@@ -243,14 +243,14 @@ class Bulk:
             whole = as_bytes(payload)
             begin, end = _place(request, whole.nbytes)
             view = whole[begin:end]
-            start = held.starts.get((served.version, base, begin, end))
+            start = held.frame_heads.get((served.version, base, begin, end))
             if start is None:
                 header = FragmentHeader(held.id, served.version, base, served.value_digest, begin, whole.nbytes)
                 encoded = header.encode()
                 head = await computed(view.nbytes, frame_head, Kind.FRAGMENT, number, encoded, view)
                 start = head + encoded
                 if view.nbytes == whole.nbytes:  # all learners fetch the same bytes: the digest is computed once
-                    held.starts[served.version, base, begin, end] = start
+                    held.frame_heads[served.version, base, begin, end] = start
             sent = await _stream(request, start, view)
             syncer.bytes_down += view.nbytes
             return sent

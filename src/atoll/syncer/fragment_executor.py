@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -31,8 +32,8 @@ from atoll.core.protocol import (
 from atoll.core.types import FragmentId, Version
 from atoll.store.run_settings import RunSettings
 from atoll.store.version_store import Fenced, Store
-from atoll.syncer.fragment import HeldFragment
 from atoll.tensors.plan import FragmentPlan
+from atoll.tensors.syncer_fragment import SyncerFragment
 
 T = TypeVar("T")
 
@@ -48,7 +49,7 @@ class Payload:
         self.is_taken = False  # whoever takes it gives the memory back
 
 
-class FragmentKeeper:
+class FragmentExecutor:
     """`tell` hears what came of it; `on_durable` is called before `tell` when a version is, `on_fenced` instead of it
     when another process has the store."""
 
@@ -57,11 +58,11 @@ class FragmentKeeper:
         store: Store,
         log: logging.Logger,
         tell: Callable[[SyncerEvent], None],
-        on_durable: Callable[[HeldFragment], None],
+        on_durable: Callable[[SyncerFragment], None],
         on_fenced: Callable[[Fenced], None],
     ) -> None:
         self.store = store
-        self.held: dict[FragmentId, HeldFragment] = {}
+        self.held: dict[FragmentId, SyncerFragment] = {}
         self._log = log
         self._tell = tell
         self._on_durable = on_durable
@@ -75,11 +76,11 @@ class FragmentKeeper:
     async def load(self, plan: FragmentPlan, settings: RunSettings, fragments: list[FragmentId]) -> None:
         """Take up these fragments as the store has them."""
 
-        def read() -> dict[FragmentId, HeldFragment]:
+        def read() -> dict[FragmentId, SyncerFragment]:
             held = {}
             for p in fragments:
                 version, _, kept = self.store.newest(p)
-                held[p] = HeldFragment(plan, p, settings.numerics, version, kept["published"])
+                held[p] = SyncerFragment(plan, p, settings.numerics, version, kept["published"])
                 held[p].restore(kept)
             return held
 
@@ -90,13 +91,13 @@ class FragmentKeeper:
         plan = settings.plan
         assert plan is not None
 
-        def write() -> dict[FragmentId, HeldFragment]:
+        def write() -> dict[FragmentId, SyncerFragment]:
             for p in set(self.store.fragments()) - set(values):
                 self.store.forget_initial(p)  # somebody else's model came half-way
             for p, value in values.items():
                 self.store.write_initial(p, {"published": value})
             self.store.write_settings(settings.to_json())
-            return {p: HeldFragment(plan, p, settings.numerics, 0, value) for p, value in values.items()}
+            return {p: SyncerFragment(plan, p, settings.numerics, 0, value) for p, value in values.items()}
 
         self.held = await self.on_disk(write)
 
@@ -108,12 +109,12 @@ class FragmentKeeper:
         for p, held in self.held.items():
             if held.next is not None:
                 version, _, kept = await self.on_disk(self.store.newest, p)
-                self.held[p] = held.as_kept(version, kept)
+                self.held[p] = held.restored(version, kept)
 
     async def go_back(self, p: FragmentId, version: Version) -> None:
         """To the version before the newest, which nobody has seen."""
         _, kept = await self.on_disk(self.store.go_back, p, version)
-        self.held[p] = self.held[p].as_kept(version, kept)
+        self.held[p] = self.held[p].restored(version, kept)
 
     async def on_disk(self, job: Callable[..., T], *args: Any) -> T:
         return await self._loop.run_in_executor(self._disk_thread, job, *args)
@@ -147,8 +148,14 @@ class FragmentKeeper:
 
     def merge_round(self, effect: MergeRound) -> None:
         held = self.held[effect.round.fragment]
-        job = partial(held.merge, effect.round, len(effect.contributions), effect.codec)
-        self._merge(job, partial(self._merge_ended, effect))
+
+        def merge() -> None:
+            began = time.monotonic()
+            held.merge(effect.round, len(effect.contributions), effect.codec)
+            assert held.stats is not None
+            held.stats = held.stats._replace(merge_s=time.monotonic() - began)
+
+        self._merge(merge, partial(self._merge_ended, effect))
 
     def _merge_ended(self, effect: MergeRound, wrong: BaseException | None) -> None:
         if wrong is not None:
@@ -170,7 +177,7 @@ class FragmentKeeper:
     def _write(self, record: Record) -> None:
         tensors = None
         if isinstance(record, VersionRecord):
-            tensors = self.held[record.fragment].to_keep(record)
+            tensors = self.held[record.fragment].stored_state(record.version)
         self.store.write(record, tensors)
 
     def _written(self, key: RecordKey, done: asyncio.Future[None]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from atoll.core.types import FragmentId, Incarnation, LearnerId, Version
 from atoll.store.metrics_files import MetricsWriter
-from atoll.syncer.fragment import Measured
+from atoll.tensors.syncer_fragment import MergeStats
 
 LEARNER_EVERY_S = 0.9
 """Between two lines of one learner, which tells about once a second."""
@@ -29,7 +29,7 @@ class SyncerMetrics:
         self._writer = MetricsWriter(run, log)
         self._told: dict[LearnerId, dict[str, Any]] = {}
         self._written_at: dict[LearnerId, float] = {}
-        self.newest: dict[FragmentId, Measured] = {}  # of versions that this process has made durable
+        self.newest: dict[FragmentId, MergeStats] = {}  # of versions that this process has made durable
         self.merge_s = 0.0  # in the merge thread, all of them
         self.merged_at: float | None = None  # the newest one; unix time
 
@@ -45,7 +45,7 @@ class SyncerMetrics:
         self._written_at[learner] = at
         self._write("learner", learner, at, {"incarnation": incarnation, **figures})
 
-    def merged(self, at: float, epoch: int, fragment: FragmentId, version: Version, measured: Measured) -> None:
+    def merged(self, at: float, epoch: int, fragment: FragmentId, version: Version, measured: MergeStats) -> None:
         """A version is durable."""
         self.newest[fragment] = measured
         self.merge_s += measured.merge_s

@@ -54,8 +54,7 @@ from atoll.store.run_settings import RunClock, RunSettings
 from atoll.store.tensor_file import StoreDamaged
 from atoll.store.version_store import CONTROLS, Fenced, Store
 from atoll.syncer.controls import Wishes
-from atoll.syncer.fragment import HeldFragment, Measured
-from atoll.syncer.fragment_executor import FragmentKeeper, Payload
+from atoll.syncer.fragment_executor import FragmentExecutor, Payload
 from atoll.syncer.initial_model import INIT, warm_values
 from atoll.syncer.learner_connection import PinnableFragment, SyncerLink
 from atoll.syncer.metrics import SyncerMetrics
@@ -66,6 +65,7 @@ from atoll.tape.files import new_header
 from atoll.tape.format import Actor, Entry
 from atoll.tape.sink import TapeKeeper
 from atoll.tensors.plan import FragmentPlan
+from atoll.tensors.syncer_fragment import MergeStats, SyncerFragment
 from atoll.transport.auth import Access
 from atoll.transport.tls import ServerTls
 from atoll.transport.websocket import WebSocketConnection
@@ -123,7 +123,7 @@ class SyncerProcess:
         kept = self.store.settings()
         if kept is not None:
             self.settings = settings.resumed(RunSettings.from_json(kept))
-        self.keeper = FragmentKeeper(self.store, self.log, self.tell, self._on_durable, self._fenced)
+        self.keeper = FragmentExecutor(self.store, self.log, self.tell, self._on_durable, self._fenced)
         self._execute: Mapping[type, Callable[[Any], None]] = {
             Send: self._send,
             Say: self._say,
@@ -330,7 +330,7 @@ class SyncerProcess:
             link.connection.close(str(effect.reason))
 
     @property
-    def fragments(self) -> dict[FragmentId, HeldFragment]:
+    def fragments(self) -> dict[FragmentId, SyncerFragment]:
         """Those that are here: none, where there are shards."""
         return self.keeper.held
 
@@ -339,11 +339,11 @@ class SyncerProcess:
         """All fragments, wherever they are."""
         return self.shards.fragments if self.shards is not None else self.keeper.held
 
-    def _on_durable(self, held: HeldFragment) -> None:
-        if held.measured is not None:
-            self.note_merge(held.id, held.served.version, held.measured)
+    def _on_durable(self, held: SyncerFragment) -> None:
+        if held.stats is not None:
+            self.note_merge(held.id, held.served.version, held.stats)
 
-    def note_merge(self, fragment: FragmentId, version: Version, measured: Measured) -> None:
+    def note_merge(self, fragment: FragmentId, version: Version, measured: MergeStats) -> None:
         self.metrics.merged(self.clock.now(), self.store.epoch, fragment, version, measured)
 
     @property

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -248,12 +248,80 @@ class BF16(Codec):
         return total
 
 
+class Integers(Protocol):
+    """How the levels of whole blocks are laid out in bytes."""
+
+    def size(self, count: int) -> int:
+        """Bytes of so many values."""
+        ...
+
+    def store(self, q: Tensor, integers: Tensor, begin: int, scratch: Scratch) -> None:
+        """Write rounded levels, f32, a whole number of blocks, as the integers from value `begin` on; may change q."""
+
+    def load(self, integers: Tensor, begin: int, out: Tensor, scratch: Scratch) -> None:
+        """Read whole blocks of levels as f32."""
+
+
+class SignedBytes:
+    """One byte per value."""
+
+    def size(self, count: int) -> int:
+        return count
+
+    def store(self, q: Tensor, integers: Tensor, begin: int, scratch: Scratch) -> None:
+        target = integers.view(torch.int8)[begin : begin + q.numel()]
+        target.copy_(q[: target.numel()])  # fewer in a short last block
+
+    def load(self, integers: Tensor, begin: int, out: Tensor, scratch: Scratch) -> None:
+        source = integers.view(torch.int8)[begin : begin + out.numel()]
+        out[: source.numel()].copy_(source)
+
+
+class HalfBytes:
+    """Two values per byte."""
+
+    def size(self, count: int) -> int:
+        return count // 2
+
+    def store(self, q: Tensor, integers: Tensor, begin: int, scratch: Scratch) -> None:
+        count = q.numel()
+        low_and_high = scratch.bytes[:count].view(torch.int8).copy_(q).add_(8).view(torch.int16)
+        shifted = torch.bitwise_right_shift(low_and_high, 4, out=scratch.shorts[: count // 2])
+        integers[begin // 2 : (begin + count) // 2].copy_(shifted.bitwise_or_(low_and_high))  # keeps the low byte
+
+    def load(self, integers: Tensor, begin: int, out: Tensor, scratch: Scratch) -> None:
+        count = out.numel()
+        packed = scratch.shorts[: count // 2].copy_(integers[begin // 2 : (begin + count) // 2])
+        halves = scratch.bytes[:count]
+        spread = torch.bitwise_left_shift(packed, 4, out=halves.view(torch.int16))
+        spread.bitwise_or_(packed).bitwise_and_(0x0F0F)
+        out.copy_(halves.view(torch.int8).sub_(8))
+
+
 class Blocks(Codec):
     """Integers with one scale per block: all scales come first, then all integers."""
 
-    scale_dtype: torch.dtype
-    levels: int  # the integers are -levels .. levels
-    margin: float  # by which a scale is smaller than absmax / levels, so that levels * scale is finite
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        block: int,
+        scale_dtype: torch.dtype,
+        levels: int,
+        margin: float,
+        integers: Integers,
+        block_may_be_short: bool,
+    ) -> None:
+        """`levels`: the integers are -levels .. levels. `margin`: by which a scale is smaller than absmax / levels, so
+        that levels * scale is finite. `block_may_be_short`: the last one is not padded."""
+        self.name = name
+        self.number = number
+        self.block = block
+        self.scale_dtype = scale_dtype
+        self.levels = levels
+        self.margin = margin
+        self.integers = integers
+        self.block_may_be_short = block_may_be_short
 
     def scale_bytes(self, numel: int) -> int:
         return -(-numel // self.block) * self.scale_dtype.itemsize
@@ -261,17 +329,9 @@ class Blocks(Codec):
     def scales(self, data: Tensor, numel: int) -> Tensor:
         return data[: self.scale_bytes(numel)].view(self.scale_dtype)
 
-    @abstractmethod
-    def _integer_bytes(self, count: int) -> int:
-        """Of so many values, whole blocks of them."""
-
-    @abstractmethod
-    def _store(self, q: Tensor, integers: Tensor, begin: int, scratch: Scratch) -> None:
-        """Writes rounded levels, f32, a whole number of blocks, as the integers from value `begin` on; may change q."""
-
-    @abstractmethod
-    def _load(self, integers: Tensor, begin: int, out: Tensor, scratch: Scratch) -> None:
-        """Reads whole blocks of levels as f32."""
+    def size(self, numel: int) -> int:
+        padded = numel if self.block_may_be_short else -(-numel // self.block) * self.block
+        return self.scale_bytes(numel) + self.integers.size(padded)
 
     def write(self, x: Tensor, data: Tensor, numel: int, begin: int, scratch: Scratch) -> None:
         whole = x.numel() // self.block * self.block
@@ -299,13 +359,13 @@ class Blocks(Codec):
         scales = self.scales(data, numel)[first : first + rows.shape[0]]
         scales.copy_(self._scales_of(torch.abs(rows, out=q).amax(1)))
         torch.mul(rows, scales.float().reciprocal().unsqueeze_(1), out=q)
-        self._store(work.round_(), data[self.scale_bytes(numel) :], begin, scratch)
+        self.integers.store(work.round_(), data[self.scale_bytes(numel) :], begin, scratch)
 
     def _read_blocks(self, data: Tensor, numel: int, begin: int, out: Tensor, scratch: Scratch) -> None:
         rows = out.view(-1, self.block)
         first = begin // self.block
         scales = self.scales(data, numel)[first : first + rows.shape[0]].float()
-        self._load(data[self.scale_bytes(numel) :], begin, out, scratch)
+        self.integers.load(data[self.scale_bytes(numel) :], begin, out, scratch)
         rows.mul_(scales.unsqueeze(1))
 
     def _scales_of(self, absmax: Tensor) -> Tensor:
@@ -314,7 +374,7 @@ class Blocks(Codec):
 
     def places(self, numel: int, begin: int, end: int) -> list[tuple[int, int]]:
         first, last, each = begin // self.block, -(-end // self.block), self.scale_dtype.itemsize
-        scales, integers = self.scale_bytes(numel), self._integer_bytes
+        scales, integers = self.scale_bytes(numel), self.integers.size
         to = self.size(numel) if end == numel else scales + integers(end)
         return [(first * each, last * each), (scales + integers(begin), to)]
 
@@ -322,7 +382,7 @@ class Blocks(Codec):
         if first_bytes >= self.size(numel):
             return numel
         of_integers = max(0, first_bytes - self.scale_bytes(numel))
-        return of_integers // self._integer_bytes(self.block) * self.block
+        return of_integers // self.integers.size(self.block) * self.block
 
     def quantum(self, x: Tensor) -> Tensor:
         """Half a scale, and a little for the rounding of scale and products."""
@@ -336,63 +396,12 @@ class Blocks(Codec):
         return square_sum(self.scales(data, numel).float()) * float(self.levels + 1) ** 2 * self.block
 
 
-class Int8(Blocks):
-    """Signed bytes, blocks of 256: 8.125 bits per value."""
-
-    name = "int8"
-    number = 2
-    block = 256
-    scale_dtype = torch.float32
-    levels = 127
-    margin = 2.0**-22
-
-    def size(self, numel: int) -> int:
-        return self.scale_bytes(numel) + numel
-
-    def _integer_bytes(self, count: int) -> int:
-        return count
-
-    def _store(self, q: Tensor, integers: Tensor, begin: int, scratch: Scratch) -> None:
-        target = integers.view(torch.int8)[begin : begin + q.numel()]
-        target.copy_(q[: target.numel()])  # fewer in a short last block
-
-    def _load(self, integers: Tensor, begin: int, out: Tensor, scratch: Scratch) -> None:
-        source = integers.view(torch.int8)[begin : begin + out.numel()]
-        out[: source.numel()].copy_(source)
-
-
-class Int4(Blocks):
-    """Half bytes, blocks of 64: 4.25 bits per value."""
-
-    name = "int4"
-    number = 3
-    block = 64
-    scale_dtype = torch.bfloat16
-    levels = 7
-    margin = 2.0**-8
-
-    def size(self, numel: int) -> int:
-        return self.scale_bytes(numel) + -(-numel // self.block) * self.block // 2
-
-    def _integer_bytes(self, count: int) -> int:
-        return count // 2
-
-    def _store(self, q: Tensor, integers: Tensor, begin: int, scratch: Scratch) -> None:
-        count = q.numel()
-        low_and_high = scratch.bytes[:count].view(torch.int8).copy_(q).add_(8).view(torch.int16)
-        shifted = torch.bitwise_right_shift(low_and_high, 4, out=scratch.shorts[: count // 2])
-        integers[begin // 2 : (begin + count) // 2].copy_(shifted.bitwise_or_(low_and_high))  # keeps the low byte
-
-    def _load(self, integers: Tensor, begin: int, out: Tensor, scratch: Scratch) -> None:
-        count = out.numel()
-        packed = scratch.shorts[: count // 2].copy_(integers[begin // 2 : (begin + count) // 2])
-        halves = scratch.bytes[:count]
-        spread = torch.bitwise_left_shift(packed, 4, out=halves.view(torch.int16))
-        spread.bitwise_or_(packed).bitwise_and_(0x0F0F)
-        out.copy_(halves.view(torch.int8).sub_(8))
-
-
-CODECS: tuple[Codec, ...] = (F32(), BF16(), Int8(), Int4())
+CODECS: tuple[Codec, ...] = (
+    F32(),
+    BF16(),
+    Blocks("int8", 2, 256, torch.float32, 127, 2.0**-22, SignedBytes(), block_may_be_short=True),  # 8.125 bits each
+    Blocks("int4", 3, 64, torch.bfloat16, 7, 2.0**-8, HalfBytes(), block_may_be_short=False),  # 4.25 bits each
+)
 """Each at the place of its number."""
 
 

@@ -87,7 +87,7 @@ MAX_REASON_CHARACTERS = 300
 # ----------------------------------------------------------------------------------------- counters in parameter groups
 
 
-class _Watch:
+class _StateWatch:
     """Records which values in the parameter groups of one optimizer its `step` assigns. Hooks must never raise."""
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -124,7 +124,7 @@ def _versions(group: Mapping[str, Any]) -> dict[str, int]:
     return {k: v._version for k, v in group.items() if isinstance(v, Tensor) and not v.is_inference()}
 
 
-_watched: WeakKeyDictionary[Optimizer, _Watch] = WeakKeyDictionary()
+_watched: WeakKeyDictionary[Optimizer, _StateWatch] = WeakKeyDictionary()
 
 
 def watch(given: Optimizers) -> None:
@@ -133,10 +133,10 @@ def watch(given: Optimizers) -> None:
         _watch_of(optimizer)
 
 
-def _watch_of(optimizer: Optimizer) -> _Watch:
+def _watch_of(optimizer: Optimizer) -> _StateWatch:
     found = _watched.get(optimizer)
     if found is None:
-        found = _watched[optimizer] = _Watch(optimizer)
+        found = _watched[optimizer] = _StateWatch(optimizer)
     return found
 
 
@@ -163,7 +163,7 @@ class Taken(NamedTuple):
     about: dict[str, Any]  # the metadata
     tensors: dict[str, Tensor]  # on whatever device they were
     events: list[torch.cuda.Event]  # after which the copies are done
-    parts: dict[str, Part] = {}  # of the tensors that are dealt out to ranks  # noqa: RUF012 - never changed
+    parts: dict[str, StatePart] = {}  # of the tensors that are dealt out to ranks  # noqa: RUF012 - never changed
     beside: dict[str, Tensor] = {}  # what else the other ranks of the island gave  # noqa: RUF012
     gather: Callable[[Taken, Rooms], Taken] | None = None  # in an island of many ranks: how they come to be whole
     spread: Callable[[Taken, Path], list[Any] | None] | None = None  # and how each writes its own into a folder
@@ -182,7 +182,7 @@ Rooms: TypeAlias = Mapping[str, Tensor]
 """By the numbers of tensors: memory into which they are put together. One that is not here gets its own."""
 
 
-class Part(NamedTuple):
+class StatePart(NamedTuple):
     """Of a tensor of the state: what is here, of which sizes. Complex numbers are pairs."""
 
     box: Box
@@ -196,7 +196,7 @@ def take(optimizers: Optimizers, model: nn.Module) -> Taken:
     tensors: dict[str, Tensor] = {}
     parameters: dict[str, Any] = {}
     state: dict[str, Any] = {}
-    parts: dict[str, Part] = {}
+    parts: dict[str, StatePart] = {}
     groups: dict[int, tuple[_Owned, list[str]]] = {}  # by the identity of the parameter group
     names = _class_names(given)
     for name, owned in named(given, model).items():
@@ -378,23 +378,23 @@ def _loaded_counter(value: Any, device: torch.device) -> Any:
         raise ValueError(f"the counters of the inner state cannot be read: {error!r:.100}") from None
 
 
-class Named(NamedTuple):
+class TensorOwner(NamedTuple):
     """To which parameter a tensor of the state belongs."""
 
     parameter: str
     is_complex: bool
 
 
-def named_numbers(about: Mapping[str, Any]) -> dict[str, Named]:
+def named_numbers(about: Mapping[str, Any]) -> dict[str, TensorOwner]:
     """By the number of a tensor of the state."""
-    found: dict[str, Named] = {}
+    found: dict[str, TensorOwner] = {}
 
     def look(value: Any, name: str) -> None:
         if not isinstance(value, dict):
             return
         for kind, inner in value.items():
             if kind in ("tensor", "complex"):
-                found[inner] = Named(name, kind == "complex")
+                found[inner] = TensorOwner(name, kind == "complex")
             elif kind in ("list", "tuple", "dict"):
                 for each in inner.values() if kind == "dict" else inner:
                     look(each, name)
@@ -478,7 +478,7 @@ def _check_parameters(ours: Mapping[str, _Owned], theirs: Mapping[str, Any], cla
 # ------------------------------------------------------------------------------------------------------------- values
 
 
-def _written(value: object, tensors: dict[str, Tensor], parts: dict[str, Part], what: str) -> Any:
+def _written(value: object, tensors: dict[str, Tensor], parts: dict[str, StatePart], what: str) -> Any:
     """A value as JSON; tensors are copied and put aside under a number."""
     if isinstance(value, Tensor):
         sizes, box = tuple(value.shape), box_of(value)
@@ -494,7 +494,7 @@ def _written(value: object, tensors: dict[str, Tensor], parts: dict[str, Part], 
         tensors[number] = pairs.clone(memory_format=torch.contiguous_format)
         if box is not None:
             more = (2,) if value.is_complex() else ()
-            parts[number] = Part(Box((*box.offset, *(0 for _ in more)), (*box.shape, *more)), (*sizes, *more))
+            parts[number] = StatePart(Box((*box.offset, *(0 for _ in more)), (*box.shape, *more)), (*sizes, *more))
         return {"complex" if value.is_complex() else "tensor": number}
     if value is None or type(value) in (bool, int, float, str):
         return value

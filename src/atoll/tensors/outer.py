@@ -305,7 +305,7 @@ class OuterStep:
             }
 
 
-class Published:
+class PublishedValue:
     """What of a fragment's value every learner holds.
 
     By definition the old published value plus the decoded update, so that all hold the same bits. What rounding left
@@ -355,7 +355,7 @@ class Published:
 
 
 class Applying:
-    """`Published.apply` while the update comes in: as far as its first bytes reach. `update` is filled meanwhile.
+    """`PublishedValue.apply` while the update comes in: as far as its first bytes reach. `update` is filled meanwhile.
 
     Where the codec is f32 the value itself travels, and there need be no old one.
     """

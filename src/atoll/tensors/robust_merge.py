@@ -35,7 +35,7 @@ MAX_NAMED = 3
 _SHARE = 1.0 / 8.0  # of a new round in the moving average
 
 
-class Sums(Protocol):
+class RunningSums(Protocol):
     """What one round of one fragment is merged with."""
 
     count: int
@@ -52,16 +52,16 @@ class Sums(Protocol):
     def reset(self) -> None: ...
 
 
-def sums_of(plan: FragmentPlan, p: int, how: str) -> Sums:
+def sums_of(plan: FragmentPlan, p: int, how: str) -> RunningSums:
     if how == "trimmed":
         return Trimmed(plan.numel(p))
     return BufferMean(plan.numel(p)) if plan.holds_buffers(p) else Accumulator(plan, p, how)
 
 
-class UsualSize:
+class NormTracker:
     """Of the contributions to one fragment. It outlives the process beside the outer optimizer's state.
 
-    >>> usual = UsualSize()
+    >>> usual = NormTracker()
     >>> for _ in range(LEAST_ROUNDS):
     ...     usual.note([1.0, 1.0, 50.0])
     >>> usual.scale(8.0, 4.0), usual.scale(3.0, 4.0)

@@ -38,7 +38,7 @@ def slight(numel: int) -> int:
     return min(MOST_SLIGHT, numel // SLIGHT_PART)
 
 
-class Stretch(NamedTuple):
+class RowRange(NamedTuple):
     """Values in a row of a flat fragment, which one rank gives. `others` hold the same: rank, and where."""
 
     begin: int
@@ -48,7 +48,7 @@ class Stretch(NamedTuple):
     others: tuple[tuple[int, int], ...]
 
 
-class Strip(NamedTuple):
+class EncodeRange(NamedTuple):
     """Whole blocks of a flat fragment; `at`: where they begin in the row of all strips of a rank."""
 
     begin: int
@@ -70,8 +70,8 @@ class RowShare(NamedTuple):
     """One fragment over all ranks."""
 
     numel: int
-    stretches: tuple[Stretch, ...]  # in the order of the fragment, all of it
-    strips: tuple[tuple[Strip, ...], ...]  # by rank
+    stretches: tuple[RowRange, ...]  # in the order of the fragment, all of it
+    strips: tuple[tuple[EncodeRange, ...], ...]  # by rank
     moves: tuple[Move, ...]  # in the order of the fragment
 
     def given(self, rank: int) -> list[Move]:
@@ -85,7 +85,7 @@ class RowShare(NamedTuple):
     def kept(self, rank: int) -> list[Move]:
         return [move for move in self.moves if move.taker == rank == move.giver]
 
-    def own(self, rank: int) -> list[Stretch]:
+    def own(self, rank: int) -> list[RowRange]:
         return [stretch for stretch in self.stretches if stretch.rank == rank]
 
     def strip_numel(self, rank: int) -> int:
@@ -117,8 +117,8 @@ def share_out(plan: FragmentPlan, fragment: int, everybody: Sequence[Boxes]) -> 
     return RowShare(numel, tuple(stretches), *_strips(stretches, numel, len(everybody)))
 
 
-def _stretches(plan: FragmentPlan, fragment: int, everybody: Sequence[Boxes]) -> list[Stretch]:
-    made: list[Stretch] = []
+def _stretches(plan: FragmentPlan, fragment: int, everybody: Sequence[Boxes]) -> list[RowRange]:
+    made: list[RowRange] = []
     for windows_of_piece in zip(*(windows(plan, fragment, boxes) for boxes in everybody), strict=True):
         found: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for rank, window in enumerate(windows_of_piece):
@@ -129,19 +129,19 @@ def _stretches(plan: FragmentPlan, fragment: int, everybody: Sequence[Boxes]) ->
                 found.setdefault((begin, begin + count), []).append((rank, window.first))
         for (begin, end), holders in sorted(found.items()):
             (rank, first), *others = holders
-            made.append(Stretch(begin, end, rank, first, tuple(others)))
+            made.append(RowRange(begin, end, rank, first, tuple(others)))
     return made
 
 
 def _strips(
-    stretches: Sequence[Stretch], numel: int, ranks: int
-) -> tuple[tuple[tuple[Strip, ...], ...], tuple[Move, ...]]:
+    stretches: Sequence[RowRange], numel: int, ranks: int
+) -> tuple[tuple[tuple[EncodeRange, ...], ...], tuple[Move, ...]]:
     """A cell is encoded by the rank that gives its first value, or, where that is of a slight stretch, by the rank of
     the strip before it. With many ranks all stretches may be slight: no strip takes in more than an eighth of the
     fragment."""
-    strips: list[list[Strip]] = [[] for _ in range(ranks)]
+    strips: list[list[EncodeRange]] = [[] for _ in range(ranks)]
     moves: list[Move] = []
-    newest: tuple[int, Strip] | None = None
+    newest: tuple[int, EncodeRange] | None = None
     foreign = 0  # values of others that the newest strip has taken in
     for stretch in stretches:
         begin, end = (min(numel, -(-each // CELL) * CELL) for each in (stretch.begin, stretch.end))
@@ -161,7 +161,7 @@ def _strips(
         if mine and mine[-1].end == begin:
             mine[-1] = mine[-1]._replace(end=end)
         else:
-            mine.append(Strip(begin, end, mine[-1].at + mine[-1].end - mine[-1].begin if mine else 0))
+            mine.append(EncodeRange(begin, end, mine[-1].at + mine[-1].end - mine[-1].begin if mine else 0))
         newest = rank, mine[-1]
         if head < stretch.end:
             at, first = mine[-1].at + head - mine[-1].begin, stretch.first + head - stretch.begin
@@ -172,7 +172,7 @@ def _strips(
 # --------------------------------------------------------------------------------------------------------------- bytes
 
 
-class Part(NamedTuple):
+class BytePart(NamedTuple):
     """Bytes in a row of a whole encoded fragment, and where a rank has them among its own."""
 
     begin: int  # in the whole
@@ -180,20 +180,20 @@ class Part(NamedTuple):
     size: int
 
 
-class Laid(NamedTuple):
+class ByteLayout(NamedTuple):
     """The bytes of some strips, as a rank has them: one strip after the other, each encoded as if it were alone."""
 
     size: int
     starts: tuple[int, ...]  # of the strips
-    parts: tuple[Part, ...]
+    parts: tuple[BytePart, ...]
 
-    def cut(self, begin: int, end: int) -> list[Part]:
+    def cut(self, begin: int, end: int) -> list[BytePart]:
         """What a range of the rank's own bytes is of the whole. Between strips there is nothing."""
         found = []
         for part in self.parts:
             low, high = max(begin, part.own), min(end, part.own + part.size)
             if low < high:
-                found.append(Part(part.begin + low - part.own, low, high - low))
+                found.append(BytePart(part.begin + low - part.own, low, high - low))
         return found
 
     def owned(self, begin: int, end: int) -> list[tuple[int, int]]:
@@ -206,25 +206,25 @@ class Laid(NamedTuple):
         return found
 
 
-def lay(by: Codec, numel: int, strips: Sequence[Strip]) -> Laid:
+def lay(by: Codec, numel: int, strips: Sequence[EncodeRange]) -> ByteLayout:
     size = 0
     starts: list[int] = []
-    parts: list[Part] = []
+    parts: list[BytePart] = []
     for strip in strips:
         count = strip.end - strip.begin
         starts.append(size)
         alone = by.places(count, 0, count)
         for (begin, end), (own, _) in zip(by.places(numel, strip.begin, strip.end), alone, strict=True):
             if begin < end:
-                parts.append(Part(begin, size + own, end - begin))
+                parts.append(BytePart(begin, size + own, end - begin))
         size += -(-by.size(count) // ALIGNED) * ALIGNED
-    return Laid(size, tuple(starts), tuple(parts))
+    return ByteLayout(size, tuple(starts), tuple(parts))
 
 
 class StripCoder:
     """Encodes the strips of one fragment at one rank, each with its own error feedback."""
 
-    def __init__(self, up: Codec, numel: int, strips: Sequence[Strip]) -> None:
+    def __init__(self, up: Codec, numel: int, strips: Sequence[EncodeRange]) -> None:
         self._numel = numel
         self._strips = strips
         self._feedbacks = [Feedback(up, strip.end - strip.begin) for strip in strips]
@@ -233,7 +233,7 @@ class StripCoder:
     def host_bytes(self) -> int:
         return sum(2 * feedback.residual.nbytes for feedback in self._feedbacks)
 
-    def encode(self, x: Tensor, by: Codec) -> tuple[Laid, Tensor]:
+    def encode(self, x: Tensor, by: Codec) -> tuple[ByteLayout, Tensor]:
         """`x`: the values of all strips, one after the other."""
         laid = lay(by, self._numel, self._strips)
         data = torch.empty(laid.size, dtype=torch.uint8)
@@ -247,25 +247,25 @@ class StripCoder:
             feedback.settle(sent)
 
 
-def cover(by: Codec, numel: int, stretches: Sequence[Stretch]) -> list[Strip]:
+def cover(by: Codec, numel: int, stretches: Sequence[RowRange]) -> list[EncodeRange]:
     """The blocks in which these values are, stretches that are near each other in one strip."""
-    made: list[Strip] = []
+    made: list[EncodeRange] = []
     for stretch in stretches:
         begin = stretch.begin // by.block * by.block
         end = min(numel, -(-stretch.end // by.block) * by.block)
         if made and begin <= made[-1].end + slight(numel):
             made[-1] = made[-1]._replace(end=max(end, made[-1].end))
         else:
-            made.append(Strip(begin, end, 0))
+            made.append(EncodeRange(begin, end, 0))
     return made
 
 
 def apply_rows(
     by: Codec,
-    strips: Sequence[Strip],
-    laid: Laid,
+    strips: Sequence[EncodeRange],
+    laid: ByteLayout,
     data: Tensor,
-    stretches: Sequence[Stretch],
+    stretches: Sequence[RowRange],
     old: Tensor | None,
     out: Tensor,
 ) -> None:
@@ -290,25 +290,9 @@ def apply_rows(
                     torch.add(old[at], part, out=out[at])
 
 
-def _within(stretches: Sequence[Stretch], begin: int, end: int) -> Iterable[tuple[int, int, int]]:
+def _within(stretches: Sequence[RowRange], begin: int, end: int) -> Iterable[tuple[int, int, int]]:
     """What of these stretches is in a range: from where to where, counted from its begin, and where in the rows."""
     for stretch in stretches:
         low, high = max(begin, stretch.begin), min(end, stretch.end)
         if low < high:
             yield low - begin, high - begin, stretch.first + low - stretch.begin
-
-
-__all__ = [
-    "Laid",
-    "Move",
-    "Part",
-    "RowShare",
-    "Stretch",
-    "Strip",
-    "StripCoder",
-    "apply_rows",
-    "cover",
-    "lay",
-    "lie_in_rows",
-    "share_out",
-]

@@ -89,7 +89,7 @@ def _into(value: Tensor, head: FrameHead, header: bytes) -> memoryview:
 
 
 class RemoteFragment:
-    """In place of a `HeldFragment`, for links that tell learners of versions."""
+    """In place of a `SyncerFragment`, for links that tell learners of versions."""
 
     def __init__(self, shards: ShardCoordinator, p: FragmentId) -> None:
         self._shards = shards

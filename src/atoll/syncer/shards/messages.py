@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, get_args
 from atoll.core import protocol, reasons, types
 from atoll.core.codec import Codec, MisfitError, to_text
 from atoll.core.types import FragmentId, Incarnation, LearnerId, Version
-from atoll.syncer.fragment import Measured
+from atoll.tensors.syncer_fragment import MergeStats
 from atoll.transport.wire import WireError, parse_json
 
 MOST_WORD_BYTES = 64 * 2**20
@@ -117,7 +117,7 @@ class Merged(NamedTuple):
 
     fragment: FragmentId
     version: Version
-    measured: Measured
+    measured: MergeStats
 
 
 class Traffic(NamedTuple):
@@ -166,7 +166,7 @@ _CODEC = Codec(
     [
         *(types.RoundId, types.Mark, types.Accepted, types.Holding, reasons.Reason, protocol.Envelope, *_RECORDS),
         *dict.fromkeys([*get_args(protocol.LearnerBody), *get_args(protocol.SyncerBody)]),
-        *(Measured, HeldHere, *get_args(FromShard), *get_args(FromHead)),
+        *(MergeStats, HeldHere, *get_args(FromShard), *get_args(FromHead)),
     ]
 )
 _encode, _from_shard, _from_head = _CODEC.encode, _CODEC.decoder(FromShard), _CODEC.decoder(FromHead)

@@ -33,8 +33,7 @@ from atoll.logs import Named
 from atoll.store.fencing import BEAT_EVERY_S
 from atoll.store.run_settings import RunSettings
 from atoll.store.version_store import Fenced, Store, StoreDamaged
-from atoll.syncer.fragment import HeldFragment
-from atoll.syncer.fragment_executor import FragmentKeeper, Payload
+from atoll.syncer.fragment_executor import FragmentExecutor, Payload
 from atoll.syncer.partial_uploads import MemoryGate
 from atoll.syncer.process import RECEIVING_BYTES, LinkKey
 from atoll.syncer.shards.messages import (
@@ -58,6 +57,7 @@ from atoll.syncer.shards.messages import (
     word,
 )
 from atoll.tensors.plan import FragmentPlan
+from atoll.tensors.syncer_fragment import SyncerFragment
 from atoll.transport.auth import Access
 from atoll.transport.http_client import why
 from atoll.transport.tls import ClientTls, ServerTls
@@ -107,7 +107,7 @@ class ShardProcess:
         self.over = asyncio.Event()  # another process has the directory
         self.superseded = ""
         self.store = Store.open(directory / "store")
-        self.keeper = FragmentKeeper(self.store, self.log, self._tell, self._on_durable, self._fenced)
+        self.keeper = FragmentExecutor(self.store, self.log, self._tell, self._on_durable, self._fenced)
         kept = self.store.settings()
         self.settings = RunSettings.from_json(kept) if kept is not None else RunSettings()
         self._syncers = tuple(syncer.split(","))
@@ -127,7 +127,7 @@ class ShardProcess:
         return self.settings.plan
 
     @property
-    def fragments(self) -> dict[FragmentId, HeldFragment]:
+    def fragments(self) -> dict[FragmentId, SyncerFragment]:
         return self.keeper.held
 
     async def start(self) -> None:
@@ -346,9 +346,9 @@ class ShardProcess:
         if self._connection is not None:
             self._connection.post(word(said))
 
-    def _on_durable(self, held: HeldFragment) -> None:
-        if held.measured is not None:
-            self._post(Merged(held.id, held.served.version, held.measured))
+    def _on_durable(self, held: SyncerFragment) -> None:
+        if held.stats is not None:
+            self._post(Merged(held.id, held.served.version, held.stats))
 
     def _fenced(self, fenced: Fenced) -> None:
         self.superseded = str(fenced)
