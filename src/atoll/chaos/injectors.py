@@ -17,7 +17,7 @@ from atoll.chaos.faults import Target
 from atoll.chaos.in_process import Orders
 from atoll.chaos.netns import Namespaces
 from atoll.chaos.plan import Planned
-from atoll.chaos.relay import Relay
+from atoll.chaos.relay import Counts, Relay
 from atoll.reference.supervisor import Member
 
 
@@ -185,7 +185,13 @@ class LinkFault(Injector):
         else:
             assert relay is not None, f"no relay leads to the link of learner {self.number}"
             self.how = "relay"
+            self._before = self.count(relay.counts())
             self.bend(relay)
+
+    def keep(self) -> None:
+        relay = self.world.relay(self.number)
+        if self._kernel is None and relay is not None and self.count(relay.counts()) > self._before:
+            self.seen = True
 
     def end(self) -> None:
         kernel, relay = self._kernel, self.world.relay(self.number)
@@ -199,6 +205,10 @@ class LinkFault(Injector):
 
     def is_shaped(self, kernel: Namespaces) -> bool:
         return any(word in " ".join(kernel.shape(self.number)) for word in ("blackhole", "tbf", "netem"))
+
+    def count(self, counts: Counts) -> int:
+        """Return what rises in the relay when the fault has met something."""
+        return counts.slowed_pieces
 
     @abstractmethod
     def bend(self, relay: Relay) -> None: ...
@@ -267,31 +277,18 @@ class Flap(Cut):
             relay.cut("both", on=self._is_cut)
 
 
-class Slowed(LinkFault):
-    """Seen when something had to wait."""
-
-    def bend(self, relay: Relay) -> None:
-        self._before = relay.counts().slowed_pieces
-
-    def keep(self) -> None:
-        relay = self.world.relay(self.number)
-        if self._kernel is None and relay is not None and relay.counts().slowed_pieces > self._before:
-            self.seen = True
-
-
-class Thin(Slowed):
+class Thin(LinkFault):
     def shape(self, kernel: Namespaces) -> None:
         kernel.thin(self.number, self.seconds("rate"))
 
     def bend(self, relay: Relay) -> None:
-        super().bend(relay)
         relay.thin(self.seconds("rate"))
 
     def straighten(self, relay: Relay) -> None:
         relay.thin(None)
 
 
-class Delay(Slowed):
+class Delay(LinkFault):
     """Where the kernel has no `netem`, learners whose link is to be late dial through a relay."""
 
     def __init__(self, planned: Planned, world: World) -> None:
@@ -302,7 +299,6 @@ class Delay(Slowed):
         kernel.delay(self.number, self.seconds("delay"))
 
     def bend(self, relay: Relay) -> None:
-        super().bend(relay)
         relay.delay(self.seconds("delay"))
 
     def straighten(self, relay: Relay) -> None:
@@ -317,14 +313,11 @@ class Damage(LinkFault):
     def shape(self, kernel: Namespaces) -> None:
         raise AssertionError("damage is made by a relay")
 
-    def bend(self, relay: Relay) -> None:
-        self._before = relay.counts().damaged_bytes
-        relay.damage(self.seconds("every"), str(self.planned.options["way"]))
+    def count(self, counts: Counts) -> int:
+        return counts.damaged_bytes
 
-    def keep(self) -> None:
-        relay = self.world.relay(self.number)
-        if relay is not None and relay.counts().damaged_bytes > self._before:
-            self.seen = True
+    def bend(self, relay: Relay) -> None:
+        relay.damage(self.seconds("every"), str(self.planned.options["way"]))
 
     def straighten(self, relay: Relay) -> None:
         relay.damage(None)
