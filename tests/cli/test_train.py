@@ -164,16 +164,16 @@ def test_a_finished_run_says_so(finished, capsys):
 
 def test_the_summary_is_for_a_newcomer(finished):
     from atoll.cli.train_summary import summary
-    from atoll.reference.report import Bytes, Fault, IslandReport, Paced, Report, Tokens
+    from atoll.reference.report import Bytes, IslandReport, JobReport, Paced, ProcessFault, Tokens
 
     run, told, _ = finished
-    report = Report(
+    report = JobReport(
         **{
             **told,
             "tokens": Tokens(**told["tokens"]),
             "bytes": Bytes(**told["bytes"]),
             "paced": Paced(0.005, ()),
-            "faults": tuple(Fault(**each) for each in told["faults"]),
+            "faults": tuple(ProcessFault(**each) for each in told["faults"]),
             "islands": tuple(IslandReport(**each) for each in told["islands"]),
         }
     )

@@ -8,10 +8,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from atoll.chaos.checking import Verdict
 from atoll.cli.main import main
 from atoll.dashboard.picture import RunPicture
 from atoll.dashboard.report_page import Reported, page
+from atoll.sim.check_tapes import CheckResult
 from atoll.sim.checkers import Violation
 from tests.tiny_run import TinyRun, eventful_run
 
@@ -88,7 +88,7 @@ def test_a_violated_invariant_stands_on_the_page(run):
     while picture.grow():
         pass
     violation = Violation("exactly-once", "version 3 has a contribution of version 2", None, None)
-    text = page([Reported("first", picture, Verdict(100, True, [], violation, []))])
+    text = page([Reported("first", picture, CheckResult(100, True, [], violation, []))])
     words = Parsed(text).words
     assert "is violated: exactly-once: version 3 has a contribution of version 2" in words
     assert "holds over" not in words

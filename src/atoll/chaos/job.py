@@ -13,12 +13,12 @@ from pathlib import Path
 from types import FrameType
 
 from atoll.chaos import netns
+from atoll.chaos.fault_log import PLAN
 from atoll.chaos.in_process import FOLDER
 from atoll.chaos.judge import Ending, Loss, Verdict, judge
 from atoll.chaos.page import save_page
 from atoll.chaos.plan import Plan
 from atoll.chaos.scenario import Scenario
-from atoll.chaos.struck import PLAN
 from atoll.chaos.supervisor import ChaosSupervisor
 from atoll.checkpoint.published import run_settings
 from atoll.reference.children import JobFailed, terminated_like_interrupted

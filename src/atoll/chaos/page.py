@@ -10,7 +10,7 @@ from typing import Any
 
 from atoll.chaos.faults import Target
 from atoll.chaos.judge import FaultReport, Verdict
-from atoll.dashboard.page_style import STYLE
+from atoll.dashboard.page_style import STATES, STYLE
 
 PAGE = "verdict.html"
 
@@ -22,15 +22,6 @@ TOP = 34
 CHART = 120
 MOST_TICKS = 4000
 """Rounds that are drawn one by one; of more every n-th."""
-
-STATES: dict[str, tuple[str, str]] = {
-    "training": ("training", "in steps, with a link to the syncer"),
-    "alone": ("training alone", "in steps, without a link"),
-    "stopped": ("stopped", "its process stands still (SIGSTOP)"),
-    "joining": ("joining", "fetches the model and a peer's inner state"),
-    "away": ("away", "no process, or one that is only starting"),
-    "gone": ("gone", "left for good"),
-}
 
 
 def page(verdict: Verdict) -> str:
@@ -194,8 +185,10 @@ def _timeline(verdict: Verdict) -> Iterator[str]:
         yield from _fault_mark(fault, lanes, scale)
     yield from _chart(told["rounds"], scale, chart_top)
     yield "</svg></div><div class='legend'>"
-    for state, (word, meaning) in STATES.items():
-        yield f"<span><i style='background:var(--{state})'></i>{word}: {escape(meaning)}</span>"
+    used = {state for band in told["bands"] for _, _, state in band["states"]}
+    for state, meaning in STATES.items():
+        if state in used:
+            yield f"<span><i style='background:var(--{state})'></i>{state}: {escape(meaning)}</span>"
     yield "<span>ticks on the syncer's lane are merges; a red frame is a fault, with its number</span></div>"
     yield "<div class='legend'>"
     for name, meaning in (
@@ -239,8 +232,7 @@ def _band(band: Mapping[str, Any], scale: _Scale, top: int) -> Iterator[str]:
     yield f"<text x='0' y='{top + 15}'>learner {band['learner']}</text>"
     for begin, end, state in band["states"]:
         x, width = scale(begin), scale(end) - scale(begin)
-        word = escape(STATES[state][0])
-        tip = f"<title>{word}, {begin - scale.begin:.1f} to {end - scale.begin:.1f} s</title>"
+        tip = f"<title>{state}, {begin - scale.begin:.1f} to {end - scale.begin:.1f} s</title>"
         rect = f"<rect x='{x}' y='{top}' width='{max(width, 0.5):.2f}' height='{LANE - 6}' fill='var(--{state})'>"
         yield f"{rect}{tip}</rect>"
 

@@ -38,7 +38,7 @@ def run(
     """
     from atoll.dashboard.alerts import Rules
     from atoll.dashboard.picture import RunPicture
-    from atoll.dashboard.shown import picture_at
+    from atoll.dashboard.view import picture_at
 
     picture = RunPicture(run, Rules.load(rules) if rules is not None else None)
     _catch_up(picture)
@@ -63,8 +63,8 @@ def _catch_up(picture: RunPicture) -> None:
 def _show_once(picture: RunPicture, at: float | None) -> None:
     from rich.console import Console
 
-    from atoll.dashboard.shown import picture_at
     from atoll.dashboard.terminal import rendered
+    from atoll.dashboard.view import picture_at
 
     console = Console()
     console.print(rendered(picture, picture_at(picture, at), console.width))
@@ -74,8 +74,8 @@ def _show_live(picture: RunPicture) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from atoll.dashboard.shown import picture_at
     from atoll.dashboard.terminal import rendered
+    from atoll.dashboard.view import picture_at
 
     console = Console()
     shown = picture_at(picture)
@@ -89,8 +89,8 @@ def _show_live(picture: RunPicture) -> None:
 
 
 def _show_lines(picture: RunPicture) -> None:
-    from atoll.dashboard.shown import picture_at
     from atoll.dashboard.terminal import plain
+    from atoll.dashboard.view import picture_at
 
     while True:
         shown = picture_at(picture)

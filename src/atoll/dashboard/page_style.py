@@ -1,14 +1,26 @@
 """The look of pages that are sent to somebody: no script, nothing from elsewhere, light and dark."""
 
+STATES = {
+    "training": "in steps, with a link to the syncer",
+    "alone": "in steps, without a link",
+    "suspected": "in steps, but silent for the syncer",
+    "stopped": "its process stands still (SIGSTOP)",
+    "recovering": "fetches the model and a peer's inner state",
+    "paused": "an operator paused the run",
+    "gone": "no process, or one that is only starting",
+    "left": "left for good, or done",
+    "quarantined": "what it sent was refused",
+}
+
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --soft: #5c6775; --line: #d5dbe3; --paper: #ffffff; --card: #f5f7fa;
   --good: #14713c; --bad: #b3261e; --unknown: #7a5b00; --mark: #b3261e;
-  --training: #3f9d6b; --alone: #d9a520; --stopped: #8b5fbf; --joining: #4a86c8; --away: #d9635b; --gone: #a7b0bb;
+  --training: #3f9d6b; --alone: #d9a520; --stopped: #8b5fbf; --gone: #d9635b;
   --suspected: #e0c04a; --recovering: #4a86c8; --paused: #8b5fbf; --left: #a7b0bb; --quarantined: #6b2f5b;
   --alive: #14713c; --asked: #2f6fb3; --merged: #b3561e; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6eaf0; --soft: #a3adba; --line: #39424e; --paper: #14181d;
   --card: #1d232a; --good: #6cc993; --bad: #ff8a80; --unknown: #e0b94d; --mark: #ff8a80;
-  --training: #2f7d54; --alone: #a87e12; --stopped: #7a52a8; --joining: #36699f; --away: #a8443d; --gone: #55606c;
+  --training: #2f7d54; --alone: #a87e12; --stopped: #7a52a8; --gone: #a8443d;
   --suspected: #a3862a; --recovering: #36699f; --paused: #7a52a8; --left: #55606c; --quarantined: #8a4a78;
   --alive: #6cc993; --asked: #7db4ee; --merged: #f0a06a; } }
 * { box-sizing: border-box; }

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from atoll.chaos.checking import Verdict
 from atoll.dashboard.figures import Curve, catalogue, curve
-from atoll.dashboard.page_style import STYLE
+from atoll.dashboard.page_style import STATES, STYLE
 from atoll.dashboard.picture import RunPicture
-from atoll.dashboard.shown import picture_at, timeline
 from atoll.dashboard.terminal import clock, figure, share
+from atoll.dashboard.view import picture_at, timeline
+from atoll.sim.check_tapes import CheckResult
 
 WIDTH = 960
 LEFT = 92
@@ -27,18 +27,7 @@ POINTS = 300
 TICKS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400)
 
 LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a6d00", "#7f7f7f")
-"""Told apart also by those who see red and green alike; beyond them lines are dashed."""
-
-STATES = {
-    "training": "in steps, with a link to the syncer",
-    "alone": "in steps, without a link",
-    "suspected": "in steps, but silent for the syncer",
-    "recovering": "fetches the model and a peer's inner state",
-    "paused": "somebody asked the run to stand still",
-    "gone": "no process, or one that is only starting",
-    "left": "left for good, or done",
-    "quarantined": "what it sent was refused",
-}
+"""Distinguishable also by those who see red and green alike; beyond them lines are dashed."""
 
 _MORE = """
 .run { margin-top: 8px; } dl { columns: 3 240px; column-gap: 24px; font-size: 13px; margin: 0; }
@@ -66,7 +55,7 @@ class Reported(NamedTuple):
 
     name: str
     picture: RunPicture
-    verdict: Verdict | None  # of the checkers; None: they were not asked
+    verdict: CheckResult | None  # of the checkers; None: they were not asked
 
 
 def page(runs: Sequence[Reported]) -> str:
@@ -89,7 +78,7 @@ def page(runs: Sequence[Reported]) -> str:
 def headline(run: Reported) -> dict[str, str]:
     """The figures that people ask for first, in words."""
     shown = picture_at(run.picture)
-    head, report = shown["headline"], run.picture.told.report or {}
+    head, report = shown["headline"], run.picture.files.report or {}
     loss = report.get("eval_loss")
     return {
         "state": shown["stage"],
@@ -113,7 +102,7 @@ def _books_word(ledger: dict[str, Any] | None) -> str:
     return "balanced" if ledger["balanced"] else "out of balance"
 
 
-def verdict_word(verdict: Verdict | None) -> str:
+def verdict_word(verdict: CheckResult | None) -> str:
     if verdict is None:
         return "not checked"
     if verdict.violation is not None:
@@ -140,7 +129,7 @@ def _comparison(runs: Sequence[Reported]) -> Iterator[str]:
     for name in told[0]:
         yield f"<tr><td>{escape(name)}</td>" + "".join(f"<td class='n'>{escape(t[name])}</td>" for t in told) + "</tr>"
     yield "</table></div>"
-    configs = [_flat(run.picture.told.config or {}) for run in runs]
+    configs = [_flat(run.picture.files.config or {}) for run in runs]
     names = list(dict.fromkeys(name for config in configs for name in config))
     differ = [n for n in names if len({config.get(n) for config in configs}) > 1]
     if differ:
@@ -173,10 +162,10 @@ def _run(run: Reported, alone: bool) -> Iterator[str]:
     yield "</section>"
 
 
-def _verdict(verdict: Verdict | None) -> Iterator[str]:
+def _verdict(verdict: CheckResult | None) -> Iterator[str]:
     if verdict is None:
         return
-    yield "<h2>Verdict</h2>"
+    yield "<h2>CheckResult</h2>"
     if verdict.violation is not None:
         yield f"<p class='bad'>An invariant of the protocol is violated: {escape(str(verdict.violation))}</p>"
     else:
@@ -251,7 +240,7 @@ def _books(ledger: dict[str, Any] | None) -> Iterator[str]:
 
 
 def _config(picture: RunPicture) -> Iterator[str]:
-    told = _flat(picture.told.config or {})
+    told = _flat(picture.files.config or {})
     if not told:
         return
     yield "<h2>Configuration</h2><dl>"
@@ -303,7 +292,7 @@ def _timeline(picture: RunPicture) -> Iterator[str]:
             tip = f"<title>{state}, {clock(a - begin)} to {clock(b - begin)}</title>"
             yield (
                 f"<rect x='{x(a)}' y='{LANE * number + 2}' width='{max(x(b) - x(a), 0.6):.2f}' height='{LANE - 6}'"
-                f" fill='var(--{state if state != 'gone' else 'away'})'>{tip}</rect>"
+                f" fill='var(--{state})'>{tip}</rect>"
             )
     for mark in told["marks"]:
         lane = lanes.index(mark["who"]) if mark["who"] in lanes else 0
@@ -314,8 +303,7 @@ def _timeline(picture: RunPicture) -> Iterator[str]:
     used = {band[2] for each in told["islands"] for band in each["bands"]}
     for state, meaning in STATES.items():
         if state in used:
-            shade = state if state != "gone" else "away"
-            yield f"<span><i style='background:var(--{shade})'></i>{state}: {escape(meaning)}</span>"
+            yield f"<span><i style='background:var(--{state})'></i>{state}: {escape(meaning)}</span>"
     yield "<span>ticks on the syncer's lane are merges, ✕ is a process that died</span></div>"
 
 

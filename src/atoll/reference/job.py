@@ -44,8 +44,8 @@ from atoll.reference.job_settings import JobSettings
 from atoll.reference.live_view import GoodputMeter, LiveView, Watched, training_count
 from atoll.reference.loop import newest_metrics
 from atoll.reference.models import parameter_count
-from atoll.reference.on_the_way import Evaluations
-from atoll.reference.report import REPORT, Judged, Report, baseline_report, decoupled_report
+from atoll.reference.periodic_eval import Evaluations
+from atoll.reference.report import REPORT, JobReport, Judged, baseline_report, decoupled_report
 from atoll.reference.saved_models import first_model, load_model, published_model
 from atoll.store.run_settings import CONFIG, check_new
 from atoll.syncer.initial_model import INIT
@@ -63,7 +63,7 @@ class AlreadyFinished(Exception):  # noqa: N818 - it is the answer to --resume, 
 
 def start_job(
     settings: JobSettings, run: Path, view: LiveView, corpus: Text, init: Mapping[str, Tensor] | None = None
-) -> Report:
+) -> JobReport:
     """A new run, from these values if there are any. Its directory must not be there yet, or be empty."""
     check_new(run)
     run.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def start_job(
     return _carry_out(settings, run, view, corpus)
 
 
-def resume_job(run: Path, view: LiveView, learners: int | None = None) -> Report:
+def resume_job(run: Path, view: LiveView, learners: int | None = None) -> JobReport:
     """Go on with a run that was interrupted, by its own settings, but on another number of learners if one is given."""
     if not (run / CONFIG).is_file():
         raise ValueError(f"{run} holds no run of atoll train (it has no {CONFIG}): leave --resume out to start one")
@@ -90,7 +90,7 @@ def resume_job(run: Path, view: LiveView, learners: int | None = None) -> Report
     return _carry_out(settings, run, view, Text.load(settings.data))
 
 
-def restore_job(source: str, run: Path, view: LiveView, learners: int | None, changes: dict[str, Any]) -> Report:
+def restore_job(source: str, run: Path, view: LiveView, learners: int | None, changes: dict[str, Any]) -> JobReport:
     """A new run from a snapshot of another, by that one's settings but for `changes`."""
     from atoll.reference.supervisor import new_run_id
 
@@ -110,7 +110,7 @@ def with_learners(settings: JobSettings, learners: int) -> JobSettings:
     return replace(settings, learners=learners, speeds=speeds, kills=kills)
 
 
-def _carry_out(settings: JobSettings, run: Path, view: LiveView, corpus: Text) -> Report:
+def _carry_out(settings: JobSettings, run: Path, view: LiveView, corpus: Text) -> JobReport:
     with terminated_like_interrupted(), view:
         if settings.method != "decoupled":
             _train_baseline(settings, run, view, title_of(settings, corpus))
@@ -132,7 +132,7 @@ def title_of(settings: JobSettings, corpus: Text) -> str:
 # The end of every job
 
 
-def finish(settings: JobSettings, run: Path, corpus: Text) -> Report:
+def finish(settings: JobSettings, run: Path, corpus: Text) -> JobReport:
     """Model, evaluation and report. May be repeated, should it be interrupted."""
     torch.set_num_threads(1)  # of several the sums would differ in their last bits
     if settings.method == "decoupled":

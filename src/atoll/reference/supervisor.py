@@ -19,7 +19,7 @@ from atoll.reference.children import FINE, REFUSED, Child, JobFailed, end_all, p
 from atoll.reference.island import train_island
 from atoll.reference.job_settings import JobSettings, Kill
 from atoll.reference.live_view import GoodputMeter, LiveView, Watched, training_count
-from atoll.reference.on_the_way import Evaluations
+from atoll.reference.periodic_eval import Evaluations
 from atoll.reference.report import note_fault, read_faults
 from atoll.store.run_settings import RunSettings
 from atoll.store.snapshots import SHARDS
