@@ -419,10 +419,16 @@ def test_the_page_stands_alone(saved):
     assert not re.search(r"https?:|<script|<link|<img|@import|url\(", text)
     assert not [name for name, _ in read.attributes if name in ("src", "href", "onclick")]
     assert "prefers-color-scheme: dark" in text
-    for part in ("did not stand", "learner 3", "kill syncer away 2 s", "it is a test", "tiny"):
+    for part in ("did not survive", "learner 3", "kill syncer away 2 s", "it is a test", "tiny"):
         assert part in read.words
     ticks = next(value for name, value in read.attributes if name == "d" and value and "v16" in value)
     assert ticks.count("M") == found.merges
+
+
+def test_every_colour_of_the_page_is_defined(saved):
+    text = page(verdict_of(saved))
+    used = set(re.findall(r"var\(--(\w+)\)", text))
+    assert {"training", "gone", "line"} <= used <= set(re.findall(r"--(\w+):", text))
 
 
 def test_the_page_believes_nobody(saved):

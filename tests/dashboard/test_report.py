@@ -83,6 +83,15 @@ def test_several_runs_are_compared_and_hostile_words_stay_words(run, other, tmp_
     assert "script" not in parsed.tags
 
 
+def test_every_colour_of_the_page_is_defined(run):
+    picture = RunPicture(run)
+    while picture.grow():
+        pass
+    text = page([Reported("first", picture, None)])
+    used = set(re.findall(r"var\(--(\w+)\)", text))
+    assert {"training", "gone", "line"} <= used <= set(re.findall(r"--(\w+):", text))
+
+
 def test_a_violated_invariant_stands_on_the_page(run):
     picture = RunPicture(run)
     while picture.grow():
