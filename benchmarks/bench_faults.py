@@ -33,9 +33,9 @@ from atoll.chaos.job import run_chaos
 from atoll.chaos.judge import Verdict
 from atoll.chaos.plan import draw_plan
 from atoll.chaos.scenario import Scenario, load, seconds
+from atoll.dashboard.terminal import LiveView
 from atoll.reference.data import Text
 from atoll.reference.job_settings import JobSettings
-from atoll.reference.live_view import LiveView
 from atoll.store.run_settings import CONFIG
 from atoll.tape.timeline import read_timeline
 from benchmarks.elastic import train_elastic

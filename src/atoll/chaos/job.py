@@ -21,11 +21,11 @@ from atoll.chaos.plan import Plan
 from atoll.chaos.scenario import Scenario
 from atoll.chaos.supervisor import ChaosSupervisor
 from atoll.checkpoint.published import run_settings
+from atoll.dashboard.terminal import LiveView
 from atoll.reference.children import JobFailed, terminated_like_interrupted
 from atoll.reference.data import Text
 from atoll.reference.job import finish, start_job
 from atoll.reference.job_settings import JobSettings
-from atoll.reference.live_view import LiveView
 from atoll.reference.report import REPORT
 from atoll.store.run_settings import CONFIG, check_new
 from atoll.tape.format import TapeError

@@ -20,9 +20,9 @@ from atoll.chaos.netns import Namespaces
 from atoll.chaos.plan import Plan, Planned, touches
 from atoll.chaos.relay import Relay, Relays
 from atoll.core.reasons import REASONS
+from atoll.dashboard.terminal import LiveView
 from atoll.reference.children import Child, JobFailed
 from atoll.reference.job_settings import JobSettings
-from atoll.reference.live_view import LiveView
 from atoll.reference.supervisor import Member, Supervisor, new_run_id
 from atoll.store.snapshots import STORE
 
@@ -154,7 +154,7 @@ class ChaosSupervisor(Supervisor):
 
     def add_learner(self, number: int) -> None:
         self._learners[number] = Member(self._learner_child(number))
-        self._watched.learners = max(self._watched.learners, number)
+        self._progress.learners = max(self._progress.learners, number)
 
     def has_failed_write(self) -> bool:
         if self.settings.shards:

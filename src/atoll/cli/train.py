@@ -173,9 +173,9 @@ def run(
 def _started(settings: JobSettings, out: Path, init: Path | None) -> tuple[JobSettings, JobReport]:
     from dataclasses import replace
 
+    from atoll.dashboard.terminal import LiveView
     from atoll.reference.data import Text
     from atoll.reference.job import start_job
-    from atoll.reference.live_view import LiveView
     from atoll.reference.loop import model_config
 
     model_config(settings)  # an unknown model is told before anything is written
@@ -199,9 +199,9 @@ def _read_init(settings: JobSettings, init: Path | None) -> Mapping[str, Tensor]
 
 
 def _resumed(out: Path, learners: int | None) -> tuple[JobSettings, JobReport]:
+    from atoll.dashboard.terminal import LiveView
     from atoll.reference.job import resume_job
     from atoll.reference.job_settings import JobSettings
-    from atoll.reference.live_view import LiveView
     from atoll.store.run_settings import CONFIG
 
     report = resume_job(out, LiveView(), learners)
@@ -211,9 +211,9 @@ def _resumed(out: Path, learners: int | None) -> tuple[JobSettings, JobReport]:
 def _restored(
     source: str, out: Path, learners: int | None, tokens: str | None, kill: list[str] | None
 ) -> tuple[JobSettings, JobReport]:
+    from atoll.dashboard.terminal import LiveView
     from atoll.reference.job import restore_job
     from atoll.reference.job_settings import JobSettings, Kill
-    from atoll.reference.live_view import LiveView
     from atoll.store.run_settings import CONFIG
 
     changes: dict[str, Any] = {"kills": tuple(Kill.parse(each) for each in kill or () if each != "none")}

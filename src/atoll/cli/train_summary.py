@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+from atoll.dashboard.terminal import clock
 from atoll.reference.baselines import ring_bytes
 from atoll.reference.job_settings import JobSettings
-from atoll.reference.live_view import clock
 from atoll.reference.report import JobReport, ProcessFault
 
 WIDTH = 100

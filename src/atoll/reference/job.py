@@ -27,6 +27,7 @@ from torch import Tensor
 from atoll.checkpoint.model_file import MODEL, model_digest, save_model, write_tensors
 from atoll.checkpoint.published import is_finished, run_settings
 from atoll.checkpoint.restore import find_source, restore
+from atoll.dashboard.terminal import LiveView
 from atoll.reference.baselines import RENDEZVOUS, train_baseline
 from atoll.reference.children import (
     FINE,
@@ -40,8 +41,8 @@ from atoll.reference.children import (
 )
 from atoll.reference.data import Text
 from atoll.reference.evaluation import held_out_loss
+from atoll.reference.job_progress import GoodputMeter, JobProgress, job_view, training_count
 from atoll.reference.job_settings import JobSettings
-from atoll.reference.live_view import GoodputMeter, LiveView, Watched, training_count
 from atoll.reference.loop import newest_metrics
 from atoll.reference.models import parameter_count
 from atoll.reference.periodic_eval import Evaluations
@@ -167,7 +168,7 @@ def _train_baseline(settings: JobSettings, run: Path, view: LiveView, title: str
     context = processes()
     learners = range(1, settings.learners + 1)
     children = {n: Child(f"learner {n}", run, train_baseline, (settings, n, run)) for n in learners}
-    watched = Watched(title, settings.learners)
+    progress = JobProgress(title, settings.learners)
     meter = GoodputMeter(settings.learners)
     began = time.monotonic()
     running = dict(children)
@@ -187,9 +188,9 @@ def _train_baseline(settings: JobSettings, run: Path, view: LiveView, title: str
                         f" its log {child.log} ends with: {child.last_words()}"
                     )
             status = _status(settings, run)
-            watched.elapsed_s = time.monotonic() - began
-            watched.goodput = meter.look(watched.elapsed_s, training_count(status))
-            view.show(status, watched)
+            progress.elapsed_s = time.monotonic() - began
+            progress.goodput = meter.look(progress.elapsed_s, training_count(status))
+            view.show(job_view(status, progress))
     finally:
         end_all(list(children.values()), END_WAIT_S)
         (run / RENDEZVOUS).unlink(missing_ok=True)
