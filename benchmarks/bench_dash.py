@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from itertools import pairwise
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -124,9 +125,9 @@ def _step_s(picture: RunPicture, span: tuple[float, float]) -> float:
     """Mean time from one step's end to the next one's, of all islands."""
     gaps = [
         after - before
-        for lives in picture.lives.values()
-        for life in lives
-        for before, after in zip(life.step_ends, life.step_ends[1:], strict=False)
+        for processes in picture.processes.values()
+        for process in processes
+        for before, after in pairwise(process.log.ends)
         if span[0] <= before and after <= span[1]
     ]
     return statistics.fmean(gaps)
@@ -135,9 +136,9 @@ def _step_s(picture: RunPicture, span: tuple[float, float]) -> float:
 async def answers(run: Path, repeats: int) -> dict[str, Any]:
     from aiohttp.test_utils import TestClient, TestServer
 
-    from atoll.dashboard.server import Dash, Watched
+    from atoll.dashboard.server import Dash, RunFeed
 
-    watched = Watched(run)
+    watched = RunFeed(run)
     async with TestClient(TestServer(Dash([watched], None).app())) as client:
         began = time.monotonic()
         while watched.picture is None or watched.picture.to == 0.0 or watched.picture.loading() is not None:

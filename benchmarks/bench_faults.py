@@ -22,21 +22,22 @@ import os
 import statistics
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts its threads
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from atoll.chaos.facts import read_facts
 from atoll.chaos.job import run_chaos
 from atoll.chaos.judge import Verdict
 from atoll.chaos.plan import draw_plan
 from atoll.chaos.scenario import Scenario, load, seconds
+from atoll.dashboard.terminal import LiveView
 from atoll.reference.data import Text
 from atoll.reference.job_settings import JobSettings
-from atoll.reference.live_view import LiveView
 from atoll.store.run_settings import CONFIG
+from atoll.tape.timeline import read_timeline
 from benchmarks.elastic import train_elastic
 from benchmarks.measuring import as_json, begin, describe
 
@@ -52,10 +53,10 @@ def step_time_s(run: Path) -> float:
     """Mean from one step's end to the next one's, without the first second of a process: it is settling."""
     gaps = [
         after - before
-        for lives in read_facts(run).lives.values()
-        for life in lives
-        for before, after in zip(life.step_ends, life.step_ends[1:], strict=False)
-        if life.began is not None and before > life.began + 1.0
+        for processes in read_timeline(run, keep=None).processes.values()
+        for process in processes
+        for before, after in pairwise(process.log.ends)
+        if process.began is not None and before > process.began + 1.0
     ]
     return statistics.fmean(gaps)
 

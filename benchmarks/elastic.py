@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from atoll.chaos.plan import Plan, Planned
+from atoll.dashboard.terminal import LiveView
 from atoll.reference.data import Text
 from atoll.reference.job import judge
 from atoll.reference.job_settings import JobSettings
-from atoll.reference.live_view import LiveView
 from atoll.store.run_settings import CONFIG
 from benchmarks.elastic_worker import CHECKPOINT_S, pid_path, steps_path
 

@@ -34,12 +34,12 @@ from atoll.chaos.relay import Relay, Relays
 from atoll.checkpoint.published import run_settings
 from atoll.core.protocol import Delivered, MessageArrived, Persist, Persisted, Say, VersionRecord
 from atoll.core.types import SYNCER
+from atoll.dashboard.terminal import LiveView
 from atoll.launch.supervisor import signal_name
 from atoll.reference.baselines import RENDEZVOUS, train_baseline
 from atoll.reference.children import FINE, Child, JobFailed, end_all, processes, wait_for_any
 from atoll.reference.island import train_island
 from atoll.reference.job_settings import JobSettings, Method
-from atoll.reference.live_view import LiveView
 from atoll.reference.loop import newest_metrics, read_metrics
 from atoll.reference.supervisor import Supervisor
 from atoll.store.run_settings import CONFIG

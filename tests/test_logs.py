@@ -18,7 +18,7 @@ import pytest
 
 from atoll.cli.main import main
 from atoll.core.reasons import REASONS
-from atoll.dashboard.told import Told
+from atoll.dashboard.run_files import RunFiles
 from atoll.logs import ABOUT, FORMATS, VARIABLE, JsonLines, Named, about, set_up
 from atoll.reference.children import JobFailed
 from atoll.reference.job import start_job
@@ -98,7 +98,7 @@ def test_every_line_of_a_run_is_a_record_that_names_what_it_is_about(logs):
 
 def test_the_last_words_of_a_process_are_a_sentence(logs):
     run, found = logs
-    words = Told(run).last_words("learner 2")
+    words = RunFiles(run).last_words("learner 2")
     assert words is not None
     assert found["learner-2"][-1]["message"] in words
     assert "{" not in words

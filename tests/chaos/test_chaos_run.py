@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 
 from atoll.chaos import disks, netns
-from atoll.chaos.facts import Facts, read_facts
-from atoll.chaos.struck import read_log
+from atoll.chaos.fault_log import read_fault_log
 from atoll.cli.main import main
 from atoll.core.protocol import ShardBack, ShardLost
 from atoll.core.types import SYNCER
 from atoll.dashboard.picture import RunPicture
-from atoll.dashboard.shown import picture_at
+from atoll.dashboard.view import picture_at
 from atoll.reference.job_settings import JobSettings
 from atoll.reference.report import Judged, decoupled_report
 from atoll.tape.files import RunTapes
-from atoll.tape.learner_processes import Life
+from atoll.tape.learner_processes import LearnerProcess
+from atoll.tape.timeline import RunTimeline, read_timeline
 from tests.chaos.small_chaos import schedule, small_scenario
 from tests.reference.small_jobs import processes_of, small_text
 from tests.shared_runs import made_once
@@ -52,7 +52,7 @@ class Done:
         self.code = code
         self.told = told
         self.lines = lines
-        self.facts: Facts = read_facts(run)
+        self.timeline: RunTimeline = read_timeline(run, keep=None)
 
     def fault(self, name: str, target: str) -> dict[str, Any]:
         found: dict[str, Any]
@@ -60,8 +60,8 @@ class Done:
         assert found["fired"], found
         return found
 
-    def life(self, learner: int, at: float) -> Life:
-        return next(life for life in self.facts.lives[learner] if life.first <= at <= life.last)
+    def process(self, learner: int, at: float) -> LearnerProcess:
+        return next(process for process in self.timeline.processes[learner] if process.first <= at <= process.last)
 
 
 def chaos(scenario: Path, run: Path, *words: str) -> Done:
@@ -126,18 +126,18 @@ def test_the_view_tells_of_every_fault(struck):
 
 def test_a_killed_learner_is_another_process_afterwards(struck):
     fault = struck.fault("kill", "learner 1")
-    before, after = struck.facts.lives[1][:2]
+    before, after = struck.timeline.processes[1][:2]
     assert fault["ended_s"] >= fault["began_s"] + 0.5
     assert before.last <= fault["ended_s"]
     assert after.first >= fault["began_s"] + 0.5
-    assert fault["back_training_s"] == pytest.approx(after.step_ends[0] - fault["began_s"])
+    assert fault["back_training_s"] == pytest.approx(after.log.ends[0] - fault["began_s"])
     assert fault["back_merged_s"] >= fault["back_training_s"]
 
 
 def test_a_stopped_learner_stands_for_as_long_as_it_was_told(struck):
     fault = struck.fault("stop", "learner 2")
     stood = fault["ended_s"] - fault["began_s"]
-    longest = max(struck.life(2, fault["began_s"]).step_times_s)
+    longest = max(end - begin for begin, end in struck.process(2, fault["began_s"]).step_spans())
     assert stood >= 1.5
     assert longest >= stood - 0.1
     assert struck.told["islands"][1]["stopped_s"] == pytest.approx(stood, abs=0.4)
@@ -148,21 +148,21 @@ def test_nothing_of_a_learner_arrives_while_its_link_is_cut(struck):
     fault = struck.fault("cut", "link 3")
     inside = (fault["began_s"] + 0.5, fault["ended_s"] - 0.1)
     merged = [
-        m for m in struck.facts.merges if inside[0] < m.at < inside[1] and 3 in [who for who, _ in m.contributors]
+        m for m in struck.timeline.merges() if inside[0] < m.at < inside[1] and 3 in [who for who, _ in m.contributors]
     ]
     assert merged == []
-    steps = [end for end in struck.life(3, inside[0]).step_ends if inside[0] < end < inside[1]]
+    steps = [end for end in struck.process(3, inside[0]).log.ends if inside[0] < end < inside[1]]
     assert len(steps) > 5  # it trains on
 
 
 def test_a_new_learner_joins_and_leaves_for_good(struck):
-    (life,) = struck.facts.lives[4]
+    (process,) = struck.timeline.processes[4]
     joined, left = struck.fault("join", "learner 4"), struck.fault("leave", "learner 4")
-    assert joined["began_s"] < life.first < left["began_s"]
-    assert life.last <= left["ended_s"], "its process was gone then"
-    assert struck.facts.first_merged(4, 1) is not None
+    assert joined["began_s"] < process.first < left["began_s"]
+    assert process.last <= left["ended_s"], "its process was gone then"
+    assert any((4, 1) in merge.contributors for merge in struck.timeline.merges())
     assert [each["learner"] for each in struck.told["islands"]] == [1, 2, 3, 4]
-    assert struck.told["islands"][3]["allocated_s"] == pytest.approx(life.last - life.first, abs=0.5)
+    assert struck.told["islands"][3]["allocated_s"] == pytest.approx(process.last - process.first, abs=0.5)
 
 
 def test_verdict_report_and_page_tell_the_same_of_its_time(struck):
@@ -187,7 +187,8 @@ def test_verdict_report_and_page_tell_the_same_of_its_time(struck):
 
 
 def test_disks_refused_writes_and_the_records_are_whole(struck):
-    words = [word.sentence for word in struck.facts.words if word.code == "persist-failed"]
+    lines = [line for tenure in struck.timeline.tenures for line in tenure.log_lines]
+    words = [line.sentence for line in lines if line.code == "persist-failed"]
     assert any("No space" in word or "too large" in word for word in words), words
     if os.geteuid() == 0:
         assert any("Read-only" in word for word in words), words
@@ -207,9 +208,10 @@ def test_poison_is_refused_with_its_reason(struck):
     """One that comes too late is refused for that; that its values are unfit is on the tape all the same."""
     log = (struck.run / "chaos/learner-2.done.jsonl").read_text()
     assert len(log.splitlines()) == 3
-    kinds = {"not finite" if "not finite" in sentence else "wild" for sentence in struck.facts.unfit}
-    assert kinds == {"not finite", "wild"}, struck.facts.unfit
-    assert struck.told["refused_contributions"].get("contribution-bad", 0) <= len(struck.facts.unfit)
+    unfit = [sentence for tenure in struck.timeline.tenures for sentence in tenure.unfit]
+    kinds = {"not finite" if "not finite" in sentence else "wild" for sentence in unfit}
+    assert kinds == {"not finite", "wild"}, unfit
+    assert struck.told["refused_contributions"].get("contribution-bad", 0) <= len(unfit)
     assert struck.told["unplanned_ends"] == []
     told = {check["name"]: check["passed"] for check in struck.told["checks"]}
     assert told["learned"]
@@ -217,14 +219,14 @@ def test_poison_is_refused_with_its_reason(struck):
 
 def test_a_damaged_link_breaks_and_heals(struck):
     fault = struck.fault("damage", "link 1")
-    life = struck.life(1, fault["began_s"])
-    assert any(begin >= fault["began_s"] for begin, _ in life.alone) or struck.told["refused_contributions"]
+    process = struck.process(1, fault["began_s"])
+    assert any(begin >= fault["began_s"] for begin, _ in process.alone) or struck.told["refused_contributions"]
     assert fault["healed_merged_s"] is not None
 
 
 def test_the_syncer_is_another_process_after_its_kill(struck):
     fault = struck.fault("kill", "syncer")
-    first, second = struck.facts.syncers
+    first, second = struck.timeline.tenures
     assert fault["ended_s"] >= fault["began_s"] + 0.3
     assert first.last <= fault["ended_s"]
     assert second.first >= fault["began_s"] + 0.3
@@ -234,7 +236,7 @@ def test_the_syncer_is_another_process_after_its_kill(struck):
 def test_the_run_leaves_its_plan_its_log_a_verdict_and_a_page(struck):
     plan = json.loads((struck.run / "chaos/plan.json").read_text())
     assert [fault["number"] for fault in plan["faults"]] == list(range(1, 18))
-    began, log = read_log(struck.run)
+    began, log = read_fault_log(struck.run)
     assert began is not None
     assert len(log) == 17
     kept = json.loads((struck.run / "verdict.json").read_text())
@@ -280,14 +282,14 @@ def test_a_struck_shard_holds_up_its_own_fragments_and_no_learner(text, tmp_path
     assert (lost, back) == (["away", (0, 2)], ["back", (0, 2)])
     assert killed["began_s"] - 0.1 <= lost_at < back_at
     assert back_at >= killed["began_s"] + 2.0
-    while_away = [m.fragment for m in done.facts.merges if lost_at < m.at < back_at]
+    while_away = [m.fragment for m in done.timeline.merges() if lost_at < m.at < back_at]
     assert {1, 3} <= set(while_away)
     assert not {0, 2} & set(while_away)
     assert killed["back_merged_s"] >= back_at - killed["began_s"] - 0.001, "it may have been durable when it died"
 
     began, ended = stopped["began_s"], stopped["ended_s"]
     assert ended - began >= 5.0
-    while_standing = [m.fragment for m in done.facts.merges if began + 1.0 < m.at < ended]
+    while_standing = [m.fragment for m in done.timeline.merges() if began + 1.0 < m.at < ended]
     assert {0, 2} <= set(while_standing)
     assert not {1, 3} & set(while_standing)
     assert stopped["healed_merged_s"] > 0

@@ -17,19 +17,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.chaos import judge as judging
-from atoll.chaos.facts import read_facts
+from atoll.chaos.fault_log import FaultLog, FaultRecord
 from atoll.chaos.faults import KINDS, Target
 from atoll.chaos.judge import Check, Ending, FaultReport, Loss, Verdict, Worst, judge
 from atoll.chaos.page import page
 from atoll.chaos.plan import Plan, Planned
 from atoll.chaos.scenario import EXPECTABLE, Expectation, shipped
-from atoll.chaos.struck import Log, Struck
 from atoll.core.protocol import MergeRound, StepTaken
 from atoll.reference.report import note_fault
 from atoll.tape.files import tape_path
 from atoll.tape.format import Actor
-from atoll.tape.learner_processes import Life
-from atoll.tape.time_shares import Shares, clip, overlap_s, shares_of, states_of
+from atoll.tape.learner_processes import LearnerProcess
+from atoll.tape.time_shares import TimeShares, clip, overlap_s, shares_of
+from atoll.tape.timeline import RunTimeline, read_timeline
 from tests.tiny_run import STEP_S, TinyRun, eventful_run
 
 FOUNDED = 1000.0
@@ -39,8 +39,8 @@ KILL = Planned(1, 11.0, "kill", Target("learner", 2), {"away": 2.0}, "schedule 1
 KILL_SYNCER = Planned(2, 19.0, "kill", Target("syncer", 0), {"away": 2.0}, "schedule 2")
 PLAN = Plan("tiny", "A test.", 7, 60.0, 3, (KILL, KILL_SYNCER), 0)
 STRUCK = (
-    Struck(1, True, FOUNDED + 12.0, FOUNDED + 14.0, "SIGKILL"),
-    Struck(2, True, FOUNDED + 20.0, FOUNDED + 22.0, "SIGKILL"),
+    FaultRecord(1, True, FOUNDED + 12.0, FOUNDED + 14.0, "SIGKILL"),
+    FaultRecord(2, True, FOUNDED + 20.0, FOUNDED + 22.0, "SIGKILL"),
 )
 LOSS = Loss(2.0, 5.0, 1.95, "there")
 SOUND = Ending("relays", loss=LOSS)
@@ -60,8 +60,8 @@ def saved(tmp_path_factory):
     return run
 
 
-def written(run: Path, struck: tuple[Struck, ...]) -> Path:
-    log = Log(run)
+def written(run: Path, struck: tuple[FaultRecord, ...]) -> Path:
+    log = FaultLog(run)
     log.began(FOUNDED + 1.0)
     for each in struck:
         log.struck(each)
@@ -90,11 +90,11 @@ def test_a_sound_run_stands(saved):
 def test_times_are_those_of_the_tapes(saved):
     found = verdict_of(saved)
     kill, kill_syncer = found.faults
-    facts = read_facts(saved)
-    first, second = facts.lives[2]
+    timeline = read_timeline(saved)
+    first, second = timeline.processes[2]
     assert (kill.began_s, kill.ended_s, kill.planned_s) == (12.0, 14.0, 12.0)
-    assert kill.back_training_s == pytest.approx(second.step_ends[0] - 12.0)
-    merged = facts.first_merged(2, 2)
+    assert kill.back_training_s == pytest.approx(second.log.ends[0] - 12.0)
+    merged = next((merge.at for merge in timeline.merges() if (2, 2) in merge.contributors), None)
     assert merged is not None
     assert kill.back_merged_s == pytest.approx(merged - 12.0)
     assert kill.back_merged_s >= kill.back_training_s > 2.0
@@ -134,7 +134,7 @@ def test_bands_cover_the_run_without_gaps(saved):
         assert states[0][0] == told["began_s"]
         assert states[-1][1] == told["ended_s"]
         assert all(before[1] == after[0] for before, after in pairwise(states))
-    assert "away" in {state for _, _, state in told["bands"][1]["states"]}
+    assert "gone" in {state for _, _, state in told["bands"][1]["states"]}
     assert "alone" in {state for _, _, state in told["bands"][0]["states"]}  # while the syncer was away
 
 
@@ -173,7 +173,9 @@ def test_a_learner_that_was_stopped_itself_is_no_survivor(tmp_path):
     run.until(60.0)
     run.finish()
     stop = Planned(1, 11.9, "stop", Target("learner", 3), {"for": 5.1}, "schedule 1")
-    where = written(run.until(120.0).save(tmp_path / "run"), (Struck(1, True, FOUNDED + 12.9, FOUNDED + 18.0, "STOP"),))
+    where = written(
+        run.until(120.0).save(tmp_path / "run"), (FaultRecord(1, True, FOUNDED + 12.9, FOUNDED + 18.0, "STOP"),)
+    )
     found = verdict_of(where, expected("worst_pause_s", 2.0), plan=replace(PLAN, faults=(stop,)))
     assert line(found, "worst pause").passed
     assert found.islands[2].stopped_s == pytest.approx(5.1)
@@ -196,17 +198,22 @@ def test_tokens_that_nobody_trained_are_found(tmp_path):
 
 
 def test_books_that_do_not_balance_are_found(saved):
-    facts = read_facts(saved)
-    facts.ledger[0] = facts.ledger[0]._replace(merged=facts.ledger[0].merged + 1)
-    assert judging._balance(judging._books(facts)).passed is False
-    assert "do not balance" in judging._balance(judging._books(facts)).sentence
+    timeline = read_timeline(saved)
+    assert timeline.tenure is not None
+    lines = timeline.tenure.lines()
+    on_tapes = sum(process.tokens for processes in timeline.processes.values() for process in processes)
+    assert judging._balance(judging._ledger(lines, on_tapes)).passed is True
+    lines[0] = lines[0]._replace(merged=lines[0].merged + 1)
+    check = judging._balance(judging._ledger(lines, on_tapes))
+    assert check.passed is False
+    assert "does not balance" in check.sentence
 
 
 @pytest.mark.parametrize(
     ("struck", "sentence"),
     [
         (STRUCK[:1], "the first is 2, kill syncer away 2 s: the run ended before its time came"),
-        ((STRUCK[0], Struck(2, False, None, None, "", "syncer was not there")), "syncer was not there"),
+        ((STRUCK[0], FaultRecord(2, False, None, None, "", "syncer was not there")), "syncer was not there"),
         ((STRUCK[0], replace(STRUCK[1], fired=False, why_not="nothing shows it")), "nothing shows it"),
     ],
 )
@@ -343,17 +350,22 @@ SPANS = st.tuples(st.floats(0, 50), st.floats(0.1, 20)).map(lambda each: (each[0
 
 @given(st.lists(SPANS, max_size=4), SPANS, st.integers(1, 60))
 def test_shares_add_up_whatever_happens(stops, span, steps):
-    life = Life(1, 1.0, 2.0 + 0.5 * steps, 2.0)
+    process = LearnerProcess(1, 1.0, 2.0 + 0.5 * steps, 2.0)
     for number in range(1, steps):
-        life.add_step(2.0 + 0.5 * number, 0.45, 1, 10)
+        process.add_step(2.0 + 0.5 * number, 0.45, 1, 10)
     apart = [stop for n, stop in enumerate(stops) if all(overlap_s(stop, other) == 0 for other in stops[:n])]
-    found = shares_of(1, [life], span, apart)
-    assert all(getattr(found, each.name) >= 0 for each in fields(Shares))
-    parts = (getattr(found, each.name) for each in fields(Shares) if each.name not in ("learner", "allocated_s"))
+    found = shares_of(1, [process], span, apart)
+    assert all(getattr(found, each.name) >= 0 for each in fields(TimeShares))
+    parts = (getattr(found, each.name) for each in fields(TimeShares) if each.name not in ("learner", "allocated_s"))
     assert sum(parts) == pytest.approx(found.allocated_s)
-    bands = states_of([life], span, apart, None)
-    assert sum(end - begin for (begin, end), _ in bands) == pytest.approx(found.allocated_s)
     assert math.isfinite(found.goodput)
+    timeline = RunTimeline(keep=None)
+    timeline.processes[1] = [process]
+    timeline.settle()
+    bands = timeline.bands(1, span[0], span[1], apart)
+    assert all(before.end == after.begin for before, after in pairwise(bands))
+    there_s = overlap_s(span, (process.first, process.last))
+    assert sum(band.end - band.begin for band in bands) == pytest.approx(there_s)
 
 
 @given(SPANS, SPANS)
@@ -407,10 +419,16 @@ def test_the_page_stands_alone(saved):
     assert not re.search(r"https?:|<script|<link|<img|@import|url\(", text)
     assert not [name for name, _ in read.attributes if name in ("src", "href", "onclick")]
     assert "prefers-color-scheme: dark" in text
-    for part in ("did not stand", "learner 3", "kill syncer away 2 s", "it is a test", "tiny"):
+    for part in ("did not survive", "learner 3", "kill syncer away 2 s", "it is a test", "tiny"):
         assert part in read.words
     ticks = next(value for name, value in read.attributes if name == "d" and value and "v16" in value)
     assert ticks.count("M") == found.merges
+
+
+def test_every_colour_of_the_page_is_defined(saved):
+    text = page(verdict_of(saved))
+    used = set(re.findall(r"var\(--(\w+)\)", text))
+    assert {"training", "gone", "line"} <= used <= set(re.findall(r"--(\w+):", text))
 
 
 def test_the_page_believes_nobody(saved):
@@ -429,7 +447,7 @@ SECTIONS = {
     "verdict.json": Verdict,
     "`checks`": Check,
     "`worst_pause`": Worst,
-    "`islands`": Shares,
+    "`islands`": TimeShares,
     "`faults`": FaultReport,
     "`loss`": Loss,
 }
@@ -443,7 +461,7 @@ def told(heading: str, page: str = PAGE) -> list[str]:
 
 @pytest.mark.parametrize(("heading", "kind"), SECTIONS.items(), ids=lambda each: getattr(each, "__name__", ""))
 def test_docs_tell_exactly_the_fields_of_the_verdict(heading, kind):
-    extra = ["goodput"] if kind is Shares else []
+    extra = ["goodput"] if kind is TimeShares else []
     assert told(heading) == [each.name for each in fields(kind)] + extra
 
 

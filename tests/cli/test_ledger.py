@@ -116,7 +116,7 @@ def test_a_run_without_leases_still_has_its_tokens(tmp_path, capsys):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Books that do not balance
+# A ledger that does not balance
 
 
 def changed(record_type, change):

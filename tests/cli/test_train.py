@@ -18,10 +18,10 @@ from atoll.checkpoint.model_file import model_digest
 from atoll.cli import job_options, train
 from atoll.cli.check import judge
 from atoll.cli.main import main
+from atoll.dashboard.terminal import LiveView
 from atoll.reference.children import JobFailed
 from atoll.reference.job import AlreadyFinished, resume_job, start_job
 from atoll.reference.job_settings import FOR_ADAMW, SNAPSHOT_PASSES, JobSettings, Kill
-from atoll.reference.live_view import LiveView
 from atoll.reference.loop import read_metrics
 from atoll.reference.saved_models import load_model
 from atoll.sim.checkers import all_checkers
@@ -164,16 +164,16 @@ def test_a_finished_run_says_so(finished, capsys):
 
 def test_the_summary_is_for_a_newcomer(finished):
     from atoll.cli.train_summary import summary
-    from atoll.reference.report import Bytes, Fault, IslandReport, Paced, Report, Tokens
+    from atoll.reference.report import Bytes, IslandReport, JobReport, Paced, ProcessFault, Tokens
 
     run, told, _ = finished
-    report = Report(
+    report = JobReport(
         **{
             **told,
             "tokens": Tokens(**told["tokens"]),
             "bytes": Bytes(**told["bytes"]),
             "paced": Paced(0.005, ()),
-            "faults": tuple(Fault(**each) for each in told["faults"]),
+            "faults": tuple(ProcessFault(**each) for each in told["faults"]),
             "islands": tuple(IslandReport(**each) for each in told["islands"]),
         }
     )
@@ -205,8 +205,8 @@ class At(LiveView):
         self.after = after  # a file that must be there before
         self.fired = False
 
-    def show(self, status, watched, now=None):
-        due = status.get("progress", 0.0) >= self.progress and (self.after is None or self.after.exists())
+    def show(self, shown, bands=None, now=None):
+        due = shown["progress"] >= self.progress and (self.after is None or self.after.exists())
         if due and not self.fired:
             self.fired = True
             self.action()

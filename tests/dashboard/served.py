@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 
 from aiohttp import web
 
-from atoll.dashboard.server import Dash, Watched
+from atoll.dashboard.server import Dash, RunFeed
 
 T = TypeVar("T")
 
@@ -100,4 +100,4 @@ class RealDash(ServedInThread):
         self.token = token
 
     def app(self) -> web.Application:
-        return Dash([Watched(run) for run in self.runs], self.token).app()
+        return Dash([RunFeed(run) for run in self.runs], self.token).app()

@@ -10,7 +10,7 @@ import pytest
 
 from atoll.dashboard.alerts import Rules, alerts_at
 from atoll.dashboard.picture import RunPicture
-from atoll.dashboard.shown import picture_at
+from atoll.dashboard.view import picture_at
 from tests.tiny_run import TinyRun
 
 
@@ -82,7 +82,7 @@ def test_an_island_that_trains_without_a_link(tmp_path):
 def test_a_loss_that_jumps(tmp_path):
     picture = pictured(TinyRun().until(120.0).save(tmp_path))
     for at, loss in ((10.0, 2.0), (40.0, 1.9), (100.0, 3.1)):
-        picture.lines._add("loss.learner.3", at, loss)
+        picture.metrics._add("loss.learner.3", at, loss)
     assert rules_of(picture) == {("loss-spike", "learner 3")}
     assert rules_of(picture, 90.0) == set()
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.chaos.facts import read_facts
 from atoll.core.protocol import MessageArrived
 from atoll.core.types import SYNCER
 from atoll.dashboard.figures import Curve, as_csv, catalogue, curve, thinned
 from atoll.dashboard.picture import RunPicture, story_until
-from atoll.dashboard.samples import Samples, sample_of
-from atoll.dashboard.shown import picture_at, rounds, timeline
+from atoll.dashboard.view import picture_at, rounds, timeline
 from atoll.tape.files import TapeTail, tape_path
 from atoll.tape.format import TapeError
+from atoll.tape.syncer_tenures import SampleHistory, sample_of
 from atoll.tape.time_shares import shares_of
+from atoll.tape.timeline import read_timeline
 from tests.tiny_run import TinyRun, eventful_run
 
 KILLED_AT, BACK_AT = 12.0, 14.0
@@ -157,7 +158,7 @@ def test_stale_is_the_time_since_the_last_merge_with_it(tmp_path):
     run = TinyRun().until(30.0)
     run.kill(2)
     picture = pictured(run.until(90.0).save(tmp_path))
-    last = max(m.at for m in read_facts(tmp_path).merges if 2 in [who for who, _ in m.contributors])
+    last = max(m.at for m in read_timeline(tmp_path).merges() if 2 in [who for who, _ in m.contributors])
     shown = picture_at(picture)
     assert island(shown, 2)["staleness_s"] == pytest.approx(picture.to - last)
     assert island(shown, 1)["staleness_s"] < 5.0
@@ -184,7 +185,7 @@ def test_a_clock_that_is_hours_off_changes_nothing(tmp_path, off_s):
         return pictured(saved)
 
     right, wrong = of(tmp_path / "right", {}), of(tmp_path / "wrong", {2: off_s})
-    assert wrong.lives[2][0].lead_s == pytest.approx(off_s, abs=0.2), "the clock must be off"
+    assert wrong.processes[2][0].lead_s == pytest.approx(off_s, abs=0.2), "the clock must be off"
     assert wrong.to == pytest.approx(right.to, abs=0.2)
     one, other = timeline(right, None, None, 500), timeline(wrong, None, None, 500)
     for mine, theirs in zip(one["islands"], other["islands"], strict=True):
@@ -288,7 +289,7 @@ def test_rounds_are_joined_where_they_do_not_fit(picture):
     joined = rounds(picture, picture.begin, picture.to, 10)
     assert all(each["count"] == 1 for each in alone)
     assert len(joined) <= 11 < len(alone)
-    assert sum(each["count"] for each in joined) == len(alone) == len(read_facts(picture.run).merges)
+    assert sum(each["count"] for each in joined) == len(alone) == read_timeline(picture.run).merges_until(math.inf)
     assert {each["fragment"] for each in joined if each["count"] > 1} == {None}
 
 
@@ -442,8 +443,8 @@ def test_an_old_process_that_writes_beside_its_successor_is_one_life(picture, tm
         for actor, entries in tails.items():
             if number < len(entries):
                 fed.take_learner(2, actor.start, entries[number])
-    assert [life.incarnation for life in fed.lives[2]] == [1, 2]
-    assert [len(life.step_ends) for life in fed.lives[2]] == [len(life.step_ends) for life in picture.lives[2]]
+    assert [process.incarnation for process in fed.processes[2]] == [1, 2]
+    assert [len(process.log) for process in fed.processes[2]] == [len(process.log) for process in picture.processes[2]]
 
 
 def test_a_tape_that_is_none_is_told_of_and_the_rest_is_shown(tmp_path):
@@ -462,7 +463,7 @@ def test_a_loss_that_is_no_number_is_not_the_one_of_before(tmp_path):
     while found.grow():
         pass
     for at, loss in ((10.0, 2.0), (50.0, 1.9), (100.0, float("nan")), (110.0, None)):
-        found.lines._add("loss.learner.3", at, loss)
+        found.metrics._add("loss.learner.3", at, loss)
     shown = as_json(picture_at(found))
     assert island(shown, 3)["loss"] is None
     assert [(each["rule"], each["severity"]) for each in shown["alerts"]] == [("loss-spike", "critical")]
@@ -470,16 +471,16 @@ def test_a_loss_that_is_no_number_is_not_the_one_of_before(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Samples, curves, stories
+# SampleHistory, curves, stories
 
 
 def test_samples_are_bounded_and_evenly_spread(picture):
-    samples = Samples(most=16)
-    reign = picture.reign
+    samples = SampleHistory(max_samples=16)
+    tenure = picture.tenure
     for tenth in range(5000):
         at = tenth / 10.0
         if samples.is_due(at):
-            samples.add(sample_of(reign, at))
+            samples.add(sample_of(tenure, at))
     kept = [each.at for each in samples.all()]
     assert 8 <= len(kept) <= 16
     gaps = [after - before for before, after in pairwise(kept)]
@@ -503,8 +504,8 @@ def test_every_series_of_the_catalogue_has_a_curve(picture):
 
 
 def test_goodput_is_the_one_of_the_accounting(picture):
-    facts = read_facts(picture.run)
-    shares = [shares_of(n, lives, (picture.trains_since(), 50.0)) for n, lives in facts.lives.items()]
+    facts = read_timeline(picture.run)
+    shares = [shares_of(n, processes, (picture.trains_since(), 50.0)) for n, processes in facts.processes.items()]
     whole = sum(each.allocated_s for each in shares)
     assert picture.goodput(50.0) == pytest.approx(sum(each.stepping_s for each in shares) / whole)
 
@@ -520,7 +521,9 @@ def test_csv_has_a_line_per_point(picture):
     text = as_csv(picture, ["merges.contributions", "goodput"], "time")
     lines = text.splitlines()
     assert lines[0] == "series,time,value"
-    assert sum(line.startswith("merges.contributions,") for line in lines) == len(read_facts(picture.run).merges)
+    assert sum(line.startswith("merges.contributions,") for line in lines) == read_timeline(picture.run).merges_until(
+        math.inf
+    )
 
 
 def test_a_story_is_the_end_of_the_whole_story(picture):

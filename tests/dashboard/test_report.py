@@ -8,10 +8,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from atoll.chaos.checking import Verdict
 from atoll.cli.main import main
 from atoll.dashboard.picture import RunPicture
 from atoll.dashboard.report_page import Reported, page
+from atoll.sim.check_tapes import CheckResult
 from atoll.sim.checkers import Violation
 from tests.tiny_run import TinyRun, eventful_run
 
@@ -83,12 +83,21 @@ def test_several_runs_are_compared_and_hostile_words_stay_words(run, other, tmp_
     assert "script" not in parsed.tags
 
 
+def test_every_colour_of_the_page_is_defined(run):
+    picture = RunPicture(run)
+    while picture.grow():
+        pass
+    text = page([Reported("first", picture, None)])
+    used = set(re.findall(r"var\(--(\w+)\)", text))
+    assert {"training", "gone", "line"} <= used <= set(re.findall(r"--(\w+):", text))
+
+
 def test_a_violated_invariant_stands_on_the_page(run):
     picture = RunPicture(run)
     while picture.grow():
         pass
     violation = Violation("exactly-once", "version 3 has a contribution of version 2", None, None)
-    text = page([Reported("first", picture, Verdict(100, True, [], violation, []))])
+    text = page([Reported("first", picture, CheckResult(100, True, [], violation, []))])
     words = Parsed(text).words
     assert "is violated: exactly-once: version 3 has a contribution of version 2" in words
     assert "holds over" not in words

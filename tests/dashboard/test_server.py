@@ -16,7 +16,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from atoll.dashboard import server as serving
 from atoll.dashboard.alerts import Rules
-from atoll.dashboard.server import HEADERS, Dash, Watched
+from atoll.dashboard.server import HEADERS, Dash, RunFeed
 from atoll.transport.endpoint import SyncerAddress, write_address_file
 from tests.tiny_run import TinyRun, eventful_run
 
@@ -31,7 +31,7 @@ def run(tmp_path_factory):
 
 @asynccontextmanager
 async def client_of(*runs, token=None, rules=None):
-    dash = Dash([Watched(run, rules) for run in runs], token)
+    dash = Dash([RunFeed(run, rules) for run in runs], token)
     async with TestClient(TestServer(dash.app())) as client:
         yield client
 

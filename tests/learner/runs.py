@@ -35,10 +35,10 @@ import torch._dynamo  # the first optimizer of a process loads it, in seconds; h
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from atoll.chaos.checking import Verdict
 from atoll.cli.check import judge
 from atoll.core.types import Limits, RunConfig
 from atoll.learner.api import Learner
+from atoll.sim.check_tapes import CheckResult
 from atoll.sim.checkers import all_checkers
 from atoll.store.run_settings import RunSettings
 from atoll.syncer import main
@@ -565,7 +565,7 @@ class Run:
         """Ask for the end of a run that has no budget."""
         assert self.ask("POST", "/v1/finish")[0] == 204
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> CheckResult:
         """What `atoll check` and `atoll replay` say of the tapes."""
         tapes = RunTapes(self.directory)
         for reader in tapes.readers.values():

@@ -11,10 +11,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from atoll.dashboard.terminal import LiveView
 from atoll.reference import children
 from atoll.reference.data import Text
 from atoll.reference.job_settings import JobSettings
-from atoll.reference.live_view import LiveView
 from atoll.transport.endpoint import ask, read_address_file
 
 # A test process has one fork server, which loads what its first user asks for. Whichever test is first, it has to load
@@ -56,7 +56,7 @@ def small_settings(data: Path, **changes: Any) -> JobSettings:
 
 def silent_view() -> tuple[LiveView, io.StringIO]:
     stream = io.StringIO()
-    return LiveView(stream, every_s=0.0), stream
+    return LiveView(stream, interval_s=0.0), stream
 
 
 def corpus_of(settings: JobSettings) -> Text:

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from atoll.checkpoint.model_file import model_digest
+from atoll.dashboard.terminal import LiveView
 from atoll.reference.baselines import ring_bytes
 from atoll.reference.children import JobFailed
 from atoll.reference.data import Sampler
 from atoll.reference.job import start_job
-from atoll.reference.live_view import LiveView
 from atoll.reference.loop import model_config, read_metrics
 from atoll.reference.models import build, clip_, inner_optimizer, schedule, set_lr
 from atoll.reference.saved_models import load_model
@@ -154,8 +154,8 @@ class KillOne(LiveView):
         self.run = run
         self.killed: list[int] = []
 
-    def show(self, status, watched, now=None):
-        if len(status["learners"]) == 2 and not self.killed:
+    def show(self, shown, bands=None, now=None):
+        if all(each["state"] == "training" for each in shown["islands"]) and not self.killed:
             self.killed = processes_of(self.run)[:1]
             os.kill(self.killed[0], signal.SIGKILL)
 

@@ -15,14 +15,23 @@ from atoll.core.types import SYNCER
 from atoll.reference import report as reports
 from atoll.reference.job_settings import JobSettings
 from atoll.reference.loop import Metrics, Step
-from atoll.reference.report import Bytes, Fault, IslandReport, Judged, Paced, Report, Tokens, effective_h, middle_step_s
+from atoll.reference.report import (
+    Bytes,
+    IslandReport,
+    JobReport,
+    Judged,
+    Paced,
+    ProcessFault,
+    Tokens,
+)
+from atoll.tape.learner_processes import median_step_s
 from atoll.tape.syncer_tenures import mean_line
 from atoll.tape.time_shares import covered_s
-from atoll.tape.timeline import read_books
+from atoll.tape.timeline import read_timeline
 from tests.tiny_run import STEP_S, TOKENS, TinyRun, eventful_run
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/report.md").read_text(encoding="utf-8")
-SECTIONS = {"report.json": Report, "`tokens`": Tokens, "`bytes`": Bytes, "`paced`": Paced, "`faults`": Fault}
+SECTIONS = {"report.json": JobReport, "`tokens`": Tokens, "`bytes`": Bytes, "`paced`": Paced, "`faults`": ProcessFault}
 SECTIONS["`islands`"] = IslandReport
 
 JUDGED = Judged(2.0, 4096, 5.5, "00" * 16, 1000)
@@ -41,12 +50,12 @@ def test_the_page_tells_exactly_the_fields_of_the_report_in_their_order(heading,
 
 def test_the_comparison_with_the_page_can_fail():
     assert told_fields(PAGE.replace("| `goodput` |", "| `goodness` |"), "report.json") != [
-        each.name for each in fields(Report)
+        each.name for each in fields(JobReport)
     ]
 
 
 def test_every_part_of_the_report_has_a_section_of_the_page():
-    hints = typing.get_type_hints(Report)
+    hints = typing.get_type_hints(JobReport)
     parts = {part for hint in hints.values() for part in (hint, *typing.get_args(hint)) if is_dataclass(part)}
     assert parts <= set(SECTIONS.values())
 
@@ -56,7 +65,7 @@ def test_the_names_that_were_promised_are_there():
         "method learners seed wall_s goodput uptime steps tokens rounds contributions_per_merge effective_h bytes"
         " eval_loss eval_tokens final_digest faults islands"
     )
-    assert set(promised.split()) <= {each.name for each in fields(Report)}
+    assert set(promised.split()) <= {each.name for each in fields(JobReport)}
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -70,27 +79,27 @@ def eventful(tmp_path_factory) -> Path:
 
 
 def test_steps_and_lives_are_what_the_learners_were_told(eventful):
-    books = read_books(eventful)
-    assert sorted(books.lives) == [1, 2, 3]
-    assert [len(lives) for _, lives in sorted(books.lives.items())] == [1, 2, 1]
-    for lives in books.lives.values():
-        assert all(life.tokens == life.steps * TOKENS for life in lives)
-        assert middle_step_s(lives) == pytest.approx(STEP_S)
+    books = read_timeline(eventful)
+    assert sorted(books.processes) == [1, 2, 3]
+    assert [len(processes) for _, processes in sorted(books.processes.items())] == [1, 2, 1]
+    for processes in books.processes.values():
+        assert all(process.tokens == process.steps * TOKENS for process in processes)
+        assert median_step_s(processes) == pytest.approx(STEP_S)
     assert books.is_finished
 
 
 def test_the_books_are_the_syncers_and_balance(eventful):
-    books = read_books(eventful)
-    assert books.reign is not None
-    ledger = mean_line(books.reign.lines())
-    assert ledger.trained == sum(life.tokens for lives in books.lives.values() for life in lives)
+    books = read_timeline(eventful)
+    assert books.tenure is not None
+    ledger = mean_line(books.tenure.lines())
+    assert ledger.trained == sum(process.tokens for processes in books.processes.values() for process in processes)
     assert ledger.balanced()
     assert sum(ledger.dropped.values()) > 0, "the tokens of the killed learner must be lost somewhere"
 
 
 def test_goodput_lacks_the_time_in_which_a_learner_was_away(eventful):
-    books = read_books(eventful)
-    before, after = books.lives[2]
+    books = read_timeline(eventful)
+    before, after = books.processes[2]
     away_s = after.joined - before.log.ends[-1]
     assert away_s > 2.0, "the fault must have fired"
     goodput, uptime = books.goodput(), books.uptime()
@@ -101,11 +110,11 @@ def test_goodput_lacks_the_time_in_which_a_learner_was_away(eventful):
 
 
 def test_effective_h_is_that_of_the_protocol(eventful):
-    books = read_books(eventful)
-    found = effective_h(books)
+    books = read_timeline(eventful)
+    found = books.effective_h()
     assert found is not None
-    assert books.reign is not None
-    every = books.reign.core.config.every_steps
+    assert books.tenure is not None
+    every = books.tenure.core.config.every_steps
     assert every <= found < every + 2
 
 
@@ -118,7 +127,7 @@ def test_the_pause_of_a_whole_job_is_no_time_of_the_run(tmp_path):
     for who in (SYNCER, 1, 2, 3):
         run.start(who)
     run.until(1040.0)
-    books = read_books(run.save(tmp_path))
+    books = read_timeline(run.save(tmp_path))
     assert 30.0 < books.wall_s() < 41.0
     goodput = books.goodput()
     assert goodput is not None
@@ -126,7 +135,7 @@ def test_the_pause_of_a_whole_job_is_no_time_of_the_run(tmp_path):
     assert not books.is_finished
 
 
-def decoupled(run: Path, **settings) -> Report:
+def decoupled(run: Path, **settings) -> JobReport:
     return reports.decoupled_report(run, JobSettings(learners=3, **settings), JUDGED, founded_at=0.0)
 
 
@@ -172,7 +181,7 @@ def test_bytes_are_those_of_the_last_line_of_each_process(eventful):
 def test_a_report_is_json_with_these_fields_and_no_others(eventful, tmp_path):
     report = decoupled(eventful, step_time_s=0.05, speeds=(1.0, 1.0, 0.5))
     kept = json.loads(report.save(tmp_path).read_text(encoding="utf-8"))
-    assert list(kept) == [each.name for each in fields(Report)]
+    assert list(kept) == [each.name for each in fields(JobReport)]
     assert kept["paced"] == {"step_time_s": 0.05, "speeds": [1.0, 1.0, 0.5]}
     assert list(kept["islands"][0]) == [each.name for each in fields(IslandReport)]
     assert kept["tokens"]["trained"] == report.tokens.trained

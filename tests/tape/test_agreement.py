@@ -12,10 +12,10 @@ from atoll.chaos.plan import Plan
 from atoll.cli.main import main
 from atoll.core.protocol import StepTaken
 from atoll.dashboard.picture import RunPicture
-from atoll.dashboard.shown import picture_at
+from atoll.dashboard.view import picture_at
 from atoll.reference.job_settings import JobSettings
 from atoll.reference.report import Judged, decoupled_report
-from atoll.tape.timeline import read_books
+from atoll.tape.timeline import read_timeline
 from tests.tiny_run import STEP_S, TinyRun
 
 STOPPED_S, AWAY_S = 30.0, 20.0
@@ -86,7 +86,7 @@ def test_what_a_stopped_process_did_not_do_is_no_step(picture):
 
 
 def test_an_island_that_never_came_is_lost_time_if_somebody_asked_for_it(run):
-    books = read_books(run)
+    books = read_timeline(run)
     with_three = books.goodput()
     books.asked_for = 8  # 1 to 4 came
     with_eight = books.goodput()
@@ -97,7 +97,7 @@ def test_an_island_that_never_came_is_lost_time_if_somebody_asked_for_it(run):
 
 def test_steps_that_become_slow_for_good_are_steps(tmp_path):
     """Three times as long as before is unusual for some steps, and then the usual."""
-    books = read_books(run_with_steps(tmp_path, [0.5] * 200 + [3.0] * 200))
+    books = read_timeline(run_with_steps(tmp_path, [0.5] * 200 + [3.0] * 200))
     shares = books.split(1)
     assert shares is not None
     assert 0.0 < shares.stopped_s <= 32 * 2.5

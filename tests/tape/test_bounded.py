@@ -12,11 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atoll.dashboard.picture import RunPicture, story_until
-from atoll.dashboard.shown import picture_at, timeline
-from atoll.dashboard.told import Track
-from atoll.tape.downsampling import Levels
-from atoll.tape.learner_processes import Life
-from atoll.tape.merges import Merge, MergeLog
+from atoll.dashboard.view import picture_at, timeline
+from atoll.tape.bounded_logs import Downsampler, Merge, MergeLog, TimeSeries
+from atoll.tape.learner_processes import LearnerProcess
 from atoll.tape.time_shares import shares_of
 from tests.tiny_run import TinyRun
 
@@ -29,17 +27,17 @@ def merge_at(at: float) -> Merge:
     return Merge(at, 1, int(at) % 7, int(at), 3, 3, len(who), who, weights, 10.0, 0.2, 0.5 if int(at) % 2 else None)
 
 
-def life_of(steps: int) -> Life:
-    life = Life(1, 0.0, 0.0, 0.0, KEEP)
+def life_of(steps: int) -> LearnerProcess:
+    process = LearnerProcess(1, 0.0, 0.0, 0.0, KEEP)
     for number in range(1, steps + 1):
-        life.add_step(1.0 * number, 0.9, 1, 100)
-    life.last = float(steps)
-    return life
+        process.add_step(1.0 * number, 0.9, 1, 100)
+    process.last = float(steps)
+    return process
 
 
 @given(st.integers(1, 3000))
 def test_levels_are_bounded_and_stand_for_every_entry(count):
-    levels, rows = Levels(8), []
+    levels, rows = Downsampler(8), []
     for number in range(count):
         rows.append([number])
         for first, stop in levels.add():
@@ -56,24 +54,24 @@ def test_levels_are_bounded_and_stand_for_every_entry(count):
 def test_a_hundred_times_as_many_steps_are_hardly_more_rows_and_the_same_sums():
     short, long = life_of(2_000), life_of(200_000)
     assert len(long.log) < 3 * len(short.log) < 20 * KEEP
-    for life, count in ((short, 2_000), (long, 200_000)):
-        assert (life.steps, life.tokens) == (count, 100 * count)
-        shares = shares_of(1, [life], (0.0, float(count)))
+    for process, count in ((short, 2_000), (long, 200_000)):
+        assert (process.steps, process.tokens) == (count, 100 * count)
+        shares = shares_of(1, [process], (0.0, float(count)))
         assert shares.in_steps_s == pytest.approx(0.9 * count)
         assert shares.stepping_s + shares.between_s == pytest.approx(count)
     assert len(long.spells) == 1
 
 
 def test_a_moment_of_the_old_part_is_coarser_and_not_wrong():
-    life = life_of(200_000)
+    process = life_of(200_000)
     for at in (10.0, 5_000.0, 77_777.0, 150_000.5, 199_990.0):
         coarse = max(2.0, 4 * (200_000 - at) / KEEP)
-        assert life.log.steps_until(at) == pytest.approx(at, abs=coarse)
-        assert life.log.tokens_until(at) == pytest.approx(100 * at, abs=100 * coarse)
-        shares = shares_of(1, [life], (0.0, at))
+        assert process.log.steps_until(at) == pytest.approx(at, abs=coarse)
+        assert process.log.tokens_until(at) == pytest.approx(100 * at, abs=100 * coarse)
+        shares = shares_of(1, [process], (0.0, at))
         assert shares.stepping_s + shares.between_s + shares.away_s == pytest.approx(at)
         assert shares.in_steps_s == pytest.approx(0.9 * at, abs=coarse)
-    known = [life.log.tokens_until(at) for at in range(0, 200_000, 500)]
+    known = [process.log.tokens_until(at) for at in range(0, 200_000, 500)]
     assert known == sorted(known)
 
 
@@ -95,7 +93,7 @@ def test_merges_are_joined_by_their_means_and_counted_exactly():
 
 
 def test_curves_are_joined_and_keep_their_means_gaps_and_ends():
-    loss, sums = Track(keep=KEEP), Track(grows=True, keep=KEEP)
+    loss, sums = TimeSeries(keep=KEEP), TimeSeries(grows=True, keep=KEEP)
     for number in range(50_000):
         loss.add(float(number), math.nan if 1000 <= number < 9000 else 2.0)
         sums.add(float(number), float(number))
@@ -111,11 +109,13 @@ def test_curves_are_joined_and_keep_their_means_gaps_and_ends():
 
 
 def kept(picture: RunPicture) -> int:
-    lives = [life for lives in (*picture.lives.values(), *picture.seen.values()) for life in lives]
+    processes = [
+        process for processes in (*picture.processes.values(), *picture.seen.values()) for process in processes
+    ]
     return (
-        sum(len(life.log) + len(life.spells) + len(life.alone) for life in lives)
-        + sum(len(reign.merges.rows) + len(reign.words) for reign in picture.reigns)
-        + sum(len(track.at) for track in picture.lines.tracks.values())
+        sum(len(process.log) + len(process.spells) + len(process.alone) for process in processes)
+        + sum(len(tenure.merges.rows) + len(tenure.log_lines) for tenure in picture.tenures)
+        + sum(len(track.at) for track in picture.metrics.series.values())
         + sum(map(len, picture.places.values()))
     )
 
@@ -170,7 +170,7 @@ def test_a_past_epoch_gives_its_core_up(tmp_path):
         run.start(0)
         run.until(at)
     picture = pictured(run.save(tmp_path), 16)
-    assert [reign.is_over for reign in picture.reigns] == [True, True, True, False]
+    assert [tenure.is_over for tenure in picture.tenures] == [True, True, True, False]
     assert picture_at(picture, 35.0)["ledger"]["balanced"]
     assert picture_at(picture)["syncer"]["epoch"] == 4
 
@@ -181,14 +181,14 @@ def test_metrics_of_a_month_are_read_in_slices(tmp_path):
     picture = RunPicture(run)
     looks = 0
     while picture.grow(0.0):  # as little at a time as it can
-        assert picture.lines.read <= 64 * (looks + 1)
+        assert picture.metrics.read <= 64 * (looks + 1)
         looks += 1
     assert looks >= 999 // 64
-    assert picture.lines.read == 999
-    assert picture.lines.value("loss", 1, 998.0) == 3.0
+    assert picture.metrics.read == 999
+    assert picture.metrics.value("loss", 1, 998.0) == 3.0
 
 
 def test_a_long_look_is_not_cut(tmp_path):
     picture = RunPicture(saved(tmp_path, 300.0))
-    assert picture.lines.look(time.monotonic() + 60.0) is False
-    assert picture.lines.read == 299
+    assert picture.metrics.look(time.monotonic() + 60.0) is False
+    assert picture.metrics.read == 299

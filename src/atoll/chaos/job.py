@@ -13,19 +13,19 @@ from pathlib import Path
 from types import FrameType
 
 from atoll.chaos import netns
+from atoll.chaos.fault_log import PLAN
 from atoll.chaos.in_process import FOLDER
 from atoll.chaos.judge import Ending, Loss, Verdict, judge
 from atoll.chaos.page import save_page
 from atoll.chaos.plan import Plan
 from atoll.chaos.scenario import Scenario
-from atoll.chaos.struck import PLAN
 from atoll.chaos.supervisor import ChaosSupervisor
 from atoll.checkpoint.published import run_settings
+from atoll.dashboard.terminal import LiveView
 from atoll.reference.children import JobFailed, terminated_like_interrupted
 from atoll.reference.data import Text
 from atoll.reference.job import finish, start_job
 from atoll.reference.job_settings import JobSettings
-from atoll.reference.live_view import LiveView
 from atoll.reference.report import REPORT
 from atoll.store.run_settings import CONFIG, check_new
 from atoll.tape.format import TapeError

@@ -6,24 +6,26 @@ docs/chaos.md says what every field means; a test keeps that page and these fiel
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from atoll.chaos.checking import judge as check_tapes
-from atoll.chaos.facts import Facts, nothing, read_facts, worst_pause
+from atoll.chaos.fault_log import read_fault_log
 from atoll.chaos.faults import Target
 from atoll.chaos.plan import Plan, Planned
 from atoll.chaos.scenario import EXPECTABLE, Expectation
-from atoll.chaos.struck import Struck, read_log
+from atoll.core.ledger import Line
 from atoll.files import write_text
 from atoll.reference.report import read_faults
+from atoll.sim.check_tapes import check_tapes
 from atoll.sim.checkers import all_checkers
+from atoll.tape.bounded_logs import Span
 from atoll.tape.files import RunTapes
-from atoll.tape.merges import Merge
-from atoll.tape.steps import Span
-from atoll.tape.time_shares import Shares, states_of
+from atoll.tape.syncer_tenures import mean_line
+from atoll.tape.time_shares import TimeShares
+from atoll.tape.timeline import Band, RunTimeline, read_timeline
 
 FORMAT = 1
 VERDICT = "verdict.json"
@@ -106,7 +108,7 @@ class Verdict:
     uptime: float
     merged_of_alive: float | None
     worst_pause: Worst | None
-    islands: tuple[Shares, ...]
+    islands: tuple[TimeShares, ...]
     faults: tuple[FaultReport, ...]
     merges: int
     refused_contributions: dict[str, int]
@@ -143,22 +145,26 @@ def judge(
     run: Path, plan: Plan, expect: Mapping[str, Expectation], ending: Ending, founded_at: float | None
 ) -> Verdict:
     """`founded_at`: when the clock of the tapes began, in seconds of the Unix epoch; None: the run never began."""
-    facts = read_facts(run) if founded_at is not None else nothing()
-    facts.books.asked_for = plan.learners
-    clock = _Clock(run, founded_at or 0.0)
-    faults = tuple(_fault(planned, clock, facts, plan.shards) for planned in plan.faults)
-    span = (facts.began, facts.ended)
-    islands = _islands(plan, facts, clock, span)
-    pause = _worst(facts, plan, clock, faults)
-    merged_of_alive = facts.merged_of_alive()
-    invariants = _invariants(run) if founded_at is not None else {"entries": 0, "violation": None, "judged_until": None}
-    ledger = _books(facts)
+    has_begun = founded_at is not None
+    timeline = read_timeline(run, keep=None, learners=plan.learners) if has_begun else RunTimeline()
+    evidence = _Evidence(run, plan, timeline, founded_at or 0.0)
+    faults = tuple(map(evidence.fault, plan.faults))
+    islands = evidence.islands()
+    pause = evidence.worst_pause(faults)
+    merges = evidence.merges
+    shares = [len(m.contributors) / m.alive for m in merges if m.alive]
+    invariants = _invariants(run) if has_begun else {"entries": 0, "violation": None, "judged_until": None}
+    on_tapes = sum(process.tokens for processes in timeline.processes.values() for process in processes)
+    ledger = _ledger(timeline.tenure.lines() if timeline.tenure is not None else [], on_tapes)
     unplanned = _unplanned(run, plan)
-    goodput = facts.books.goodput() or 0.0
+    refused: Counter[str] = Counter()
+    for tenure in timeline.tenures:
+        refused.update(tenure.refused)
     up_s = sum(each.up_s for each in islands)
+    goodput, uptime = timeline.goodput() or 0.0, timeline.uptime() or 0.0
     goodput_up = sum(each.in_steps_s for each in islands) / up_s if up_s > 0.0 else 0.0
-    uptime = facts.books.uptime() or 0.0
-    figures = {
+    merged_of_alive = sum(shares) / len(shares) if shares else None
+    figures: dict[str, float | None] = {
         "goodput": goodput,
         "goodput_up": goodput_up,
         "uptime": uptime,
@@ -189,7 +195,7 @@ def judge(
         interrupted=ending.interrupted,
         failed=ending.failed,
         checks=tuple(checks),
-        wall_s=facts.books.wall_s(),
+        wall_s=timeline.wall_s(),
         goodput=goodput,
         goodput_up=goodput_up,
         uptime=uptime,
@@ -197,158 +203,165 @@ def judge(
         worst_pause=pause,
         islands=islands,
         faults=faults,
-        merges=len(facts.merges),
-        refused_contributions=facts.refused,
-        failed_writes=facts.failed_writes,
+        merges=len(merges),
+        refused_contributions=dict(refused),
+        failed_writes=sum(tenure.failed_writes for tenure in timeline.tenures),
         unplanned_ends=tuple(unplanned),
         ledger=ledger,
         invariants=invariants,
         loss=ending.loss,
-        timeline=_timeline(plan, facts, clock, span),
+        timeline=evidence.timeline_of_page(),
     )
 
 
-class _Clock:
-    """The faults of a run on the clock of its tapes."""
+class _Evidence:
+    """The faults of a run on the clock of its tapes, and what the tapes say about them."""
 
-    def __init__(self, run: Path, founded_at: float) -> None:
-        began, struck = read_log(run)
+    def __init__(self, run: Path, plan: Plan, timeline: RunTimeline, founded_at: float) -> None:
+        began, self._records = read_fault_log(run)
         self._founded_at = founded_at
-        self.began = began - founded_at if began is not None else None
-        self._struck = struck
+        self._began = began - founded_at if began is not None else None
+        self._plan, self._timeline = plan, timeline
+        self.merges = sorted(timeline.merges(), key=lambda merge: merge.at)
+        since = timeline.trains_since() or 0.0
+        self._span = since, max(since, timeline.ended())
 
-    def struck(self, number: int) -> Struck | None:
-        return self._struck.get(number)
+    def fault(self, planned: Planned) -> FaultReport:
+        record = self._records.get(planned.number)
+        began = self._on_tape(record.began_at) if record is not None else None
+        ended = self._on_tape(record.ended_at) if record is not None else None
+        training_s, merged_s = self._return_after(planned, began) if began is not None else (None, None)
+        return FaultReport(
+            number=planned.number,
+            fault=planned.fault,
+            target=str(planned.target),
+            sentence=planned.sentence(),
+            planned_s=planned.at_s if self._began is None else self._began + planned.at_s,
+            fired=record is not None and record.fired,
+            began_s=began,
+            ended_s=ended,
+            how=record.how if record is not None else "",
+            why_not=record.why_not if record is not None else "the run ended before its time came",
+            back_training_s=training_s,
+            back_merged_s=merged_s,
+            healed_merged_s=self._merged_after_end(planned, ended) if ended is not None else None,
+        )
 
-    def on_tape(self, at: float | None) -> float | None:
+    def _on_tape(self, at: float | None) -> float | None:
         return at - self._founded_at if at is not None else None
 
-    def span(self, planned: Planned, until: float) -> Span | None:
-        """In which it went on; None where it never began."""
-        struck = self.struck(planned.number)
-        if struck is None or struck.began_at is None:
+    def _next_merge(self, target: Target, after: float, number: int = 0) -> float | None:
+        """Return the first merge after this moment: of a fragment of the target if it is a shard, else one with
+        learner `number` if that is given."""
+        for merge in self.merges:
+            if merge.at <= after:
+                continue
+            if target.kind == "shard":
+                found = merge.fragment is not None and merge.fragment % self._plan.shards == target.number
+            else:
+                found = not number or any(who == number for who, _ in merge.contributors)
+            if found:
+                return merge.at
+        return None
+
+    def _return_after(self, planned: Planned, began: float) -> tuple[float | None, float | None]:
+        """Seconds from a kill until its target trains again, and until it is merged again."""
+        if planned.fault != "kill":
+            return None, None
+        target, training, merged = planned.target, None, None
+        if target.kind == "learner":
+            processes = self._timeline.processes.get(target.number, ())
+            next_one = next((p for p in processes if p.began is not None and p.first > began), None)
+            if next_one is not None and next_one.steps:
+                training = next_one.log.ends[0]
+                who = target.number, next_one.incarnation
+                merged = next((merge.at for merge in self.merges if who in merge.contributors), None)
+        elif target.kind == "shard":
+            merged = self._next_merge(target, began + planned.lasts_s)
+        else:
+            merged = next((merge.at for merge in self.merges if merge.at > began and merge.epoch > 1), None)
+            restarted = [each.first for each in self._timeline.tenures if each.first is not None and each.first > began]
+            merged = merged if merged is not None and restarted and merged >= restarted[0] else None
+        training_s = training - began if training is not None else None
+        return training_s, merged - began if merged is not None else None
+
+    def _merged_after_end(self, planned: Planned, ended: float) -> float | None:
+        """Seconds from the end of a fault to the next merge by its target, or with it if that is a learner."""
+        if planned.fault == "kill" or not planned.lasts_s:
             return None
-        began = struck.began_at - self._founded_at
-        ended = struck.ended_at - self._founded_at if struck.ended_at is not None else until
-        return began, max(began, ended)
+        merged = self._next_merge(planned.target, ended, planned.target.number)
+        return merged - ended if merged is not None else None
+
+    def _learners(self) -> list[int]:
+        return sorted({*range(1, self._plan.learners + 1), *self._timeline.processes})
+
+    def _stops(self, learner: int) -> list[Span]:
+        """When the process of a learner was stopped by SIGSTOP."""
+        spans = []
+        for planned in self._plan.faults:
+            record = self._records.get(planned.number)
+            if planned.fault != "stop" or planned.target != Target("learner", learner) or record is None:
+                continue
+            began, ended = self._on_tape(record.began_at), self._on_tape(record.ended_at)
+            if began is not None:
+                spans.append((began, max(began, ended if ended is not None else self._span[1])))
+        return spans
+
+    def islands(self) -> tuple[TimeShares, ...]:
+        found = [self._timeline.split(learner, stops=self._stops(learner)) for learner in self._learners()]
+        return tuple(each for each in found if each is not None)
+
+    def worst_pause(self, faults: Sequence[FaultReport]) -> Worst | None:
+        gap = self._timeline.longest_gap({learner: self._stops(learner) for learner in self._timeline.processes})
+        if gap is None:
+            return None
+        during = tuple(
+            fault.number
+            for fault in faults
+            if fault.began_s is not None
+            and fault.began_s <= gap.at + gap.gap_s
+            and (fault.ended_s if fault.ended_s is not None else fault.began_s) >= gap.at
+        )
+        return Worst(*gap, during)
+
+    def timeline_of_page(self) -> dict[str, Any]:
+        began, ended = self._span
+        bands = []
+        for learner in self._learners():
+            begin = (self._timeline.span_of(learner) or self._span)[0]
+            states = self._timeline.bands(learner, begin, ended, self._stops(learner))
+            first = states[0].begin if states else ended
+            if begin < first:
+                states.insert(0, Band(begin, first, "gone"))
+            bands.append({"learner": learner, "states": [list(state) for state in states]})
+        return {
+            "began_s": began,
+            "ended_s": ended,
+            "bands": bands,
+            "syncers": [[each.first, each.last] for each in self._timeline.tenures if each.first is not None],
+            "rounds": [[m.at, m.alive, m.asked, len(m.contributors)] for m in self.merges],
+        }
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # Figures
 
 
-def _of_shard(target: Target, shards: int, facts: Facts) -> list[Merge]:
-    """Merges of the fragments that it holds."""
-    return [merge for merge in facts.merges if merge.fragment is not None and merge.fragment % shards == target.number]
-
-
-def _fault(planned: Planned, clock: _Clock, facts: Facts, shards: int) -> FaultReport:
-    struck = clock.struck(planned.number)
-    began = clock.on_tape(struck.began_at) if struck is not None else None
-    training_s = merged_s = None
-    if planned.fault == "kill" and began is not None and planned.target.kind == "learner":
-        life = facts.next_life(planned.target.number, began)
-        if life is not None and life.step_ends:
-            training_s = life.step_ends[0] - began
-            merged = facts.first_merged(planned.target.number, life.incarnation)
-            merged_s = merged - began if merged is not None else None
-    elif planned.fault == "kill" and began is not None and planned.target.kind == "shard":
-        back = began + planned.lasts_s
-        merged = next((merge.at for merge in _of_shard(planned.target, shards, facts) if merge.at > back), None)
-        merged_s = merged - began if merged is not None else None
-    elif planned.fault == "kill" and began is not None:
-        at = began
-        merged = next((merge.at for merge in facts.merges if merge.at > at and merge.epoch > 1), None)
-        after = [each.first for each in facts.syncers if each.first > at]
-        merged_s = merged - began if merged is not None and after and merged >= after[0] else None
-    healed = clock.on_tape(struck.ended_at) if struck is not None else None
-    return FaultReport(
-        number=planned.number,
-        fault=planned.fault,
-        target=str(planned.target),
-        sentence=planned.sentence(),
-        planned_s=planned.at_s if clock.began is None else clock.began + planned.at_s,
-        fired=struck is not None and struck.fired,
-        began_s=began,
-        ended_s=healed,
-        how=struck.how if struck is not None else "",
-        why_not=struck.why_not if struck is not None else "the run ended before its time came",
-        back_training_s=training_s,
-        back_merged_s=merged_s,
-        healed_merged_s=_healed(planned, healed, facts, shards),
-    )
-
-
-def _healed(planned: Planned, healed: float | None, facts: Facts, shards: int) -> float | None:
-    """From the end of a fault to the next merge that has what it struck: the syncer merges, or the shard does, or the
-    learner is in it."""
-    if healed is None or planned.fault == "kill" or not planned.lasts_s:
-        return None
-    if planned.target.kind == "shard":
-        found = next((merge.at for merge in _of_shard(planned.target, shards, facts) if merge.at > healed), None)
-        return found - healed if found is not None else None
-    number = planned.target.number
-    after = (m for m in facts.merges if m.at > healed)
-    found = next((m.at for m in after if not number or any(who == number for who, _ in m.contributors)), None)
-    return found - healed if found is not None else None
-
-
 def _worst_of(faults: Sequence[FaultReport], name: str) -> float | None:
-    found = [getattr(fault, name) for fault in faults if getattr(fault, name) is not None]
-    return max(found, default=None)
+    return max((getattr(fault, name) for fault in faults if getattr(fault, name) is not None), default=None)
 
 
-def _stops(plan: Plan, learner: int, clock: _Clock, until: float) -> list[Span]:
-    spans = [
-        clock.span(planned, until)
-        for planned in plan.faults
-        if planned.fault == "stop" and planned.target.kind == "learner" and planned.target.number == learner
-    ]
-    return [span for span in spans if span is not None]
-
-
-def _learners(plan: Plan, facts: Facts) -> list[int]:
-    return sorted({*range(1, plan.learners + 1), *facts.lives})
-
-
-def _islands(plan: Plan, facts: Facts, clock: _Clock, span: Span) -> tuple[Shares, ...]:
-    stops = {learner: _stops(plan, learner, clock, span[1]) for learner in _learners(plan, facts)}
-    found = [facts.books.split(learner, stops=each) for learner, each in stops.items()]
-    return tuple(each for each in found if each is not None)
-
-
-def _worst(facts: Facts, plan: Plan, clock: _Clock, faults: Sequence[FaultReport]) -> Worst | None:
-    excused = {learner: _stops(plan, learner, clock, facts.ended) for learner in facts.lives}
-    pause = worst_pause(facts, excused)
-    if pause is None:
-        return None
-    during = tuple(
-        fault.number
-        for fault in faults
-        if fault.began_s is not None
-        and fault.began_s <= pause.at + pause.gap_s
-        and (fault.ended_s if fault.ended_s is not None else fault.began_s) >= pause.at
-    )
-    return Worst(pause.learner, pause.at, pause.gap_s, pause.usual_s, during)
-
-
-def _books(facts: Facts) -> dict[str, Any]:
-    """The syncer's books, and what the learners' own tapes say that they trained."""
-    lines = facts.ledger
-    count = max(1, len(lines))
-    dropped: dict[str, float] = {}
-    for line in lines:
-        for why, lost in line.dropped.items():
-            dropped[why] = dropped.get(why, 0.0) + lost / count
-    trained = lines[0].trained if lines else 0
+def _ledger(lines: Sequence[Line], on_tapes: int) -> dict[str, Any]:
+    """The syncer's ledger, and the tokens that the learners' own tapes hold."""
+    mean = mean_line(lines)
     return {
-        "balanced": all(line.balanced() for line in lines) and trained <= facts.tokens,
-        "trained": trained,
-        "merged": round(sum(line.merged for line in lines) / count),
-        "pending": round(sum(line.pending for line in lines) / count),
-        "dropped": {why: round(lost) for why, lost in sorted(dropped.items())},
-        "on_learners_tapes": facts.tokens,
-        "never_told": facts.tokens - trained,  # steps of processes that died before they could report them
+        "balanced": all(line.balanced() for line in lines) and mean.trained <= on_tapes,
+        "trained": mean.trained,
+        "merged": mean.merged,
+        "pending": mean.pending,
+        "dropped": dict(sorted(mean.dropped.items())),
+        "on_learners_tapes": on_tapes,
+        "never_told": on_tapes - mean.trained,  # steps of processes that died before they could report them
     }
 
 
@@ -419,7 +432,7 @@ def _no_unplanned_end(ends: Sequence[str]) -> Check:
 
 def _balance(ledger: Mapping[str, Any]) -> Check:
     dropped = sum(ledger["dropped"].values())
-    books = (
+    sums = (
         f"trained {ledger['trained']:,} = merged {ledger['merged']:,} + pending {ledger['pending']:,}"
         f" + dropped {dropped:,} tokens"
     )
@@ -427,8 +440,8 @@ def _balance(ledger: Mapping[str, Any]) -> Check:
         more = ledger["trained"] - ledger["on_learners_tapes"]
         return Check("ledger", False, f"the syncer counts {more:,} tokens that are on no learner's tape")
     if not ledger["balanced"]:
-        return Check("ledger", False, f"the books do not balance: {books}")
-    return Check("ledger", True, books)
+        return Check("ledger", False, f"the token ledger does not balance: {sums}")
+    return Check("ledger", True, sums)
 
 
 def _holds(invariants: Mapping[str, Any]) -> Check:
@@ -498,25 +511,3 @@ def _held(line: Expectation, value: float, ending: Ending) -> str:
             f" {side} +{100.0 * line.bound:g} %"
         )
     return f"{100.0 * value:.1f} %, {side} {100.0 * line.bound:g} %"
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The timeline, for the page
-
-
-def _timeline(plan: Plan, facts: Facts, clock: _Clock, span: Span) -> dict[str, Any]:
-    bands = []
-    for learner in _learners(plan, facts):
-        begin, end = facts.books.span_of(learner) or span
-        left_at = end if end < span[1] else None
-        stops = _stops(plan, learner, clock, span[1])
-        states = states_of(facts.lives.get(learner, []), (begin, span[1]), stops, left_at)
-        bands.append({"learner": learner, "states": [[b, e, state] for (b, e), state in states]})
-    return {
-        "began_s": span[0],
-        "ended_s": span[1],
-        "bands": bands,
-        "syncers": [[each.first, each.last] for each in facts.syncers],
-        "rounds": [[m.at, m.alive, m.asked, len(m.contributors)] for m in facts.merges],
-        "words": [[word.at, word.sentence] for word in facts.words],
-    }

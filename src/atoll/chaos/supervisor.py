@@ -12,17 +12,17 @@ from typing import Any
 
 from atoll.chaos import disks, netns
 from atoll.chaos.disks import Disk
+from atoll.chaos.fault_log import FaultLog, FaultRecord
 from atoll.chaos.faults import Target
 from atoll.chaos.in_process import Orders, learn_under_faults, serve_under_faults
 from atoll.chaos.injectors import INJECTORS, Injector
 from atoll.chaos.netns import Namespaces
 from atoll.chaos.plan import Plan, Planned, touches
 from atoll.chaos.relay import Relay, Relays
-from atoll.chaos.struck import Log, Struck
 from atoll.core.reasons import REASONS
+from atoll.dashboard.terminal import LiveView
 from atoll.reference.children import Child, JobFailed
 from atoll.reference.job_settings import JobSettings
-from atoll.reference.live_view import LiveView
 from atoll.reference.supervisor import Member, Supervisor, new_run_id
 from atoll.store.snapshots import STORE
 
@@ -67,7 +67,7 @@ class ChaosSupervisor(Supervisor):
         self.plan = plan
         self.namespaces: Namespaces | None = None
         self._cleanup = ExitStack()
-        self._log = Log(run)
+        self._log = FaultLog(run)
         self._limit_s = limit_s
         self._waiting: list[Planned] = list(plan.faults)
         self._active: list[Active] = []
@@ -154,7 +154,7 @@ class ChaosSupervisor(Supervisor):
 
     def add_learner(self, number: int) -> None:
         self._learners[number] = Member(self._learner_child(number))
-        self._watched.learners = max(self._watched.learners, number)
+        self._progress.learners = max(self._progress.learners, number)
 
     def has_failed_write(self) -> bool:
         if self.settings.shards:
@@ -235,12 +235,12 @@ class ChaosSupervisor(Supervisor):
     def _note(self, active: Active, ended_at: float | None) -> None:
         injector = active.injector
         why_not = "" if injector.seen else injector.why_not
-        told = Struck(injector.planned.number, injector.seen, active.began_at, ended_at, injector.how, why_not)
+        told = FaultRecord(injector.planned.number, injector.seen, active.began_at, ended_at, injector.how, why_not)
         self._log.struck(told)
 
     def _missed(self, planned: Planned, why_not: str) -> None:
         self._tell(f"fault {planned.number} ({planned.sentence()}) did not happen: {why_not}")
-        self._log.struck(Struck(planned.number, False, None, None, "", why_not))
+        self._log.struck(FaultRecord(planned.number, False, None, None, "", why_not))
 
     # ------------------------------------------------------------------------------------------ looking, ending
 

@@ -73,7 +73,7 @@ def run(
 
     processes()  # torch is loaded there while it is loaded here
     from atoll.chaos.job import LINKS, Interrupted, run_chaos
-    from atoll.reference.live_view import LiveView
+    from atoll.dashboard.terminal import LiveView
 
     if links not in LINKS:
         raise ValueError(f"--links {links!r}: give one of {', '.join(LINKS)}")

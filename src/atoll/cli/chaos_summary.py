@@ -9,7 +9,7 @@ from pathlib import Path
 from atoll.chaos.judge import FaultReport, Verdict
 
 WIDTH = 100
-_MARKS = {True: "kept", False: "BROKEN", None: "unknown"}
+_MARKS = {True: "passed", False: "FAILED", None: "unknown"}
 
 
 def summary(verdict: Verdict, run: Path) -> Iterator[str]:
@@ -24,7 +24,7 @@ def summary(verdict: Verdict, run: Path) -> Iterator[str]:
         first = f"{_MARKS[check.passed]:<8} {check.name:<{width}}  "
         yield from _wrapped(check.sentence, first, " " * len(first))
     yield ""
-    judged = "The run stood." if verdict.passed else "The run did NOT stand."
+    judged = "The run survived." if verdict.passed else "The run did NOT survive."
     yield f"{judged} {run / 'verdict.html'} shows it, {run / 'verdict.json'} holds every figure."
     targets = [fault.target.split() for fault in verdict.faults]
     struck = next((words[-1] for words in targets if words[-1].isdigit() and words[0] != "shard"), "1")

@@ -13,11 +13,11 @@ from atoll.cli.progress import reading
 from atoll.cli.story import RunArgument, as_fields, indented
 
 if TYPE_CHECKING:
-    from atoll.chaos.checking import Verdict
+    from atoll.sim.check_tapes import CheckResult
     from atoll.sim.checkers import Checker, Violation
     from atoll.tape.files import RunTapes
     from atoll.tape.format import Entry
-    from atoll.tape.story import Line
+    from atoll.tape.story import StoryLine
 
 EXAMPLE = "atoll check runs/first"
 
@@ -49,15 +49,15 @@ def run(
         raise typer.Exit(ExitCode.FAILED)
 
 
-def judge(tapes: RunTapes, checkers: Sequence[Checker]) -> Verdict:
+def judge(tapes: RunTapes, checkers: Sequence[Checker]) -> CheckResult:
     """With a progress bar, where somebody watches."""
-    from atoll.chaos import checking
+    from atoll.sim.check_tapes import check_tapes
 
     with reading("checking", tapes) as watched:
-        return checking.judge(tapes, checkers, watched)
+        return check_tapes(tapes, checkers, watched)
 
 
-def story_of(tapes: RunTapes, violation: Violation, last: int) -> list[Line]:
+def story_of(tapes: RunTapes, violation: Violation, last: int) -> list[StoryLine]:
     """The story of whom it concerns, up to the entry at which it was seen."""
     from atoll.tape.story import story
 
@@ -72,7 +72,9 @@ def _up_to(entries: Iterator[Entry], end: Entry | None) -> Iterator[Entry]:
             return
 
 
-def _fields(tapes: RunTapes, checkers: Sequence[Checker], verdict: Verdict, lines: Sequence[Line]) -> dict[str, object]:
+def _fields(
+    tapes: RunTapes, checkers: Sequence[Checker], verdict: CheckResult, lines: Sequence[StoryLine]
+) -> dict[str, object]:
     violation = verdict.violation
     fields: dict[str, object] = {
         "tapes": len(tapes.readers),
@@ -101,7 +103,7 @@ def _fields(tapes: RunTapes, checkers: Sequence[Checker], verdict: Verdict, line
     return fields
 
 
-def _show(tapes: RunTapes, checkers: Sequence[Checker], verdict: Verdict, lines: Sequence[Line]) -> None:
+def _show(tapes: RunTapes, checkers: Sequence[Checker], verdict: CheckResult, lines: Sequence[StoryLine]) -> None:
     from atoll.tape.story import shown
 
     violation = verdict.violation
@@ -120,7 +122,7 @@ def _show(tapes: RunTapes, checkers: Sequence[Checker], verdict: Verdict, lines:
     _show_incomplete(verdict)
 
 
-def _unasked(verdict: Verdict) -> str:
+def _unasked(verdict: CheckResult) -> str:
     if verdict.stopped is not None:
         return f" up to {verdict.stopped.at:.3f} s; nothing was judged after that"
     if verdict.incomplete:
@@ -128,11 +130,11 @@ def _unasked(verdict: Verdict) -> str:
     return "" if verdict.finished else "; the run has not finished, so what must hold at its end was not asked"
 
 
-def _show_incomplete(verdict: Verdict) -> None:
+def _show_incomplete(verdict: CheckResult) -> None:
     for sentence in verdict.incomplete:
         print(f"incomplete: {sentence}")
     if verdict.stopped is not None:
-        from atoll.chaos.checking import has_lost_cause
+        from atoll.sim.check_tapes import has_lost_cause
 
         lost = next(each for each in verdict.missing if has_lost_cause(verdict.stopped, [each]))
         print(f"judged up to {lost}")

@@ -78,7 +78,7 @@ def _writers(
         found.append(TensorBoardWriter(of_board))
     if wandb is not None:
         wandb.mkdir(parents=True, exist_ok=True)  # every run gets a folder of its own there
-        found.append(WandbWriter(wandb, directory, picture.told.config))
+        found.append(WandbWriter(wandb, directory, picture.files.config))
     return found
 
 

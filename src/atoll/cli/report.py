@@ -58,9 +58,9 @@ def _names(runs: list[Path]) -> list[str]:
 
 
 def _read(path: Path, name: str, check: bool, shown: bool) -> Reported:
-    from atoll.chaos.checking import judge
     from atoll.dashboard.picture import RunPicture
     from atoll.dashboard.report_page import Reported
+    from atoll.sim.check_tapes import check_tapes
     from atoll.sim.checkers import all_checkers
     from atoll.tape.files import RunTapes
 
@@ -72,7 +72,7 @@ def _read(path: Path, name: str, check: bool, shown: bool) -> Reported:
         return Reported(name, picture, None)
     tapes = RunTapes(path)
     with reading(f"checking {name}", tapes) as watched:
-        return Reported(name, picture, judge(tapes, all_checkers(tapes.config), watched))
+        return Reported(name, picture, check_tapes(tapes, all_checkers(tapes.config), watched))
 
 
 def _show(told: dict[str, dict[str, str]]) -> None:

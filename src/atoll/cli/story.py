@@ -13,7 +13,7 @@ from atoll.cli.output import JsonOption, complain, print_json
 
 if TYPE_CHECKING:
     from atoll.tape.files import RunTapes
-    from atoll.tape.story import Line, Subject
+    from atoll.tape.story import StoryLine, Subject
 
 EXAMPLE = "atoll story runs/first --learner 3"
 
@@ -46,7 +46,7 @@ def run(
     subject = _subject(learner, fragment, whole)
     tapes = RunTapes(run)
     _check_known(tapes, subject)
-    told: Iterator[Line] = (
+    told: Iterator[StoryLine] = (
         line
         for line in story(tapes.merged(), subject, tapes.config)
         if (since is None or line.at >= since) and (until is None or line.at <= until)
@@ -63,13 +63,13 @@ def run(
         complain("nothing was said in that time")
 
 
-def indented(line: Line) -> str:
+def indented(line: StoryLine) -> str:
     """A line with its time in a column."""
     time, _, sentence = str(line).partition("  ")
     return f"{time:>14}  {sentence}"
 
 
-def as_fields(line: Line) -> dict[str, object]:
+def as_fields(line: StoryLine) -> dict[str, object]:
     return {
         "at": line.at,
         "actor": str(line.actor),

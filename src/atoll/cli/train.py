@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from atoll.reference.job_settings import JobSettings
-    from atoll.reference.report import Report
+    from atoll.reference.report import JobReport
 
 EXAMPLE = "atoll train --out runs/first"
 
@@ -170,12 +170,12 @@ def run(
     _show(report, settings, out, as_json)
 
 
-def _started(settings: JobSettings, out: Path, init: Path | None) -> tuple[JobSettings, Report]:
+def _started(settings: JobSettings, out: Path, init: Path | None) -> tuple[JobSettings, JobReport]:
     from dataclasses import replace
 
+    from atoll.dashboard.terminal import LiveView
     from atoll.reference.data import Text
     from atoll.reference.job import start_job
-    from atoll.reference.live_view import LiveView
     from atoll.reference.loop import model_config
 
     model_config(settings)  # an unknown model is told before anything is written
@@ -198,10 +198,10 @@ def _read_init(settings: JobSettings, init: Path | None) -> Mapping[str, Tensor]
     return values
 
 
-def _resumed(out: Path, learners: int | None) -> tuple[JobSettings, Report]:
+def _resumed(out: Path, learners: int | None) -> tuple[JobSettings, JobReport]:
+    from atoll.dashboard.terminal import LiveView
     from atoll.reference.job import resume_job
     from atoll.reference.job_settings import JobSettings
-    from atoll.reference.live_view import LiveView
     from atoll.store.run_settings import CONFIG
 
     report = resume_job(out, LiveView(), learners)
@@ -210,10 +210,10 @@ def _resumed(out: Path, learners: int | None) -> tuple[JobSettings, Report]:
 
 def _restored(
     source: str, out: Path, learners: int | None, tokens: str | None, kill: list[str] | None
-) -> tuple[JobSettings, Report]:
+) -> tuple[JobSettings, JobReport]:
+    from atoll.dashboard.terminal import LiveView
     from atoll.reference.job import restore_job
     from atoll.reference.job_settings import JobSettings, Kill
-    from atoll.reference.live_view import LiveView
     from atoll.store.run_settings import CONFIG
 
     changes: dict[str, Any] = {"kills": tuple(Kill.parse(each) for each in kill or () if each != "none")}
@@ -270,7 +270,7 @@ def next_run(runs: Path, method: str) -> Path:
     return runs / f"{method}-{number}"
 
 
-def _show(report: Report, settings: JobSettings, out: Path, as_json: bool) -> None:
+def _show(report: JobReport, settings: JobSettings, out: Path, as_json: bool) -> None:
     from atoll.cli.train_summary import summary
 
     if as_json:

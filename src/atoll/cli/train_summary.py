@@ -6,15 +6,15 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+from atoll.dashboard.terminal import clock
 from atoll.reference.baselines import ring_bytes
 from atoll.reference.job_settings import JobSettings
-from atoll.reference.live_view import clock
-from atoll.reference.report import Fault, Report
+from atoll.reference.report import JobReport, ProcessFault
 
 WIDTH = 100
 
 
-def summary(report: Report, settings: JobSettings, run: Path) -> Iterator[str]:
+def summary(report: JobReport, settings: JobSettings, run: Path) -> Iterator[str]:
     """Paragraphs, wrapped, with an empty line between them."""
     paragraphs = [" ".join(_trained(report, settings))]
     paragraphs += [" ".join(_told(report, fault)) for fault in report.faults]
@@ -27,7 +27,7 @@ def summary(report: Report, settings: JobSettings, run: Path) -> Iterator[str]:
     yield from _next(report, run)
 
 
-def _trained(report: Report, settings: JobSettings) -> Iterator[str]:
+def _trained(report: JobReport, settings: JobSettings) -> Iterator[str]:
     where = "one island" if report.learners == 1 else f"{report.learners} islands"
     yield (
         f"A model of {report.parameters:,} parameters was trained on {report.tokens.trained:,} tokens by {where}"
@@ -41,7 +41,7 @@ def _trained(report: Report, settings: JobSettings) -> Iterator[str]:
         yield f"Steps were paced: each took at least {_ms(report.paced.step_time_s)} at speed 1."
 
 
-def _told(report: Report, fault: Fault) -> Iterator[str]:
+def _told(report: JobReport, fault: ProcessFault) -> Iterator[str]:
     name = fault.who.capitalize()
     how = "was killed on purpose" if fault.planned else f"ended before its time ({fault.what})"
     yield f"{name} {how} after {clock(max(0.0, fault.at_s or 0.0))}."
@@ -64,12 +64,12 @@ def _told(report: Report, fault: Fault) -> Iterator[str]:
             yield f"The others did not wait for it: {took}."
 
 
-def _is_absent(fault: Fault) -> bool:
+def _is_absent(fault: ProcessFault) -> bool:
     """Whether a learner ended and did not train again before the end of the run."""
     return fault.who.startswith("learner") and fault.away_s is None
 
 
-def _books(report: Report) -> Iterator[str]:
+def _books(report: JobReport) -> Iterator[str]:
     tokens = report.tokens
     trained = max(tokens.trained, 1)
     absent = " and ".join(dict.fromkeys(fault.who for fault in report.faults if _is_absent(fault)))
@@ -96,7 +96,7 @@ def _books(report: Report) -> Iterator[str]:
     )
 
 
-def _exchange(report: Report, settings: JobSettings) -> Iterator[str]:
+def _exchange(report: JobReport, settings: JobSettings) -> Iterator[str]:
     moved = report.bytes.up + report.bytes.down
     if report.learners == 1 and not moved:
         yield "One island has nobody to exchange anything with."
@@ -117,7 +117,7 @@ def _exchange(report: Report, settings: JobSettings) -> Iterator[str]:
         yield f"Each island waited {waited_s:.1f} s for the others; goodput was {_share(report.goodput)}."
 
 
-def _next(report: Report, run: Path) -> Iterator[str]:
+def _next(report: JobReport, run: Path) -> Iterator[str]:
     yield f"Everything is in {run}: model.safetensors, report.json, tapes, logs, metrics. Try next:"
     commands = {f'atoll generate {run} "def main():"': "what the model has learned"}
     if report.method == "decoupled":

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 EXAMPLE = "atoll watch runs/first"
 
-LOOK_S = 1.0
-PLAIN_S = 10.0
+POLL_INTERVAL_S = 1.0
+PLAIN_INTERVAL_S = 10.0
 
 
 def run(
@@ -38,7 +39,7 @@ def run(
     """
     from atoll.dashboard.alerts import Rules
     from atoll.dashboard.picture import RunPicture
-    from atoll.dashboard.shown import picture_at
+    from atoll.dashboard.view import picture_at
 
     picture = RunPicture(run, Rules.load(rules) if rules is not None else None)
     _catch_up(picture)
@@ -46,10 +47,8 @@ def run(
         print_json(picture_at(picture, at))
     elif at is not None or once or not picture_at(picture)["live"]:
         _show_once(picture, at)
-    elif sys.stdout.isatty():
-        _show_live(picture)
     else:
-        _show_lines(picture)
+        _show_live(picture)
 
 
 def _catch_up(picture: RunPicture) -> None:
@@ -60,47 +59,30 @@ def _catch_up(picture: RunPicture) -> None:
             tell(round(1000 * (picture.loading() or 1.0)))
 
 
+def _shown(picture: RunPicture, at: float | None = None) -> dict[str, Any]:
+    from atoll.dashboard.view import picture_at
+
+    return {"title": picture.run.resolve().name, **picture_at(picture, at)}
+
+
 def _show_once(picture: RunPicture, at: float | None) -> None:
     from rich.console import Console
 
-    from atoll.dashboard.shown import picture_at
     from atoll.dashboard.terminal import rendered
 
     console = Console()
-    console.print(rendered(picture, picture_at(picture, at), console.width))
+    console.print(rendered(_shown(picture, at), console.width, picture.bands))
 
 
 def _show_live(picture: RunPicture) -> None:
-    from rich.console import Console
-    from rich.live import Live
+    from atoll.dashboard.terminal import LiveView
 
-    from atoll.dashboard.shown import picture_at
-    from atoll.dashboard.terminal import rendered
-
-    console = Console()
-    shown = picture_at(picture)
-    with Live(rendered(picture, shown, console.width), console=console, auto_refresh=False) as live:
+    shown = _shown(picture)
+    with LiveView(sys.stdout, PLAIN_INTERVAL_S, transient=False) as view:
+        view.show(shown, picture.bands)
         while shown["live"]:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_INTERVAL_S)
             while picture.grow(0.5):
                 pass
-            shown = picture_at(picture)
-            live.update(rendered(picture, shown, console.width), refresh=True)
-
-
-def _show_lines(picture: RunPicture) -> None:
-    from atoll.dashboard.shown import picture_at
-    from atoll.dashboard.terminal import plain
-
-    while True:
-        shown = picture_at(picture)
-        print(plain(shown), flush=True)
-        until = time.monotonic() + PLAIN_S
-        while shown["live"] and time.monotonic() < until:
-            time.sleep(LOOK_S)
-            while picture.grow(0.5):
-                pass
-            shown = picture_at(picture)
-        if not shown["live"]:
-            print(plain(shown), flush=True)
-            return
+            shown = _shown(picture)
+            view.show(shown, picture.bands, None if shown["live"] else math.inf)  # how it ended is always shown

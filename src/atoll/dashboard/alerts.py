@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from atoll.dashboard.picture import RunPicture
-    from atoll.dashboard.samples import Sample
+    from atoll.tape.syncer_tenures import SyncerSample
 
 Severity = Literal["warning", "critical"]
 
@@ -55,7 +55,7 @@ KEPT_S = 60.0
 def alerts_at(
     picture: RunPicture,
     at: float,
-    sample: Sample | None,
+    sample: SyncerSample | None,
     islands: list[dict[str, Any]],
     live: bool,
     rules: Rules | None = None,
@@ -78,7 +78,7 @@ def alerts_at(
     return sorted(found, key=lambda each: (each.severity != "critical", each.since))
 
 
-def _no_merge(picture: RunPicture, at: float, sample: Sample, rules: Rules) -> list[Alert]:
+def _no_merge(picture: RunPicture, at: float, sample: SyncerSample, rules: Rules) -> list[Alert]:
     newest = picture.newest_merges(at, 1)
     since = newest[0].at if newest else picture.trains_since()
     step_s = sample.view.step_s
@@ -105,13 +105,13 @@ def _islands(islands: list[Mapping[str, Any]] | list[dict[str, Any]], at: float,
     return found
 
 
-def _shards(picture: RunPicture, at: float, sample: Sample, rules: Rules) -> list[Alert]:
+def _shards(picture: RunPicture, at: float, sample: SyncerSample, rules: Rules) -> list[Alert]:
     """One for all that went away at the same moment: they were with the same shard."""
     away = {each.fragment: each for each in sample.fragments if each.away}
     if not away or not rules.shard_s:
         return []
     since: dict[int, float] = {}
-    for word in (word for reign in picture.reigns for word in reign.words):
+    for word in (word for tenure in picture.tenures for word in tenure.log_lines):
         if word.code == "shard-lost" and word.at <= at and word.subject[1] in away:
             since[word.subject[1]] = word.at
     found: dict[float, Alert] = {}
@@ -126,7 +126,7 @@ def _shards(picture: RunPicture, at: float, sample: Sample, rules: Rules) -> lis
 def _quarantines(picture: RunPicture, at: float) -> list[Alert]:
     """For a minute each: one that is started again comes back at once, and should be looked at all the same."""
     newest: dict[str, Alert] = {}
-    for word in (word for reign in picture.reigns for word in reign.words):
+    for word in (word for tenure in picture.tenures for word in tenure.log_lines):
         if word.code == "member-quarantined" and at - KEPT_S < word.at <= at:
             who = f"learner {word.subject[1]}"
             newest[who] = Alert("quarantine", "critical", word.at, who, f"{who} was quarantined: {word.sentence}")
@@ -137,8 +137,8 @@ def _spikes(picture: RunPicture, at: float, islands: list[dict[str, Any]], rules
     found = []
     for each in islands if rules.loss_spike else ():
         learner, loss = each["learner"], each["loss"]
-        before = picture.lines.value("loss", learner, at - SPIKE_SPAN_S)
-        if loss is None and each["state"] in ("training", "alone") and picture.lines.is_lost("loss", learner, at):
+        before = picture.metrics.value("loss", learner, at - SPIKE_SPAN_S)
+        if loss is None and each["state"] in ("training", "alone") and picture.metrics.is_lost("loss", learner, at):
             text = f"the loss of learner {learner} is not a number"
             found.append(Alert("loss-spike", "critical", at, f"learner {learner}", text))
         if loss is None or before is None or loss <= rules.loss_spike * before:
@@ -148,7 +148,7 @@ def _spikes(picture: RunPicture, at: float, islands: list[dict[str, Any]], rules
     return found
 
 
-def _books(sample: Sample) -> list[Alert]:
+def _books(sample: SyncerSample) -> list[Alert]:
     if sample.is_balanced:
         return []
     text = "the ledger is out of balance: trained is not merged + pending + dropped; run atoll check"

@@ -11,8 +11,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from atoll.dashboard.picture import RunPicture
-from atoll.dashboard.told import Track
-from atoll.tape.merges import Merge
+from atoll.tape.bounded_logs import Merge, TimeSeries
 
 GRID = 600
 """Moments at which figures are taken that have none of their own."""
@@ -59,22 +58,22 @@ def catalogue(picture: RunPicture) -> list[Series]:
     found += [Series(f"throughput.learner.{n}", "throughput", f"learner {n}", "tokens/s") for n in learners]
     for name, (group, label, unit, _) in OF_MERGES.items():
         found.append(Series(name, group, label, unit))
-    tracks = picture.lines.tracks
-    if any(f"loss.learner.{n}" in tracks for n in learners):
+    known = picture.metrics.series
+    if any(f"loss.learner.{n}" in known for n in learners):
         found.append(Series("loss", "loss", "mean of the islands", "nats"))
     if _published(picture).x:
         found.append(Series("loss.published", "loss", "published model, held-out text", "nats"))
     found += [
-        Series(f"loss.learner.{n}", "loss", f"learner {n}", "nats") for n in learners if f"loss.learner.{n}" in tracks
+        Series(f"loss.learner.{n}", "loss", f"learner {n}", "nats") for n in learners if f"loss.learner.{n}" in known
     ]
     for name, label in (("bytes_up", "up"), ("bytes_down", "down")):
-        if any(f"{name}.learner.{n}" in tracks for n in learners):
+        if any(f"{name}.learner.{n}" in known for n in learners):
             found.append(Series(name, "bytes", label, "bytes/s"))
     for name, (group, label, unit) in MERGE_FIGURES.items():
-        if f"merge.{name}" in tracks:
+        if f"merge.{name}" in known:
             found.append(Series(f"merge.{name}", group, label, unit))
     for n in learners:
-        if f"norm.learner.{n}" in tracks:
+        if f"norm.learner.{n}" in known:
             found.append(Series(f"norm.learner.{n}", "norms", f"learner {n}'s delta", ""))
     return found
 
@@ -115,14 +114,14 @@ def _whole(picture: RunPicture, name: str, begin: float, end: float) -> Curve:
         return _published(picture)
     if name == "loss":
         return _on_grid(picture, begin, end, lambda at: _mean_loss(picture, at))
-    track = picture.lines.tracks[name]
-    return _part(track, begin, end)
+    series = picture.metrics.series[name]
+    return _part(series, begin, end)
 
 
-def _part(track: Track, begin: float, end: float) -> Curve:
-    first, last = bisect_left(track.at, begin), bisect_right(track.at, end)
+def _part(series: TimeSeries, begin: float, end: float) -> Curve:
+    first, last = bisect_left(series.at, begin), bisect_right(series.at, end)
     pairs = [
-        (at, value) for at, value in zip(track.at[first:last], track.value[first:last], strict=True) if value == value
+        (at, value) for at, value in zip(series.at[first:last], series.value[first:last], strict=True) if value == value
     ]
     return Curve([at for at, _ in pairs], [value for _, value in pairs])
 
@@ -157,7 +156,7 @@ def _bytes(picture: RunPicture, name: str, begin: float, end: float) -> Curve:
     span_s = max(picture.rate_span_s(end), 2 * (end - begin) / GRID)
 
     def rate(at: float) -> float | None:
-        found = [picture.lines.rate(name, learner, at - span_s, at) for learner in picture.learners()]
+        found = [picture.metrics.rate(name, learner, at - span_s, at) for learner in picture.learners()]
         known = [each for each in found if each is not None]
         return sum(known) if known else None
 
@@ -165,17 +164,17 @@ def _bytes(picture: RunPicture, name: str, begin: float, end: float) -> Curve:
 
 
 def _mean_loss(picture: RunPicture, at: float) -> float | None:
-    losses = [picture.lines.value("loss", learner, at) for learner in picture.learners()]
+    losses = [picture.metrics.value("loss", learner, at) for learner in picture.learners()]
     known = [loss for loss in losses if loss is not None]
     return fmean(known) if known else None
 
 
 def _published(picture: RunPicture) -> Curve:
     """Measured before the run and after it; in between by `eval` lines where the job evaluates on the way."""
-    report = picture.told.report
-    track = picture.lines.tracks.get("eval.loss")
-    at = list(track.at) if track is not None else []
-    loss = list(track.value) if track is not None else []
+    report = picture.files.report
+    series = picture.metrics.series.get("eval.loss")
+    at = list(series.at) if series is not None else []
+    loss = list(series.value) if series is not None else []
     since = picture.trains_since()
     if report is not None and since is not None:
         before, after = report.get("eval_loss_before"), report.get("eval_loss")

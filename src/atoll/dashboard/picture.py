@@ -16,16 +16,14 @@ from typing import NamedTuple
 
 from atoll.core.types import SYNCER, RunConfig
 from atoll.dashboard.alerts import Rules
-from atoll.dashboard.samples import Sample, Samples, sample_of
-from atoll.dashboard.told import Lines, Told
-from atoll.tape.downsampling import KEEP
+from atoll.dashboard.run_files import MetricsHistory, RunFiles
+from atoll.tape.bounded_logs import KEEP
 from atoll.tape.files import FOLDER, SIMULATED_NOTE, Place, TapeTail, tapes_in
 from atoll.tape.format import Actor, Entry, TapeError
-from atoll.tape.steps import Span
-from atoll.tape.story import Line, Subject, story
-from atoll.tape.syncer_tenures import Reign
-from atoll.tape.time_shares import Shares
-from atoll.tape.timeline import Books, asked_for
+from atoll.tape.story import StoryLine, Subject, story
+from atoll.tape.syncer_tenures import SampleHistory, SyncerSample, SyncerTenure, sample_of
+from atoll.tape.time_shares import TimeShares
+from atoll.tape.timeline import RunTimeline, asked_for
 
 RATE_S = 10.0
 """Rates are of so long; simulated runs take so many steps."""
@@ -36,48 +34,24 @@ RECENT_MERGES = 3
 JOINED_LATER_S = 60.0
 """After the others: such a learner was added to the run, and did not just start slowly."""
 
-STANDINGS = {
-    "live": "training",
-    "suspect": "suspected",
-    "joining": "recovering",
-    "admitting": "recovering",
-    "away": "gone",
-    "left": "left",
-    "lost": "gone",
-    "quarantined": "quarantined",
-}
-
 PLACE_ENTRIES = 256
-MOST_PLACES = 4096
+MAX_PLACES = 4096
 """Of a tape, from which it can be read again: so many entries apart, and twice as many when there are too many."""
 
 STALE_S = 5.0
 """A run without a new entry for so long is perhaps not being written."""
 
 
-class Mark(NamedTuple):
-    at: float
-    who: str
-    kind: str
-    text: str
-
-
-class Band(NamedTuple):
-    begin: float
-    end: float
-    state: str
-
-
-class RunPicture(Books):
+class RunPicture(RunTimeline):
     """One run directory: of this machine, of a syncer that serves islands elsewhere, or simulated."""
 
     def __init__(self, run: Path, rules: Rules | None = None, keep: int | None = KEEP) -> None:
-        """`keep`: see `Books`; so much of every curve too."""
+        """`keep`: see `RunTimeline`; so much of every curve too."""
         super().__init__(keep)
         self.run = run
         self.rules = rules if rules is not None else Rules()
-        self.samples = Samples()
-        self.told = Told(run)
+        self.samples = SampleHistory()
+        self.files = RunFiles(run)
         self.config: RunConfig | None = None
         self.simulated = False
         self.version = 0  # rises whenever something new was read
@@ -87,7 +61,7 @@ class RunPicture(Books):
         self.places: dict[Actor, list[tuple[float, Place]]] = {}  # every so many entries: the time before, and where
         self._grew_at: float | None = None  # on the monotonic clock; None until all that there was is read
         self._every: dict[Actor, int] = {}  # how many
-        self.lines = Lines(self.told, self.moment_of, keep)
+        self.metrics = MetricsHistory(self.files, self.moment_of, keep)
         list(self._find())  # a wrong directory is told now, not when somebody looks
 
     # ---------------------------------------------------------------------------------------------------- growing
@@ -100,19 +74,19 @@ class RunPicture(Books):
                 self._settle()
                 self.version += 1
                 return True
-        self.end_reigns()
+        self.end_tenures()
         self._settle()
         if self._grew_at is None:
             self._grew_at = time.monotonic() - self._silent_s()
-        read = self.lines.read
-        more = self.lines.look(until)
-        if self.lines.read > read:
+        read = self.metrics.read
+        more = self.metrics.look(until)
+        if self.metrics.read > read:
             self.version += 1
-        self.told.look()
+        self.files.look()
         return more
 
     def _settle(self) -> None:
-        self.asked_for = asked_for(self.run) if self.lives else 0
+        self.asked_for = asked_for(self.run) if self.processes else 0
         self.settle()
 
     def _silent_s(self) -> float:
@@ -162,8 +136,8 @@ class RunPicture(Books):
             self.here.add(actor.learner)
             self.seen.pop(actor.learner, None)
             return lambda entry: self.take_learner(actor.learner, actor.start, entry)
-        reign = self.new_reign(header)
-        return lambda entry: self._take_syncer(reign, entry)
+        tenure = self.add_tenure(header)
+        return lambda entry: self._take_syncer(tenure, entry)
 
     def _read(self, actor: Actor, until: float) -> bool:
         """All of one tape that is new; False: time is over."""
@@ -196,14 +170,14 @@ class RunPicture(Books):
             return
         places = self.places.setdefault(actor, [])
         places.append((entry.at, self._tails[actor].place()))
-        if len(places) >= MOST_PLACES:
+        if len(places) >= MAX_PLACES:
             self.places[actor] = places[1::2]  # those that twice the distance would have had
             self._every[actor] = 2 * every
 
-    def _take_syncer(self, reign: Reign, entry: Entry) -> None:
-        if self.samples.is_due(entry.at) and reign.first is not None and not reign.is_over:
-            self.samples.add(sample_of(reign, entry.at))
-        self.take_syncer(reign, entry)
+    def _take_syncer(self, tenure: SyncerTenure, entry: Entry) -> None:
+        if self.samples.is_due(entry.at) and tenure.first is not None and not tenure.is_over:
+            self.samples.add(sample_of(tenure, entry.at))
+        self.take_syncer(tenure, entry)
 
     def entries(self, actor: Actor, begin: float, end: float) -> Iterator[Entry]:
         """Of one tape, in this span of time, read again from the file."""
@@ -223,107 +197,19 @@ class RunPicture(Books):
     # ---------------------------------------------------------------------------------------------------- looking
 
     @property
-    def begin(self) -> float:
-        """Where the run begins on its own clock."""
-        firsts = [reign.first for reign in self.reigns if reign.first is not None]
-        return min(firsts, default=0.0)
-
-    @property
     def wall0(self) -> float | None:
-        return None if self.simulated else self.told.founded_at
+        return None if self.simulated else self.files.founded_at
 
-    def sample(self, at: float | None) -> Sample | None:
+    def sample(self, at: float | None) -> SyncerSample | None:
         """The syncer's own view: now, or the newest one that was kept before this moment."""
         if at is not None and at < self.to:
             return self.samples.before(at)
-        reign = self.reign
-        return sample_of(reign, reign.last) if reign is not None and reign.first is not None else None
+        tenure = self.tenure
+        return sample_of(tenure, tenure.last) if tenure is not None and tenure.first is not None else None
 
-    def bands(self, learner: int, begin: float, end: float) -> list[Band]:
-        """What an island did when, without gaps: its own tapes where they are here, else what the syncer saw."""
-        states = self._own_bands(learner) if self.lives.get(learner) else self._seen_bands(learner)
-        found: list[Band] = []
-        for band in states:
-            clipped = Band(max(band.begin, begin), min(band.end, end), band.state)
-            if clipped.end <= clipped.begin:
-                continue
-            if found and found[-1].state == clipped.state and clipped.begin - found[-1].end < 1e-9:
-                found[-1] = found[-1]._replace(end=clipped.end)
-            else:
-                found.append(clipped)
-        return found
-
-    def _seen_bands(self, learner: int) -> Iterator[Band]:
-        changes = [each for reign in self.reigns for each in reign.standings.get(learner, ())]
-        for change, following in zip(changes, [*changes[1:], None], strict=True):
-            state = STANDINGS.get(change.standing, change.standing)
-            yield from self._with_pauses(Band(change.at, following.at if following else self.to, state))
-
-    def _own_bands(self, learner: int) -> Iterator[Band]:
-        """Joining, training and being away from its tapes; what the syncer thinks of it lies over its training."""
-        lives = self.lives[learner]
-        alone = [span for life in lives for span in life.all_alone()]
-        if lives[-1].alone_since is not None:
-            alone[-1] = lives[-1].alone_since, self.to  # it still is, also since its newest entry
-        covers = sorted([*((span, "alone") for span in alone), *self._suspicions(learner)])
-        at = lives[0].first
-        for life in lives:
-            if life.first > at:
-                yield Band(at, life.first, "gone")
-            yield Band(life.first, life.joined, "recovering")
-            yield from self._covered(Band(life.joined, life.until, "training"), covers)
-            at = max(at, life.until)
-        if at < self.to:
-            last = self.standing(learner, self.to)
-            state = last.standing if last is not None and last.standing in ("left", "quarantined") else "gone"
-            yield Band(at, self.to, state)
-
-    def _suspicions(self, learner: int) -> Iterator[tuple[Span, str]]:
-        changes = [each for reign in self.reigns for each in reign.standings.get(learner, ())]
-        for change, following in zip(changes, [*changes[1:], None], strict=True):
-            if change.standing in ("suspect", "quarantined"):
-                yield (change.at, following.at if following else self.to), STANDINGS[change.standing]
-
-    def _covered(self, band: Band, covers: list[tuple[Span, str]]) -> Iterator[Band]:
-        at = band.begin
-        for (begin, end), state in covers:
-            begin, end = max(begin, at), min(end, band.end)
-            if end <= begin:
-                continue
-            if begin > at:
-                yield from self._with_pauses(Band(at, begin, band.state))
-            yield Band(begin, end, state)
-            at = end
-        if at < band.end:
-            yield from self._with_pauses(Band(at, band.end, band.state))
-
-    def _with_pauses(self, band: Band) -> Iterator[Band]:
-        if band.state != "training":
-            yield band
-            return
-        at = band.begin
-        for begin, end in self.pauses():
-            begin, end = max(begin, at), min(end, band.end)
-            if end <= begin:
-                continue
-            if begin > at:
-                yield Band(at, begin, band.state)
-            yield Band(begin, end, "paused")
-            at = end
-        if at < band.end:
-            yield Band(at, band.end, band.state)
-
-    def state(self, learner: int, at: float) -> Band:
-        """What it does at this moment, and since when."""
-        newest = Band(at, at, "gone")
-        for band in self.bands(learner, self.begin, max(at, self.begin) + 1e-6):
-            if band.begin <= at:
-                newest = band
-        return newest
-
-    def shares(self, learner: int, at: float) -> Shares | None:
+    def shares(self, learner: int, at: float) -> TimeShares | None:
         """Where its time went until then, with what it told of waiting and copying."""
-        waited_s, copied_s = (self.lines.value(name, learner, at) or 0.0 for name in ("waited_s", "boundary_s"))
+        waited_s, copied_s = (self.metrics.value(name, learner, at) or 0.0 for name in ("waited_s", "boundary_s"))
         return self.split(learner, at, (), waited_s, copied_s)
 
     def rate_span_s(self, at: float) -> float:
@@ -353,12 +239,12 @@ def _written(path: Path) -> float:
 
 
 FIRST_SPAN_S = 30.0
-MOST_ENTRIES = 10_000
+MAX_ENTRIES = 10_000
 """Read for one answer; about half a second. Whoever wants more of a quiet subject has `atoll story`."""
 
 
 class Story(NamedTuple):
-    lines: list[Line]  # newest last
+    lines: list[StoryLine]  # newest last
     more: bool  # there are older ones
 
 
@@ -370,7 +256,7 @@ def story_until(picture: RunPicture, subject: Subject, until: float | None, limi
         begin = end - span_s
         entries = _entries(picture, subject, begin, end)
         lines = deque(story(entries, subject, picture.config), maxlen=limit + 1)
-        if len(lines) > limit or begin <= picture.begin or len(entries) > MOST_ENTRIES:
+        if len(lines) > limit or begin <= picture.begin or len(entries) > MAX_ENTRIES:
             return Story(list(lines)[-limit:], begin > picture.begin or len(lines) > limit)
         span_s *= 2
 

@@ -6,50 +6,23 @@ No script and nothing from elsewhere: figures, timeline and curves are text and 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-from atoll.chaos.checking import Verdict
 from atoll.dashboard.figures import Curve, catalogue, curve
-from atoll.dashboard.page_style import STYLE
 from atoll.dashboard.picture import RunPicture
-from atoll.dashboard.shown import picture_at, timeline
+from atoll.dashboard.static_page import WIDTH, Html, Lanes, badge, cards, document, table, time_axis
 from atoll.dashboard.terminal import clock, figure, share
+from atoll.dashboard.view import picture_at, timeline
+from atoll.sim.check_tapes import CheckResult
 
-WIDTH = 960
-LEFT = 92
-RIGHT = 16
-LANE = 22
 CHART = 170
 POINTS = 300
-TICKS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400)
+MAX_MARKS = 200
 
 LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a6d00", "#7f7f7f")
-"""Told apart also by those who see red and green alike; beyond them lines are dashed."""
-
-STATES = {
-    "training": "in steps, with a link to the syncer",
-    "alone": "in steps, without a link",
-    "suspected": "in steps, but silent for the syncer",
-    "recovering": "fetches the model and a peer's inner state",
-    "paused": "somebody asked the run to stand still",
-    "gone": "no process, or one that is only starting",
-    "left": "left for good, or done",
-    "quarantined": "what it sent was refused",
-}
-
-_MORE = """
-.run { margin-top: 8px; } dl { columns: 3 240px; column-gap: 24px; font-size: 13px; margin: 0; }
-dl div { display: flex; gap: 10px; justify-content: space-between; break-inside: avoid; }
-dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; text-align: right; }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 8px 24px; }
-.pair svg { min-width: 0; } h3 { font-size: 14px; margin: 14px 0 2px; }
-.split { display: flex; height: 12px; border-radius: 3px; overflow: hidden; min-width: 160px; }
-.split span { display: block; }
-@media print { body { max-width: none; } .wide { overflow: visible; } }
-"""
+"""Distinguishable also by those who see red and green alike; beyond them lines are dashed."""
 
 CHARTS = (
     ("loss", "Loss", "nats per token"),
@@ -66,30 +39,25 @@ class Reported(NamedTuple):
 
     name: str
     picture: RunPicture
-    verdict: Verdict | None  # of the checkers; None: they were not asked
+    verdict: CheckResult | None  # of the checkers; None: they were not asked
 
 
 def page(runs: Sequence[Reported]) -> str:
-    title = "atoll report: " + ", ".join(run.name for run in runs)
-    parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(title)}</title><style>{STYLE}{_MORE}</style></head><body>",
-    ]
+    parts: list[str] = []
     if len(runs) > 1:
         parts += [f"<h1>{len(runs)} runs compared</h1>", *_comparison(runs), *_charts(runs)]
     for run in runs:
         parts += _run(run, alone=len(runs) == 1)
-    parts.append("<footer>Everything here is read from the tapes and metrics of the run; docs/report.md says what each")
-    parts.append(" figure means.</footer></body></html>")
-    return "\n".join(parts) + "\n"
+    footer = (
+        "Everything here is read from the tapes and metrics of the run; docs/report.md says what each figure means."
+    )
+    return document("atoll report: " + ", ".join(run.name for run in runs), parts, footer)
 
 
 def headline(run: Reported) -> dict[str, str]:
     """The figures that people ask for first, in words."""
     shown = picture_at(run.picture)
-    head, report = shown["headline"], run.picture.told.report or {}
+    head, report = shown["headline"], run.picture.files.report or {}
     loss = report.get("eval_loss")
     return {
         "state": shown["stage"],
@@ -113,7 +81,7 @@ def _books_word(ledger: dict[str, Any] | None) -> str:
     return "balanced" if ledger["balanced"] else "out of balance"
 
 
-def verdict_word(verdict: Verdict | None) -> str:
+def verdict_word(verdict: CheckResult | None) -> str:
     if verdict is None:
         return "not checked"
     if verdict.violation is not None:
@@ -135,48 +103,38 @@ def _merged(picture: RunPicture) -> str:
 
 def _comparison(runs: Sequence[Reported]) -> Iterator[str]:
     told = [headline(run) for run in runs]
-    yield "<div class='wide'><table><tr><th></th>"
-    yield "".join(f"<th class='n'>{escape(run.name)}</th>" for run in runs) + "</tr>"
-    for name in told[0]:
-        yield f"<tr><td>{escape(name)}</td>" + "".join(f"<td class='n'>{escape(t[name])}</td>" for t in told) + "</tr>"
-    yield "</table></div>"
-    configs = [_flat(run.picture.told.config or {}) for run in runs]
+    kinds = ("", *("n" for _ in runs))
+    yield from table(("", *(run.name for run in runs)), ((name, *(t[name] for t in told)) for name in told[0]), kinds)
+    configs = [_flat(run.picture.files.config or {}) for run in runs]
     names = list(dict.fromkeys(name for config in configs for name in config))
     differ = [n for n in names if len({config.get(n) for config in configs}) > 1]
     if differ:
-        yield "<h2>What differs in their settings</h2><div class='wide'><table>"
-        for name in differ:
-            cells = "".join(f"<td class='n'>{escape(config.get(name, '-'))}</td>" for config in configs)
-            yield f"<tr><td>{escape(name)}</td>{cells}</tr>"
-        yield "</table></div>"
+        yield "<h2>What differs in their settings</h2>"
+        yield from table((), ((name, *(config.get(name, "-") for config in configs)) for name in differ), kinds)
 
 
 def _run(run: Reported, alone: bool) -> Iterator[str]:
     shown = picture_at(run.picture)
     stage = shown["stage"]
-    kind = "good" if stage == "finished" else "unknown"
     level = "h1" if alone else "h2"
-    word = f"<span class='verdict {kind}'>{escape(stage)}</span>"
+    word = badge(stage, "good" if stage == "finished" else "unknown")
     yield f"<section class='run'><{level}>{escape(run.name)} {word}</{level}>"
-    yield "<div class='cards'>"
-    for name, value in headline(run).items():
-        yield f"<div class='card'><b>{escape(value)}</b><span>{escape(name)}</span></div>"
-    yield "</div>"
+    yield from cards((value, name) for name, value in headline(run).items())
     yield from _verdict(run.verdict)
     yield from _timeline(run.picture)
     if alone:
         yield from _charts([run])
     yield from _islands(shown)
     yield from _faults(run.picture)
-    yield from _books(shown["ledger"])
+    yield from _tokens(shown["ledger"])
     yield from _config(run.picture)
     yield "</section>"
 
 
-def _verdict(verdict: Verdict | None) -> Iterator[str]:
+def _verdict(verdict: CheckResult | None) -> Iterator[str]:
     if verdict is None:
         return
-    yield "<h2>Verdict</h2>"
+    yield "<h2>Invariants</h2>"
     if verdict.violation is not None:
         yield f"<p class='bad'>An invariant of the protocol is violated: {escape(str(verdict.violation))}</p>"
     else:
@@ -186,18 +144,21 @@ def _verdict(verdict: Verdict | None) -> Iterator[str]:
 
 
 def _islands(shown: dict[str, Any]) -> Iterator[str]:
-    yield "<h2>Islands</h2><div class='wide'><table><tr><th>island</th><th class='n'>incarnations</th>"
-    for name in ("tokens", "step", "weight", "goodput"):
-        yield f"<th class='n'>{name}</th>"
-    yield "<th>where its time went</th></tr>"
-    for each in shown["islands"]:
-        yield (
-            f"<tr><td>learner {each['learner']}</td><td class='n'>{each['incarnation'] or '-'}</td>"
-            f"<td class='n'>{each['tokens']:,}</td><td class='n'>{each['step']:,}</td>"
-            f"<td class='n'>{share(each['weight'])}</td><td class='n'>{share(each['goodput'])}</td>"
-            f"<td>{_split(each['split'])}{' (derived)' if each['derived'] else ''}</td></tr>"
+    rows = [
+        (
+            f"learner {each['learner']}",
+            str(each["incarnation"] or "-"),
+            f"{each['tokens']:,}",
+            f"{each['step']:,}",
+            share(each["weight"]),
+            share(each["goodput"]),
+            Html(_split(each["split"]) + (" (derived)" if each["derived"] else "")),
         )
-    yield "</table></div>"
+        for each in shown["islands"]
+    ]
+    yield "<h2>Islands</h2>"
+    columns = ("island", "incarnations", "tokens", "step", "weight", "goodput", "where its time went")
+    yield from table(columns, rows, ("", *"nnnnn"))
 
 
 _PARTS = {
@@ -206,7 +167,7 @@ _PARTS = {
     "copying": "asked",
     "recovering": "recovering",
     "paused": "paused",
-    "gone": "away",
+    "gone": "gone",
 }
 
 
@@ -225,33 +186,30 @@ def _split(split: dict[str, float] | None) -> str:
 
 
 def _faults(picture: RunPicture) -> Iterator[str]:
-    marks = timeline(picture, None, None, 1000)["marks"]
-    told = [mark for mark in marks if mark["kind"] not in ("left",)]
-    if not told:
+    marks = [mark for mark in timeline(picture, None, None, 1000)["marks"] if mark["kind"] != "left"]
+    if not marks:
         return
-    yield "<h2>What happened</h2><div class='wide'><table><tr><th class='n'>at</th><th>who</th><th>what</th></tr>"
-    for mark in told[:200]:
-        at = clock(mark["at"] - picture.begin)
-        what = f"{escape(mark['kind'])}: {escape(mark['text'])}"
-        yield f"<tr><td class='n'>{at}</td><td>{escape(mark['who'])}</td><td>{what}</td></tr>"
-    yield "</table></div>"
-    if len(told) > 200:
-        yield f"<p class='soft'>and {len(told) - 200:,} more</p>"
+    yield "<h2>What happened</h2>"
+    yield from table(
+        ("at", "who", "what"),
+        ((clock(m["at"] - picture.begin), m["who"], f"{m['kind']}: {m['text']}") for m in marks[:MAX_MARKS]),
+        ("n",),
+    )
+    if len(marks) > MAX_MARKS:
+        yield f"<p class='soft'>and {len(marks) - MAX_MARKS:,} more</p>"
 
 
-def _books(ledger: dict[str, Any] | None) -> Iterator[str]:
+def _tokens(ledger: dict[str, Any] | None) -> Iterator[str]:
     if ledger is None:
         return
-    yield "<h2>Where the tokens went</h2><div class='wide'><table>"
-    rows = [("trained", ledger["trained"]), ("merged into the model", ledger["merged"]), ("pending", ledger["pending"])]
-    rows += [(f"dropped: {why}", count) for why, count in ledger["dropped"].items()]
-    for words, count in rows:
-        yield f"<tr><td>{escape(words)}</td><td class='n'>{count:,}</td></tr>"
-    yield "</table></div>"
+    counts = {"trained": ledger["trained"], "merged into the model": ledger["merged"], "pending": ledger["pending"]}
+    counts |= {f"dropped: {why}": count for why, count in ledger["dropped"].items()}
+    yield "<h2>Where the tokens went</h2>"
+    yield from table((), ((words, f"{count:,}") for words, count in counts.items()), ("", "n"))
 
 
 def _config(picture: RunPicture) -> Iterator[str]:
-    told = _flat(picture.told.config or {})
+    told = _flat(picture.files.config or {})
     if not told:
         return
     yield "<h2>Configuration</h2><dl>"
@@ -278,54 +236,26 @@ def _timeline(picture: RunPicture) -> Iterator[str]:
     told = timeline(picture, None, None, 800)
     if not told["islands"]:
         return
-    begin: float = told["from"]
-    span: float = max(told["to"] - begin, 1e-9)
-
-    def x(at: float) -> float:
-        return round(LEFT + (at - begin) / span * (WIDTH - LEFT - RIGHT), 2)
-
-    lanes = ["syncer", *(f"learner {each['learner']}" for each in told["islands"])]
-    height = LANE * len(lanes) + 34
+    lanes = Lanes(
+        (told["from"], told["to"]),
+        [(begin, end) for begin, end, state in told["syncer"] if state == "up"],
+        [each["at"] for each in told["rounds"]],
+        {each["learner"]: each["bands"] for each in told["islands"]},
+        top=2,
+    )
+    height = lanes.bottom + 32
     yield "<h2>Timeline</h2><div class='wide'>"
     yield f"<svg viewBox='0 0 {WIDTH} {height}' role='img' aria-label='bands of states of every island over time'>"
-    yield from _time_axis(span, lambda at: x(begin + at), 0, height - 18, height - 4)
-    for number, name in enumerate(lanes):
-        yield f"<text x='0' y='{LANE * number + 15}'>{name}</text>"
-    for a, b, state in told["syncer"]:
-        if state == "up":
-            size = f"width='{max(x(b) - x(a), 0.5):.2f}' height='{LANE - 6}'"
-            yield f"<rect x='{x(a)}' y='2' {size} fill='var(--card)' stroke='var(--line)'/>"
-    ticks = "".join(f"M{x(each['at'])} 4v{LANE - 10}" for each in told["rounds"])
-    if ticks:
-        yield f"<path d='{ticks}' stroke='var(--soft)' stroke-width='1' opacity='0.6'/>"
-    for number, each in enumerate(told["islands"], 1):
-        for a, b, state in each["bands"]:
-            tip = f"<title>{state}, {clock(a - begin)} to {clock(b - begin)}</title>"
-            yield (
-                f"<rect x='{x(a)}' y='{LANE * number + 2}' width='{max(x(b) - x(a), 0.6):.2f}' height='{LANE - 6}'"
-                f" fill='var(--{state if state != 'gone' else 'away'})'>{tip}</rect>"
-            )
+    yield from lanes.axis(0, height - 18)
+    yield from lanes.draw()
     for mark in told["marks"]:
-        lane = lanes.index(mark["who"]) if mark["who"] in lanes else 0
         if mark["kind"] in ("killed", "failed", "quarantined", "syncer-restarted"):
+            top = lanes.top_of(mark["who"] if lanes.top_of(mark["who"]) is not None else "syncer") or 0
             tip = f"<title>{escape(mark['kind'])}: {escape(mark['text'])}</title>"
-            yield f"<text class='mark' x='{x(mark['at'])}' y='{LANE * lane + 15}' text-anchor='middle'>✕{tip}</text>"
-    yield "</svg></div><div class='legend'>"
-    used = {band[2] for each in told["islands"] for band in each["bands"]}
-    for state, meaning in STATES.items():
-        if state in used:
-            shade = state if state != "gone" else "away"
-            yield f"<span><i style='background:var(--{shade})'></i>{state}: {escape(meaning)}</span>"
-    yield "<span>ticks on the syncer's lane are merges, ✕ is a process that died</span></div>"
-
-
-def _time_axis(span: float, x: Any, top: float, bottom: float, text: float) -> Iterator[str]:
-    every = next((step for step in TICKS if span / step <= 10), 86400 * math.ceil(span / 864000))
-    at = 0
-    while at <= span:
-        yield f"<line x1='{x(at)}' x2='{x(at)}' y1='{top}' y2='{bottom}' stroke='var(--line)'/>"
-        yield f"<text class='soft' x='{x(at)}' y='{text}' text-anchor='middle'>{clock(at)}</text>"
-        at += every
+            at = f"x='{lanes.x(mark['at'])}' y='{top + 13}'"
+            yield f"<text class='mark' {at} text-anchor='middle'>✕{tip}</text>"
+    yield "</svg></div>"
+    yield from lanes.legend("ticks on the syncer's lane are merges, ✕ is a process that died")
 
 
 def _charts(runs: Sequence[Reported]) -> Iterator[str]:
@@ -363,7 +293,7 @@ def _chart(runs: Sequence[Reported], group: str, title: str, unit: str) -> str:
 
     parts = [f"<div><h3>{escape(title)} <span class='soft'>{escape(unit)}</span></h3>"]
     parts.append(f"<svg viewBox='0 0 {wide} {CHART}' role='img' aria-label='{escape(title)} over time'>")
-    parts += _time_axis_of_chart(span, x)
+    parts += time_axis(span, x, CHART - 6, 5)
     for value in (low, (low + high) / 2, high):
         parts.append(f"<line x1='{left}' x2='{wide - 8}' y1='{y(value)}' y2='{y(value)}' stroke='var(--line)'/>")
         parts.append(f"<text class='soft' x='{left - 6}' y='{y(value) + 4}' text-anchor='end'>{figure(value)}</text>")
@@ -385,14 +315,6 @@ def _chart(runs: Sequence[Reported], group: str, title: str, unit: str) -> str:
         parts.append(f"<span><i style='background:{LINES[number % len(LINES)]}'></i>{escape(label)}</span>")
     parts.append("</div></div>")
     return "".join(parts)
-
-
-def _time_axis_of_chart(span: float, x: Any) -> Iterator[str]:
-    every = next((step for step in TICKS if span / step <= 5), 86400 * math.ceil(span / 432000))
-    at = 0
-    while at <= span:
-        yield f"<text class='soft' x='{x(at)}' y='{CHART - 6}' text-anchor='middle'>{clock(at)}</text>"
-        at += every
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:

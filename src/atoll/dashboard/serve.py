@@ -16,7 +16,7 @@ from urllib.parse import quote
 from aiohttp import web
 
 from atoll.dashboard.alerts import Rules
-from atoll.dashboard.server import LOOPBACK, Dash, Watched
+from atoll.dashboard.server import LOOPBACK, Dash, RunFeed
 from atoll.transport.tls import ServerTls, key_files
 
 PORT = 7410
@@ -67,7 +67,7 @@ async def _serve(
     open_browser: bool,
     tls: ServerTls | None,
 ) -> None:
-    watched = [Watched(run, rules) for run in runs]
+    watched = [RunFeed(run, rules) for run in runs]
     if not wait:
         for each in watched:
             each.begin()

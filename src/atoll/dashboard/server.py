@@ -25,7 +25,7 @@ from atoll import __version__
 from atoll.dashboard import control, figures
 from atoll.dashboard.alerts import Alert, Rules
 from atoll.dashboard.picture import RunPicture, story_until
-from atoll.dashboard.shown import picture_at, timeline, told_config
+from atoll.dashboard.view import picture_at, timeline, told_config
 from atoll.tape.format import TapeError
 from atoll.tape.story import Subject, shown
 
@@ -64,7 +64,7 @@ T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Watched:
+class RunFeed:
     """One run, its picture, and whoever waits for news of it. The directory may still be empty."""
 
     def __init__(self, run: Path, rules: Rules | None = None) -> None:
@@ -105,7 +105,7 @@ class Watched:
 
 
 class Dash:
-    def __init__(self, runs: list[Watched], token: str | None, own_token: bool = False) -> None:
+    def __init__(self, runs: list[RunFeed], token: str | None, own_token: bool = False) -> None:
         """`own_token`: it was made for this page by whoever started the run beside it, and is not the run's."""
         self.runs = runs
         self._token = token
@@ -149,7 +149,7 @@ class Dash:
     async def _in_turn(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
-    async def _follow(self, watched: Watched) -> None:
+    async def _follow(self, watched: RunFeed) -> None:
         """Read on for ever. What goes wrong with one look is told once, and the next one tries again."""
         told = ""
         while True:
@@ -233,7 +233,7 @@ class Dash:
             )
         return _json({"runs": runs, "version": __version__})
 
-    def _watched(self, request: web.Request) -> Watched:
+    def _watched(self, request: web.Request) -> RunFeed:
         index = int(request.match_info["run"])
         if index >= len(self.runs):
             raise _Bad(404, f"there is no run {index} here")

@@ -1,26 +1,36 @@
-"""The page's picture in a terminal: headline, islands with their bands, fragments, books, alerts."""
+"""The terminal view of a run, for `atoll train`, `atoll chaos` and `atoll watch`.
+
+It shows the shapes of docs/dash.md: from the tapes (`view.picture_at`), or from the status of a job that this process
+runs, which has fewer of them. A figure that the source does not have is left out; one that is not known yet is a dash.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TextIO
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from atoll.dashboard.picture import RunPicture
+from atoll.tape.timeline import Band
 
-STATES: dict[str, tuple[str, str, str]] = {
-    "training": ("training", "green", "━"),
-    "alone": ("alone", "yellow", "╌"),
-    "suspected": ("suspected", "yellow", "?"),
-    "recovering": ("recovering", "cyan", "↻"),
-    "paused": ("paused", "blue", "="),
-    "gone": ("gone", "red", "·"),
-    "left": ("left", "dim", " "),
-    "quarantined": ("quarantined", "magenta", "✗"),
+STATES: dict[str, tuple[str, str]] = {
+    "training": ("green", "━"),
+    "alone": ("yellow", "╌"),
+    "suspected": ("yellow", "?"),
+    "starting": ("yellow", " "),
+    "recovering": ("cyan", "↻"),
+    "paused": ("blue", "="),
+    "gone": ("red", "·"),
+    "left": ("dim", " "),
+    "quarantined": ("magenta", "✗"),
 }
-"""Word, colour and letter of each: whoever does not see the colour reads the letter."""
+"""Colour and letter of each: a reader who does not see the colour reads the letter."""
 
 PHASES = {"idle": "·", "pulling": "↑", "grace": "…", "merging": "Σ"}
 AWAY = "×"
@@ -28,79 +38,170 @@ AWAY = "×"
 BAND_S = 120.0
 """So much of the past is in an island's band."""
 
-MOST_ISLANDS = 64
+MAX_ISLANDS = 64
+MAX_LISTED = 8
+"""Islands that a line of a log names one by one."""
+
+MAX_NEWS = 3
+PLAIN_INTERVAL_S = 5.0
+
+Bands = Callable[[int, float, float], Sequence[Band]]
+"""The states of a learner between two moments."""
 
 
-def rendered(picture: RunPicture, shown: dict[str, Any], width: int) -> RenderableType:
-    """All of it, at most so many columns wide."""
-    parts: list[RenderableType] = [_title(picture, shown), _headline(shown["headline"])]
-    if shown["headline"]["remaining_s"] is not None or shown["progress"]:
-        parts.append(_progress(shown["progress"], min(width, 80)))
-    parts += [_alert(each) for each in shown["alerts"]]
-    parts.append(_islands(picture, shown, max(10, min(60, width - 74))))
-    if shown["fragments"]:
-        parts.append(_fragments(shown["fragments"], width))
-    if shown["ledger"] is not None:
-        parts.append(_ledger(shown["ledger"]))
-    return Group(*parts)
+class LiveView:
+    """Draws in place on a terminal; elsewhere it prints a line every few seconds, and news at once."""
+
+    def __init__(
+        self, stream: TextIO | None = None, interval_s: float = PLAIN_INTERVAL_S, transient: bool = True
+    ) -> None:
+        """`transient`: the drawing goes away when the view is left."""
+        self._stream = stream if stream is not None else sys.stderr
+        self._interval_s = interval_s
+        self._printed_at = float("-inf")
+        self._news = 0  # that were printed
+        self._live: Live | None = None
+        if self._stream.isatty():
+            console = Console(file=self._stream, highlight=False)
+            self._live = Live(console=console, transient=transient, auto_refresh=False)
+
+    def __enter__(self) -> LiveView:
+        self._printed_at = float("-inf")  # it may have shown another run before
+        self._news = 0
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, shown: Mapping[str, Any], bands: Bands | None = None, now: float | None = None) -> None:
+        """May be called as often as one likes: lines that come too early are left out."""
+        if self._live is not None:
+            self._live.update(rendered(shown, self._live.console.width, bands), refresh=True)
+            return
+        now = time.monotonic() if now is None else now
+        if self._printed_at == float("-inf"):
+            self.say(shown["title"])
+        for sentence in shown.get("news", ())[self._news :]:
+            self.say(sentence)
+        self._news = len(shown.get("news", ()))
+        if now - self._printed_at >= self._interval_s:
+            self._printed_at = now
+            self.say(plain(shown))
+
+    def say(self, sentence: str) -> None:
+        """Print a line that stays."""
+        print(sentence, file=self._stream, flush=True)
 
 
-def plain(shown: dict[str, Any]) -> str:
+# --------------------------------------------------------------------------------------------------------------------
+# One line
+
+
+def plain(shown: Mapping[str, Any]) -> str:
     """One line, for a log."""
-    head = shown["headline"]
-    states: dict[str, int] = {}
-    for each in shown["islands"]:
-        states[each["state"]] = states.get(each["state"], 0) + 1
-    parts = [
-        f"{shown['at']:.0f} s",
-        f"{100 * shown['progress']:.0f} %",
-        ", ".join(f"{count} {STATES[state][0]}" for state, count in states.items()) or "nobody",
-        f"loss {figure(head['loss'])}",
-        f"{figure(head['tokens_per_s'])} tokens/s",
-        f"goodput {share(head['goodput'])}" + (" derived" if head["derived"] else ""),
-        f"{head['merges']:,} merges of {figure(head['merged'])}",
-    ]
-    parts += [f"ALERT {each['text']}" for each in shown["alerts"]]
+    head, islands = shown["headline"], shown["islands"]
+    parts = [f"{clock(shown['at'])}  {100 * shown['progress']:3.0f} %"]
+    if len(islands) > MAX_LISTED or not islands:
+        parts.append(_summed(islands))
+    else:
+        parts += [f"{each['learner']}: {_brief(each)}" for each in islands]
+    if shown["paused"]:
+        parts.append("paused")
+    if head["tokens_per_s"] is not None:
+        parts.append(f"{figure(head['tokens_per_s'])} tokens/s")
+    if head["merges"]:
+        parts.append("1 merge" if head["merges"] == 1 else f"{head['merges']:,} merges")
+    if head["goodput"] is not None:
+        parts.append(f"goodput {share(head['goodput'])}" + (" derived" if head.get("derived") else ""))
+    parts += [f"ALERT {each['text']}" for each in shown.get("alerts", ())]
     return " | ".join(parts)
 
 
-def _title(picture: RunPicture, shown: dict[str, Any]) -> Text:
-    text = Text(picture.run.resolve().name, "bold")
+def _summed(islands: Sequence[Mapping[str, Any]]) -> str:
+    states: dict[str, int] = {}
+    for each in islands:
+        states[each["state"]] = states.get(each["state"], 0) + 1
+    training = [each for each in islands if each["state"] == "training"]
+    losses = [each["loss"] for each in training if each["loss"] is not None]
+    steps = [each["step"] for each in training]
+    parts = [f"{count} {state}" for state, count in states.items()] or ["no island"]
+    if losses:
+        parts.append(f"loss {sum(losses) / len(losses):.2f}")
+    if steps:
+        parts.append(f"step {min(steps):,} to {max(steps):,}")
+    return ", ".join(parts)
+
+
+def _brief(island: Mapping[str, Any]) -> str:
+    if island["state"] not in ("training", "left"):
+        return str(island["state"])
+    return f"step {island['step']:,}" + (f" loss {island['loss']:.2f}" if island["loss"] is not None else "")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The drawing
+
+
+def rendered(shown: Mapping[str, Any], width: int, bands: Bands | None = None) -> RenderableType:
+    """All of it, at most so many columns wide."""
+    head = shown["headline"]
+    parts: list[RenderableType] = [_title(shown), _headline(head)]
+    if head["remaining_s"] is not None or shown["progress"]:
+        parts.append(_progress(shown["progress"], min(width - 6, 80)))
+    parts += [_alert(each) for each in shown.get("alerts", ())]
+    parts.append(_islands(shown, bands, max(10, min(60, width - 74))))
+    if shown.get("fragments"):
+        parts.append(_fragments(shown["fragments"], width))
+    if shown.get("ledger") is not None:
+        parts.append(_ledger(shown["ledger"]))
+    parts += [Text(each, "dim", no_wrap=True, overflow="ellipsis") for each in shown.get("news", ())[-MAX_NEWS:]]
+    return Group(*parts)
+
+
+def _title(shown: Mapping[str, Any]) -> Text:
+    text = Text(shown["title"], "bold")
     text.append(f"  {shown['stage']}" + (", paused" if shown["paused"] else ""), "")
     text.append(f"  {clock(shown['at'])}", "dim")
-    if not shown["now"]:
+    if not shown.get("now", True):
         text.append("  as it was then", "yellow")
         if shown["sample_age_s"] is not None:
             text.append(f"; fragments and books as {shown['sample_age_s']:.1f} s before", "yellow")
-    elif shown["loading"] is not None:
+    elif shown.get("loading") is not None:
         text.append(f"  still reading: {share(shown['loading'])}", "yellow")
-    elif shown["live"]:
+    elif shown.get("live"):
         age_s = shown["age_s"]
         old = age_s is not None and age_s > 5.0
         text.append(f"  {clock(age_s)} old" if old else "  live", "red" if old else "green")
-    syncer = shown["syncer"]
-    if syncer["state"] == "down" and shown["stage"] != "finished":
+    if shown.get("syncer", {}).get("state") == "down" and shown["stage"] != "finished":
         text.append("  the syncer is away", "red")
     return text
 
 
-def _headline(head: dict[str, Any]) -> Text:
-    figures = (
-        ("loss", figure(head["loss"])),
-        ("tokens", f"{head['tokens']:,}"),
-        ("tokens/s", figure(head["tokens_per_s"])),
-        ("goodput" + (" (derived)" if head["derived"] else ""), share(head["goodput"])),
-        ("uptime", share(head["uptime"])),
-        ("alive/asked/merged", "/".join(figure(head[name]) for name in ("alive", "asked", "merged"))),
-        ("up", bytes_per_s(head["bytes_up_per_s"])),
-        ("down", bytes_per_s(head["bytes_down_per_s"])),
-        ("H", figure(head["effective_h"])),
-        ("ends in", clock(head["remaining_s"])),
+def _headline(head: Mapping[str, Any]) -> Text:
+    figures: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+        ("loss", "loss", figure),
+        ("tokens", "tokens", figure),
+        ("tokens_per_s", "tokens/s", figure),
+        ("goodput", "goodput" + (" (derived)" if head.get("derived") else ""), share),
+        ("uptime", "uptime", share),
+        ("alive", "alive/asked/merged", lambda alive: "/".join(map(figure, (alive, head["asked"], head["merged"])))),
+        ("bytes_up_per_s", "up", bytes_per_s),
+        ("bytes_down_per_s", "down", bytes_per_s),
+        ("effective_h", "H", figure),
+        ("merges", "merges", figure),
+        ("quorum", "quorum", figure),
+        ("remaining_s", "ends in", clock),
     )
     text = Text()
-    for name, value in figures:
-        text.append(f"{name} ", "dim")
-        text.append(f"{value}   ", "bold")
+    for key, name, words in figures:
+        if key in head:
+            text.append(f"{name} ", "dim")
+            text.append(f"{words(head[key])}   ", "bold")
     return text
 
 
@@ -108,46 +209,54 @@ def _progress(done: float, width: int) -> Text:
     full = round(done * width)
     text = Text("━" * full, "green")
     text.append("╶" * (width - full), "dim")
+    text.append(f" {100 * done:.0f} %")
     return text
 
 
-def _alert(alert: dict[str, Any]) -> Text:
+def _alert(alert: Mapping[str, Any]) -> Text:
     colour = "bold red" if alert["severity"] == "critical" else "bold yellow"
     return Text(f"! {alert['text']}", colour)
 
 
-def _islands(picture: RunPicture, shown: dict[str, Any], band: int) -> Table:
+def _islands(shown: Mapping[str, Any], bands: Bands | None, width: int) -> Table:
+    """`width`: of the band of an island."""
+    figures: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+        ("step", "step", "{:,}".format),
+        ("tokens_per_s", "tokens/s", figure),
+        ("speed", "speed", figure),
+        ("loss", "loss", figure),
+        ("weight", "weight", share),
+        ("goodput", "goodput", share),
+    )
+    islands = shown["islands"][:MAX_ISLANDS]
+    figures = tuple(each for each in figures if islands and each[0] in islands[0])
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("island", "state"):
         table.add_column(name)
-    for name in ("step", "tokens/s", "speed", "loss", "weight", "goodput"):
+    for _, name, _ in figures:
         table.add_column(name, justify="right")
-    span_s = min(BAND_S, max(1.0, shown["at"] - shown["from"]))
-    table.add_column(f"last {clock(span_s)}")
-    for each in shown["islands"][:MOST_ISLANDS]:
-        word, colour, _ = STATES[each["state"]]
+    span_s = min(BAND_S, max(1.0, shown["at"] - shown.get("from", 0.0)))
+    table.add_column(f"last {clock(span_s)}" if bands is not None else "", no_wrap=True, overflow="ellipsis")
+    for each in islands:
+        begin = shown["at"] - span_s
+        state = each["state"]
         table.add_row(
             str(each["learner"]),
-            Text(word, colour),
-            f"{each['step']:,}",
-            figure(each["tokens_per_s"]),
-            figure(each["speed"]),
-            figure(each["loss"]),
-            share(each["weight"]),
-            share(each["goodput"]),
-            _band(picture, each["learner"], shown["at"], span_s, band),
+            Text(state, STATES[state][0]),
+            *(words(each[key]) for key, _, words in figures),
+            each.get("note", "")
+            if bands is None
+            else _band(bands(each["learner"], begin, shown["at"]), begin, span_s, width),
         )
     return table
 
 
-def _band(picture: RunPicture, learner: int, at: float, span_s: float, width: int) -> Text:
-    begin = at - span_s
+def _band(bands: Sequence[Band], begin: float, span_s: float, width: int) -> Text:
     text = Text()
-    bands = picture.bands(learner, begin, at)
     for index in range(width):
         moment = begin + span_s * (index + 0.5) / width
         state = next((band.state for band in bands if band.begin <= moment < band.end), None)
-        letter, colour = (" ", "") if state is None else (STATES[state][2], STATES[state][1])
+        colour, letter = STATES[state] if state is not None else ("", " ")
         text.append(letter, colour)
     return text
 

@@ -133,7 +133,7 @@ def is_over(picture: RunPicture) -> bool:
 
 def _is_judged(picture: RunPicture, over_at: float) -> bool:
     """Only runs of `atoll train` get a report: whoever was started with `atoll syncer` never does."""
-    return picture.told.report is not None or picture.simulated or time.monotonic() > over_at + REPORT_WAIT_S
+    return picture.files.report is not None or picture.simulated or time.monotonic() > over_at + REPORT_WAIT_S
 
 
 def new_folder(folder: Path, option: str) -> Path:

@@ -27,6 +27,7 @@ from torch import Tensor
 from atoll.checkpoint.model_file import MODEL, model_digest, save_model, write_tensors
 from atoll.checkpoint.published import is_finished, run_settings
 from atoll.checkpoint.restore import find_source, restore
+from atoll.dashboard.terminal import LiveView
 from atoll.launch.supervisor import signal_name
 from atoll.reference.baselines import RENDEZVOUS, train_baseline
 from atoll.reference.children import (
@@ -40,12 +41,12 @@ from atoll.reference.children import (
 )
 from atoll.reference.data import Text
 from atoll.reference.evaluation import held_out_loss
+from atoll.reference.job_progress import GoodputMeter, JobProgress, job_view, training_count
 from atoll.reference.job_settings import JobSettings
-from atoll.reference.live_view import GoodputMeter, LiveView, Watched, training_count
 from atoll.reference.loop import newest_metrics
 from atoll.reference.models import parameter_count
-from atoll.reference.on_the_way import Evaluations
-from atoll.reference.report import REPORT, Judged, Report, baseline_report, decoupled_report
+from atoll.reference.periodic_eval import Evaluations
+from atoll.reference.report import REPORT, JobReport, Judged, baseline_report, decoupled_report
 from atoll.reference.saved_models import first_model, load_model, published_model
 from atoll.store.run_settings import CONFIG, check_new
 from atoll.syncer.initial_model import INIT
@@ -63,7 +64,7 @@ class AlreadyFinished(Exception):  # noqa: N818 - it is the answer to --resume, 
 
 def start_job(
     settings: JobSettings, run: Path, view: LiveView, corpus: Text, init: Mapping[str, Tensor] | None = None
-) -> Report:
+) -> JobReport:
     """A new run, from these values if there are any. Its directory must not be there yet, or be empty."""
     check_new(run)
     run.mkdir(parents=True, exist_ok=True)
@@ -73,7 +74,7 @@ def start_job(
     return _carry_out(settings, run, view, corpus)
 
 
-def resume_job(run: Path, view: LiveView, learners: int | None = None) -> Report:
+def resume_job(run: Path, view: LiveView, learners: int | None = None) -> JobReport:
     """Go on with a run that was interrupted, by its own settings, but on another number of learners if one is given."""
     if not (run / CONFIG).is_file():
         raise ValueError(f"{run} holds no run of atoll train (it has no {CONFIG}): leave --resume out to start one")
@@ -90,7 +91,7 @@ def resume_job(run: Path, view: LiveView, learners: int | None = None) -> Report
     return _carry_out(settings, run, view, Text.load(settings.data))
 
 
-def restore_job(source: str, run: Path, view: LiveView, learners: int | None, changes: dict[str, Any]) -> Report:
+def restore_job(source: str, run: Path, view: LiveView, learners: int | None, changes: dict[str, Any]) -> JobReport:
     """A new run from a snapshot of another, by that one's settings but for `changes`."""
     from atoll.reference.supervisor import new_run_id
 
@@ -110,7 +111,7 @@ def with_learners(settings: JobSettings, learners: int) -> JobSettings:
     return replace(settings, learners=learners, speeds=speeds, kills=kills)
 
 
-def _carry_out(settings: JobSettings, run: Path, view: LiveView, corpus: Text) -> Report:
+def _carry_out(settings: JobSettings, run: Path, view: LiveView, corpus: Text) -> JobReport:
     with terminated_like_interrupted(), view:
         if settings.method != "decoupled":
             _train_baseline(settings, run, view, title_of(settings, corpus))
@@ -132,7 +133,7 @@ def title_of(settings: JobSettings, corpus: Text) -> str:
 # The end of every job
 
 
-def finish(settings: JobSettings, run: Path, corpus: Text) -> Report:
+def finish(settings: JobSettings, run: Path, corpus: Text) -> JobReport:
     """Model, evaluation and report. May be repeated, should it be interrupted."""
     torch.set_num_threads(1)  # of several the sums would differ in their last bits
     if settings.method == "decoupled":
@@ -167,7 +168,7 @@ def _train_baseline(settings: JobSettings, run: Path, view: LiveView, title: str
     context = processes()
     learners = range(1, settings.learners + 1)
     children = {n: Child(f"learner {n}", run, train_baseline, (settings, n, run)) for n in learners}
-    watched = Watched(title, settings.learners)
+    progress = JobProgress(title, settings.learners)
     meter = GoodputMeter(settings.learners)
     began = time.monotonic()
     running = dict(children)
@@ -187,9 +188,9 @@ def _train_baseline(settings: JobSettings, run: Path, view: LiveView, title: str
                         f" its log {child.log} ends with: {child.last_words()}"
                     )
             status = _status(settings, run)
-            watched.elapsed_s = time.monotonic() - began
-            watched.goodput = meter.look(watched.elapsed_s, training_count(status))
-            view.show(status, watched)
+            progress.elapsed_s = time.monotonic() - began
+            progress.goodput = meter.look(progress.elapsed_s, training_count(status))
+            view.show(job_view(status, progress))
     finally:
         end_all(list(children.values()), END_WAIT_S)
         (run / RENDEZVOUS).unlink(missing_ok=True)

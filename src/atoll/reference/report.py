@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 from atoll.files import write_text
 from atoll.reference.job_settings import JobSettings
 from atoll.reference.loop import read_metrics
-from atoll.tape.learner_processes import Life
-from atoll.tape.steps import Span
+from atoll.tape.bounded_logs import Span
+from atoll.tape.learner_processes import LearnerProcess, median_step_s
 from atoll.tape.syncer_tenures import mean_line
-from atoll.tape.timeline import Books, read_books
+from atoll.tape.timeline import RunTimeline, read_timeline
 
 REPORT = "report.json"
 FAULTS = "faults.jsonl"
@@ -54,7 +54,7 @@ class Bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class ProcessFault:
     """Something that ended a process, on purpose or not, and what became of it."""
 
     at_s: float | None
@@ -91,7 +91,7 @@ class Paced:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class JobReport:
     """See docs/report.md; a test keeps that page and these fields equal."""
 
     format: int
@@ -113,7 +113,7 @@ class Report:
     eval_loss_before: float
     eval_tokens: int
     final_digest: str
-    faults: tuple[Fault, ...]
+    faults: tuple[ProcessFault, ...]
     islands: tuple[IslandReport, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -148,48 +148,30 @@ def read_faults(run: Path) -> list[dict[str, Any]]:
 # The decoupled run
 
 
-def decoupled_report(run: Path, settings: JobSettings, judged: Judged, founded_at: float) -> Report:
+def decoupled_report(run: Path, settings: JobSettings, judged: Judged, founded_at: float) -> JobReport:
     """`founded_at`: when the clock of the tapes began, in seconds of the Unix epoch."""
-    books = read_books(run)
-    books.asked_for = settings.learners
-    assert books.reign is not None, "a run without a syncer has no model either"
-    ledger = mean_line(books.reign.lines())
-    dropped = sum(ledger.dropped.values())
-    islands = tuple(_island_of_tape(run, books, learner) for learner in sorted(books.lives))
+    timeline = read_timeline(run, learners=settings.learners)
+    assert timeline.tenure is not None, "a run without a syncer has no model either"
+    ledger = mean_line(timeline.tenure.lines())
+    islands = tuple(_island_of_tape(run, timeline, learner) for learner in sorted(timeline.processes))
     up, down = sum(island.bytes_up for island in islands), sum(island.bytes_down for island in islands)
-    merges = sum(reign.merges.total for reign in books.reigns)
-    contributions = sum(reign.merges.contributions for reign in books.reigns)
-    return Report(
+    merges = timeline.merges_until(float("inf"))
+    contributions = sum(tenure.merges.contributions for tenure in timeline.tenures)
+    return JobReport(
         **_shared(settings, judged),
         learners=max(settings.learners, len(islands)),
-        wall_s=books.wall_s(),
-        goodput=books.goodput() or 0.0,
-        uptime=books.uptime() or 0.0,
+        wall_s=timeline.wall_s(),
+        goodput=timeline.goodput() or 0.0,
+        uptime=timeline.uptime() or 0.0,
         steps=sum(island.steps for island in islands),
-        tokens=Tokens(ledger.trained, ledger.merged, ledger.pending, dropped),
+        tokens=Tokens(ledger.trained, ledger.merged, ledger.pending, sum(ledger.dropped.values())),
         rounds=merges,
         contributions_per_merge=contributions / merges if merges else None,
-        effective_h=effective_h(books),
+        effective_h=timeline.effective_h(),
         bytes=Bytes(up, down, (up + down) / max(ledger.trained, 1)),
-        faults=tuple(_fault(books, each, founded_at) for each in read_faults(run)),
+        faults=tuple(_fault(timeline, each, founded_at) for each in read_faults(run)),
         islands=islands,
     )
-
-
-def effective_h(books: Books) -> float | None:
-    """Steps that a learner takes between two merges of a fragment, if it is there all the time."""
-    lives = [life for each in books.lives.values() for life in each]
-    present_s = sum(map(_present_s, lives))
-    merges = sum(reign.merges.total for reign in books.reigns)
-    if not merges or not present_s or books.reign is None:
-        return None
-    steps = sum(life.steps for life in lives) * books.wall_s() / present_s
-    return steps * len(books.reign.core.config.fragment_ids()) / merges
-
-
-def _present_s(life: Life) -> float:
-    """From the moment at which it might train to its last step."""
-    return life.log.ends[-1] - life.began if life.began is not None and life.steps else 0.0
 
 
 def _shared(settings: JobSettings, judged: Judged) -> dict[str, Any]:
@@ -206,19 +188,19 @@ def _shared(settings: JobSettings, judged: Judged) -> dict[str, Any]:
     }
 
 
-def _island_of_tape(run: Path, books: Books, learner: int) -> IslandReport:
+def _island_of_tape(run: Path, timeline: RunTimeline, learner: int) -> IslandReport:
     lines = read_metrics(run, learner)
     newest = {line["start"]: line for line in lines}  # the last line of every incarnation
-    lives = [life for life in books.lives[learner] if life.began is not None]
-    present_s = sum(map(_present_s, lives))
-    tokens = sum(life.tokens for life in lives)
-    shares = books.split(learner)
+    processes = [process for process in timeline.processes[learner] if process.began is not None]
+    present_s = sum(process.present_s for process in processes)
+    tokens = sum(process.tokens for process in processes)
+    shares = timeline.split(learner)
     return IslandReport(
         learner=learner,
-        starts=len(lives),
-        steps=sum(life.steps for life in lives),
+        starts=len(processes),
+        steps=sum(process.steps for process in processes),
         tokens=tokens,
-        step_s=middle_step_s(lives),
+        step_s=median_step_s(processes),
         tokens_per_s=tokens / present_s if present_s else 0.0,
         loss=_last_loss(lines),
         goodput=shares.goodput if shares is not None else 0.0,
@@ -226,61 +208,50 @@ def _island_of_tape(run: Path, books: Books, learner: int) -> IslandReport:
         waited_s=0.0,
         bytes_up=sum(line.get("bytes_up", 0) for line in newest.values()),
         bytes_down=sum(line.get("bytes_down", 0) for line in newest.values()),
-        inner_state=tuple(life.moments for life in lives),
+        inner_state=tuple(process.moments for process in processes),
     )
-
-
-def middle_step_s(lives: Sequence[Life], within: Span = (float("-inf"), float("inf"))) -> float | None:
-    """The median step, of those that lie wholly in a span of time."""
-    times = sorted(each for life in lives for each in life.log.durations(*within))
-    rest = sum(count for _, count in times) / 2
-    for step_s, count in times:
-        rest -= count
-        if rest <= 0:
-            return step_s
-    return None
 
 
 def _last_loss(lines: Sequence[Mapping[str, Any]]) -> float | None:
     return next((line["loss"] for line in reversed(lines) if "loss" in line), None)
 
 
-def _fault(books: Books, noted: Mapping[str, Any], founded_at: float) -> Fault:
+def _fault(timeline: RunTimeline, noted: Mapping[str, Any], founded_at: float) -> ProcessFault:
     at = noted["at"] - founded_at
-    struck = next((n for n in books.lives if noted["who"] == f"learner {n}"), None)
-    lives = _return_after(books.lives[struck], at) if struck is not None else None
+    struck = next((n for n in timeline.processes if noted["who"] == f"learner {n}"), None)
+    processes = _return_after(timeline.processes[struck], at) if struck is not None else None
     before = during = away_s = None
-    if lives is not None:
-        gone, back = lives
+    if processes is not None:
+        gone, back = processes
         assert back.began is not None
         last = gone.log.ends[-1] if gone.steps else gone.joined
         away_s = back.began - last
-        others = [lives for learner, lives in books.lives.items() if learner != struck]
+        others = [processes for learner, processes in timeline.processes.items() if learner != struck]
         before = _others_step_s(others, (last - max(away_s, 1.0), last))
         during = _others_step_s(others, (last, back.began))
-    return Fault(
-        at_s=at - (books.trains_since() or 0.0),
+    return ProcessFault(
+        at_s=at - (timeline.trains_since() or 0.0),
         who=noted["who"],
         what=noted["what"],
         planned=noted["planned"],
         away_s=away_s,
-        came_back_with=None if lives is None else lives[1].moments,
+        came_back_with=None if processes is None else processes[1].moments,
         others_step_s_before=before,
         others_step_s_during=during,
     )
 
 
-def _return_after(lives: Sequence[Life], at: float) -> tuple[Life, Life] | None:
-    """The life that ended around this moment, and the one that followed."""
-    trained = [life for life in lives if life.began is not None]
+def _return_after(processes: Sequence[LearnerProcess], at: float) -> tuple[LearnerProcess, LearnerProcess] | None:
+    """The process that ended around this moment, and the one that followed."""
+    trained = [process for process in processes if process.began is not None]
     for before, after in pairwise(trained):
         if before.joined <= at <= after.joined:
             return before, after
     return None
 
 
-def _others_step_s(islands: Sequence[Sequence[Life]], span: Span) -> float | None:
-    found = [step_s for step_s in (middle_step_s(lives, span) for lives in islands) if step_s is not None]
+def _others_step_s(islands: Sequence[Sequence[LearnerProcess]], span: Span) -> float | None:
+    found = [step_s for step_s in (median_step_s(processes, span) for processes in islands) if step_s is not None]
     return median(found) if found else None
 
 
@@ -288,7 +259,7 @@ def _others_step_s(islands: Sequence[Sequence[Life]], span: Span) -> float | Non
 # Baselines
 
 
-def baseline_report(run: Path, settings: JobSettings, judged: Judged) -> Report:
+def baseline_report(run: Path, settings: JobSettings, judged: Judged) -> JobReport:
     """All processes of a baseline took the same steps, and everything that was trained is in the model."""
     lines = {learner: read_metrics(run, learner) for learner in range(1, settings.learners + 1)}
     ends: dict[int, dict[str, Any]] = {}
@@ -303,7 +274,7 @@ def baseline_report(run: Path, settings: JobSettings, judged: Judged) -> Report:
     tokens = sum(end["tokens"] for end in ends.values())
     sent = sum(end["sent_bytes"] for end in ends.values())
     rounds = ends[1]["rounds"]
-    return Report(
+    return JobReport(
         **_shared(settings, judged),
         learners=settings.learners,
         wall_s=wall_s,

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
+from atoll.dashboard.terminal import LiveView
 from atoll.launch.supervisor import Restarts, signal_name
 from atoll.reference.children import FINE, REFUSED, Child, JobFailed, end_all, processes, wait_for_any
 from atoll.reference.island import train_island
+from atoll.reference.job_progress import GoodputMeter, JobProgress, job_view, training_count
 from atoll.reference.job_settings import JobSettings, Kill
-from atoll.reference.live_view import GoodputMeter, LiveView, Watched, training_count
-from atoll.reference.on_the_way import Evaluations
+from atoll.reference.periodic_eval import Evaluations
 from atoll.reference.report import note_fault, read_faults
 from atoll.store.run_settings import RunSettings
 from atoll.store.snapshots import SHARDS
@@ -80,7 +81,7 @@ class Supervisor:
         self._port = _free_port(host)
         self._kills = _kills_left(settings, run)
         self._status: dict[str, Any] = {}
-        self._watched = Watched(title, settings.learners)
+        self._progress = JobProgress(title, settings.learners)
         self._meter = GoodputMeter(settings.learners)
         self._began = time.monotonic()
         self._over_at: float | None = None
@@ -142,7 +143,7 @@ class Supervisor:
             if member.child.starts:
                 self._tell(f"{member.child.name} is started again")
             member.child.start(self._context)
-            self._watched.down.pop(self._number(member), None)
+            self._progress.down.pop(self._number(member), None)
 
     def _reap(self, now: float) -> None:
         for member in self._members():
@@ -179,13 +180,13 @@ class Supervisor:
             return
         member.start_at = now + delay_s
         self._tell(f"{child.name} was {why}; it starts again in {delay_s:.3g} s, the others train on")
-        self._watched.down[self._number(member)] = f"{why}, starts again in {delay_s:.3g} s"
+        self._progress.down[self._number(member)] = f"{why}, starts again in {delay_s:.3g} s"
 
     def _give_up(self, member: Member, sentence: str) -> None:
         """Without one learner the run goes on; without the syncer or the last learner it cannot."""
         member.done = True
         self._tell(sentence)
-        self._watched.down[self._number(member)] = sentence
+        self._progress.down[self._number(member)] = sentence
         if member is self._syncer or member in self._shards or all(each.done for each in self._learners.values()):
             raise JobFailed(f"{sentence} (log: {member.child.log})")
 
@@ -205,17 +206,17 @@ class Supervisor:
             if training_count(status):
                 for member in (self._syncer, *self._shards):
                     member.trained_since_start = True
-        self._watched.elapsed_s = time.monotonic() - self._began
+        self._progress.elapsed_s = time.monotonic() - self._began
         if self._status.get("stage") == "running" and all(member.done for member in self._learners.values()):
             if status is not None:
                 raise JobFailed("no island is left that trains: all were asked to leave; go on with --resume")
         elif self._status.get("stage") == "running" and not self._status.get("paused"):
             present = sum(1 for member in self._learners.values() if member.child.pid is not None)
             training = min(present, training_count(self._status))
-            self._watched.goodput = self._meter.look(self._watched.elapsed_s, training)
+            self._progress.goodput = self._meter.look(self._progress.elapsed_s, training)
             if self._evaluations is not None:
                 self._evaluations.look(self._status["progress"])
-        self._view.show(self._status, self._watched)
+        self._view.show(job_view(self._status, self._progress))
 
     def _ask(self) -> dict[str, Any] | None:
         """The syncer's status; None while it is not there, which is no reason to worry."""
@@ -228,7 +229,7 @@ class Supervisor:
             return None
 
     def _tell(self, sentence: str) -> None:
-        self._watched.news.append(sentence)
+        self._progress.news.append(sentence)
 
     # ---------------------------------------------------------------------------------------------------- kills
 

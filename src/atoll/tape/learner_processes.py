@@ -1,13 +1,12 @@
-"""The life of a learner's process, from its own tape, or from what a syncer's tape says of it.
+"""One process of a learner, from its own tape, or from what the syncer's tape says of it.
 
-Fed with entries in the order of their tape, as many and as often as there are, so that a tape may grow meanwhile. Times
-are those of the run's clock. Nothing here judges.
+It takes entries in the order of their tape, which may still grow. Times are those of the run's clock.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 from atoll.core.protocol import (
@@ -20,23 +19,22 @@ from atoll.core.protocol import (
     StepTaken,
     Welcome,
 )
-from atoll.tape.downsampling import KEEP
+from atoll.tape.bounded_logs import KEEP, Span, StepLog
 from atoll.tape.format import Entry
-from atoll.tape.steps import Span, StepLog
 
 LONG_TIMES = 3.0
 LONG_S = 1.0
 """A step that takes more than three times, and a second more, than the steps before it: something else went on."""
 
 USUAL_STEPS = 32
-LEAST_STEPS = 8
-"""Of a life, before one can say what is usual."""
+MIN_STEPS = 8
+"""Of a process, before one can say what is usual."""
 
-MOST_SPELLS = 4096
+MAX_SPELLS = 4096
 """Spells of steps that are kept apart; beyond, the oldest are joined."""
 
 
-class Life:
+class LearnerProcess:
     """One process of a learner."""
 
     __slots__ = (
@@ -138,13 +136,13 @@ class Life:
         begin = at - took_s
         self.log.add(begin, at, stood_s, steps, tokens)
         self._recent.append(took_s / steps)
-        if len(self._recent) >= LEAST_STEPS and (self._usual_s is None or len(self.log) % LEAST_STEPS == 0):
+        if len(self._recent) >= MIN_STEPS and (self._usual_s is None or len(self.log) % MIN_STEPS == 0):
             self._usual_s = median(self._recent)
         if self.spells and begin - self.spells[-1][1] <= max(LONG_S, usual_s or 0.0):
             self.spells[-1][1] = at - stood_s
         else:
             self.spells.append([begin, at - stood_s])
-            if len(self.spells) > MOST_SPELLS:
+            if len(self.spells) > MAX_SPELLS:
                 self.spells[0][1] = self.spells.pop(1)[1]
 
     def set_lead(self, lead_s: float) -> None:
@@ -180,13 +178,9 @@ class Life:
         return self.log.steps[-1] if self.log.steps else 0
 
     @property
-    def step_ends(self) -> list[float]:
-        return list(self.log.ends)
-
-    @property
-    def step_times_s(self) -> list[float]:
-        """With whatever went on within them."""
-        return [end - begin for begin, end in self.step_spans()]
+    def present_s(self) -> float:
+        """From the moment at which it might train to its last step."""
+        return self.log.ends[-1] - self.began if self.began is not None and self.steps else 0.0
 
     def step_spans(self) -> Iterator[Span]:
         return zip(self.log.begins, self.log.ends, strict=True)
@@ -227,3 +221,14 @@ class Life:
 
     def all_alone(self) -> list[Span]:
         return self.alone if self.alone_since is None else [*self.alone, (self.alone_since, self.last)]
+
+
+def median_step_s(processes: Sequence[LearnerProcess], within: Span = (float("-inf"), float("inf"))) -> float | None:
+    """Return the median step time, of steps that lie wholly in a span of time."""
+    times = sorted(each for process in processes for each in process.log.durations(*within))
+    rest = sum(count for _, count in times) / 2
+    for step_s, count in times:
+        rest -= count
+        if rest <= 0:
+            return step_s
+    return None

@@ -21,7 +21,7 @@ Subject: TypeAlias = tuple[str, int]
 RUN: Subject = ("run", 0)
 
 
-class Line(NamedTuple):
+class StoryLine(NamedTuple):
     """One sentence: when, from whose tape, about whom."""
 
     at: float
@@ -42,13 +42,13 @@ def shown(subject: Subject) -> str:
     return "the run" if subject == RUN else f"{subject[0]} {subject[1]}"
 
 
-def story(entries: Iterable[Entry], subject: Subject, config: RunConfig | None = None) -> Iterator[Line]:
+def story(entries: Iterable[Entry], subject: Subject, config: RunConfig | None = None) -> Iterator[StoryLine]:
     """The lines about one subject. With `config`, the opening of a round names its quorum."""
     teller = _Teller(config)
     for entry in entries:
         for told in teller.tell(entry):
             if told.about == subject or told.concerns is None or subject in told.concerns:
-                yield Line(entry.at, entry.actor, entry.tick, told.about, told.sentence)
+                yield StoryLine(entry.at, entry.actor, entry.tick, told.about, told.sentence)
 
 
 def sentence_of(reason: Reason) -> str:

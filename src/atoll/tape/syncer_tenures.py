@@ -1,10 +1,11 @@
-"""The reign of a syncer's process, from its tape, entry by entry, as it grows. Its core is told again what it was told.
+"""One process of the syncer, from its tape, which may still grow: its core replays every event.
 
-Times are those of the run's clock. Nothing here judges.
+Times are those of the run's clock. Views of the core are sampled on the way, so that one can travel in time.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -27,19 +28,21 @@ from atoll.core.protocol import (
     ShardBack,
     VersionRecord,
 )
-from atoll.core.syncer.core import SyncerCore
-from atoll.tape.downsampling import KEEP
+from atoll.core.syncer.core import FragmentView, MemberView, SyncerCore, SyncerView
+from atoll.tape.bounded_logs import KEEP, Merge, MergeLog
 from atoll.tape.format import Entry, Header
-from atoll.tape.merges import Merge, MergeLog
 from atoll.tape.replay import core_of
 
-MOST_WORDS = 10_000
-MOST_UNFIT = 1000
-"""Of a month with a bad link there would be millions; the newest are kept."""
+MAX_LOG_LINES = 10_000
+MAX_UNFIT = 1000
+"""A month with a bad link has millions; the newest are kept."""
+
+MAX_SAMPLES = 2048
+FIRST_SPACING_S = 0.5
 
 
-class Word(NamedTuple):
-    """A sentence of the syncer that tells of a fault's effect."""
+class LogLine(NamedTuple):
+    """A sentence of the syncer about the effect of a fault."""
 
     at: float
     code: str
@@ -47,8 +50,8 @@ class Word(NamedTuple):
     sentence: str
 
 
-class Standing(NamedTuple):
-    """What a learner became in the syncer's eyes."""
+class StandingChange(NamedTuple):
+    """A learner got this standing with the syncer."""
 
     at: float
     standing: str
@@ -56,7 +59,7 @@ class Standing(NamedTuple):
     sentence: str
 
 
-TOLD = frozenset(
+FAULT_CODES = frozenset(
     {
         *("member-quarantined", "member-lost", "persist-failed", "admission-failed", "round-abandoned"),
         *("shard-lost", "shard-wrong", "shard-forgot"),
@@ -77,7 +80,7 @@ def mean_line(lines: Sequence[Line]) -> Line:
     return Line(trained, merged, trained - merged - sum(dropped.values()), dropped)  # what rounding leaves is pending
 
 
-class Reign:
+class SyncerTenure:
     """One process of the syncer, or of a shard of it."""
 
     def __init__(self, header: Header, keep: int | None = KEEP) -> None:
@@ -90,13 +93,13 @@ class Reign:
         self.merges = MergeLog(keep)
         self.merged_at: dict[int, float] = {}  # by fragment: when its newest version became durable
         self.merged_with: dict[int, float] = {}  # by learner: when the newest merge that has it became durable
-        self.words: deque[Word] = deque(maxlen=MOST_WORDS)
+        self.log_lines: deque[LogLine] = deque(maxlen=MAX_LOG_LINES)
         self.refused: dict[str, int] = {}  # contributions, by reason
-        self.unfit: deque[str] = deque(maxlen=MOST_UNFIT)  # what was wrong with values that arrived, whatever refused
+        self.unfit: deque[str] = deque(maxlen=MAX_UNFIT)  # what was wrong with values that arrived, whatever refused
         self.failed_writes = 0
         self.pauses: list[list[float]] = []  # begin and end; an open one ends with the newest entry
-        self.controls: deque[Word] = deque(maxlen=MOST_WORDS)  # what operators asked for
-        self.standings: dict[int, list[Standing]] = {}
+        self.controls: deque[LogLine] = deque(maxlen=MAX_LOG_LINES)  # what operators asked for
+        self.standings: dict[int, list[StandingChange]] = {}
         self.is_paused = False
         self._sealed: dict[int, tuple[int, int, float]] = {}  # by fragment: alive, asked, seconds of grace
         self._graces: dict[int, tuple[float, float]] = {}  # by fragment: when it was opened, and the slack
@@ -121,7 +124,7 @@ class Reign:
         return self._core.stage.value if self._core is not None else self._stage
 
     def end(self) -> None:
-        """Another one reigns: what this one may still write counts for nothing, and its core is given up."""
+        """Give up its core: another syncer has taken over, and what this one may still write does not count."""
         self._stage = self.stage
         self._header = self._core = None
         self._sealed, self._graces, self._waiting = {}, {}, {}
@@ -161,10 +164,10 @@ class Reign:
                     why = effect.envelope.body.reason
                     self.refused[why.code] = self.refused.get(why.code, 0) + 1
             elif type(effect) is Say:
-                if effect.reason.code in TOLD:
-                    self.words.append(Word(entry.at, effect.reason.code, effect.subject, str(effect.reason)))
+                if effect.reason.code in FAULT_CODES:
+                    self.log_lines.append(LogLine(entry.at, effect.reason.code, effect.subject, str(effect.reason)))
                 elif effect.reason.code.startswith("control-"):
-                    self.controls.append(Word(entry.at, effect.reason.code, effect.subject, str(effect.reason)))
+                    self.controls.append(LogLine(entry.at, effect.reason.code, effect.subject, str(effect.reason)))
             elif type(effect) is OpenGrace:
                 lasts_s = effect.quorum_s + effect.sync_s
                 slack_s = round_steps(core.config, lasts_s, effect.step_s) * effect.step_s - lasts_s
@@ -212,4 +215,78 @@ class Reign:
         standing = member.standing.value
         if not before or before[-1].standing != standing or before[-1].incarnation != member.incarnation:
             sentence = str(member.reason) if member.reason is not None else ""
-            before.append(Standing(at, standing, member.incarnation, sentence))
+            before.append(StandingChange(at, standing, member.incarnation, sentence))
+
+
+class SyncerSample(NamedTuple):
+    """The syncer's own view at a moment."""
+
+    at: float
+    epoch: int
+    view: SyncerView
+    merged_at: dict[int, float]  # by fragment: when its newest version became durable
+    merged_with: dict[int, float]  # by learner: when the newest merge that has it became durable
+    quorum: int
+    grace_margin: float
+
+    @property
+    def fragments(self) -> tuple[FragmentView, ...]:
+        return self.view.fragments
+
+    @property
+    def members(self) -> dict[int, MemberView]:
+        return {each.learner: each for each in self.view.members}
+
+    @property
+    def books(self) -> Line:
+        """Of all fragments, as means: a token settles in each of them."""
+        return mean_line(self.view.ledger)
+
+    @property
+    def is_balanced(self) -> bool:
+        return all(line.balanced() for line in self.view.ledger)
+
+
+def sample_of(tenure: SyncerTenure, at: float) -> SyncerSample:
+    config = tenure.core.config
+    return SyncerSample(
+        at,
+        tenure.epoch,
+        tenure.core.view(),
+        dict(tenure.merged_at),
+        dict(tenure.merged_with),
+        config.quorum,
+        config.grace_margin,
+    )
+
+
+class SampleHistory:
+    """Samples at even distances. When there are too many, every other one is dropped and the distance doubles: a slider
+    has no finer steps than that anyway."""
+
+    def __init__(self, max_samples: int = MAX_SAMPLES) -> None:
+        self._max_samples = max_samples
+        self._kept: list[SyncerSample] = []
+        self._spacing_s = FIRST_SPACING_S
+        self._due = float("-inf")
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def is_due(self, at: float) -> bool:
+        return at >= self._due
+
+    def add(self, sample: SyncerSample) -> None:
+        self._kept.append(sample)
+        if len(self._kept) >= self._max_samples:
+            self._kept = self._kept[::2]
+            self._spacing_s *= 2
+        self._due = self._kept[-1].at + self._spacing_s
+
+    def before(self, at: float) -> SyncerSample | None:
+        """The newest that is not after this moment."""
+        index = bisect_right(self._kept, at, key=lambda each: each.at)
+        return self._kept[index - 1] if index else None
+
+    def all(self) -> list[SyncerSample]:
+        return self._kept

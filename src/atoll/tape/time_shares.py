@@ -1,19 +1,16 @@
-"""Where the time of an island went: every second of it is in exactly one part. docs/accounting.md says what each is."""
+"""Where the time of a learner went: every second is in exactly one part. docs/accounting.md defines the parts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from atoll.tape.learner_processes import Life
-from atoll.tape.steps import Span
-
-State = Literal["training", "alone", "stopped", "joining", "away", "gone"]
+from atoll.tape.bounded_logs import Span
+from atoll.tape.learner_processes import LearnerProcess
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class TimeShares:
     """Where the time of one island went, in seconds; the parts add up to `allocated_s`."""
 
     learner: int
@@ -42,26 +39,26 @@ class Shares:
         return self.allocated_s - self.away_s - self.stopped_s
 
 
-def stepping_s(lives: Iterable[Life], span: Span, allocated_s: float) -> float:
-    """Of an island, in steps: what goodput is made of."""
-    return min(allocated_s, sum(life.in_steps_s(*span) for life in lives))
+def stepping_s(processes: Iterable[LearnerProcess], span: Span, allocated_s: float) -> float:
+    """Return the time that a learner spent in steps: the numerator of goodput."""
+    return min(allocated_s, sum(process.in_steps_s(*span) for process in processes))
 
 
 def shares_of(
     learner: int,
-    lives: Sequence[Life],
+    processes: Sequence[LearnerProcess],
     span: Span,
     stops: Sequence[Span] = (),
     pauses: Sequence[Span] = (),
     waited_s: float = 0.0,
     copied_s: float = 0.0,
     allocated_s: float | None = None,
-) -> Shares:
+) -> TimeShares:
     """`span`: in which the learner should have trained. `stops`: in which its process stood by SIGSTOP. `pauses`: in
     which the run was paused. `waited_s`, `copied_s`: of its steps, for data and for Atoll. `allocated_s`: of the span,
     where some of it does not count."""
     allocated_s = max(0.0, span[1] - span[0]) if allocated_s is None else allocated_s
-    in_steps_s = stepping_s(lives, span, allocated_s)
+    in_steps_s = stepping_s(processes, span, allocated_s)
     rest_s = allocated_s - in_steps_s
 
     def part(seconds: float) -> float:
@@ -71,14 +68,16 @@ def shares_of(
         rest_s -= taken_s
         return taken_s
 
-    there = [here for here in (clip((life.first, life.until), span) for life in lives) if here is not None]
+    there = [here for here in (clip((process.first, process.until), span) for process in processes) if here is not None]
     away_s = part(allocated_s - covered_s(there))
-    joining_s = part(covered_s([(life.first, life.joined) for life in lives], span))
-    stopped_s = part(sum(life.stood_s(*span) for life in lives) + sum(_standing_s(lives, stop, span) for stop in stops))
-    paused_s = part(sum(_standing_s(lives, pause, span) for pause in pauses))
+    joining_s = part(covered_s([(process.first, process.joined) for process in processes], span))
+    stopped_s = part(
+        sum(process.stood_s(*span) for process in processes) + sum(_standing_s(processes, stop, span) for stop in stops)
+    )
+    paused_s = part(sum(_standing_s(processes, pause, span) for pause in pauses))
     waiting_s = min(waited_s, in_steps_s)
     copying_s = min(copied_s, in_steps_s - waiting_s)
-    return Shares(
+    return TimeShares(
         learner,
         allocated_s,
         in_steps_s - waiting_s - copying_s,
@@ -92,57 +91,14 @@ def shares_of(
     )
 
 
-def _standing_s(lives: Sequence[Life], within: Span, span: Span) -> float:
+def _standing_s(processes: Sequence[LearnerProcess], within: Span, span: Span) -> float:
     """Of a time in which processes were not to step: they were there, and were not in steps."""
     found = 0.0
-    for life in lives:
-        here = clip(within, (max(span[0], life.joined), min(span[1], life.until)))
+    for process in processes:
+        here = clip(within, (max(span[0], process.joined), min(span[1], process.until)))
         if here is not None:
-            found += max(0.0, here[1] - here[0] - life.in_steps_s(*here) - life.stood_s(*here))
+            found += max(0.0, here[1] - here[0] - process.in_steps_s(*here) - process.stood_s(*here))
     return found
-
-
-def states_of(
-    lives: Sequence[Life], span: Span, stops: Sequence[Span], left_at: float | None
-) -> list[tuple[Span, State]]:
-    """The band of one island: what it did when, without gaps."""
-    bands: list[tuple[Span, State]] = []
-
-    def add(begin: float, end: float, state: State) -> None:
-        found = clip((begin, end), span)
-        if found is not None:
-            bands.append((found, state))
-
-    at = span[0]
-    for life in lives:
-        add(at, life.first, "away")
-        add(life.first, life.joined, "joining")
-        add(life.joined, life.until, "training")
-        at = max(at, life.until)
-    if left_at is not None:
-        add(at, span[1], "gone")
-    else:
-        add(at, span[1], "away")
-    covers = [(stop, "stopped") for stop in stops] + [(alone, "alone") for life in lives for alone in life.all_alone()]
-    return _covered(bands, covers)
-
-
-def _covered(bands: list[tuple[Span, State]], covers: Sequence[tuple[Span, str]]) -> list[tuple[Span, State]]:
-    """Training gives way to what lies over it."""
-    for cover, state in covers:
-        cut: list[tuple[Span, State]] = []
-        for band, was in bands:
-            over = clip(cover, band) if was == "training" else None
-            if over is None:
-                cut.append((band, was))
-                continue
-            if band[0] < over[0]:
-                cut.append(((band[0], over[0]), was))
-            cut.append((over, "stopped" if state == "stopped" else "alone"))
-            if over[1] < band[1]:
-                cut.append(((over[1], band[1]), was))
-        bands = cut
-    return bands
 
 
 def covered_s(spans: Iterable[Span], within: Span = (float("-inf"), float("inf"))) -> float:

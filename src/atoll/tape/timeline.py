@@ -1,52 +1,82 @@
-"""All that the tapes of a run say of its time: lives, reigns, and what follows from them at any moment.
+"""The one place that computes facts about a run from its tapes: states, steps, merges, goodput, at any moment.
 
-Fed entry by entry (`take_learner`, `take_syncer`), then asked after `settle`. `read_books` does it for a directory.
+`RunTimeline` takes entries (`take_learner`, `take_syncer`) and answers after `settle`; `read_timeline` reads a run.
+docs/accounting.md defines goodput, uptime and the parts of a learner's time.
 """
 
 from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice, pairwise
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
 from atoll.core.protocol import LearnerDisconnected, MessageArrived, Report
 from atoll.core.types import SYNCER
-from atoll.tape.downsampling import KEEP
+from atoll.tape.bounded_logs import KEEP, Merge, Span
 from atoll.tape.files import RunTapes
 from atoll.tape.format import Entry, Header
-from atoll.tape.learner_processes import Life
-from atoll.tape.merges import Merge
-from atoll.tape.steps import Span
-from atoll.tape.syncer_tenures import Reign, Standing
-from atoll.tape.time_shares import Shares, clip, covered_s, overlap_s, shares_of, stepping_s, union
+from atoll.tape.learner_processes import LearnerProcess
+from atoll.tape.syncer_tenures import StandingChange, SyncerTenure
+from atoll.tape.time_shares import TimeShares, clip, covered_s, overlap_s, shares_of, stepping_s, union
 
 LINGERS_S = 1.0
-"""So long after its last entry a process without a link may still be there."""
+"""A process without a link may still be there for this long after its last entry."""
 
 CLOCKS_S = 10.0
-"""Clocks of two hosts that differ by less are left as they are: messages take some time, too."""
+"""Clocks of two hosts that differ by less are not corrected: messages take time, too."""
 
 COMPARED = 8
-"""Messages of a process whose times are compared: so many of its first, and of its newest."""
+"""Messages of a process whose times are compared: this many of its first, and of its newest."""
 
-MOST_ROWS = 64 * 1024
-"""Steps, or several as one, that are kept of a learner with many lives."""
+MAX_ROWS = 64 * 1024
+"""Steps, or several as one, that are kept of a learner with many processes."""
 
 NEVER = (0.0, 0.0)
 
+STATES = {
+    "live": "training",
+    "suspect": "suspected",
+    "joining": "recovering",
+    "admitting": "recovering",
+    "away": "gone",
+    "left": "left",
+    "lost": "gone",
+    "quarantined": "quarantined",
+}
+"""By the standing that a learner has with the syncer."""
 
-class Books:
+
+class Band(NamedTuple):
+    """A learner was in this state from `begin` to `end`: a value of STATES, or alone, stopped or paused."""
+
+    begin: float
+    end: float
+    state: str
+
+
+class Gap(NamedTuple):
+    """The time between the ends of two consecutive steps of one process."""
+
+    learner: int
+    at: float  # where it began
+    gap_s: float
+    usual_s: float
+
+
+class RunTimeline:
     def __init__(self, keep: int | None = KEEP) -> None:
-        """`keep`: newest entries of every log that are not joined; None: all."""
+        """`keep`: number of newest entries of every log that stay exact; None: all."""
         self.keep = keep
-        self.lives: dict[int, list[Life]] = {}  # by learner, in the order of their processes: from their own tapes
+        self.processes: dict[int, list[LearnerProcess]] = {}  # by learner, in order, from their own tapes
         self.here: set[int] = set()  # learners whose tapes are here
-        self.seen: dict[int, list[Life]] = {}  # of all others, from the tapes of the syncer
-        self.reigns: list[Reign] = []
+        self.seen: dict[int, list[LearnerProcess]] = {}  # of all other learners, from the syncer's tapes
+        self.tenures: list[SyncerTenure] = []
         self.to = 0.0  # the newest entry, as of the last `settle`
-        self.asked_for = 0  # learners 1 to this one were there to begin with, or should have been
+        self.asked_for = 0  # learners 1 to this one should be there from the start
         self._heard: dict[tuple[int, int], dict[int, float]] = {}  # by process: ticks of messages, and their arrival
         self._said: dict[tuple[int, int], dict[int, float]] = {}  # the same of tapes that are ahead of the syncer's
         self._sections: list[Span] = []
@@ -57,145 +87,152 @@ class Books:
 
     # ---------------------------------------------------------------------------------------------------- taking
 
-    def new_reign(self, header: Header) -> Reign:
-        reign = Reign(header, self.keep)
-        self.reigns.append(reign)
-        return reign
+    def add_tenure(self, header: Header) -> SyncerTenure:
+        tenure = SyncerTenure(header, self.keep)
+        self.tenures.append(tenure)
+        return tenure
 
-    def take_syncer(self, reign: Reign, entry: Entry) -> None:
-        if reign.is_over:
+    def take_syncer(self, tenure: SyncerTenure, entry: Entry) -> None:
+        if tenure.is_over:
             return
-        if reign.first is None:
-            before = next((r for r in reversed(self.reigns) if r.epoch < reign.epoch and r.first is not None), None)
-            reign.merged_with = dict(before.merged_with) if before is not None else {}
-        reign.take(entry)
+        if tenure.first is None:
+            before = next((r for r in reversed(self.tenures) if r.epoch < tenure.epoch and r.first is not None), None)
+            tenure.merged_with = dict(before.merged_with) if before is not None else {}
+        tenure.take(entry)
         event = entry.event
         if type(event) is MessageArrived:
             envelope = event.envelope
-            process = envelope.learner, envelope.incarnation
-            _note(self._heard, process, envelope.tick, entry.at)
+            key = envelope.learner, envelope.incarnation
+            _note(self._heard, key, envelope.tick, entry.at)
             if envelope.learner not in self.here:
                 body = envelope.body
-                member = reign.core.members.get(envelope.learner)
+                member = tenure.core.members.get(envelope.learner)
                 is_live = member is not None and member.standing.value == "live"
-                life = self._life(self.seen, *process, entry.at)
-                life.is_clock_known = True
-                life.see(entry.at, body if type(body) is Report else None, is_live)
+                process = self._process(self.seen, *key, entry.at)
+                process.is_clock_known = True
+                process.see(entry.at, body if type(body) is Report else None, is_live)
         elif type(event) is LearnerDisconnected and event.learner in self.seen:
-            for life in self.seen[event.learner]:
-                if life.incarnation == event.incarnation:
-                    life.see_gone(entry.at)
+            for process in self.seen[event.learner]:
+                if process.incarnation == event.incarnation:
+                    process.see_gone(entry.at)
 
     def take_learner(self, learner: int, incarnation: int, entry: Entry) -> None:
         if learner not in self.here:
             self.here.add(learner)
             self.seen.pop(learner, None)
-        life = self._life(self.lives, learner, incarnation, entry.at)
+        process = self._process(self.processes, learner, incarnation, entry.at)
         heard = self._heard.get((learner, incarnation))
         if heard and entry.tick in heard:
-            self._compare(life, entry.at - heard.pop(entry.tick))
-        elif not life.is_clock_known:
+            self._compare(process, entry.at - heard.pop(entry.tick))
+        elif not process.is_clock_known:
             _note(self._said, (learner, incarnation), entry.tick, entry.at)
-        life.take(entry)
+        process.take(entry)
 
-    def _life(self, lives: dict[int, list[Life]], learner: int, incarnation: int, at: float) -> Life:
-        """By number, and not the last one: an old process may write on beside its successor."""
-        them = lives.setdefault(learner, [])
-        life = next((each for each in reversed(them) if each.incarnation == incarnation), None)
-        if life is None:
-            life = Life(incarnation, at, at, None, self.keep)
-            them.append(life)
+    def _process(
+        self, processes: dict[int, list[LearnerProcess]], learner: int, incarnation: int, at: float
+    ) -> LearnerProcess:
+        """Find a process by its number: an old process may go on writing beside its successor."""
+        them = processes.setdefault(learner, [])
+        process = next((each for each in reversed(them) if each.incarnation == incarnation), None)
+        if process is None:
+            process = LearnerProcess(incarnation, at, at, None, self.keep)
+            them.append(process)
             them.sort(key=lambda each: each.incarnation)
-            if self.keep is not None and sum(len(each.log) for each in them) > MOST_ROWS:
+            if self.keep is not None and sum(len(each.log) for each in them) > MAX_ROWS:
                 for each in them[:-1]:
                     each.log.halve()
-        return life
+        return process
 
-    def _compare(self, life: Life, lead_s: float) -> None:
-        """`lead_s`: when a message was sent less when it arrived, each by its own clock. The largest is the best."""
-        known = life.is_clock_known
-        life.is_clock_known = True
+    def _compare(self, process: LearnerProcess, lead_s: float) -> None:
+        """`lead_s`: time of sending less time of arrival of a message, each by its own clock. The largest counts."""
+        known = process.is_clock_known
+        process.is_clock_known = True
         if abs(lead_s) < CLOCKS_S:
             lead_s = 0.0
-        if lead_s != life.lead_s and (lead_s > life.lead_s or not known):
-            life.set_lead(lead_s)
+        if lead_s != process.lead_s and (lead_s > process.lead_s or not known):
+            process.set_lead(lead_s)
 
     def _compare_late(self) -> None:
-        """Processes whose tapes were read before the syncer's had their messages."""
+        """Compare clocks of processes whose tapes were read before the syncer's had their messages."""
         for (learner, incarnation), said in list(self._said.items()):
-            life = self._life(self.lives, learner, incarnation, 0.0)
+            process = self._process(self.processes, learner, incarnation, 0.0)
             heard = self._heard.get((learner, incarnation), {})
             for tick in said.keys() & heard.keys():
-                self._compare(life, said[tick] - heard.pop(tick))
-            if life.is_clock_known:
+                self._compare(process, said[tick] - heard.pop(tick))
+            if process.is_clock_known:
                 del self._said[learner, incarnation]
 
-    def end_reigns(self) -> None:
-        """All but the newest that has begun: to be called when their tapes are read to the end."""
-        begun = [reign for reign in self.reigns if reign.first is not None]
-        for reign in begun[:-1]:
-            reign.end()
+    def end_tenures(self) -> None:
+        """End all tenures but the newest that has begun. Call it when their tapes are read to the end."""
+        begun = [tenure for tenure in self.tenures if tenure.first is not None]
+        for tenure in begun[:-1]:
+            tenure.end()
 
     def settle(self) -> None:
-        """Once what is new was taken: what depends on more than one tape."""
+        """Compute what depends on more than one tape, after new entries were taken."""
         self._compare_late()
-        own = [life for lives in self.lives.values() for life in lives]
-        lives = [*own, *(life for lives in self.seen.values() for life in lives)]
-        reigns = [reign for reign in self.reigns if reign.first is not None]
-        ends = [life.last for life in lives if life.is_clock_known or not reigns]
-        self.to = max([*ends, *(reign.last for reign in reigns)], default=0.0)
-        self._since = min((life.began for life in lives if life.began is not None), default=None)
+        own = [process for processes in self.processes.values() for process in processes]
+        processes = [*own, *(process for processes in self.seen.values() for process in processes)]
+        tenures = [tenure for tenure in self.tenures if tenure.first is not None]
+        ends = [process.last for process in processes if process.is_clock_known or not tenures]
+        self.to = max([*ends, *(tenure.last for tenure in tenures)], default=0.0)
+        self._since = min((process.began for process in processes if process.began is not None), default=None)
         self._pauses = list(self._find_pauses())
-        known = {learner for reign in reigns for learner in reign.standings}
-        self._learners = sorted(known | set(self.lives) | set(self.seen))
+        known = {learner for tenure in tenures for learner in tenure.standings}
+        self._learners = sorted(known | set(self.processes) | set(self.seen))
         for learner in self._learners:
             self._leave_open(learner)
         self._ended = self.to
         if self.is_finished:
-            self._ended = max((life.log.ends[-1] for life in lives if life.log.ends), default=self.to)
-        there = [(life.first, life.until) for life in lives]
-        self._sections = union([*there, *((r.first, r.last) for r in reigns if r.first is not None)])
+            self._ended = max((process.log.ends[-1] for process in processes if process.log.ends), default=self.to)
+        there = [(process.first, process.until) for process in processes]
+        self._sections = union([*there, *((r.first, r.last) for r in tenures if r.first is not None)])
 
     def _leave_open(self, learner: int) -> None:
-        """Who is there between two entries of its tape is in a step, unless the run is paused."""
-        lives = self.lives_of(learner)
-        for life in lives:
-            life.open_until = life.works_until = None
-        if lives and self.is_on(learner, lives[-1]):
-            life = lives[-1]
-            life.open_until = self.to
+        """A learner that is there after its newest entry is in a step, unless the run is paused."""
+        processes = self.processes_of(learner)
+        for process in processes:
+            process.open_until = process.works_until = None
+        if processes and self.is_on(learner, processes[-1]):
+            process = processes[-1]
+            process.open_until = self.to
             paused = self._pauses[-1] if self._pauses and self._pauses[-1][1] >= self.to else None
-            life.works_until = self.to if paused is None else paused[0]
+            process.works_until = self.to if paused is None else paused[0]
 
     # ---------------------------------------------------------------------------------------------------- the run
 
     @property
-    def reign(self) -> Reign | None:
-        """The newest that has begun."""
-        return next((reign for reign in reversed(self.reigns) if reign.first is not None), None)
+    def tenure(self) -> SyncerTenure | None:
+        """The newest syncer process that has begun."""
+        return next((tenure for tenure in reversed(self.tenures) if tenure.first is not None), None)
+
+    @property
+    def begin(self) -> float:
+        """The first entry of a syncer, on the run's clock."""
+        return min((tenure.first for tenure in self.tenures if tenure.first is not None), default=0.0)
 
     @property
     def is_finished(self) -> bool:
-        reign = self.reign
-        return reign is not None and reign.stage == "finished"
+        tenure = self.tenure
+        return tenure is not None and tenure.stage == "finished"
 
     def learners(self) -> list[int]:
         return self._learners
 
-    def lives_of(self, learner: int) -> list[Life]:
-        """From its own tapes where they are here, else as the syncer saw it."""
-        return self.lives.get(learner) or self.seen.get(learner, [])
+    def processes_of(self, learner: int) -> list[LearnerProcess]:
+        """The processes of a learner, from its own tapes if they are here, else as the syncer saw them."""
+        return self.processes.get(learner) or self.seen.get(learner, [])
 
     def is_derived(self, learner: int) -> bool:
-        """What is said of its time follows from what it told the syncer."""
-        return learner not in self.lives
+        """Whether its time is derived from its messages to the syncer."""
+        return learner not in self.processes
 
     def trains_since(self) -> float | None:
-        """The first learner may train."""
+        """When the first learner may train."""
         return self._since
 
     def ended(self) -> float:
-        """The last step of anybody once the run is over, else the newest entry."""
+        """The last step of any learner if the run is over, else the newest entry."""
         return self._ended
 
     def wall_s(self, at: float = float("inf")) -> float:
@@ -206,14 +243,14 @@ class Books:
         return sum(overlap_s(section, span) for section in self._sections)
 
     def pauses(self) -> list[Span]:
-        """In which the run stood still because somebody asked for it. While the syncer is away it still does."""
+        """When an operator had paused the run. A pause goes on while the syncer is down."""
         return self._pauses
 
     def _find_pauses(self) -> Iterator[Span]:
-        for number, reign in enumerate(self.reigns):
-            for begin, end in reign.pauses:
-                if end == reign.last and reign.is_paused:
-                    later = next((r.first for r in self.reigns[number + 1 :] if r.first is not None), self.to)
+        for number, tenure in enumerate(self.tenures):
+            for begin, end in tenure.pauses:
+                if end == tenure.last and tenure.is_paused:
+                    later = next((r.first for r in self.tenures[number + 1 :] if r.first is not None), self.to)
                     end = max(end, later)
                 yield begin, end
 
@@ -221,87 +258,92 @@ class Books:
         return any(begin <= at <= end for begin, end in self._pauses)
 
     def goodput(self, at: float = float("inf")) -> float | None:
-        """Share of the islands' time, in which they should have trained, that was spent in steps."""
+        """Goodput: the share of learners' allocated time that was spent in steps. This is its only definition."""
         whole = in_steps = 0.0
         for learner in self._asked():
             span = self.span_of(learner, at)
             if span is not None:
                 allocated_s = self._counted_s(span)
                 whole += allocated_s
-                in_steps += stepping_s(self.lives_of(learner), span, allocated_s)
+                in_steps += stepping_s(self.processes_of(learner), span, allocated_s)
         return in_steps / whole if whole > 0 else None
 
     def uptime(self, at: float = float("inf")) -> float | None:
-        """Share of the time in which at least one island was in steps."""
+        """Uptime: the share of the run's time in which at least one learner was in a step."""
         whole_s = self.wall_s(at)
         if self._since is None or whole_s <= 0.0:
             return None
         end = min(at, self._ended)
-        lives = (life for learner in self.learners() for life in self.lives_of(learner))
-        return min(1.0, covered_s((s for life in lives for s in life.all_spells(end)), (self._since, end)) / whole_s)
+        processes = (process for learner in self.learners() for process in self.processes_of(learner))
+        return min(
+            1.0, covered_s((s for process in processes for s in process.all_spells(end)), (self._since, end)) / whole_s
+        )
 
     def _asked(self) -> Iterable[int]:
         return sorted({*self.learners(), *range(1, self.asked_for + 1)})
 
-    def merges(self, begin: float, end: float) -> Iterator[Merge]:
-        for reign in self.reigns:
-            yield from reign.merges.between(begin, end)
+    def merges(self, begin: float = float("-inf"), end: float = float("inf")) -> Iterator[Merge]:
+        """After `begin`, up to `end`; ordered by time within the tenure of each syncer."""
+        for tenure in self.tenures:
+            yield from tenure.merges.between(begin, end)
 
     def merges_until(self, at: float) -> int:
-        return sum(reign.merges.until(at) for reign in self.reigns)
+        return sum(tenure.merges.until(at) for tenure in self.tenures)
 
     def newest_merges(self, at: float, count: int) -> list[Merge]:
-        """The last so many before this moment, newest first."""
+        """Return the last `count` merges before this moment, newest first."""
         found: list[Merge] = []
-        for reign in reversed(self.reigns):
+        for tenure in reversed(self.tenures):
             if count > 0:
-                newest = reign.merges.newest(at, count)
+                newest = tenure.merges.newest(at, count)
                 count -= sum(each.stands_for for each in newest)
                 found += newest
         return found
 
     # ---------------------------------------------------------------------------------------------------- islands
 
-    def standing(self, learner: int, at: float) -> Standing | None:
-        """In the eyes of the syncer that reigned then."""
-        for reign in reversed(self.reigns):
-            if reign.first is None or reign.first > at:
+    def standing(self, learner: int, at: float) -> StandingChange | None:
+        """The standing of a learner with the syncer of that moment."""
+        for tenure in reversed(self.tenures):
+            if tenure.first is None or tenure.first > at:
                 continue
-            track = reign.standings.get(learner, [])
+            track = tenure.standings.get(learner, [])
             index = bisect_right(track, at, key=lambda each: each.at)
             if index:
                 return track[index - 1]
         return None
 
-    def is_on(self, learner: int, life: Life) -> bool:
-        """Its process is there as far as anybody knows: between two steps its tape says nothing.
+    def is_on(self, learner: int, process: LearnerProcess) -> bool:
+        """Whether its process is still there: between two steps its tape says nothing.
 
-        The syncer knows a learner as away whose link is cut; then its own tape goes on. What a syncer knows from before
+        For the syncer a learner whose link is cut is away; then its own tape goes on. What a syncer knows from before
         its restart says nothing.
         """
         last = self.standing(learner, self.to)
-        if last is None or last.incarnation != life.incarnation:
+        if last is None or last.incarnation != process.incarnation:
             return False
         if last.standing in ("live", "suspect", "joining"):
             return True
-        if self.to - life.last > max(LINGERS_S, 3 * (self.usual_step_s(learner, self.to) or 0.0)):
+        if self.to - process.last > max(LINGERS_S, 3 * (self.usual_step_s(learner, self.to) or 0.0)):
             return False
-        restored = any(last is reign.standings[learner][0] for reign in self.reigns[1:] if learner in reign.standings)
-        return last.standing == "away" and (restored or life.last >= last.at)
+        restored = any(
+            last is tenure.standings[learner][0] for tenure in self.tenures[1:] if learner in tenure.standings
+        )
+        return last.standing == "away" and (restored or process.last >= last.at)
 
     def span_of(self, learner: int, at: float = float("inf")) -> Span | None:
-        """In which it should have trained, until then; None where it had not come, and nobody had asked for it.
+        """The span in which it should have trained, until `at`; None if it had not come and should not have.
 
-        From the moment at which anybody may train, or from when it came if it was added later; until the end of the
-        run, or until it left for good. docs/accounting.md has it in words.
+        It begins when the first learner may train, or when this one came if it was added later. It ends with the
+        run, or when this learner left for good. docs/accounting.md explains it.
         """
-        lives, since = self.lives_of(learner), self._since
-        if since is None or (not lives and learner > self.asked_for):
+        processes, since = self.processes_of(learner), self._since
+        if since is None or (not processes and learner > self.asked_for):
             return None
         end = min(at, self._ended)
-        if not lives:
+        if not processes:
             return max(since, self._section(self._ended)[0]), end
-        first = lives[0].first
+        first = processes[0].first
         if learner <= self.asked_for:
             begin = max(since, self._section(first)[0])
         elif first > at:
@@ -309,10 +351,10 @@ class Books:
         else:
             begin = max(since, first)
             if self.asked_for:  # a job that was resumed with fewer does not ask for it any more
-                end = min(end, self._section(max(life.until for life in lives))[1])
+                end = min(end, self._section(max(process.until for process in processes))[1])
         last = self.standing(learner, at)
         if last is not None and last.standing == "left":
-            end = min(end, last.at, max((life.last for life in lives if life.first <= at), default=end))
+            end = min(end, last.at, max((process.last for process in processes if process.first <= at), default=end))
         return begin, max(begin, end)
 
     def _section(self, at: float) -> Span:
@@ -327,15 +369,15 @@ class Books:
         stops: Iterable[Span] = (),
         waited_s: float = 0.0,
         copied_s: float = 0.0,
-    ) -> Shares | None:
-        """Where its time went until then."""
+    ) -> TimeShares | None:
+        """Return where its time went until then."""
         span = self.span_of(learner, at)
         if span is None:
             return None
         pauses = [found for found in (clip(pause, span) for pause in self._pauses) if found is not None]
         return shares_of(
             learner,
-            self.lives_of(learner),
+            self.processes_of(learner),
             span,
             list(stops),
             pauses,
@@ -344,55 +386,152 @@ class Books:
             self._counted_s(span),
         )
 
+    def bands(self, learner: int, begin: float, end: float, stops: Iterable[Span] = ()) -> list[Band]:
+        """What a learner did when, without gaps: by its own tapes if they are here, else as the syncer saw it.
+
+        `stops`: when its process was stopped by SIGSTOP, which no tape says.
+        """
+        changes = self._standings(learner)
+        states: Iterable[Band] = (Band(*span, STATES.get(change.standing, change.standing)) for change, span in changes)
+        if self.processes.get(learner):
+            suspicions = [(span, STATES[c.standing]) for c, span in changes if c.standing in ("suspect", "quarantined")]
+            covers = sorted([*((span, "alone") for span in self._alone(learner)), *suspicions])
+            states = _cover(self._own_bands(learner), [(stop, "stopped") for stop in sorted(stops)])
+            states = _cover(states, covers)
+        found: list[Band] = []
+        for band in _cover(states, [(pause, "paused") for pause in self._pauses]):
+            clipped = Band(max(band.begin, begin), min(band.end, end), band.state)
+            if clipped.end <= clipped.begin:
+                continue
+            if found and found[-1].state == clipped.state and clipped.begin - found[-1].end < 1e-9:
+                found[-1] = found[-1]._replace(end=clipped.end)
+            else:
+                found.append(clipped)
+        return found
+
+    def state(self, learner: int, at: float) -> Band:
+        """What a learner does at this moment, and since when."""
+        bands = self.bands(learner, self.begin, max(at, self.begin) + 1e-6)
+        return next((band for band in reversed(bands) if band.begin <= at), Band(at, at, "gone"))
+
+    def _standings(self, learner: int) -> list[tuple[StandingChange, Span]]:
+        """The standings of a learner, each with the span in which it had it."""
+        changes = [each for tenure in self.tenures for each in tenure.standings.get(learner, ())]
+        ends = [*(each.at for each in changes[1:]), self.to]
+        return [(change, (change.at, end)) for change, end in zip(changes, ends, strict=False)]
+
+    def _alone(self, learner: int) -> list[Span]:
+        processes = self.processes[learner]
+        alone = [span for process in processes for span in process.all_alone()]
+        if processes[-1].alone_since is not None:
+            alone[-1] = processes[-1].alone_since, self.to  # still alone after its newest entry
+        return alone
+
+    def _own_bands(self, learner: int) -> Iterator[Band]:
+        """Joining, training and being away, from its tapes."""
+        processes = self.processes[learner]
+        at = processes[0].first
+        for process in processes:
+            if process.first > at:
+                yield Band(at, process.first, "gone")
+            yield Band(process.first, process.joined, "recovering")
+            yield Band(process.joined, process.until, "training")
+            at = max(at, process.until)
+        if at < self.to:
+            last = self.standing(learner, self.to)
+            state = last.standing if last is not None and last.standing in ("left", "quarantined") else "gone"
+            yield Band(at, self.to, state)
+
+    def longest_gap(self, excused: Mapping[int, Sequence[Span]]) -> Gap | None:
+        """The longest gap between steps of any learner, without gaps that touch an excused span of that learner."""
+        worst: Gap | None = None
+        for learner, processes in self.processes.items():
+            times = [end - begin for process in processes for begin, end in process.step_spans()]
+            for process in processes:
+                for before, after in pairwise(process.log.ends):
+                    if worst is not None and after - before <= worst.gap_s:
+                        continue
+                    if not any(overlap_s((before, after), span) > 0.0 for span in excused.get(learner, ())):
+                        worst = Gap(learner, before, after - before, median(times))
+        return worst
+
+    def effective_h(self) -> float | None:
+        """Steps of a learner between two merges of a fragment, if it is there all the time."""
+        processes = [process for each in self.processes.values() for process in each]
+        present_s = sum(process.present_s for process in processes)
+        merges = self.merges_until(float("inf"))
+        if not merges or not present_s or self.tenure is None:
+            return None
+        steps = sum(process.steps for process in processes) * self.wall_s() / present_s
+        return steps * len(self.tenure.core.config.fragment_ids()) / merges
+
     def progress_of(self, learner: int, at: float) -> tuple[int, float]:
-        """Steps of its newest process, and tokens of all, by then."""
+        """Return the steps of its newest process and the tokens of all its processes, by then."""
         steps, tokens = 0, 0.0
-        for life in self.lives_of(learner):
-            if life.first > at:
+        for process in self.processes_of(learner):
+            if process.first > at:
                 break
-            steps = life.log.steps_until(at)
-            tokens += life.log.tokens_until(at)
+            steps = process.log.steps_until(at)
+            tokens += process.log.tokens_until(at)
         return steps, tokens
 
     def tokens_until(self, at: float) -> float:
         found = 0.0
         for learner in self._learners:
-            for life in self.lives_of(learner):
-                if life.first <= at:
-                    found += life.log.tokens_until(at)
+            for process in self.processes_of(learner):
+                if process.first <= at:
+                    found += process.log.tokens_until(at)
         return found
 
     def usual_step_s(self, learner: int, at: float) -> float | None:
-        """The median of its last steps."""
-        for life in reversed(self.lives_of(learner)):
-            usual_s = life.log.usual_s(at)
+        """Return the median of its last steps."""
+        for process in reversed(self.processes_of(learner)):
+            usual_s = process.log.usual_s(at)
             if usual_s is not None:
                 return usual_s
         return None
 
     def moment_of(self, learner: int, incarnation: int, step: int | None, at: float) -> float:
-        """When a process said something, of which its clock says `at`: that clock may be wrong, and may have jumped.
+        """Return when a process wrote a line at `at` of its own clock, which may be wrong and may have jumped.
 
-        `step`: what it had taken by then, of which its tape knows when.
+        `step`: the steps it had taken by then; its tape has their times.
         """
-        life = next((each for each in self.lives.get(learner, ()) if each.incarnation == incarnation), None)
-        if life is None:
+        process = next((each for each in self.processes.get(learner, ()) if each.incarnation == incarnation), None)
+        if process is None:
             return at
-        at -= life.lead_s
-        row = bisect_left(life.log.steps, step) if step is not None else len(life.log)
-        if row == len(life.log):  # its tape is not as far
-            begin, end = life.last, max(life.until, self.to)
+        at -= process.lead_s
+        row = bisect_left(process.log.steps, step) if step is not None else len(process.log)
+        if row == len(process.log):  # its tape is not as far
+            begin, end = process.last, max(process.until, self.to)
         else:
-            begin, end = life.log.begins[row], life.log.ends[row]
+            begin, end = process.log.begins[row], process.log.ends[row]
         return at if begin - CLOCKS_S <= at <= end + CLOCKS_S else end
 
     def lead_of(self, learner: int, incarnation: int) -> float:
-        """By which the clock of a process is ahead."""
-        return next((life.lead_s for life in self.lives.get(learner, ()) if life.incarnation == incarnation), 0.0)
+        """Return by how much the clock of a process is ahead."""
+        return next(
+            (process.lead_s for process in self.processes.get(learner, ()) if process.incarnation == incarnation), 0.0
+        )
+
+
+def _cover(bands: Iterable[Band], covers: Sequence[tuple[Span, str]]) -> Iterator[Band]:
+    """Replace training by the states that lie over it; of two that overlap, the first one counts."""
+    for band in bands:
+        at = band.begin
+        for (begin, end), state in covers if band.state == "training" else ():
+            begin, end = max(begin, at), min(end, band.end)
+            if end <= begin:
+                continue
+            if begin > at:
+                yield Band(at, begin, band.state)
+            yield Band(begin, end, state)
+            at = end
+        if at < band.end:
+            yield Band(at, band.end, band.state)
 
 
 def _note(times: dict[tuple[int, int], dict[int, float]], process: tuple[int, int], tick: int, at: float) -> None:
-    """Some of the first ticks of a process, and some of the newest."""
+    """Keep some of the first ticks of a process, and some of the newest."""
     known = times.get(process)
     if known is None:
         known = times[process] = {}
@@ -402,7 +541,7 @@ def _note(times: dict[tuple[int, int], dict[int, float]], process: tuple[int, in
 
 
 def asked_for(run: Path) -> int:
-    """Learners that the job on this machine was told to start; 0 where nobody said."""
+    """Return the number of learners that the job on this machine should start; 0 if unknown."""
     try:
         told = json.loads((run / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -411,19 +550,21 @@ def asked_for(run: Path) -> int:
     return learners if type(learners) is int else 0
 
 
-def read_books(run: Path, keep: int | None = KEEP) -> Books:
-    """From all tapes of a run; they may be cut short."""
-    books, tapes = Books(keep), RunTapes(run)
-    books.here = set(tapes.learners())
+def read_timeline(run: Path, keep: int | None = KEEP, learners: int | None = None) -> RunTimeline:
+    """Read all tapes of a run; they may be cut short. `learners`: that the job should start; None: by its config."""
+    timeline, tapes = RunTimeline(keep), RunTapes(run)
+    timeline.here = set(tapes.learners())
     for actor, reader in tapes.readers.items():  # syncers first
         if actor.learner == SYNCER:
-            reign = books.new_reign(reader.header)
+            tenure = timeline.add_tenure(reader.header)
             for entry in reader:
-                books.take_syncer(reign, entry)
-            books.end_reigns()
+                timeline.take_syncer(tenure, entry)
+            timeline.end_tenures()
         else:
             for entry in reader:
-                books.take_learner(actor.learner, actor.start, entry)
-    books.asked_for = asked_for(run) if books.lives else 0
-    books.settle()
-    return books
+                timeline.take_learner(actor.learner, actor.start, entry)
+    timeline.asked_for = asked_for(run) if timeline.processes else 0
+    timeline.settle()
+    if learners is not None:
+        timeline.asked_for = learners
+    return timeline

@@ -1,11 +1,10 @@
-"""What stands beside the tapes in a run's directory: metrics, faults, logs, the configuration, the report."""
+"""The files beside the tapes in a run's directory: metrics, faults, logs, the configuration, the report."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -14,18 +13,18 @@ from typing import Any, NamedTuple, TypeAlias
 
 from atoll.logs import sentence_of
 from atoll.store.metrics_files import MetricsReader
-from atoll.tape.downsampling import KEEP, Levels
+from atoll.tape.bounded_logs import KEEP, TimeSeries
 
 LAST_WORDS = 240
 """Letters of a log's end that are shown of a process that died."""
 
-MOST_PIECE_BYTES = 4 * 2**20
+MAX_PIECE_BYTES = 4 * 2**20
 
 MomentOf: TypeAlias = Callable[[int, int, int | None, float], float]
 """Of a learner, its process, a step of that and what its clock says: when it was."""
 
 
-class Fault(NamedTuple):
+class FaultNote(NamedTuple):
     at: float  # on the run's clock
     who: str
     what: str
@@ -33,7 +32,7 @@ class Fault(NamedTuple):
 
 
 class JsonTail:
-    """A growing file of JSON lines, read on from where the last look ended. Lines that are none are passed over."""
+    """A growing file of JSON lines, read on from where the last read ended. Lines that are not JSON are skipped."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -45,7 +44,7 @@ class JsonTail:
             try:
                 with open(self.path, "rb") as file:
                     file.seek(self._offset)
-                    piece = file.read(MOST_PIECE_BYTES)
+                    piece = file.read(MAX_PIECE_BYTES)
             except OSError:
                 return
             if not piece:
@@ -61,55 +60,13 @@ class JsonTail:
                     yield found
 
 
-class Track:
-    """Figures over time; each at its own times, which never fall. Old ones are joined, two and two."""
-
-    __slots__ = ("_grows", "_levels", "at", "value")
-
-    def __init__(self, grows: bool = False, keep: int | None = KEEP) -> None:
-        """`grows`: a sum since the beginning, of which the later one stands for both; of others it is the mean."""
-        self.at: array[float] = array("d")
-        self.value: array[float] = array("d")
-        self._grows = grows
-        self._levels = Levels(keep)
-
-    def add(self, at: float, value: float) -> None:
-        self.at.append(max(at, self.at[-1]) if self.at else at)
-        self.value.append(value)
-        for first, stop in self._levels.add():
-            ones, others = self.value[first:stop:2], self.value[first + 1 : stop : 2]
-            self.at[first:stop] = self.at[first + 1 : stop : 2]
-            self.value[first:stop] = others if self._grows else array("d", map(_mean, ones, others))
-
-    def before(self, at: float) -> float | None:
-        index = bisect_right(self.at, at)
-        found = self.value[index - 1] if index else math.nan
-        return found if found == found else None
-
-    def rate(self, begin: float, end: float) -> float | None:
-        """Of a sum that grows."""
-        last = bisect_right(self.at, end)
-        first = bisect_right(self.at, begin)
-        if last - first < 2:
-            return None
-        took_s = self.at[last - 1] - self.at[first]
-        return (self.value[last - 1] - self.value[first]) / took_s if took_s > 0 else None
-
-
-def _mean(one: float, other: float) -> float:
-    """Of those that are numbers."""
-    if one == one and other == other:
-        return (one + other) / 2
-    return one if one == one else other
-
-
 GROWING = ("bytes_up", "bytes_down", "boundary_s", "waited_s")
 """Figures of a learner's lines that are sums since its process began."""
 
 NOW = ("loss", "tokens_per_s")
 
 
-class Told:
+class RunFiles:
     """The files that are written once or seldom."""
 
     def __init__(self, run: Path) -> None:
@@ -117,7 +74,7 @@ class Told:
         self.founded_at: float | None = None
         self.config: dict[str, Any] | None = None
         self.report: dict[str, Any] | None = None
-        self.faults: list[Fault] = []
+        self.faults: list[FaultNote] = []
         self._faults = JsonTail(run / "faults.jsonl")
         self.look()
 
@@ -136,7 +93,7 @@ class Told:
             for line in self._faults.new_lines():
                 try:
                     at = float(line["at"]) - self.founded_at
-                    fault = Fault(at, str(line["who"]), str(line["what"]), bool(line.get("planned")))
+                    fault = FaultNote(at, str(line["who"]), str(line["what"]), bool(line.get("planned")))
                 except (KeyError, TypeError, ValueError):
                     continue
                 self.faults.append(fault)
@@ -153,13 +110,13 @@ class Told:
         return " / ".join(map(sentence_of, lines[-2:]))[-LAST_WORDS:] or None
 
 
-class Lines:
+class MetricsHistory:
     """metrics/learner-3.jsonl of every learner, eval.jsonl and syncer.jsonl beside them, on the run's clock."""
 
-    def __init__(self, told: Told, moment_of: MomentOf | None = None, keep: int | None = KEEP) -> None:
+    def __init__(self, files: RunFiles, moment_of: MomentOf | None = None, keep: int | None = KEEP) -> None:
         """`moment_of`: what tapes know of the time of a line; clocks of hosts may be wrong."""
-        self._told, self._run = told, told.run
-        run = told.run
+        self._files, self._run = files, files.run
+        run = files.run
         self._moment_of = moment_of
         self._keep = keep
         self._tails: dict[Path, JsonTail] = {}
@@ -167,16 +124,16 @@ class Lines:
         self._syncer = MetricsReader(run)
         self._reading: Iterator[None] | None = None  # what the last look has not come to
         self._starts: dict[tuple[int, str], tuple[int, float, float]] = {}
-        self.tracks: dict[str, Track] = {}
+        self.series: dict[str, TimeSeries] = {}
         self.read = 0  # lines
 
     def look(self, until: float = math.inf) -> bool:
         """Read what is new, up to this moment of the monotonic clock. True: there is more."""
         if self._reading is None:
-            self._told.look()
-            if self._told.founded_at is None:
+            self._files.look()
+            if self._files.founded_at is None:
                 return False
-            self._reading = self._lines(self._told.founded_at)
+            self._reading = self._lines(self._files.founded_at)
         for _ in self._reading:
             self.read += 1
             if self.read % 64 == 0 and time.monotonic() > until:
@@ -219,7 +176,7 @@ class Lines:
                 self._add(f"{name}.learner.{learner}", at, self._sum((learner, name), start, value))
 
     def _take_syncer(self, line: dict[str, Any]) -> None:
-        """What the syncer measures itself, and what learners without files here have told it."""
+        """What the syncer measures itself, and what learners without files here have files it."""
         at, kind = line.get("at"), line.get("kind")
         if not isinstance(at, int | float):
             return
@@ -245,26 +202,26 @@ class Lines:
 
     def _add(self, name: str, at: float, value: Any) -> None:
         """What is no number leaves a gap: the figure of before must not stand for it."""
-        if value is None and name not in self.tracks:
+        if value is None and name not in self.series:
             return
-        track = self.tracks.get(name)
-        if track is None:
-            track = self.tracks[name] = Track(name.partition(".")[0] in GROWING, self._keep)
+        series = self.series.get(name)
+        if series is None:
+            series = self.series[name] = TimeSeries(name.partition(".")[0] in GROWING, self._keep)
         fine = isinstance(value, int | float) and math.isfinite(value)
-        track.add(at, float(value) if fine else math.nan)
+        series.add(at, float(value) if fine else math.nan)
 
     def is_lost(self, name: str, learner: int, at: float) -> bool:
         """There was a figure, and the newest word of it is no number."""
-        track = self.tracks.get(f"{name}.learner.{learner}")
-        return track is not None and bisect_right(track.at, at) > 0 and track.before(at) is None
+        series = self.series.get(f"{name}.learner.{learner}")
+        return series is not None and bisect_right(series.at, at) > 0 and series.before(at) is None
 
     def value(self, name: str, learner: int, at: float) -> float | None:
-        track = self.tracks.get(f"{name}.learner.{learner}")
-        return track.before(at) if track is not None else None
+        series = self.series.get(f"{name}.learner.{learner}")
+        return series.before(at) if series is not None else None
 
     def rate(self, name: str, learner: int, begin: float, end: float) -> float | None:
-        track = self.tracks.get(f"{name}.learner.{learner}")
-        return track.rate(begin, end) if track is not None else None
+        series = self.series.get(f"{name}.learner.{learner}")
+        return series.rate(begin, end) if series is not None else None
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Every checker over the tapes of a real run: what `atoll check` shows, and what a run under faults is judged by."""
+"""Run every checker over the tapes of a real run, for `atoll check`, `atoll report` and `atoll chaos`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Watched = Callable[[Iterable[Entry]], Iterator[Entry]]
 """Entries pass through it on their way to the checkers: a progress bar, perhaps."""
 
 
-class Verdict(NamedTuple):
+class CheckResult(NamedTuple):
     """What the checkers found. `finished`: the run came to its end, so its last checks were made too.
 
-    `incomplete` says what the tapes lack. Where something hangs on that, nothing can be judged any more: `stopped` is
-    the first entry that was not shown to the checkers.
+    `incomplete` says what the tapes lack. Checking ends where an entry depends on that: `stopped` is the first entry
+    that the checkers did not see.
     """
 
     entries: int
@@ -31,7 +31,7 @@ class Verdict(NamedTuple):
     stopped: Entry | None = None
 
 
-def judge(tapes: RunTapes, checkers: Sequence[Checker], watched: Watched = iter) -> Verdict:
+def check_tapes(tapes: RunTapes, checkers: Sequence[Checker], watched: Watched = iter) -> CheckResult:
     """Show every entry to every checker, in an order in which causes come first.
 
     An entry whose cause is on no tape ends it: the sender's tape was cut, lost or is still being written, and what its
@@ -62,7 +62,7 @@ def judge(tapes: RunTapes, checkers: Sequence[Checker], watched: Watched = iter)
     except Violation as found:
         violation = found
         incomplete = _incomplete(tapes, missing, newest)
-    return Verdict(sum(newest.values()), finished, missing, violation, incomplete, stopped)
+    return CheckResult(sum(newest.values()), finished, missing, violation, incomplete, stopped)
 
 
 def has_lost_cause(entry: Entry, missing: Sequence[Missing]) -> bool:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from atoll.core.types import RunConfig
 from atoll.dashboard.alerts import alerts_at
-from atoll.dashboard.picture import JOINED_LATER_S, RECENT_MERGES, STALE_S, Mark, RunPicture
-from atoll.dashboard.samples import Sample
-from atoll.tape.merges import Merge
-from atoll.tape.time_shares import Shares
+from atoll.dashboard.picture import JOINED_LATER_S, RECENT_MERGES, STALE_S, RunPicture
+from atoll.tape.bounded_logs import Merge
+from atoll.tape.syncer_tenures import SyncerSample
+from atoll.tape.time_shares import TimeShares
 
 TRAINS = ("training", "alone", "suspected")
-MOST_ROUNDS = 2000
+MAX_ROUNDS = 2000
 """Of a timeline, drawn one by one."""
+
+
+class TimelineMark(NamedTuple):
+    at: float
+    who: str
+    kind: str
+    text: str
 
 
 def picture_at(picture: RunPicture, at: float | None = None) -> dict[str, Any]:
@@ -50,9 +57,9 @@ def picture_at(picture: RunPicture, at: float | None = None) -> dict[str, Any]:
     }
 
 
-def is_live(picture: RunPicture, sample: Sample | None) -> bool:
+def is_live(picture: RunPicture, sample: SyncerSample | None) -> bool:
     """Somebody still writes it, as far as one can tell from here."""
-    if picture.simulated or picture.told.report is not None:
+    if picture.simulated or picture.files.report is not None:
         return False
     return sample is None or sample.view.stage != "finished"
 
@@ -65,8 +72,8 @@ def _known(picture: RunPicture, at: float) -> list[int]:
     """Learners that had come by then."""
     known = []
     for learner in picture.learners():
-        lives = picture.lives_of(learner)
-        if picture.standing(learner, at) is not None or (lives and lives[0].first <= at):
+        processes = picture.processes_of(learner)
+        if picture.standing(learner, at) is not None or (processes and processes[0].first <= at):
             known.append(learner)
     return known
 
@@ -78,7 +85,7 @@ def _known(picture: RunPicture, at: float) -> list[int]:
 def _headline(
     picture: RunPicture,
     at: float,
-    sample: Sample | None,
+    sample: SyncerSample | None,
     islands: list[dict[str, Any]],
     span_s: float,
     recent: list[Merge],
@@ -136,13 +143,13 @@ def _mean(merges: list[Merge], name: str) -> float | None:
 
 
 def _rate(picture: RunPicture, name: str, at: float, span_s: float) -> float | None:
-    rates = [picture.lines.rate(name, learner, at - span_s, at) for learner in picture.learners()]
+    rates = [picture.metrics.rate(name, learner, at - span_s, at) for learner in picture.learners()]
     known = [rate for rate in rates if rate is not None]
     return sum(known) if known else None
 
 
 def _island(
-    picture: RunPicture, learner: int, at: float, sample: Sample | None, span_s: float, recent: list[Merge]
+    picture: RunPicture, learner: int, at: float, sample: SyncerSample | None, span_s: float, recent: list[Merge]
 ) -> dict[str, Any]:
     band = picture.state(learner, at)
     member = sample.members.get(learner) if sample is not None else None
@@ -160,7 +167,7 @@ def _island(
         "tokens_per_s": per_s if trains else 0.0,
         "step_s": picture.usual_step_s(learner, at) if trains else None,
         "speed": None,
-        "loss": picture.lines.value("loss", learner, at),
+        "loss": picture.metrics.value("loss", learner, at),
         "link": _link(member.standing if member is not None else None, band.state),
         "staleness_s": _staleness_s(learner, at, sample),
         "weight": _weight(learner, recent),
@@ -180,7 +187,7 @@ def _add_speeds(islands: list[dict[str, Any]]) -> None:
             each["speed"] = usual / each["step_s"]
 
 
-def split_of(shares: Shares) -> dict[str, float]:
+def split_of(shares: TimeShares) -> dict[str, float]:
     return {
         "stepping": shares.stepping_s,
         "waiting": shares.waiting_s,
@@ -197,7 +204,7 @@ def _link(standing: str | None, state: str) -> str | None:
     return None if standing is None else "up" if standing in ("live", "suspect", "joining", "admitting") else "down"
 
 
-def _staleness_s(learner: int, at: float, sample: Sample | None) -> float | None:
+def _staleness_s(learner: int, at: float, sample: SyncerSample | None) -> float | None:
     """Since it was last in a merge: so long nothing of its work has come into the model."""
     merged_at = sample.merged_with.get(learner) if sample is not None else None
     return at - merged_at if merged_at is not None else None
@@ -219,42 +226,42 @@ def _last_words(picture: RunPicture, learner: int, at: float, state: str) -> str
     """Of the newest process of it that died, while it has not come back."""
     if state not in ("gone", "recovering", "quarantined"):
         return None
-    died = [fault for fault in picture.told.faults if fault.who == f"learner {learner}" and fault.at <= at]
+    died = [fault for fault in picture.files.faults if fault.who == f"learner {learner}" and fault.at <= at]
     if not died:
         return None
-    came_back = any(life.first > died[-1].at for life in picture.lives_of(learner))
-    words = picture.told.last_words(died[-1].who) if not came_back else None  # the log goes on after it
+    came_back = any(process.first > died[-1].at for process in picture.processes_of(learner))
+    words = picture.files.last_words(died[-1].who) if not came_back else None  # the log goes on after it
     return f"{died[-1].what} at {died[-1].at:.1f} s" + (f": {words}" if words else "")
 
 
 def _syncer(picture: RunPicture, at: float, live: bool) -> dict[str, Any]:
     bands = [band for band in syncer_bands(picture, live) if band[0] <= at]
     state = bands[-1][2] if bands else "down"
-    reigns = [reign for reign in picture.reigns if reign.first is not None and reign.first <= at]
-    epoch = reigns[-1].epoch if reigns else None
+    tenures = [tenure for tenure in picture.tenures if tenure.first is not None and tenure.first <= at]
+    epoch = tenures[-1].epoch if tenures else None
     return {"state": state, "epoch": epoch, "since": bands[-1][0] if bands else picture.begin}
 
 
 def syncer_bands(picture: RunPicture, live: bool) -> list[list[Any]]:
     """Up from the first to the last entry of each of its processes."""
     bands: list[list[Any]] = []
-    for number, reign in enumerate(picture.reigns):
-        if reign.first is None:
+    for number, tenure in enumerate(picture.tenures):
+        if tenure.first is None:
             continue
-        if bands and reign.first > bands[-1][1]:
-            bands.append([bands[-1][1], reign.first, "down"])
-        end = reign.last
-        newest = number == len(picture.reigns) - 1
+        if bands and tenure.first > bands[-1][1]:
+            bands.append([bands[-1][1], tenure.first, "down"])
+        end = tenure.last
+        newest = number == len(picture.tenures) - 1
         age_s = _age_s(picture) if live and newest else None
         if newest and (not live or age_s is None or age_s < STALE_S):
             end = max(end, picture.to)
-        bands.append([reign.first, end, "up"])
+        bands.append([tenure.first, end, "up"])
         if newest and end < picture.to:
             bands.append([end, picture.to, "down"])
     return bands
 
 
-def _fragments(sample: Sample, at: float) -> list[dict[str, Any]]:
+def _fragments(sample: SyncerSample, at: float) -> list[dict[str, Any]]:
     return [
         {
             "fragment": each.fragment,
@@ -272,7 +279,7 @@ def _fragments(sample: Sample, at: float) -> list[dict[str, Any]]:
     ]
 
 
-def _ledger(sample: Sample) -> dict[str, Any]:
+def _ledger(sample: SyncerSample) -> dict[str, Any]:
     books = sample.books
     return {**books._asdict(), "balanced": sample.is_balanced}
 
@@ -296,7 +303,7 @@ def timeline(picture: RunPicture, begin: float | None, end: float | None, width:
             [max(b, begin), min(e, end), state] for b, e, state in syncer_bands(picture, live) if e > begin and b < end
         ],
         "marks": [mark._asdict() for mark in marks(picture) if begin <= mark.at <= end],
-        "rounds": rounds(picture, begin, end, min(max(width, 50), MOST_ROUNDS)),
+        "rounds": rounds(picture, begin, end, min(max(width, 50), MAX_ROUNDS)),
     }
 
 
@@ -324,38 +331,38 @@ def _round(merges: list[Merge]) -> dict[str, Any]:
     }
 
 
-def marks(picture: RunPicture) -> list[Mark]:
+def marks(picture: RunPicture) -> list[TimelineMark]:
     """Faults and returns, from what the supervisor wrote and from the tapes."""
     found = [
-        Mark(fault.at, fault.who, "killed" if fault.what.startswith("SIG") else "failed", fault.what)
-        for fault in picture.told.faults
+        TimelineMark(fault.at, fault.who, "killed" if fault.what.startswith("SIG") else "failed", fault.what)
+        for fault in picture.files.faults
     ]
     for learner in picture.learners():
         who = f"learner {learner}"
-        for number, life in enumerate(picture.lives_of(learner)):
+        for number, process in enumerate(picture.processes_of(learner)):
             if number:
-                found.append(Mark(life.first, who, "restarted", f"incarnation {life.incarnation} begins"))
-            elif picture.reigns and life.first > picture.begin + JOINED_LATER_S:
-                found.append(Mark(life.first, who, "joined", "a new learner"))
+                found.append(TimelineMark(process.first, who, "restarted", f"incarnation {process.incarnation} begins"))
+            elif picture.tenures and process.first > picture.begin + JOINED_LATER_S:
+                found.append(TimelineMark(process.first, who, "joined", "a new learner"))
         before = ""
-        for change in (each for reign in picture.reigns for each in reign.standings.get(learner, ())):
+        for change in (each for tenure in picture.tenures for each in tenure.standings.get(learner, ())):
             if change.standing != before:  # a new syncer begins by knowing what the old one knew
                 kind = {"suspect": "suspected", "quarantined": "quarantined", "left": "left"}.get(change.standing)
                 if kind is not None:
-                    found.append(Mark(change.at, who, kind, change.sentence or kind))
+                    found.append(TimelineMark(change.at, who, kind, change.sentence or kind))
             before = change.standing
-    for word in (word for reign in picture.reigns for word in reign.controls):
+    for word in (word for tenure in picture.tenures for word in tenure.controls):
         who = "syncer" if word.subject[0] == "run" else f"{word.subject[0]} {word.subject[1]}"
-        found.append(Mark(word.at, who, "control", word.sentence))
-    for reign in picture.reigns[1:]:
-        if reign.first is not None:
-            found.append(Mark(reign.first, "syncer", "syncer-restarted", f"epoch {reign.epoch} begins"))
+        found.append(TimelineMark(word.at, who, "control", word.sentence))
+    for tenure in picture.tenures[1:]:
+        if tenure.first is not None:
+            found.append(TimelineMark(tenure.first, "syncer", "syncer-restarted", f"epoch {tenure.epoch} begins"))
     return sorted(found)
 
 
 def told_config(picture: RunPicture) -> dict[str, Any]:
     config: RunConfig | None = picture.config
-    told = picture.told.config
+    told = picture.files.config
     if told is None and config is not None:
         told = {"run": config.run_id, "fragments": config.fragments, "every_steps": config.every_steps}
-    return {"config": told, "report": picture.told.report}
+    return {"config": told, "report": picture.files.report}

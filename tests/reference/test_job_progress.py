@@ -1,4 +1,4 @@
-"""The live view: what it shows of a status, on a terminal and without one."""
+"""The progress of a job: what the terminal view shows of a status, on a terminal and without one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from atoll.reference.live_view import GoodputMeter, LiveView, Watched, picture, plain_line
+from atoll.dashboard.terminal import LiveView, plain, rendered
+from atoll.reference.job_progress import GoodputMeter, JobProgress, job_view
 
 STATUS = {
     "stage": "running",
@@ -26,14 +27,14 @@ STATUS = {
 }
 
 
-def watched(**changes):
+def progress(**changes):
     values = {"elapsed_s": 52.0, "goodput": 0.971, "down": {3: "killed on purpose"}, "news": ["learner 3 was killed"]}
-    return Watched("decoupled, 4 islands", 4, **{**values, **changes})
+    return JobProgress("decoupled, 4 islands", 4, **{**values, **changes})
 
 
 def drawn(status, seen, width=100):
     stream = io.StringIO()
-    Console(file=stream, width=width, highlight=False).print(picture(status, seen))
+    Console(file=stream, width=width, highlight=False).print(rendered(job_view(status, seen), width))
     return stream.getvalue()
 
 
@@ -42,18 +43,18 @@ def row(text, learner):
 
 
 def test_the_picture_has_a_line_per_island():
-    text = drawn(STATUS, watched())
+    text = drawn(STATUS, progress())
     assert row(text, 1)[:4] == ["1", "training", "410", "4,120"]
-    assert row(text, 2)[1] == "joining"
+    assert row(text, 2)[1] == "recovering"
     assert "start 2" in text
-    assert row(text, 3)[1:3] == ["down", "300"]
+    assert row(text, 3)[1:3] == ["gone", "300"]
     assert "killed on purpose" in text
-    assert row(text, 4) == ["4", "starting"]
+    assert row(text, 4)[:2] == ["4", "starting"]
 
 
 def test_the_picture_shows_quorum_merges_goodput_and_news():
-    text = drawn(STATUS, watched())
-    for part in ("merges 1,234", "alive 2, asked 2, merged 1", "quorum 1", "goodput 97.1 %", "43 %", "to go"):
+    text = drawn(STATUS, progress(), 200)
+    for part in ("merges 1,234", "alive/asked/merged 2/2/1", "quorum 1", "goodput 97.1 %", " 43 %", "ends in 1:08"):
         assert part in text
     assert text.rstrip().endswith("learner 3 was killed")
 
@@ -61,16 +62,17 @@ def test_the_picture_shows_quorum_merges_goodput_and_news():
 @pytest.mark.parametrize("width", [20, 80, 200])
 @pytest.mark.parametrize("status", [{}, {"learners": []}, {"learners": [{"learner": 7}]}, STATUS])
 def test_any_status_can_be_drawn_at_any_width(status, width):
-    assert drawn(status, watched(), width)
-    assert plain_line(status, watched())
+    assert drawn(status, progress(), width)
+    assert plain(job_view(status, progress()))
 
 
 def test_the_plain_line_is_one_line():
-    line = plain_line(STATUS, watched())
+    line = plain(job_view(STATUS, progress()))
     assert line == (
-        "0:52   43 % | 1: step 410 loss 2.31 | 2: joining | 3: down | 4: starting | 1,234 merges | goodput 97 %"
+        "52 s   43 % | 1: step 410 loss 2.31 | 2: recovering | 3: gone | 4: starting | 4,120 tokens/s | 1,234 merges"
+        " | goodput 97.1 %"
     )
-    assert " | 1 merge | " in plain_line({**STATUS, "merges": 1}, watched())
+    assert " | 1 merge | " in plain(job_view({**STATUS, "merges": 1}, progress()))
 
 
 def test_many_islands_are_summed_up_in_the_plain_line():
@@ -78,21 +80,21 @@ def test_many_islands_are_summed_up_in_the_plain_line():
         "progress": 0.5,
         "learners": [{"learner": n, "standing": "live", "step": n, "loss": 2.0} for n in range(1, 65)],
     }
-    line = plain_line(status, Watched("", 64, down={64: "killed"}))
-    assert line == "0:00   50 % | 63 training, 1 down, loss 2.00, step 1 to 63"
+    line = plain(job_view(status, JobProgress("", 64, down={64: "killed"})))
+    assert line == "0 s   50 % | 63 training, 1 gone, loss 2.00, step 1 to 63"
 
 
 def test_without_a_terminal_lines_come_now_and_then_and_news_at_once():
     stream = io.StringIO()
-    seen = watched()
-    with LiveView(stream, every_s=5.0) as view:
+    seen = progress()
+    with LiveView(stream, interval_s=5.0) as view:
         for now in (0.0, 1.0, 4.9, 5.0, 6.0):
             if now == 1.0:
                 seen.news.append("learner 3 is started again")
-            view.show(STATUS, seen, now)
+            view.show(job_view(STATUS, seen), now=now)
     lines = stream.getvalue().splitlines()
     assert lines[0] == seen.title
-    assert [line[:12] for line in lines[1:]] == ["learner 3 wa", "0:52   43 % ", "learner 3 is", "0:52   43 % "]
+    assert [line[:12] for line in lines[1:]] == ["learner 3 wa", "52 s   43 % ", "learner 3 is", "52 s   43 % "]
 
 
 class Terminal(io.StringIO):
@@ -103,8 +105,8 @@ class Terminal(io.StringIO):
 def test_on_a_terminal_it_draws_in_place():
     stream = Terminal()
     with LiveView(stream) as view:
-        view.show(STATUS, watched())
-        view.show(STATUS, watched())
+        view.show(job_view(STATUS, progress()))
+        view.show(job_view(STATUS, progress()))
     text = stream.getvalue()
     assert "training" in text
     assert "\x1b[" in text
@@ -124,8 +126,8 @@ def test_a_view_that_shows_a_second_run_tells_its_title_and_all_its_news():
     view = LiveView(stream)
     for title, news in (("first", ["one", "two"]), ("second", ["three"])):
         with view:
-            view.show({}, Watched(title, 1, news=news))
-    assert [line for line in stream.getvalue().splitlines() if "0:00" not in line] == [
+            view.show(job_view({}, JobProgress(title, 1, news=news)))
+    assert [line for line in stream.getvalue().splitlines() if not line.startswith("0 s ")] == [
         "first",
         "one",
         "two",

@@ -17,7 +17,7 @@ PLAN = "plan.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Struck:
+class FaultRecord:
     """One fault as it was done. Times are seconds of the Unix epoch."""
 
     number: int
@@ -28,7 +28,7 @@ class Struck:
     why_not: str = ""
 
 
-class Log:
+class FaultLog:
     def __init__(self, run: Path) -> None:
         self._path = run / FOLDER / STRUCK
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,14 +41,14 @@ class Log:
         """All learners train: the plan's clock starts."""
         self.write({"began": at})
 
-    def struck(self, what: Struck) -> None:
+    def struck(self, what: FaultRecord) -> None:
         self.write(asdict(what))
 
 
-def read_log(run: Path) -> tuple[float | None, dict[int, Struck]]:
+def read_fault_log(run: Path) -> tuple[float | None, dict[int, FaultRecord]]:
     """When the plan's clock started, and the newest word on every fault."""
     began: float | None = None
-    found: dict[int, Struck] = {}
+    found: dict[int, FaultRecord] = {}
     try:
         lines = (run / FOLDER / STRUCK).read_text(encoding="utf-8").split("\n")[:-1]
     except FileNotFoundError:
@@ -58,6 +58,6 @@ def read_log(run: Path) -> tuple[float | None, dict[int, Struck]]:
         if "began" in told:
             began = told["began"]
         else:
-            struck = Struck(**told)
+            struck = FaultRecord(**told)
             found[struck.number] = struck
     return began, found
