@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 from atoll.core.types import Accepted, RoundId, RunConfig
@@ -130,7 +131,8 @@ class WeighsTheLast(SyncerTensors):
 
     def accumulate(self, round_id: RoundId, up: Codec, data: Tensor, accepted: Accepted) -> None:
         before = self.rounds[round_id][0].count if round_id in self.rounds else 0
-        super().accumulate(round_id, up, data, accepted._replace(weight=accepted.weight * (1 + before * 1e-6)))
+        heavier = structs.replace(accepted, weight=accepted.weight * (1 + before * 1e-6))
+        super().accumulate(round_id, up, data, heavier)
 
 
 class Forgetful(Execution):

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import aiohttp
+from msgspec.structs import astuple
 
 from atoll.core.protocol import Contribution, Envelope
 from atoll.core.types import FragmentId, RoundId, Version
@@ -254,7 +255,7 @@ class RowTraffic:
                     missing = await self._bulk.say_contributed(number, header, at)
                 if missing:
                     spans = [list(span) for span in missing]
-                    sending = Sending(*said, tuple(body.round), of, at, spans)
+                    sending = Sending(*said, astuple(body.round), of, at, spans)
                     with self._bulk.measured("up", lambda: of):
                         await self._all(fragment, "send", sending._asdict(), self._work.send(sending), "up")
                     missing = await self._bulk.say_contributed(number, header, at)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from atoll.core.codec import Number, Value
 from atoll.core.protocol import VersionRecord
 from atoll.core.types import NOTHING, Accepted, FragmentId, RoundId, Version
 from atoll.tensors.codecs import codec
@@ -36,18 +37,18 @@ class Served(NamedTuple):
     codec: str = "f32"  # of the update
 
 
-class Measured(NamedTuple):
+class Measured(Value, frozen=True):
     """What one merge was like. Norms are of whole fragments, and of contributions as they came."""
 
     contributions: tuple[Accepted, ...]
-    norms: tuple[float, ...]
-    scales: tuple[float, ...]  # below 1 where one was clipped
-    merged_norm: float
-    cosine: float | None  # mean over pairs of contributions
-    momentum_norm: float | None
-    step_norm: float  # of the update as it is published
-    left_out: float  # of the update, by its codec, as a share
-    merge_s: float  # in the merge thread, from the last contribution to the next published value
+    norms: tuple[Number, ...]
+    scales: tuple[Number, ...]  # below 1 where one was clipped
+    merged_norm: Number
+    cosine: Number | None  # mean over pairs of contributions
+    momentum_norm: Number | None
+    step_norm: Number  # of the update as it is published
+    left_out: Number  # of the update, by its codec, as a share
+    merge_s: Number  # in the merge thread, from the last contribution to the next published value
 
 
 class HeldFragment:
