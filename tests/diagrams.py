@@ -68,8 +68,9 @@ GROUPS: dict[str, Iterable[Any]] = {
 
 
 def shapes() -> str:
-    """Everything that travels or is written, with its fields and their annotations; the first line resolves the ids."""
+    """Everything that travels or is written, with its fields and their annotations; aliases first."""
     lines = ["```python", "LearnerId = FragmentId = Version = Incarnation = int"]
+    lines += ["Number = int | float", "Scalar = bool | Number | str | None"]
     for title, types in GROUPS.items():
         lines += ["", f"# {title}"]
         lines += [f"{kind.__name__}({_fields(kind)})" for kind in types]
@@ -77,8 +78,7 @@ def shapes() -> str:
 
 
 def _fields(kind: Any) -> str:
-    hints = kind.__annotations__
-    return ", ".join(f"{name}: {getattr(hints[name], '__forward_arg__', hints[name])}" for name in kind._fields)
+    return ", ".join(f"{name}: {hint}" for name, hint in kind.__annotations__.items())
 
 
 PARTS: dict[str, Callable[[], str]] = {

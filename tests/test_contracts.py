@@ -53,7 +53,7 @@ def test_empty_rooms_keep_every_contract(house):
     ("place", "planted", "contract"),
     [
         ("core/planted.py", "import atoll.sim", "Imports point one way"),
-        ("core/planted.py", "import numpy", "core needs nothing but the standard library"),
+        ("core/planted.py", "import numpy", "core needs nothing but the standard library and msgspec"),
         ("sim/planted.py", "import atoll.cli", "Imports point one way"),
         ("sim/planted.py", "def f():\n    import torch", "sim has no tensors"),
         ("sim/planted.py", "import socket", "sim has no tensors"),

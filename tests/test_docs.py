@@ -69,7 +69,7 @@ def every_message_has_a_section_with_its_fields(text: str) -> Iterator[str]:
         told = section(by_hand(text), f"`{name}`")
         if not told:
             yield f"no section of the message {name}"
-        for field in kind._fields:
+        for field in kind.__struct_fields__:
             if told and field not in coded(told):
                 yield f"the section of {name} does not tell of {field}"
 
@@ -85,7 +85,9 @@ def every_message_says_its_lane_and_what_makes_good_for_its_loss(text: str) -> I
 
 def the_envelope_is_told(text: str) -> Iterator[str]:
     told = coded(section(by_hand(text), "The envelope"))
-    yield from (f"the envelope's {field} is not told" for field in protocol.Envelope._fields if field not in told)
+    yield from (
+        f"the envelope's {field} is not told" for field in protocol.Envelope.__struct_fields__ if field not in told
+    )
 
 
 def events_effects_and_records_are_told(text: str) -> Iterator[str]:

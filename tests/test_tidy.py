@@ -38,9 +38,9 @@ PLANTED: dict[Rule, tuple[tuple[str, str], tuple[str, str]]] = {
         ("Makefile", "pip install -i https://" + "py" + "pi.example"),
         ("Makefile", "pip install -c constraints.txt ."),
     ),
-    tidy_rules.core_imports_the_standard_library_only: (
+    tidy_rules.core_imports_only_the_standard_library_and_msgspec: (
         (CORE, "import math\nfrom numpy.random import default_rng\n"),
-        (CORE, "import math\nfrom atoll.core import types\n"),
+        (CORE, "import math\nfrom atoll.core import types\nfrom msgspec.structs import replace\n"),
     ),
     tidy_rules.core_calls_nothing_impure: (
         (CORE, "order = sorted(names, key=lambda name: hash(name))\n"),
@@ -74,8 +74,8 @@ def test_the_rule_sees_a_planted_violation_and_spares_its_neighbour(rule):
 @pytest.mark.parametrize(
     ("rule", "path", "text"),
     [
-        (tidy_rules.core_imports_the_standard_library_only, CORE, "from atoll import sim\n"),
-        (tidy_rules.core_imports_the_standard_library_only, CORE, "def f():\n    import torch\n"),
+        (tidy_rules.core_imports_only_the_standard_library_and_msgspec, CORE, "from atoll import sim\n"),
+        (tidy_rules.core_imports_only_the_standard_library_and_msgspec, CORE, "def f():\n    import torch\n"),
         (tidy_rules.core_speaks_one_language, CORE, "class LearnerClient: ...\n"),
         (tidy_rules.no_path_of_one_machine, "Makefile", "cd /" + "work\n"),
         (tidy_rules.no_path_of_one_machine, "Makefile", 'cd "/' + 'home/me/atoll"\n'),
@@ -155,13 +155,13 @@ def import_in_a_bare_house(room: str, *allowed: str, cwd: Path = ROOT) -> subpro
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_core_imports_with_the_standard_library_alone():
-    done = import_in_a_bare_house("atoll.core", "atoll.core")
+def test_core_imports_with_the_standard_library_and_msgspec_alone():
+    done = import_in_a_bare_house("atoll.core", "atoll.core", "msgspec")
     assert done.returncode == 0, done.stderr
 
 
 def test_sim_imports_with_core_and_tapes_alone():
-    done = import_in_a_bare_house("atoll.sim", "atoll.sim", "atoll.core", "atoll.tape")
+    done = import_in_a_bare_house("atoll.sim", "atoll.sim", "atoll.core", "atoll.tape", "msgspec")
     assert done.returncode == 0, done.stderr
 
 

@@ -136,13 +136,13 @@ def no_registry_is_named(source: Source) -> Iterator[str]:
     yield from _matches(source, _REGISTRY, "names a package registry")
 
 
-def core_imports_the_standard_library_only(source: Source) -> Iterator[str]:
-    """The core runs wherever Python runs."""
+def core_imports_only_the_standard_library_and_msgspec(source: Source) -> Iterator[str]:
+    """The core runs wherever Python runs. msgspec has no dependencies of its own."""
     if not source.within("src/atoll/core"):
         return
     for line, module in _imports(source):
         ours = module == "atoll.core" or module.startswith("atoll.core.")
-        if not ours and module.split(".")[0] not in sys.stdlib_module_names:
+        if not ours and module.split(".")[0] not in {*sys.stdlib_module_names, "msgspec"}:
             yield source.complain(line, f"core imports {module}")
 
 
@@ -200,7 +200,7 @@ RULES: tuple[Rule, ...] = (
     nothing_is_left_for_later,
     no_path_of_one_machine,
     no_registry_is_named,
-    core_imports_the_standard_library_only,
+    core_imports_only_the_standard_library_and_msgspec,
     core_calls_nothing_impure,
     core_speaks_one_language,
     tests_neither_sleep_nor_mock,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import heapq
 from pathlib import Path
 
+from msgspec import structs
+
 from atoll.core.learner.core import LearnerCore
 from atoll.core.protocol import (
     ControlRequested,
@@ -98,7 +100,7 @@ class TinyRun:
         self._stopped[actor] = self.now + for_s
         for place, (when, serial, whose, event) in enumerate(self._heap):
             if whose == actor and isinstance(event, StepTaken):
-                longer = event._replace(step_time_s=event.step_time_s + for_s)
+                longer = structs.replace(event, step_time_s=event.step_time_s + for_s)
                 self._heap[place] = when + for_s, serial, whose, longer
         heapq.heapify(self._heap)
 
@@ -143,7 +145,7 @@ class TinyRun:
         if isinstance(event, StepTaken) and not core.training:  # type: ignore[union-attr]
             return
         if isinstance(event, StepTaken) and core.state.held - core.taken >= SAMPLES:  # type: ignore[union-attr]
-            event = event._replace(samples=SAMPLES)
+            event = structs.replace(event, samples=SAMPLES)
         at = self.now + self.clocks_s.get(actor.learner, 0.0)
         effects = core.handle(at, event)  # type: ignore[arg-type]
         self.entries.append(Entry(at, actor, core.tick, event, tuple(effects)))

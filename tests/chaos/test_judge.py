@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from atoll.chaos import judge as judging
 from atoll.chaos.fault_log import FaultLog, FaultRecord
@@ -185,7 +186,7 @@ def test_a_learner_that_was_stopped_itself_is_no_survivor(tmp_path):
 def test_tokens_that_nobody_trained_are_found(tmp_path):
     run = eventful_run()
     run.entries = [
-        e._replace(event=e.event._replace(tokens=1))
+        e._replace(event=structs.replace(e.event, tokens=1))
         if isinstance(e.event, StepTaken) and e.actor.learner == 1 and e.at > 30
         else e
         for e in run.entries
@@ -247,7 +248,8 @@ def test_a_violation_of_the_protocol_is_found(tmp_path):
     for place, entry in enumerate(run.entries):
         if any(isinstance(effect, MergeRound) and len(effect.contributions) > 1 for effect in entry.effects):
             effects = tuple(
-                e._replace(contributions=e.contributions[:1]) if isinstance(e, MergeRound) else e for e in entry.effects
+                structs.replace(e, contributions=e.contributions[:1]) if isinstance(e, MergeRound) else e
+                for e in entry.effects
             )
             run.entries[place] = entry._replace(effects=effects)
             break

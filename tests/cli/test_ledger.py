@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from atoll.cli.ledger import compact, read_history, sums_of
 from atoll.cli.main import main
@@ -141,18 +142,18 @@ def leased_to_both(record: LeaseRecord) -> LeaseRecord:
     """Everybody's first lease is that of learner 1."""
     first = next((h.intervals[0] for h in record.holdings if h.learner == 1 and h.first == 0), None)
     holdings = [
-        h._replace(intervals=(first, *h.intervals[1:])) if first and h.first == 0 and h.learner == 3 else h
+        structs.replace(h, intervals=(first, *h.intervals[1:])) if first and h.first == 0 and h.learner == 3 else h
         for h in record.holdings
     ]
-    return record._replace(holdings=tuple(holdings))
+    return structs.replace(record, holdings=tuple(holdings))
 
 
 def never_leased(record: LeaseRecord) -> LeaseRecord:
-    return record._replace(next=record.next + 5)
+    return structs.replace(record, next=record.next + 5)
 
 
 def another_total(record: VersionRecord) -> VersionRecord:
-    return record._replace(merged_tokens=record.merged_tokens + 1)
+    return structs.replace(record, merged_tokens=record.merged_tokens + 1)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +180,7 @@ def test_a_sample_that_a_learner_took_without_having_it_is_noticed(saved, tmp_pa
     def greedy(header, entries):
         last = max(place for place, entry in enumerate(entries) if getattr(entry.event, "samples", 0))
         event = entries[last].event
-        entries[last] = entries[last]._replace(event=event._replace(samples=event.samples + 10_000))
+        entries[last] = entries[last]._replace(event=structs.replace(event, samples=event.samples + 10_000))
         return header, entries
 
     told = told_of(rewritten(saved, tmp_path, Actor(1, 1), greedy), capsys, code=1)

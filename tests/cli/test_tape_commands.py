@@ -11,6 +11,7 @@ from pathlib import Path
 from signal import SIGKILL
 
 import pytest
+from msgspec import structs
 
 from atoll.cli.check import judge, story_of
 from atoll.cli.main import main
@@ -108,7 +109,7 @@ def below_quorum(header, entries):
     for place, entry in enumerate(entries):
         for effect in entry.effects:
             if isinstance(effect, MergeRound) and effect.round.base == 1:
-                poor = effect._replace(contributions=effect.contributions[:1])
+                poor = structs.replace(effect, contributions=effect.contributions[:1])
                 effects = tuple(poor if each is effect else each for each in entry.effects)
                 entries[place] = entry._replace(effects=effects)
                 return header, entries
@@ -227,8 +228,8 @@ def test_tapes_that_contradict_each_other_are_not_merely_incomplete(saved, tmp_p
         """The syncer's first answer to learner 3 reaches it before the question was asked."""
         place = next(i for i, entry in enumerate(entries) if type(entry.event) is MessageArrived)
         arrived = entries[place].event
-        later = arrived._replace(envelope=arrived.envelope._replace(tick=arrived.envelope.tick + 200))
-        entries[place] = entries[place]._replace(event=later)
+        envelope = structs.replace(arrived.envelope, tick=arrived.envelope.tick + 200)
+        entries[place] = entries[place]._replace(event=MessageArrived(envelope))
         return header, entries
 
     run = rewritten(saved, tmp_path, Actor(3, 1), early)

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Self, TypeVar
 
+from msgspec import structs
+
 from atoll.core.learner.core import LearnerCore, LearnerParts
 from atoll.core.protocol import (
     Body,
@@ -66,7 +68,7 @@ TOKENS = 100
 def form(effect: Any) -> str:
     """What two effects are compared by. The clock of an envelope counts calls; it has tests of its own."""
     if isinstance(effect, Send):
-        return encode(Send(effect.envelope._replace(tick=0, seen=0)))
+        return encode(Send(structs.replace(effect.envelope, tick=0, seen=0)))
     return encode(effect)
 
 
@@ -250,8 +252,8 @@ class SyncerTalk(Talk):
         return self.persisted(at)
 
     def _write_record(self, record: Record) -> None:
-        kind, number, _ = record.key()
-        self.disk[(kind, number if kind == "version" else 0)] = record
+        key = record.key()
+        self.disk[(key.kind, key.number if key.kind == "version" else 0)] = record
 
     def fragment(self, p: FragmentId) -> Any:
         return self.core.view().fragments[p]
@@ -319,7 +321,7 @@ class Voice:
     def envelope(self, body: Body, **other: Any) -> Envelope:
         self.tick += 1
         plain = Envelope(self.id, self.incarnation, self.session, self.epoch, self.tick, 0, self.marker, body)
-        return plain._replace(**other)
+        return structs.replace(plain, **other)
 
     def says(self, at: float, body: Body, **other: Any) -> list[Any]:
         """A message arrives. `other` replaces fields of its envelope."""
@@ -330,7 +332,7 @@ class Voice:
         body = Hello(
             config.run_id, config.fingerprint, tuple(self.received.values()), self.step, self.trained, training
         )
-        return self.says(at, body._replace(**other))
+        return self.says(at, structs.replace(body, **other))
 
     def acknowledges(self, at: float) -> list[Any]:
         """Every version that has arrived."""
@@ -349,7 +351,7 @@ class Voice:
     def contributes(self, at: float, fragment: FragmentId = 0, **other: Any) -> list[Any]:
         """An honest answer to the newest pull of the fragment; `other` replaces fields of it."""
         body = self.contribution(fragment)
-        return self.says(at, body._replace(**other))
+        return self.says(at, structs.replace(body, **other))
 
     def contribution(self, fragment: FragmentId = 0) -> Contribution:
         mark = self.marks.get(fragment)
@@ -387,7 +389,7 @@ class LearnerTalk(Talk):
         self.tick += 1
         core = self.core
         plain = Envelope(core.id, core.incarnation, self.session, self.epoch, self.tick, 0, self.marker, body)
-        return self.tell(at, MessageArrived(plain._replace(**other)))
+        return self.tell(at, MessageArrived(structs.replace(plain, **other)))
 
     def welcomed(self, at: float, versions: tuple[Version, ...] | None = None, step_time_s: float = 0.0) -> list[Any]:
         versions = versions if versions is not None else (0,) * len(self.config.fragment_ids())

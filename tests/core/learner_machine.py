@@ -6,6 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
+from msgspec import structs
 
 from atoll.core.protocol import (
     AdoptFragment,
@@ -134,7 +135,7 @@ class LearnerMachine(Machine):
         plain_ = Envelope(
             1, core.incarnation, self.talk.session, self.talk.epoch, self.talk.tick, 0, self.talk.marker, body
         )
-        return self.happens(MessageArrived(plain_._replace(**other)))
+        return self.happens(MessageArrived(structs.replace(plain_, **other)))
 
     # ------------------------------------------------------------------------------------------------ the link
 

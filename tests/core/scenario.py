@@ -22,6 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
+from atoll.core.codec import Value
 from atoll.core.protocol import (
     ControlRequested,
     Delivered,
@@ -97,21 +100,21 @@ def _message(effect: Send, talk: Talk) -> str:
 
 
 def _words(value: Any) -> str:
-    """A named tuple: its name and its fields, each by name."""
+    """A value: its name and its fields, each by name."""
     name = re.sub(r"(?<!^)(?=[A-Z])", "-", type(value).__name__).lower()
     return " ".join([name, *_fields(value)])
 
 
 def _fields(value: Any) -> list[str]:
     shown = []
-    for field, inner in zip(value._fields, value, strict=True):
+    for field, inner in structs.asdict(value).items():
         if field == "taken" and not inner:
             continue  # a run without leases
         if isinstance(inner, RoundId):
             shown += _fields(inner)
         elif isinstance(inner, Reason):
             shown.append(f'because "{inner}" [{inner.code}]')
-        elif isinstance(inner, tuple) and hasattr(inner, "_fields"):
+        elif isinstance(inner, Value):
             shown.append(f"{field} ({_words(inner)})" if field != "record" else f"({_words(inner)})")
         else:
             shown.append(f"{field} {_shown(inner)}")
@@ -120,8 +123,8 @@ def _fields(value: Any) -> list[str]:
 
 def _shown(value: Any) -> str:
     if isinstance(value, RoundId):
-        return "/".join(map(str, value))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return "/".join(map(str, structs.astuple(value)))
+    if isinstance(value, Value):
         return " ".join(_fields(value))
     if isinstance(value, tuple):
         return f"[{'; '.join(_shown(inner) for inner in value)}]"
@@ -235,7 +238,7 @@ def _reports_late(talk: SyncerTalk, at: float, who: str, words: Words) -> None:
 def _contributes(talk: SyncerTalk, at: float, who: str, words: Words) -> None:
     voice = talk.voices[int(who)]
     marker = words.pop("marker", voice.marker)
-    body = voice.contribution(words.pop("fragment", 0))._replace(**_takes_all(words))
+    body = structs.replace(voice.contribution(words.pop("fragment", 0)), **_takes_all(words))
     voice.says(at, body, marker=marker)
 
 

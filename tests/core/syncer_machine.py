@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
+from msgspec import structs
 
 from atoll.core.protocol import (
     Contribution,
@@ -365,11 +366,11 @@ class SyncerMachine(Machine):
     def says_nonsense(self, learner, body):
         self.says(learner, body)
 
-    @rule(learner=LEARNERS, fragment=FRAGMENTS, field=st.sampled_from(Contribution._fields[1:6]), value=WILD)
+    @rule(learner=LEARNERS, fragment=FRAGMENTS, field=st.sampled_from(Contribution.__struct_fields__[1:6]), value=WILD)
     def contributes_nonsense(self, learner, fragment, field, value):
         voice = self.voice(learner)
         if fragment in voice.pulls:
-            self.says(learner, voice.contribution(fragment)._replace(**{field: value}))
+            self.says(learner, structs.replace(voice.contribution(fragment), **{field: value}))
 
     @rule(learner=st.integers(-1, 5), run=st.sampled_from(["run", "other"]), print_=st.sampled_from([(), ("other",)]))
     def a_stranger_says_hello(self, learner, run, print_):

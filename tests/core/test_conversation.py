@@ -12,7 +12,6 @@ PULL = Pull(RoundId(0, 0, 1, 1))
 
 
 def test_effects_of_different_types_with_equal_fields_are_different():
-    assert tuple(Ping(1)) == tuple(Pong(1)), "which is why nothing is compared raw"
     talk = SyncerTalk(RunConfig(fragments=1))
     one = talk.joined(1)
     one.says(1.0, Ping(1))

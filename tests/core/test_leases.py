@@ -148,7 +148,7 @@ def test_leases_return_only_when_no_open_round_holds_anything_of_their_holder():
     talk.persisted(1.7, "VersionRecord")
     assert talk.one(Persist).record.pool == ()  # type: ignore[union-attr]
     talk.persisted(1.8)
-    assert [lease[:1] for _, lease in talk.bodies(Lease)] == [(0,), (1,), (2,)]
+    assert [lease.number for _, lease in talk.bodies(Lease)] == [0, 1, 2]
     assert [(lease.begin, lease.end) for _, lease in talk.bodies(Lease)] == [(4, 14), (14, 20), (40, 50)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from atoll.core.protocol import (
     AdoptFragment,
@@ -401,7 +402,7 @@ def test_a_learner_that_cannot_save_its_part_says_so_and_is_left_out():
 
     talk = two_learners()
     talk.tell(1.5, SnapshotRequested())
-    talk.voices[1].says(2.0, part._replace(snapshot=SNAPSHOT))
+    talk.voices[1].says(2.0, structs.replace(part, snapshot=SNAPSHOT))
     (said,) = [effect.reason for effect in talk.effects if isinstance(effect, Say)]
     why = "the learner could not save its part: no space left on device"
     assert said == because("snapshot-left-out", 1, SNAPSHOT, why)
@@ -418,7 +419,7 @@ def test_learners_without_run_directory_have_snapshots_with_their_counters():
 
     talk = two_learners()
     talk.tell(1.5, SnapshotRequested())
-    part = part._replace(snapshot=SNAPSHOT)
+    part = structs.replace(part, snapshot=SNAPSHOT)
     talk.voices[1].says(2.0, part)
     talk.expect()
     talk.voices[2].says(2.0, part)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from atoll.core.codec import Scalar
 from atoll.core.protocol import (
     Accumulate,
     AdoptFragment,
@@ -68,7 +69,7 @@ def test_a_join_is_hello_then_welcome_with_the_versions_then_the_fragments():
     assert talk.member(1).standing == "joining"
 
 
-def _says(kind: str, number: int, code: str, *args: object) -> Say:
+def _says(kind: str, number: int, code: str, *args: Scalar) -> Say:
     return Say((kind, number), because(code, *args))
 
 
@@ -78,7 +79,9 @@ def test_hello_names_the_identity_and_the_fingerprint_and_what_is_held():
     talk.expect(Dial(0.0, 1))
     talk.opens(0.1)
     talk.expect(talk.sends(Hello("night", MODEL, (NOTHING, NOTHING), 0, 0, False)))
-    assert talk.of(Send)[0].envelope[:4] == (3, 5, 1, 0), "learner, incarnation, session, no epoch known yet"
+    envelope = talk.of(Send)[0].envelope
+    assert (envelope.learner, envelope.incarnation, envelope.session) == (3, 5, 1)
+    assert envelope.epoch == 0, "no epoch known yet"
 
 
 def test_an_admission_is_durable_before_the_welcome():

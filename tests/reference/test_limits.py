@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 from atoll.core.types import Accepted, AdoptHow, RoundId, RunConfig
@@ -133,8 +134,8 @@ class WeighsTheLast(SyncerFragment):
         self, round_id: RoundId, accepted: Accepted, data: Tensor, up: str, norm: float | None = None
     ) -> None:
         before = self._sums.count if self._sums is not None and self._round == round_id else 0
-        accepted = accepted._replace(weight=accepted.weight * (1 + before * 1e-6))
-        super().accumulate(round_id, accepted, data, up, norm)
+        heavier = structs.replace(accepted, weight=accepted.weight * (1 + before * 1e-6))
+        super().accumulate(round_id, heavier, data, up, norm)
 
 
 class Forgetful(Execution):

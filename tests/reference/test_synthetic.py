@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from atoll.cli.main import main
 from atoll.core.protocol import StartTraining, StepTaken
@@ -179,7 +180,7 @@ def test_steps_told_together_are_taken_one_by_one(run, text, monkeypatch):
         for entry in honest(self, report):
             if type(entry.event) is StepTaken:
                 event = entry.event
-                entry = entry._replace(event=event._replace(steps=2, tokens=2 * event.tokens))
+                entry = entry._replace(event=structs.replace(event, steps=2, tokens=2 * event.tokens))
             yield entry
 
     monkeypatch.setattr(RunTapes, "merged", doubled)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from msgspec import structs
+
 from atoll.core.data_leases import Key, LeaseBooks
 from atoll.core.learner.connection import Connection
 from atoll.core.learner.core import LearnerCore, LearnerParts
@@ -89,7 +91,7 @@ class MergesOldIncarnation(Rounds):
     speaker = 0
 
     def _accepted(self, member: Member, body: Contribution) -> Accepted:
-        return super()._accepted(member, body)._replace(incarnation=self.speaker)
+        return structs.replace(super()._accepted(member, body), incarnation=self.speaker)
 
     def _refusal(self, f: Fragment, member: Member, body: Contribution) -> Reason | None:
         refusal = super()._refusal(f, member, body)
@@ -160,7 +162,7 @@ class GraceBeyondBound(Rounds):
         super()._enter_grace(now, f)
         opened = self._state.effects[-1]
         assert isinstance(opened, OpenGrace)
-        self._state.effects[-1] = opened._replace(window_s=2 * opened.window_s)
+        self._state.effects[-1] = structs.replace(opened, window_s=2 * opened.window_s)
         f.grace_until = now + 2 * opened.window_s
         self._state.arm(f.grace_until, "grace", f.id)
 
@@ -181,7 +183,7 @@ class WeighsByStaleCounters(Rounds):
 
     def _accepted(self, member: Member, body: Contribution) -> Accepted:
         steps = max(1, member.step - self._state.baseline(self._state.fragments[body.round.fragment], member))
-        return super()._accepted(member, body)._replace(weight=body.tokens * body.tokens / steps)
+        return structs.replace(super()._accepted(member, body), weight=body.tokens * body.tokens / steps)
 
 
 class AdoptsOlderVersion(LearnerRounds):
@@ -224,7 +226,9 @@ class CountsDuplicates(Rounds):
         merge = self._state.effects[-1]
         assert isinstance(merge, MergeRound)
         if merge.round in self.twice:
-            self._state.effects[-1] = merge._replace(contributions=(*merge.contributions, self.twice[merge.round]))
+            self._state.effects[-1] = structs.replace(
+                merge, contributions=(*merge.contributions, self.twice[merge.round])
+            )
 
 
 class WaitsForTheSyncer(LearnerCore):
@@ -277,13 +281,13 @@ class AsksForEver(Rounds):
 
 class StartsTooEarly(Joining):
     def on_welcome(self, now: float, envelope: Envelope, body: Welcome) -> None:
-        super().on_welcome(now, envelope, body._replace(versions=tuple(-1 for _ in body.versions)))
+        super().on_welcome(now, envelope, structs.replace(body, versions=tuple(-1 for _ in body.versions)))
 
 
 class GivesOldState(Joining):
     def give_state(self, now: float) -> None:
         self._state.giving = {
-            to: g._replace(wanted=g.wanted._replace(versions=tuple(-1 for _ in g.wanted.versions)))
+            to: g._replace(wanted=structs.replace(g.wanted, versions=tuple(-1 for _ in g.wanted.versions)))
             for to, g in self._state.giving.items()
         }
         super().give_state(now)
@@ -393,7 +397,7 @@ class ForgetsWhoIsLost(SyncerState):
     """After a restart takes the lost for those who have left, and answers them nothing."""
 
     def _restore(self, restored: Restored) -> None:
-        members = restored.members._replace(lost=()) if restored.members is not None else None
+        members = structs.replace(restored.members, lost=()) if restored.members is not None else None
         super()._restore(replace(restored, members=members))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from atoll.core.protocol import Contribution, FetchTime, InnerState, Leave, Ping, Pong, Pull, Ready, Refuse, Report
 from atoll.core.reasons import Reason
@@ -373,14 +374,14 @@ def test_a_contribution_with_wrong_bytes_is_refused_and_the_next_one_is_taken(ru
         elif wrong == "codec":
             frame = stranger.frame(body, data, codec=0)
         elif wrong == "fragment":
-            frame = stranger.frame(body._replace(round=pull.round._replace(fragment=99)), data)
+            frame = stranger.frame(structs.replace(body, round=structs.replace(pull.round, fragment=99)), data)
         elif wrong == "digest":
             good = stranger.frame(body, data)
             frame = good[:-1] + bytes([good[-1] ^ 1])
         elif wrong == "trailing":
             frame = stranger.frame(body, data) + b"more"
         else:
-            frame = stranger.frame(body._replace(problem="mine is bad"), data)
+            frame = stranger.frame(structs.replace(body, problem="mine is bad"), data)
         status, told = await stranger.put("/v1/contribution", frame)
         assert (status, told["code"]) == (400, code), told
         status, _ = await stranger.put("/v1/contribution", stranger.frame(body, data))

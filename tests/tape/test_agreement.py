@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from atoll.chaos.judge import Ending, judge
 from atoll.chaos.plan import Plan
@@ -116,7 +117,8 @@ def run_with_steps(where: Path, times_s: list[float]) -> Path:
         if entry.actor.learner != 1:
             continue
         if isinstance(entry.event, StepTaken):
-            entry = entry._replace(event=entry.event._replace(step_time_s=times_s[min(number, len(times_s) - 1)]))
+            step_time_s = times_s[min(number, len(times_s) - 1)]
+            entry = entry._replace(event=structs.replace(entry.event, step_time_s=step_time_s))
             number += 1
         kept.append(entry._replace(at=1.0 if not number else ends[min(number, len(ends)) - 1]))
     tiny.entries = kept

@@ -170,8 +170,16 @@ DAMAGE: dict[str, tuple[list[bytes], int, str]] = {
     "no header": (LINES[1:], 1, "no header: the first line of a tape says whose it is"),
     "second header": (second_header_at(3), 4, "a second header: two tapes were written into one file"),
     "newer format": ([newer_header(), *LINES[1:]], 1, "written by a newer Atoll: format 2 of Atoll 9.9"),
-    "unknown type": ([*LINES[:2], sealed([0.0, 2, ["Sail"], []]), *LINES[3:]], 3, "tick 2: type 'Sail' is unknown"),
-    "wrong arity": ([*LINES[:2], sealed([0.0, 2, ["StepTaken", 1], []])], 3, "tick 2: StepTaken has 4 fields, found 1"),
+    "unknown type": (
+        [*LINES[:2], sealed([0.0, 2, ["Sail"], []]), *LINES[3:]],
+        3,
+        "tick 2: Invalid value 'Sail'",
+    ),
+    "wrong arity": (
+        [*LINES[:2], sealed([0.0, 2, ["StepTaken", 1], []])],
+        3,
+        "tick 2: Expected `array` of at least",
+    ),
     "nothing at all": ([], 1, "no header: the process ended before it wrote one"),
     "half a header": ([LINES[0][:50]], 1, "no header: the process ended before it wrote one"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from atoll.core.learner.core import LearnerCore
 from atoll.core.protocol import Delivered, Report, Resync, Send, StepTaken
@@ -49,7 +50,7 @@ def test_a_changed_effect_is_found_where_it_is():
     send = entries[place].effects[0]
     assert isinstance(send, Send)
     assert isinstance(send.envelope.body, Report)
-    wrong = Send(send.envelope._replace(body=send.envelope.body._replace(trained=101)))
+    wrong = Send(structs.replace(send.envelope, body=structs.replace(send.envelope.body, trained=101)))
     entries[place] = entries[place]._replace(effects=(wrong, *entries[place].effects[1:]))
     with pytest.raises(ReplayDifference) as caught:
         replay(header, entries)
@@ -86,8 +87,7 @@ def test_an_effect_of_another_type_with_equal_fields_is_a_difference():
         for effect in entry.effects
         if isinstance(effect, Send) and isinstance(effect.envelope.body, Delivered)
     )
-    swapped = Send(effect.envelope._replace(body=Resync(*effect.envelope.body)))
-    assert swapped == effect  # as Python sees it
+    swapped = Send(structs.replace(effect.envelope, body=Resync(*structs.astuple(effect.envelope.body))))
     effects = tuple(swapped if each is effect else each for each in entries[place].effects)
     entries[place] = entries[place]._replace(effects=effects)
     with pytest.raises(ReplayDifference, match=r'recorded as .*"Resync".* derived as .*"Delivered"'):
@@ -139,7 +139,7 @@ def test_the_core_of_a_header():
 
 
 def test_a_header_of_which_no_core_can_be_made_is_damage():
-    record = next(iter(RUN._restored().versions.values()))._replace(fragment=99)
+    record = structs.replace(next(iter(RUN._restored().versions.values())), fragment=99)
     header = Header(1, "0.1.0", Actor(0, 2), RUN.config, None, Restored({99: record}))
     with pytest.raises(TapeError, match="no core of syncer epoch 2 can be made from this header"):
         replay(header, [])

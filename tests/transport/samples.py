@@ -7,6 +7,7 @@ import struct
 from typing import Any, NamedTuple
 
 from atoll.core import protocol as p
+from atoll.core.codec import Value
 from atoll.core.reasons import Reason, because
 from atoll.core.types import Mark, RoundId
 from atoll.transport.wire import (
@@ -217,8 +218,8 @@ BAD_FRAMES: tuple[BadFrame, ...] = (
 
 def meaning(value: Any) -> Any:
     """A message for readers in any language: fields by name, and types where they are not clear from the place."""
-    if hasattr(value, "_fields"):
-        fields = {name: meaning(getattr(value, name)) for name in value._fields}
+    if isinstance(value, Value):
+        fields = {name: meaning(getattr(value, name)) for name in value.__struct_fields__}
         return {"type": type(value).__name__} | fields if isinstance(value, p.Body) else fields
     if isinstance(value, tuple):
         return [meaning(each) for each in value]

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from atoll.core.protocol import Envelope, LearnerBody, Leave, SyncerBody
 from atoll.core.types import RoundId
@@ -71,7 +72,7 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
         assert args[1:] == (...,)
         return st.lists(values_of(args[0]), max_size=4).map(tuple)
     hints = get_type_hints(hint)
-    return st.builds(hint, **{name: values_of(hints[name]) for name in hint._fields})
+    return st.builds(hint, **{name: values_of(hints[name]) for name in hint.__struct_fields__})
 
 
 ENVELOPES = {
@@ -124,7 +125,7 @@ def parsed(data: bytes, kind: Kind, cuts: list[int] | None = None) -> Frame:
 def test_a_message_arrives_as_it_was_sent(side, data):
     envelope = data.draw(ENVELOPES[side])
     arrived = decode_message(encode_message(envelope), side)
-    assert format.encode(arrived) == format.encode(envelope)  # equal fields of another type would be equal in Python
+    assert format.encode(arrived) == format.encode(envelope)  # NaN is not equal to itself
 
 
 def test_a_message_is_written_as_on_the_tape():
@@ -152,8 +153,8 @@ def test_a_bad_message_is_refused(bad):
 
 def test_a_message_has_a_largest_size_and_the_size_is_looked_at_first():
     empty = Envelope(1, 1, 1, 1, 1, 1, 0, Leave(""))
-    fits = empty._replace(body=Leave("x" * (MOST_MESSAGE_BYTES - len(encode_message(empty)))))
-    over = fits._replace(body=Leave("x" * MOST_MESSAGE_BYTES))
+    fits = structs.replace(empty, body=Leave("x" * (MOST_MESSAGE_BYTES - len(encode_message(empty)))))
+    over = structs.replace(fits, body=Leave("x" * MOST_MESSAGE_BYTES))
     assert len(encode_message(fits)) == MOST_MESSAGE_BYTES
     assert decode_message(encode_message(fits), "learner") == fits
     with refused("size"):
@@ -472,7 +473,6 @@ def test_only_bodies_and_what_is_in_them_travel():
     """A record or an event would be a valid value on a tape; no peer may hand us one."""
     with refused("type"):
         decode_message(b'ATLL\x03["Envelope",1,1,1,1,1,1,0,["ManifestRecord",[],1,1]]', "syncer")
-    assert {*wire._CODEC.types} < {kind.__name__ for kind in format.REGISTERED}
 
 
 def test_reading_and_writing_need_no_torch():

@@ -5,8 +5,7 @@ Events and effects, which stay in one process, are in `protocol`, from which all
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
+from atoll.core.codec import Number, Value
 from atoll.core.reasons import Reason
 from atoll.core.types import FragmentId, Incarnation, LearnerId, Mark, RoundId, Version
 
@@ -14,7 +13,7 @@ from atoll.core.types import FragmentId, Incarnation, LearnerId, Mark, RoundId, 
 # Bodies: learner to syncer
 
 
-class Hello(NamedTuple):
+class Hello(Value, frozen=True):
     """First message on every link: who I am, which model I hold, how far I am."""
 
     run_id: str
@@ -25,16 +24,16 @@ class Hello(NamedTuple):
     training: bool  # False: still joining, wants every fragment and a peer's inner state
 
 
-class Report(NamedTuple):
+class Report(Value, frozen=True):
     """After every inner step, without tensors. Cumulative, so a lost one is made good by the next."""
 
     step: int
     trained: int  # tokens of this incarnation
-    step_time_s: float
+    step_time_s: Number
     taken: int = 0  # samples of its leases
 
 
-class Contribution(NamedTuple):
+class Contribution(Value, frozen=True):
     """The answer to a pull; the delta A_p - theta_p travels beside it. `problem`: unfit, says the receiving driver."""
 
     round: RoundId
@@ -47,14 +46,14 @@ class Contribution(NamedTuple):
     taken: int = 0  # samples of its leases, at the copy
 
 
-class Delivered(NamedTuple):
+class Delivered(Value, frozen=True):
     """A published version has arrived (it is adopted at the next step boundary)."""
 
     fragment: FragmentId
     version: Version
 
 
-class Resync(NamedTuple):
+class Resync(Value, frozen=True):
     """An update arrived whose base is not what I hold: send the whole value."""
 
     fragment: FragmentId
@@ -65,7 +64,7 @@ NO_RUN_DIRECTORY = "no run directory"
 """`problem` of a part that the learner's settings do not keep. This learner takes part in the cut all the same."""
 
 
-class SnapshotPart(NamedTuple):
+class SnapshotPart(Value, frozen=True):
     """My part of a snapshot is saved. `outstanding`: contributions sent before the cut and not yet settled."""
 
     snapshot: int
@@ -76,13 +75,13 @@ class SnapshotPart(NamedTuple):
     problem: str | None = None
 
 
-class StateRequest(NamedTuple):
+class StateRequest(Value, frozen=True):
     """A joining learner asks for the inner state of a peer that is not in `tried`."""
 
     tried: tuple[LearnerId, ...]
 
 
-class InnerState(NamedTuple):
+class InnerState(Value, frozen=True):
     """A peer's inner optimizer state for a joining learner. The syncer passes it on."""
 
     giver: LearnerId
@@ -92,17 +91,17 @@ class InnerState(NamedTuple):
     versions: tuple[Version, ...]
 
 
-class Ready(NamedTuple):
+class Ready(Value, frozen=True):
     """The learner has begun to train."""
 
     moments: Reason
 
 
-class Leave(NamedTuple):
+class Leave(Value, frozen=True):
     why: str
 
 
-class Leaving(NamedTuple):
+class Leaving(Value, frozen=True):
     """I have to go soon and take no more steps. Of these fragments I have trained something that is in no version yet,
     as far as I know: merge it out of turn. Said again while I wait; the newest word counts."""
 
@@ -111,32 +110,32 @@ class Leaving(NamedTuple):
     unmerged: tuple[FragmentId, ...]
 
 
-class LeaseRequest(NamedTuple):
+class LeaseRequest(Value, frozen=True):
     """My leases run low: I hold so many, of which I have had so many samples."""
 
     leases: int
     taken: int
 
 
-class Held(NamedTuple):
+class Held(Value, frozen=True):
     """The newest word about a pause that I have heard, and whether I go by it: at the end of a run nobody does."""
 
     serial: int
     paused: bool
 
 
-class FetchTime(NamedTuple):
+class FetchTime(Value, frozen=True):
     """By what my link carries down, the largest fragment takes so long in bf16. Only where the run lets the syncer
     choose what updates travel in."""
 
-    seconds: float
+    seconds: Number
 
 
-class FinishAck(NamedTuple):
+class FinishAck(Value, frozen=True):
     merges: int
 
 
-class Ping(NamedTuple):
+class Ping(Value, frozen=True):
     serial: int
 
 
@@ -144,15 +143,15 @@ class Ping(NamedTuple):
 # Bodies: syncer to learner
 
 
-class Welcome(NamedTuple):
+class Welcome(Value, frozen=True):
     """You are in. `versions` is what is published now; everything newer than what you hold follows."""
 
     versions: tuple[Version, ...]
-    progress: float  # of the budget, 0..1
-    step_time_s: float  # the run's mean step time, 0 where unknown: a joining learner's first timeouts follow from it
+    progress: Number  # of the budget, 0..1
+    step_time_s: Number  # the run's mean step time, 0 where unknown: a joining learner's first timeouts follow from it
 
 
-class Refuse(NamedTuple):
+class Refuse(Value, frozen=True):
     """You are not in. `current`: the incarnation that is; a process that was never welcomed may take a higher one."""
 
     reason: Reason
@@ -160,32 +159,32 @@ class Refuse(NamedTuple):
     final: bool
 
 
-class Pull(NamedTuple):
+class Pull(Value, frozen=True):
     round: RoundId
 
 
-class RefuseContribution(NamedTuple):
+class RefuseContribution(Value, frozen=True):
     round: RoundId
     reason: Reason
 
 
-class Published(NamedTuple):
+class Published(Value, frozen=True):
     """Fragment at a version. `base` None: the whole value; otherwise an update to be added to that version."""
 
     fragment: FragmentId
     version: Version
     base: Version | None
     mark: Mark | None
-    progress: float
+    progress: Number
 
 
-class Marker(NamedTuple):
+class Marker(Value, frozen=True):
     """Carries the envelope's marker to a learner that might get no other message."""
 
     snapshot: int
 
 
-class StateWanted(NamedTuple):
+class StateWanted(Value, frozen=True):
     """Give your inner state to a joining learner once you have adopted at least these versions."""
 
     to: LearnerId
@@ -193,18 +192,18 @@ class StateWanted(NamedTuple):
     versions: tuple[Version, ...]
 
 
-class PeerChosen(NamedTuple):
+class PeerChosen(Value, frozen=True):
     """This learner was asked for its inner state; if nothing comes of it, ask again without it."""
 
     peer: LearnerId
 
 
-class NoPeer(NamedTuple):
+class NoPeer(Value, frozen=True):
     reason: Reason
     new_run: bool
 
 
-class Lease(NamedTuple):
+class Lease(Value, frozen=True):
     """Samples from `begin` to before `end` are yours."""
 
     number: int  # counts from 0 within the incarnation
@@ -212,27 +211,27 @@ class Lease(NamedTuple):
     end: int
 
 
-class Hold(NamedTuple):
+class Hold(Value, frozen=True):
     """The run is paused: stand still at your next step boundary. Or it is not any more: go on."""
 
     serial: int  # rises with every such word of a syncer; one that is said again keeps its own
     paused: bool
 
 
-class Drain(NamedTuple):
+class Drain(Value, frozen=True):
     """Leave the run, as if your program had ended; the others go on."""
 
     why: str
 
 
-class Finish(NamedTuple):
+class Finish(Value, frozen=True):
     """The run is over; these versions are final."""
 
     versions: tuple[Version, ...]
     merges: int
 
 
-class Pong(NamedTuple):
+class Pong(Value, frozen=True):
     serial: int
 
 
@@ -274,7 +273,7 @@ SyncerBody = (
 Body = LearnerBody | SyncerBody
 
 
-class Envelope(NamedTuple):
+class Envelope(Value, frozen=True):
     """What every message carries.
 
     `learner` is the learner's end of the link in both directions and `incarnation`, `session` name its process and its

@@ -1,7 +1,7 @@
 """What is said and done: events and effects, the records behind them, and the bodies of `messages`.
 
 Bodies travel between learner and syncer. A core is told events (past tense) and asks its driver for effects
-(imperative). Named tuples with equal fields compare equal whatever their type; `tape.canonical` tells them apart.
+(imperative). All are values (`codec.Value`): immutable, and equal only if type and fields are equal.
 
 Ordering contract, for every driver:
 
@@ -20,8 +20,7 @@ Ordering contract, for every driver:
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
+from atoll.core.codec import Number, Value
 from atoll.core.messages import (
     Body,
     Contribution,
@@ -113,13 +112,13 @@ __all__ = [  # what is imported from here and defined in `messages`
 # Records that are made durable
 
 
-class RecordKey(NamedTuple):
+class RecordKey(Value, frozen=True):
     kind: str  # "version", "members", "leases", "snapshot" or "manifest"
     number: int  # fragment, serial or snapshot
     version: Version
 
 
-class VersionRecord(NamedTuple):
+class VersionRecord(Value, frozen=True):
     """One version of one fragment: value and momentum (with the driver), who is in it, and everybody's last mark."""
 
     fragment: FragmentId
@@ -133,7 +132,7 @@ class VersionRecord(NamedTuple):
         return RecordKey("version", self.fragment, self.version)
 
 
-class MembersRecord(NamedTuple):
+class MembersRecord(Value, frozen=True):
     """The newest incarnation of every learner, those that are out (of them the lost), and the tokens of all who are."""
 
     serial: int
@@ -146,7 +145,7 @@ class MembersRecord(NamedTuple):
         return RecordKey("members", self.serial, 0)
 
 
-class LeaseRecord(NamedTuple):
+class LeaseRecord(Value, frozen=True):
     """Where every sample is that was ever leased. Written before a lease is sent."""
 
     serial: int
@@ -159,7 +158,7 @@ class LeaseRecord(NamedTuple):
         return RecordKey("leases", self.serial, 0)
 
 
-class SnapshotRecord(NamedTuple):
+class SnapshotRecord(Value, frozen=True):
     snapshot: int
     versions: tuple[Version, ...]
     parts: tuple[tuple[LearnerId, SnapshotPart], ...]
@@ -172,7 +171,7 @@ class SnapshotRecord(NamedTuple):
         return RecordKey("snapshot", self.snapshot, 0)
 
 
-class ManifestRecord(NamedTuple):
+class ManifestRecord(Value, frozen=True):
     versions: tuple[Version, ...]
     merges: int
     trained: int
@@ -187,15 +186,15 @@ Record = VersionRecord | MembersRecord | LeaseRecord | SnapshotRecord | Manifest
 # Events
 
 
-class MessageArrived(NamedTuple):
+class MessageArrived(Value, frozen=True):
     envelope: Envelope
 
 
-class TimerFired(NamedTuple):
+class TimerFired(Value, frozen=True):
     """The core's `next_deadline()` has passed."""
 
 
-class LearnerDisconnected(NamedTuple):
+class LearnerDisconnected(Value, frozen=True):
     """A link closed. It may be noticed late, when a newer process of the learner has a link with the same number."""
 
     learner: LearnerId
@@ -204,55 +203,55 @@ class LearnerDisconnected(NamedTuple):
     why: str
 
 
-class MergeDone(NamedTuple):
+class MergeDone(Value, frozen=True):
     round: RoundId
 
 
-class MergeFailed(NamedTuple):
+class MergeFailed(Value, frozen=True):
     round: RoundId
     why: str
 
 
-class Persisted(NamedTuple):
+class Persisted(Value, frozen=True):
     key: RecordKey
 
 
-class PersistFailed(NamedTuple):
+class PersistFailed(Value, frozen=True):
     key: RecordKey
     why: str
 
 
-class StoreFenced(NamedTuple):
+class StoreFenced(Value, frozen=True):
     """The store refused a write because a syncer of a later epoch owns it."""
 
     epoch: int
 
 
-class SnapshotRequested(NamedTuple):
+class SnapshotRequested(Value, frozen=True):
     who: str = ""  # the operator who asked for it
 
 
-class FinishRequested(NamedTuple):
+class FinishRequested(Value, frozen=True):
     pass
 
 
-class ControlRequested(NamedTuple):
+class ControlRequested(Value, frozen=True):
     """An operator wants the run to go on otherwise. `controls.problem_of` has found nothing wrong with it, and what is
     to survive this process (a pause, a quorum, a grace margin) is durable; a syncer that starts again is told again."""
 
     what: ControlWhat
-    value: float | None  # quorum: K; grace: gamma; drain: the learner
+    value: Number | None  # quorum: K; grace: gamma; drain: the learner
     who: str
 
 
-class ShardLost(NamedTuple):
+class ShardLost(Value, frozen=True):
     """The process that holds these fragments is away. What it had received and not made durable is gone."""
 
     fragments: tuple[FragmentId, ...]
     why: str
 
 
-class ShardBack(NamedTuple):
+class ShardBack(Value, frozen=True):
     """It is back, with the newest durable version of each of its fragments; once there is a manifest, with those that
     it names. The version that it was making durable when it was lost is durable if it is here."""
 
@@ -263,34 +262,34 @@ class ShardBack(NamedTuple):
         return tuple(RecordKey("version", fragment, version) for fragment, version in self.held)
 
 
-class Started(NamedTuple):
+class Started(Value, frozen=True):
     """First event of every process: the core may now act."""
 
 
-class LinkOpened(NamedTuple):
+class LinkOpened(Value, frozen=True):
     session: int
 
 
-class LinkClosed(NamedTuple):
+class LinkClosed(Value, frozen=True):
     session: int
     why: str
 
 
-class DialFailed(NamedTuple):
+class DialFailed(Value, frozen=True):
     why: str
 
 
-class StepTaken(NamedTuple):
+class StepTaken(Value, frozen=True):
     """Inner steps ended. Usually one; a driver may tell of several at once when nothing was due between them, and of
     none when it stands at the same boundary once more: what arrived meanwhile is answered and adopted there."""
 
     steps: int
     tokens: int
-    step_time_s: float
+    step_time_s: Number
     samples: int = 0  # of its leases, had for the first time in these steps
 
 
-class FragmentDamaged(NamedTuple):
+class FragmentDamaged(Value, frozen=True):
     """A published fragment arrived with a wrong digest, or as an update to a value that the driver does not hold."""
 
     fragment: FragmentId
@@ -298,7 +297,7 @@ class FragmentDamaged(NamedTuple):
     why: str
 
 
-class LinkMeasured(NamedTuple):
+class LinkMeasured(Value, frozen=True):
     """The link has carried so many bytes of values one way, of all transfers that were on their way, in so long.
 
     A driver tells of it where the run does not name the codec of that way, and of nothing that is too small to say
@@ -307,34 +306,34 @@ class LinkMeasured(NamedTuple):
 
     way: str  # "up" or "down"
     moved_bytes: int
-    seconds: float
+    seconds: Number
     values: int
 
 
-class SnapshotSaved(NamedTuple):
+class SnapshotSaved(Value, frozen=True):
     snapshot: int
 
 
-class SnapshotSaveFailed(NamedTuple):
+class SnapshotSaveFailed(Value, frozen=True):
     snapshot: int
     why: str
 
 
-class MomentsFound(NamedTuple):
+class MomentsFound(Value, frozen=True):
     """While it joins: the driver holds inner state that `learner` saved for `snapshot`, if no peer gives any."""
 
     learner: LearnerId
     snapshot: int
 
 
-class StateRejected(NamedTuple):
+class StateRejected(Value, frozen=True):
     """While it joins: `giver` answered that it cannot give its inner state, or the driver cannot use what it sent."""
 
     giver: LearnerId
     why: str
 
 
-class LeaveWanted(NamedTuple):
+class LeaveWanted(Value, frozen=True):
     """At once; or, with `push`, when all that it has trained is merged. A driver whose time is over says it again,
     without."""
 
@@ -380,50 +379,45 @@ Event = SyncerEvent | LearnerEvent
 # Effects
 
 
-class Send(NamedTuple):
+class Send(Value, frozen=True):
     envelope: Envelope
 
 
-def send(envelope: tuple[LearnerId, Incarnation, int, int, int, int, int, Body]) -> Send:
-    """`Send(Envelope(*envelope))`, without the two calls: every message of a run is made here."""
-    return tuple.__new__(Send, (tuple.__new__(Envelope, envelope),))
-
-
-class Say(NamedTuple):
+class Say(Value, frozen=True):
     """One sentence for log, dashboard and story. `subject` is ("learner", 3), ("fragment", 7) or ("run", 0)."""
 
     subject: tuple[str, int]
     reason: Reason
 
 
-class Hangup(NamedTuple):
+class Hangup(Value, frozen=True):
     learner: LearnerId
     incarnation: Incarnation
     session: int
     reason: Reason
 
 
-class Accumulate(NamedTuple):
+class Accumulate(Value, frozen=True):
     """Add this contribution to the round's running sums. Memory does not grow with the number of learners."""
 
     round: RoundId
     accepted: Accepted
 
 
-class OpenGrace(NamedTuple):
+class OpenGrace(Value, frozen=True):
     """The quorum is in; wait `window_s` for more. The terms are written down so that anyone can check the bound."""
 
     round: RoundId
-    window_s: float
-    step_s: float
-    awaited_s: float  # the longest step of those who are awaited, not less than step_s
-    quorum_s: float
-    sync_s: float
-    missed_s: float  # what one still needs who was awaited in vain the last time; 0: the window is not for such a one
+    window_s: Number
+    step_s: Number
+    awaited_s: Number  # the longest step of those who are awaited, not less than step_s
+    quorum_s: Number
+    sync_s: Number
+    missed_s: Number  # what one still needs who was awaited in vain the last time; 0: the window is not for such a one
     reason: Reason
 
 
-class MergeRound(NamedTuple):
+class MergeRound(Value, frozen=True):
     """`codec`: what the update to the next version travels in, to everybody; None: what the settings of the run say."""
 
     round: RoundId
@@ -432,7 +426,7 @@ class MergeRound(NamedTuple):
     codec: str | None = None
 
 
-class DiscardRound(NamedTuple):
+class DiscardRound(Value, frozen=True):
     """Forget the running sums of this round; nothing of it is merged. If its outer step was done, on a shard that came
     back without its record, that step is undone: the fragment stands at its newest durable version."""
 
@@ -444,11 +438,11 @@ class DiscardRound(NamedTuple):
         return RecordKey("version", self.round.fragment, self.round.base + 1)
 
 
-class Persist(NamedTuple):
+class Persist(Value, frozen=True):
     record: Record
 
 
-class RecordInFlight(NamedTuple):
+class RecordInFlight(Value, frozen=True):
     """This contribution was sent before its learner's cut and arrived after the syncer's: keep it with the snapshot."""
 
     snapshot: int
@@ -456,18 +450,18 @@ class RecordInFlight(NamedTuple):
     round: RoundId
 
 
-class Halt(NamedTuple):
+class Halt(Value, frozen=True):
     """The process has nothing more to do (a finished run goes on answering until its driver ends it)."""
 
     reason: Reason
 
 
-class Dial(NamedTuple):
-    after_s: float
+class Dial(Value, frozen=True):
+    after_s: Number
     attempt: int
 
 
-class CopyFragment(NamedTuple):
+class CopyFragment(Value, frozen=True):
     """Copy the fragment as it stands at this step boundary and keep the copy until the next one or its adoption.
 
     `codec`: what its contribution travels in, however often it is sent; None: what the settings of the run say.
@@ -478,7 +472,7 @@ class CopyFragment(NamedTuple):
     codec: str | None = None
 
 
-class AdoptFragment(NamedTuple):
+class AdoptFragment(Value, frozen=True):
     """Take over a published version. `merged_copy`: the kept copy is part of it (`carry` then adds theta - copy, else
     theta - anchor). The token counts are the ledger's entries of this adoption."""
 
@@ -491,17 +485,17 @@ class AdoptFragment(NamedTuple):
     pending_tokens: int
 
 
-class SaveSnapshot(NamedTuple):
+class SaveSnapshot(Value, frozen=True):
     snapshot: int
     step: int
 
 
-class StartTraining(NamedTuple):
+class StartTraining(Value, frozen=True):
     moments: Reason
     warmup_steps: int
 
 
-class Stop(NamedTuple):
+class Stop(Value, frozen=True):
     """Training ends for good in this process."""
 
     reason: Reason

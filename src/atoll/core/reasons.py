@@ -6,7 +6,7 @@ on hot paths, so it is formatted only when somebody reads it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from atoll.core.codec import Scalar, Value
 
 REASONS: dict[str, str] = {
     # rounds
@@ -148,11 +148,11 @@ REASONS: dict[str, str] = {
 }
 
 
-class Reason(NamedTuple):
+class Reason(Value, frozen=True):
     """A sentence, not yet formatted."""
 
     code: str
-    args: tuple[object, ...] = ()
+    args: tuple[Scalar, ...] = ()
 
     def __str__(self) -> str:
         """Never fails: a reason may come from a peer that knows other sentences than we do."""
@@ -167,5 +167,5 @@ def _unknown(reason: Reason) -> str:
     return " ".join(str(part) for part in (reason.code, *reason.args))
 
 
-def because(code: str, *args: object) -> Reason:
+def because(code: str, *args: Scalar) -> Reason:
     return Reason(code, args)

@@ -1,6 +1,6 @@
 """The nouns of the protocol: ids, the settings of a run and its limits.
 
-Everything here is immutable. Hot things are named tuples (cheap to make, truly frozen); settings are frozen
+Everything here is immutable. What is made often is a `Value` (cheap to make, truly frozen); settings are frozen
 dataclasses that refuse nonsense with a sentence that says the fix.
 """
 
@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
+
+from atoll.core.codec import Number, Value
 
 LearnerId = int
 FragmentId = int
@@ -38,7 +40,7 @@ ControlWhat = Literal["pause", "resume", "drain", "quorum", "grace"]
 AdoptHow = Literal["carry", "overwrite", "blend"]
 
 
-class RoundId(NamedTuple):
+class RoundId(Value, frozen=True):
     """One attempt at taking `fragment` from version `base` to `base + 1`.
 
     `attempt` counts the openings on this base within one epoch of the syncer. An answer to an older attempt is refused:
@@ -50,8 +52,12 @@ class RoundId(NamedTuple):
     epoch: int
     attempt: int
 
+    def is_newer_than(self, other: RoundId | None) -> bool:
+        """Compare rounds of one fragment in the order in which they were opened."""
+        return other is None or (self.base, self.epoch, self.attempt) > (other.base, other.epoch, other.attempt)
 
-class Mark(NamedTuple):
+
+class Mark(Value, frozen=True):
     """The last contribution of one learner that was merged into one fragment.
 
     It travels with every published version. A learner that missed the version into which it was merged still learns,
@@ -66,7 +72,7 @@ class Mark(NamedTuple):
     taken: int = 0  # samples of its leases at the copy
 
 
-class Accepted(NamedTuple):
+class Accepted(Value, frozen=True):
     """A contribution as the syncer counts it. `weight` is tokens * tokens / steps."""
 
     learner: LearnerId
@@ -76,11 +82,11 @@ class Accepted(NamedTuple):
     tokens: int
     trained: int
     dropped: int
-    weight: float
+    weight: Number
     taken: int = 0
 
 
-class Holding(NamedTuple):
+class Holding(Value, frozen=True):
     """The leases of one incarnation, as they are made durable. Those before number `first` are merged and no longer
     listed; they had `before` samples."""
 

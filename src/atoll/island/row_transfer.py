@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple, Protocol
 
 import aiohttp
+from msgspec.structs import astuple
 from torch import Tensor
 
 from atoll.core.protocol import Contribution, Envelope
@@ -273,7 +274,7 @@ class RowTraffic:
                     missing = await self._bulk.say_contributed(number, header, at)
                 if missing:
                     spans = [list(span) for span in missing]
-                    sending = SendRowsRequest(*said, tuple(body.round), of, at, spans)
+                    sending = SendRowsRequest(*said, astuple(body.round), of, at, spans)
                     with self._bulk.measured("up", lambda: of):
                         await self._all(fragment, "send", sending._asdict(), self._work.send(sending), "up")
                     missing = await self._bulk.say_contributed(number, header, at)

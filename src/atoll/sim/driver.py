@@ -7,6 +7,8 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+from msgspec.structs import replace
+
 from atoll.core.learner.core import LearnerCore
 from atoll.core.messages import NO_RUN_DIRECTORY
 from atoll.core.protocol import (
@@ -299,20 +301,20 @@ class Driver:
             return envelope
         self.poison[envelope.learner] -= 1
         if isinstance(body, Report):
-            return envelope._replace(body=self.rng.choice((body._replace(trained=2**61), Pong(1), body)))
+            return replace(envelope, body=self.rng.choice((replace(body, trained=2**61), Pong(1), body)))
         if isinstance(body, LeaseRequest):
-            return envelope._replace(body=self.rng.choice((body._replace(leases=99), body._replace(taken=2**61))))
+            return replace(envelope, body=self.rng.choice((replace(body, leases=99), replace(body, taken=2**61))))
         assert isinstance(body, Contribution)
         wild = self.rng.choice(("nan", "tokens", "steps", "none"))
         if wild == "nan":
-            body = body._replace(problem="values are not finite")
+            body = replace(body, problem="values are not finite")
         elif wild == "tokens":
-            body = body._replace(tokens=body.trained + 1)
+            body = replace(body, tokens=body.trained + 1)
         elif wild == "steps":
-            body = body._replace(steps=body.copied_at + 5)
+            body = replace(body, steps=body.copied_at + 5)
         else:
-            body = body._replace(steps=0, tokens=0)
-        return envelope._replace(body=body)
+            body = replace(body, steps=0, tokens=0)
+        return replace(envelope, body=body)
 
     def _carry(self, conn: Conn, to: Process, envelope: Envelope, cuts: dict[LearnerId, float]) -> None:
         now = self.engine.now

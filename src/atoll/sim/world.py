@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from msgspec import structs
+
 from atoll.core.protocol import (
     ControlRequested,
     Envelope,
@@ -320,9 +322,9 @@ class World(Driver):
         learner = len(self.plan.starts_s) + 7
         hello = Hello(self.config.run_id, self.config.fingerprint, (-1,) * len(self.config.fragment_ids()), 0, 0, False)
         if fault.size > 5:
-            hello = hello._replace(fingerprint=("embedding 8x8 f32", "head 9x9 f32"))
+            hello = structs.replace(hello, fingerprint=("embedding 8x8 f32", "head 9x9 f32"))
         elif fault.lasts_s > 1:
-            hello = hello._replace(run_id="another")
+            hello = structs.replace(hello, run_id="another")
         else:
             learner = -3
         self._run(self.syncer, MessageArrived(Envelope(learner, 1, 1, 0, 0, 0, 0, hello)))

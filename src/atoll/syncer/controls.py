@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
+from msgspec.structs import asdict
+
 from atoll.core.policy import control_problem
 from atoll.core.protocol import ControlRequested
 from atoll.core.reasons import Reason
@@ -58,7 +60,7 @@ class Wishes:
         about = "pause" if event.what == "resume" else event.what
         if about not in LASTING:
             return self
-        return Wishes(self.kept | {about: {**event._asdict(), "at": at}})
+        return Wishes(self.kept | {about: {**asdict(event), "at": at}})
 
     def events(self) -> list[ControlRequested]:
         return [ControlRequested(wish["what"], wish["value"], wish["who"]) for wish in self.kept.values()]

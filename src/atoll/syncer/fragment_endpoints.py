@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from aiohttp import web
+from msgspec.structs import replace
 from torch import Tensor
 
 from atoll.core.protocol import Contribution, Envelope, MessageArrived
@@ -156,7 +157,7 @@ class Bulk:
             assert syncer.plan is not None
             named = await computed(data.numel(), unfit_in_fragment, syncer.plan, p, brought.up, data)
             problem = f"not finite: {named}"
-        envelope = envelope._replace(body=envelope.body._replace(problem=problem))
+        envelope = replace(envelope, body=replace(envelope.body, problem=problem))
         payload = Payload(data, brought.up.name, norm, give_back)
         syncer.tell(MessageArrived(envelope), payload)
         return payload.is_taken

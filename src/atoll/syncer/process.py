@@ -349,8 +349,10 @@ class SyncerProcess:
     @property
     def traffic(self) -> tuple[int, int]:
         """Bytes of values, up and down, with those of the shards."""
-        there = self.shards.traffic() if self.shards is not None else (0, 0)
-        return self.bytes_up + there[0], self.bytes_down + there[1]
+        if self.shards is None:
+            return self.bytes_up, self.bytes_down
+        there = self.shards.traffic()
+        return self.bytes_up + there.bytes_up, self.bytes_down + there.bytes_down
 
     def _hold_versions(self, core: SyncerCore) -> None:
         """Those of a snapshot from its cut on: its parts may come later than the store keeps a version."""

@@ -16,10 +16,12 @@ from __future__ import annotations
 import json
 import zlib
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
+
+from msgspec import Struct, ValidationError
 
 from atoll.core import ledger, protocol
-from atoll.core.codec import Codec, MisfitError, to_text
+from atoll.core.codec import Number, parse_float, read, to_text
 from atoll.core.protocol import Effect, Event
 from atoll.core.reasons import Reason
 from atoll.core.syncer.state import Restored
@@ -172,12 +174,19 @@ REGISTERED: tuple[type, ...] = (
 )
 """Every type that may stand on a tape: whoever adds a body, an event or an effect adds it here."""
 
-_CODEC = Codec(REGISTERED)
-_SHAPES = _CODEC.shapes()
-_encode_event = _CODEC.encoder(Event)
-_encode_effects = _CODEC.encoder(tuple[Effect, ...])
-_decode_event = _CODEC.decoder(Event)
-_decode_effects = _CODEC.decoder(tuple[Effect, ...])
+_JSON = json.JSONDecoder(object_hook=parse_float)
+_TYPES: dict[str, type] = {kind.__name__: kind for kind in REGISTERED}
+_SHAPES = {name: tuple(get_type_hints(kind)) for name, kind in _TYPES.items()}
+
+
+class _Line(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """An entry as it is written: the actor is in the header."""
+
+    at: Number
+    tick: int
+    event: Event
+    effects: tuple[Effect, ...]
+
 
 # --------------------------------------------------------------------------------------------------------------------
 # Values
@@ -189,23 +198,28 @@ def encode(value: object) -> str:
     >>> encode(StepTaken(1, 4096, 0.5))
     '["StepTaken",1,4096,0.5,0]'
     """
+    if _TYPES.get(type(value).__name__) is not type(value):
+        raise TapeError(f"type {type(value).__name__!r} is not registered")
     try:
-        return to_text(_CODEC.encode(value))
-    except MisfitError as misfit:
-        raise TapeError(str(misfit)) from None
+        return to_text(value)
+    except ValidationError as error:
+        raise TapeError(f"{type(value).__name__}: {error}") from None
 
 
 def decode(text: str) -> Any:
     """The value that `encode` wrote."""
+    raw = _parsed(text)
+    name = raw[0] if type(raw) is list and raw and type(raw[0]) is str else None
+    if name not in _TYPES:
+        raise TapeError(f"expected an array that begins with the name of a type, found {text:.60}")
     try:
-        return _CODEC.decode(_parsed(text))
-    except MisfitError as misfit:
-        raise TapeError(str(misfit)) from None
+        return read(raw, _TYPES[name])
+    except ValidationError as error:
+        raise TapeError(f"{name}: {error}") from None
 
 
 def canonical(value: object) -> str:
-    """What events and effects are compared by, one or a sequence of them: named tuples of different types with equal
-    fields are equal in Python, and NaN is not even equal to itself."""
+    """Return the text by which events and effects, one or a sequence, are compared: NaN is not equal to itself."""
     if type(value) in (list, tuple):
         assert isinstance(value, list | tuple)
         return f"[{','.join([encode(each) for each in value])}]"
@@ -218,20 +232,16 @@ def canonical(value: object) -> str:
 
 def encode_header(header: Header) -> bytes:
     """The first line of a tape, with its line end."""
-    try:
-        name, fields = _CODEC.encode(header)
-        return _sealed(to_text([name, fields, _SHAPES]))
-    except MisfitError as misfit:
-        raise TapeError(str(misfit)) from None
+    return _sealed(f"{encode(header)[:-1]},{json.dumps(_SHAPES, separators=(',', ':'))}]")
 
 
 def encode_entry(entry: Entry) -> bytes:
     """One line of a tape, with its line end. The actor is in the header."""
     at, _, tick, event, effects = entry
     try:
-        return _sealed(to_text([at, tick, _encode_event(event), _encode_effects(effects)]))
-    except MisfitError as misfit:
-        raise TapeError(f"{entry.actor}, tick {tick}: {misfit}") from None
+        return _sealed(to_text(_Line(at, tick, event, effects)))
+    except ValidationError as error:
+        raise TapeError(f"{entry.actor}, tick {tick}: {error}") from None
 
 
 def decode_header(line: bytes) -> Header:
@@ -258,9 +268,9 @@ def decode_header(line: bytes) -> Header:
         if list(known) != fields:
             raise TapeError(f"written by another Atoll, {atoll}: {name} has the fields {fields}, here {list(known)}")
     try:
-        header: Header = _CODEC.decode(raw[:2])
-    except MisfitError as misfit:
-        raise TapeError(str(misfit)) from None
+        header: Header = read(raw[:2], Header)
+    except ValidationError as error:
+        raise TapeError(str(error)) from None
     return header
 
 
@@ -271,26 +281,14 @@ def decode_entry(line: bytes, actor: Actor) -> Entry:
         if type(raw) is list and raw[:1] == ["Header"]:
             raise TapeError("a second header: two tapes were written into one file")
         raise TapeError("an entry has four parts: time, tick, event and effects")
-    at, tick, event, effects = raw
-    if type(at) is not float:
-        at = _time(at)
+    tick = raw[1]
     if type(tick) is not int or tick < 1:
-        raise TapeError(f"a tick counts from 1, found {tick!r}")
+        raise TapeError("a tick is a whole number and counts from 1")
     try:
-        return Entry(at, actor, tick, _decode_event(event), _decode_effects(effects))
-    except MisfitError as misfit:
-        raise TapeError(f"tick {tick}: {misfit}") from None
-
-
-_time_decoder = _CODEC.decoder(float)
-
-
-def _time(raw: object) -> float:
-    try:
-        at: float = _time_decoder(raw)
-    except MisfitError as misfit:
-        raise TapeError(f"time: {misfit}") from None
-    return at
+        written: _Line = read(raw, _Line)
+    except ValidationError as error:
+        raise TapeError(f"tick {tick}: {error}") from None
+    return Entry(written.at, actor, tick, written.event, written.effects)
 
 
 def _sealed(payload: str) -> bytes:
@@ -310,6 +308,6 @@ def _opened(line: bytes) -> Any:
 
 def _parsed(text: str | bytes) -> Any:
     try:
-        return json.loads(text)
+        return _JSON.decode(text if isinstance(text, str) else text.decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError) as wrong:
         raise TapeError(f"bad JSON: {wrong}") from None

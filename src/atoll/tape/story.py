@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
+from msgspec.structs import asdict
+
 from atoll.core import protocol as said
 from atoll.core.reasons import REASONS, Reason
 from atoll.core.types import SYNCER, FragmentId, LearnerId, RoundId, RunConfig
@@ -295,7 +297,7 @@ def _sends(sentence: str) -> _Tell:
     """A body to a learner, told with the body's fields in the braces."""
 
     def tell(entry: Entry, effect: said.Send) -> _Told:
-        body = effect.envelope.body._asdict()
+        body = asdict(effect.envelope.body)
         if "reason" in body:
             body["reason"] = sentence_of(body["reason"])
         return _Told(_learner(effect.envelope.learner), sentence.format(**body))

@@ -16,12 +16,13 @@ from enum import IntEnum
 from struct import Struct
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, get_args
 
+from msgspec import ValidationError
+from msgspec.structs import astuple
 from xxhash import xxh3_128
 
-from atoll.core.codec import Codec, MisfitError, to_text
+from atoll.core.codec import parse_float, read, to_text
 from atoll.core.protocol import Envelope, LearnerBody, SyncerBody
-from atoll.core.reasons import Reason
-from atoll.core.types import Mark, RoundId
+from atoll.core.types import RoundId
 
 WIRE_VERSION = 3
 """Of both formats. It rises when a reader of the old one would misunderstand the new one."""
@@ -83,10 +84,6 @@ _BODIES: dict[str, frozenset[type]] = {
     "learner": frozenset(get_args(LearnerBody)),
     "syncer": frozenset(get_args(SyncerBody)),
 }
-_OURS = dict.fromkeys([*get_args(LearnerBody), *get_args(SyncerBody)])  # in their order, each once
-_CODEC = Codec([Envelope, RoundId, Mark, Reason, *_OURS])  # the encoding of tapes, for the types that travel
-_encode_envelope = _CODEC.encoder(Envelope)
-_decode_envelope = _CODEC.decoder(Envelope)
 
 
 def encode_message(envelope: Envelope) -> bytes:
@@ -96,14 +93,14 @@ def encode_message(envelope: Envelope) -> bytes:
     b'ATLL\\x03["Envelope",1,1,1,0,7,3,0,["Ping",5]]'
     """
     try:
-        text = to_text(_encode_envelope(envelope))
-    except MisfitError as misfit:
-        raise WireError(f"this cannot be sent: {misfit}", "type") from None
+        text = to_text(envelope)
+    except ValidationError as error:
+        raise WireError(f"this cannot be sent: {error}", "type") from None
     data = _MESSAGE_HEAD + text.encode("ascii")
     if len(data) > MOST_MESSAGE_BYTES:
         raise WireError(_too_large("a message", len(data), MOST_MESSAGE_BYTES), "size")
     if b"\\u" in data:
-        _refuse_half_characters(envelope)
+        _refuse_half_characters(json.loads(text))
     return data
 
 
@@ -116,13 +113,11 @@ def decode_message(data: Buffer, sender: Side) -> Envelope:
     _check_start(head, _MESSAGE_MAGIC, "a message")
     if len(head) < len(_MESSAGE_HEAD):
         raise WireError(f"a message of {view.nbytes} bytes ends before its text begins", "truncated")
-    raw = parse_json(view[len(_MESSAGE_HEAD) :])
+    raw = parse_json(view[len(_MESSAGE_HEAD) :], is_value=True)
     try:
-        envelope: Envelope = _decode_envelope(raw)
-    except MisfitError as misfit:
-        raise WireError(f"not a message: {misfit}", "type") from None
-    except (RecursionError, TypeError):  # a misfit is shown in the sentence, and this one is too deep to be shown
-        raise WireError("not a message: something is nested where a number or a string belongs", "type") from None
+        envelope: Envelope = read(raw, Envelope)
+    except ValidationError as error:
+        raise WireError(f"not a message: {error}", "type") from None
     if type(envelope.body) not in _BODIES[sender]:
         raise WireError(f"a {sender} does not send {type(envelope.body).__name__}", "type")
     return envelope
@@ -132,14 +127,17 @@ def decode_message(data: Buffer, sender: Side) -> Envelope:
 # JSON
 
 
-def parse_json(data: Buffer, most_bytes: int = MOST_MESSAGE_BYTES) -> Any:
-    """JSON as it is written everywhere: UTF-8, no NaN, whole numbers of 64 bits, no half characters."""
+def parse_json(data: Buffer, most_bytes: int = MOST_MESSAGE_BYTES, is_value: bool = False) -> Any:
+    """JSON as it is written everywhere: UTF-8, no NaN, whole numbers of 64 bits, no half characters.
+
+    `is_value`: it is to be read by `codec.read`.
+    """
     view = as_bytes(data)
     if view.nbytes > most_bytes:
         raise WireError(_too_large("a text", view.nbytes, most_bytes), "size")
     try:
         text = str(view, "utf-8")
-        raw = json.loads(text, parse_constant=_no_constant, parse_int=_whole_number)
+        raw = (_VALUE_JSON if is_value else _PLAIN_JSON).decode(text)
     except WireError:
         raise
     except (ValueError, RecursionError) as wrong:
@@ -216,14 +214,14 @@ class SliceHeader(NamedTuple):
     of: int
 
     def encode(self) -> bytes:
-        return encode_header(self._asdict())
+        return encode_header(self._asdict() | {"round": astuple(self.round)})
 
     @classmethod
     def decode(cls, data: Buffer) -> SliceHeader:
         raw = decode_header(data, _SLICE_FIELDS)
         numbers = raw["round"]
-        if len(numbers) != len(RoundId._fields) or any(type(number) is not int for number in numbers):
-            raise WireError(f"a round is {len(RoundId._fields)} whole numbers, found {_shown(numbers)}", "type")
+        if len(numbers) != 4 or any(type(number) is not int for number in numbers):
+            raise WireError(f"a round is 4 whole numbers, found {_shown(numbers)}", "type")
         _check_place(raw["begin"], raw["of"])
         return cls(**(raw | {"round": RoundId(*numbers)}))
 
@@ -252,6 +250,10 @@ def _whole_number(digits: str) -> int:
     if len(digits) > 20 or not LEAST_NUMBER <= (number := int(digits)) <= MOST_NUMBER:
         raise WireError(f"bad JSON: the number {digits[:20]}... has more than 64 bits", "json")
     return number
+
+
+_PLAIN_JSON = json.JSONDecoder(parse_constant=_no_constant, parse_int=_whole_number)
+_VALUE_JSON = json.JSONDecoder(object_hook=parse_float, parse_constant=_no_constant, parse_int=_whole_number)
 
 
 def _refuse_half_characters(raw: Any) -> None:

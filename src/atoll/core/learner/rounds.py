@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from atoll.core.learner.state import Copy, LearnerState
 from atoll.core.messages import NO_RUN_DIRECTORY
 from atoll.core.policy import CODEC_SAMPLES, CODECS, codec_for, fragment_s
@@ -46,8 +48,8 @@ class LearnerRounds:
         # A pull that was delayed or doubled on its way must not replace a newer one: (1) attempt 2 is answered and
         # merged, (2) an old pull of attempt 1 arrives and its answer takes the place of the copy, (3) the published
         # mark names a copy that is gone, and merged work is taken for lost.
-        newest = max((r for r in (state.pulls.get(p), copy.round if copy is not None else None) if r), default=None)
-        if newest is None or newest < body.round:
+        known = (state.pulls.get(p), copy.round if copy is not None else None)
+        if all(body.round.is_newer_than(each) for each in known):
             state.pulls[p] = body.round
 
     def on_refused_contribution(self, now: float, envelope: Envelope, body: RefuseContribution) -> None:
@@ -213,7 +215,7 @@ class LearnerRounds:
     def _part_done(self, snapshot: int, problem: str | None) -> None:
         state = self._state
         if state.part is not None and state.part.snapshot == snapshot:
-            state.part = state.part._replace(problem=problem)
+            state.part = replace(state.part, problem=problem)
             state.part_saved = True
             if state.link is Link.UP:
                 state.send(state.part)

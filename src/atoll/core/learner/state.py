@@ -6,8 +6,9 @@ import heapq
 from enum import StrEnum
 from typing import NamedTuple
 
+from atoll.core.codec import Scalar
 from atoll.core.policy import Estimate
-from atoll.core.protocol import Body, LearnerEffect, Say, SnapshotPart, StateWanted, send
+from atoll.core.protocol import Body, Envelope, LearnerEffect, Say, Send, SnapshotPart, StateWanted
 from atoll.core.reasons import Reason
 from atoll.core.states import LEARNER_TABLE, LINK_TABLE, Link, Mode, moved
 from atoll.core.types import NOTHING, FragmentId, Incarnation, Interval, LearnerId, Mark, RoundId, RunConfig, Version
@@ -124,10 +125,12 @@ class LearnerState:
         return self.paused or self.leaving
 
     def send(self, body: Body) -> None:
-        place = (self.id, self.incarnation, self.session, self.epoch, self.tick, self.seen, self.marker, body)
-        self.effects.append(send(place))
+        envelope = Envelope(
+            self.id, self.incarnation, self.session, self.epoch, self.tick, self.seen, self.marker, body
+        )
+        self.effects.append(Send(envelope))
 
-    def say(self, code: str, *args: object) -> Reason:
+    def say(self, code: str, *args: Scalar) -> Reason:
         reason = self.note(Reason(code, args))
         self.effects.append(Say(("learner", self.id), reason))
         return reason

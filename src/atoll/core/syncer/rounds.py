@@ -250,8 +250,7 @@ class Rounds:
             state.ignore("unknown fragment")
             return None
         self._snapshots.record_in_flight(member, envelope, body)
-        heard = member.heard_rounds.get(f.id)
-        if heard is None or heard < body.round:
+        if body.round.is_newer_than(member.heard_rounds.get(f.id)):
             member.heard_rounds[f.id] = body.round
         self._correct_baseline(f, member, body)
         if self._is_duplicate(f, member, body):

@@ -9,6 +9,8 @@ names the contributions that were outstanding at its cut.
 
 from __future__ import annotations
 
+from msgspec.structs import astuple
+
 from atoll.core.messages import NO_RUN_DIRECTORY
 from atoll.core.policy import patience
 from atoll.core.protocol import (
@@ -110,7 +112,7 @@ class Snapshots:
         one of the same fragment has, and it was lost; or its shard is away, and it was lost with that."""
         heard = member.heard_rounds
         away = {f.id for f in self._state.fragments.values() if f.away}
-        return all(r.fragment in away or (r.fragment in heard and heard[r.fragment] >= r) for r in part.outstanding)
+        return all(r.fragment in away or not r.is_newer_than(heard.get(r.fragment)) for r in part.outstanding)
 
     def check_cut(self, now: float) -> None:
         state = self._state
@@ -129,7 +131,7 @@ class Snapshots:
             return
         cut.saving = True
         parts = tuple(sorted(cut.parts.items()))
-        in_flight = tuple(sorted(cut.in_flight))
+        in_flight = tuple(sorted(cut.in_flight, key=lambda each: (each[0], astuple(each[1]))))
         left_out = tuple(sorted(cut.left_out))
         record = SnapshotRecord(cut.id, cut.versions, parts, in_flight, left_out, cut.next_sample, cut.unmerged)
         state.effects.append(Persist(record))

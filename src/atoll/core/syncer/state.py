@@ -9,20 +9,22 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from atoll.core.codec import Scalar
 from atoll.core.data_leases import Key, LeaseBooks
 from atoll.core.ledger import SyncerLedger
 from atoll.core.policy import Estimate, budget_progress, flight_limit, middle, patience
 from atoll.core.protocol import (
     Body,
+    Envelope,
     Hello,
     LeaseRecord,
     ManifestRecord,
     MembersRecord,
     Say,
+    Send,
     SnapshotPart,
     SyncerEffect,
     VersionRecord,
-    send,
 )
 from atoll.core.reasons import Reason
 from atoll.core.states import MEMBER_TABLE, ROUND_TABLE, RUN_TABLE, Phase, Stage, Standing, moved
@@ -377,10 +379,12 @@ class SyncerState:
     # ---------------------------------------------------------------------------------------------------- speaking
 
     def send(self, member: Member, body: Body) -> None:
-        place = (member.id, member.incarnation, member.session, self.epoch, self.tick, member.seen, self.marker, body)
-        self.effects.append(send(place))
+        envelope = Envelope(
+            member.id, member.incarnation, member.session, self.epoch, self.tick, member.seen, self.marker, body
+        )
+        self.effects.append(Send(envelope))
 
-    def say(self, kind: str, number: int, code: str, *args: object) -> Reason:
+    def say(self, kind: str, number: int, code: str, *args: Scalar) -> Reason:
         reason = Reason(code, args)
         self.said[code] = self.said.get(code, 0) + 1
         self.effects.append(Say((kind, number), reason))

@@ -9,10 +9,12 @@ came of it.
 from __future__ import annotations
 
 import json
-from typing import Any, NamedTuple, TypeAlias, get_args
+from typing import Any, TypeAlias
 
-from atoll.core import protocol, reasons, types
-from atoll.core.codec import Codec, MisfitError, to_text
+from msgspec import ValidationError
+
+from atoll.core import protocol, types
+from atoll.core.codec import Number, Value, read, to_text
 from atoll.core.types import FragmentId, Incarnation, LearnerId, Version
 from atoll.tensors.syncer_fragment import MergeStats
 from atoll.transport.wire import WireError, parse_json
@@ -21,7 +23,7 @@ MOST_WORD_BYTES = 64 * 2**20
 """A plan of a large model travels in one."""
 
 
-class HeldHere(NamedTuple):
+class HeldHere(Value, frozen=True):
     """The newest durable version of one fragment, and its record; a fragment that was never merged has none."""
 
     fragment: FragmentId
@@ -29,7 +31,7 @@ class HeldHere(NamedTuple):
     record: protocol.VersionRecord | None
 
 
-class ShardHello(NamedTuple):
+class ShardHello(Value, frozen=True):
     """`address`: where learners reach it. `run_id` is empty while it has no part of a run.
 
     `is_founded`: a syncer has said that it has a record of that run. Otherwise it may have ended before it had one, and
@@ -40,57 +42,57 @@ class ShardHello(NamedTuple):
     shards: int
     address: str
     run_id: str
-    founded_at: float
+    founded_at: Number
     is_founded: bool
 
 
-class Holds(NamedTuple):
+class Holds(Value, frozen=True):
     """All fragments that are here. `founded_at` tells which model: founding a run may be tried more than once."""
 
-    founded_at: float
+    founded_at: Number
     held: tuple[HeldHere, ...]
 
 
-class HeadHello(NamedTuple):
+class HeadHello(Value, frozen=True):
     """`run_id`: of the run of which this syncer has a record; empty before. Said again when it has one."""
 
     epoch: int
     run_id: str
 
 
-class TakeFragments(NamedTuple):
+class TakeFragments(Value, frozen=True):
     """The run has a model: fetch the initial values of these fragments, and say what is held when they are durable."""
 
     settings: str
     fragments: tuple[FragmentId, ...]
 
 
-class GoBack(NamedTuple):
+class GoBack(Value, frozen=True):
     """The run has ended with these versions, and nobody has ever seen the later ones: forget those, and say what is
     held then."""
 
     versions: tuple[tuple[FragmentId, Version], ...]
 
 
-class OpenLinks(NamedTuple):
+class OpenLinks(Value, frozen=True):
     """All links of learners: values that belong to another one are refused."""
 
     links: tuple[tuple[LearnerId, Incarnation, int], ...]
 
 
-class KeepVersion(NamedTuple):
+class KeepVersion(Value, frozen=True):
     """A learner was told of this version: serve it until `LetGo`, as often as it was said."""
 
     fragment: FragmentId
     version: Version
 
 
-class LetGo(NamedTuple):
+class LetGo(Value, frozen=True):
     fragment: FragmentId
     version: Version
 
 
-class HoldCut(NamedTuple):
+class HoldCut(Value, frozen=True):
     """A snapshot is being taken, with these versions of all fragments: keep those that are here. Its record comes
     later, with `Persist`, or `LetGoCut`."""
 
@@ -98,13 +100,13 @@ class HoldCut(NamedTuple):
     versions: tuple[Version, ...]
 
 
-class LetGoCut(NamedTuple):
+class LetGoCut(Value, frozen=True):
     """It is durable, or did not come about."""
 
     snapshot: int
 
 
-class Forget(NamedTuple):
+class Forget(Value, frozen=True):
     """The contribution of which the shard told was not taken: its bytes are of no use."""
 
     learner: LearnerId
@@ -112,7 +114,7 @@ class Forget(NamedTuple):
     round: types.RoundId
 
 
-class Merged(NamedTuple):
+class Merged(Value, frozen=True):
     """What the merge was like whose version is now durable."""
 
     fragment: FragmentId
@@ -120,7 +122,7 @@ class Merged(NamedTuple):
     measured: MergeStats
 
 
-class Traffic(NamedTuple):
+class Traffic(Value, frozen=True):
     """Of values, since the shard started."""
 
     bytes_up: int
@@ -154,37 +156,18 @@ FromHead: TypeAlias = (
     | protocol.Persist
 )
 
-_RECORDS = (
-    protocol.RecordKey,
-    protocol.VersionRecord,
-    protocol.MembersRecord,
-    protocol.LeaseRecord,
-    protocol.SnapshotRecord,
-    protocol.ManifestRecord,
-)
-_CODEC = Codec(
-    [
-        *(types.RoundId, types.Mark, types.Accepted, types.Holding, reasons.Reason, protocol.Envelope, *_RECORDS),
-        *dict.fromkeys([*get_args(protocol.LearnerBody), *get_args(protocol.SyncerBody)]),
-        *(MergeStats, HeldHere, *get_args(FromShard), *get_args(FromHead)),
-    ]
-)
-_encode, _from_shard, _from_head = _CODEC.encode, _CODEC.decoder(FromShard), _CODEC.decoder(FromHead)
-
 
 def word(said: FromShard | FromHead) -> str:
-    return to_text(_encode(said))
+    return to_text(said)
 
 
 def heard(text: str, sender: str) -> Any:
     """`sender`: shard or head. Whatever does not fit is a `WireError`."""
-    raw = parse_json(text.encode(), MOST_WORD_BYTES)
+    raw = parse_json(text.encode(), MOST_WORD_BYTES, is_value=True)
     try:
-        return (_from_shard if sender == "shard" else _from_head)(raw)
-    except MisfitError as misfit:
-        raise WireError(f"not a word of a {sender}: {misfit}", "type") from None
-    except (RecursionError, TypeError):
-        raise WireError(f"not a word of a {sender}: nested too deeply", "type") from None
+        return read(raw, FromShard if sender == "shard" else FromHead)
+    except ValidationError as error:
+        raise WireError(f"not a word of a {sender}: {error}", "type") from None
 
 
 def as_text(settings: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import aiohttp
 import torch
+from msgspec.structs import asdict
 from torch import Tensor
 
 from atoll.core.protocol import (
@@ -236,8 +237,8 @@ class ShardProcess:
         was only frozen, (3) that one has a version merged and sent out, (4) the new one merges the same version anew.
         """
         if (head.epoch, head.run_id) != (self._epoch, self._founded):
-            await self.keeper.on_disk(self.store.write_head, head._asdict())
-            self._epoch, self._founded = head
+            await self.keeper.on_disk(self.store.write_head, asdict(head))
+            self._epoch, self._founded = head.epoch, head.run_id
 
     def _hello(self) -> ShardHello:
         run_id = self.settings.config.run_id if self.fragments else ""
