@@ -81,8 +81,8 @@ def test_in_a_hostile_world_every_learner_holds_the_published_bits(seed):
     assert world.coverage()[1]["moments-peer"] > 0
     assert execution.compared > 10
     assert execution.contributions > 0
-    assert world.syncer is not None
-    assert [f.version for f in world.syncer.core.fragments.values()] == execution.syncer.versions
+    assert world.driver.syncer is not None
+    assert [f.version for f in world.driver.syncer.core.fragments.values()] == execution.syncer.versions
 
 
 @pytest.mark.parametrize(("seed", "what"), [(seed, what) for what, seeds in SHARDED.items() for seed in seeds])
@@ -92,8 +92,8 @@ def test_in_a_world_of_shards_every_learner_holds_the_published_bits(seed, what)
     said = world.coverage()[1]
     assert all(said[code] for code in (("shard-kept", "shard-forgot") if what == "both" else (what,)))
     assert execution.compared > 10
-    assert world.syncer is not None
-    assert [f.version for f in world.syncer.core.fragments.values()] == execution.syncer.versions
+    assert world.driver.syncer is not None
+    assert [f.version for f in world.driver.syncer.core.fragments.values()] == execution.syncer.versions
 
 
 @pytest.mark.parametrize("before", [0, 2])
@@ -154,7 +154,7 @@ def test_the_samples_of_every_step_follow_from_the_tape(seed):
     execution = tiny.execute(drawn.config, INT8, tiny.tiny_plan(drawn.config.fragments), make=make, history=8)
     world = World(drawn, on_entry=execution.apply, on_start=execution.started)
     world.run()
-    processes = {Actor(*key): proc.core for key, proc in world.by_actor.items()}
+    processes = {Actor(*key): proc.core for key, proc in world.driver.by_actor.items()}
     assert processes
     for actor, core in processes.items():
         batch, steps = drawn.samples[actor.learner], taken[actor]
@@ -250,14 +250,10 @@ def test_a_version_on_its_way_to_a_learner_that_has_left_is_for_nobody():
             sent = [effect.envelope.body for effect in entry.effects if type(effect) is Send]
             acknowledged.extend(body for body in sent if type(body) is Delivered)
 
-    class Leaving(Lockstep):
-        def leave(self) -> None:
-            self._tell(leaver.learner, LeaveWanted("enough"))
-
-    run = Leaving(config, tiny.tokens_of(2), on_entry, overlap=2)
+    run = Lockstep(config, tiny.tokens_of(2), on_entry, overlap=2)
     while run.syncer.merges < 2:
         run.step()
-    run.leave()
+    run.driver.run(run.driver.learners[leaver.learner], LeaveWanted("enough"))
     for _ in range(3):
         run.step()
     assert acknowledged == [Delivered(0, 2)], "the version arrived after it had left"
