@@ -12,7 +12,7 @@ from typing import Any
 from atoll.core.protocol import ControlRequested, FinishRequested, ShardBack, ShardLost, Stop
 from atoll.core.syncer.state import Restored
 from atoll.core.types import SYNCER, ControlWhat, RunConfig
-from atoll.sim.driver import Driver, Links, Process, Steps, Store
+from atoll.sim.driver import Driver, Links, SimProcess, SimStore, Steps
 from atoll.tape.files import TapeWriter, new_header, tape_path
 from atoll.tape.format import Actor, Entry, Header
 
@@ -33,7 +33,7 @@ class TinyRun:
         self._driver = driver = Driver(self.config, clocks_s=clocks_s)
         ids = range(1, 10)  # more may be started later
         Links(driver, DELAY_S, DELAY_S)
-        Store(driver, WORK_S, WORK_S)
+        SimStore(driver, WORK_S, WORK_S)
         Steps(driver, dict.fromkeys(ids, STEP_S), dict.fromkeys(ids, TOKENS), dict.fromkeys(ids, SAMPLES))
         driver.handlers[Stop] = self._on_stop
         driver.on_start.append(self._started)
@@ -44,11 +44,11 @@ class TinyRun:
     def _started(self, actor: Actor, restored: Restored | None) -> None:
         self.headers[actor] = new_header(actor, self.config, seed=7, restored=restored, note="tiny")
 
-    def _on_stop(self, proc: Process, effect: Stop) -> None:
+    def _on_stop(self, proc: SimProcess, effect: Stop) -> None:
         """A learner process ends when its core has stopped; it leaves no timers on its tape."""
         self._driver.engine.at(self._driver.engine.now, self._driver.kill, proc)
 
-    def _process(self, who: int) -> Process:
+    def _process(self, who: int) -> SimProcess:
         proc = self._driver.learners[who] if who != SYNCER else self._driver.syncer
         assert proc is not None
         return proc

@@ -14,7 +14,7 @@ from atoll.cli.ledger import compact, read_history, sums_of
 from atoll.cli.main import main
 from atoll.core.protocol import LeaseRecord, Persist, VersionRecord
 from atoll.sim.draws import draw
-from atoll.sim.world import World
+from atoll.sim.world import SwarmWorld
 from atoll.tape.files import RunTapes
 from atoll.tape.format import Actor
 from atoll.tape.samples import DataHistory
@@ -205,7 +205,7 @@ def test_the_tapes_of_a_hostile_world_say_what_its_books_say(seed):
     drawn = draw(seed)
     assert drawn.config.lease_samples
     history = DataHistory(drawn.config)
-    world = World(drawn, on_entry=history.observe, on_start=history.started)
+    world = SwarmWorld(drawn, on_entry=history.observe, on_start=history.started)
     world.run()
     sums = sums_of(history, history.ranges())
     assert sums.balanced()

@@ -15,9 +15,9 @@ from atoll.core.protocol import Envelope, FinishRequested, MessageArrived, Publi
 from atoll.core.states import Mode
 from atoll.core.syncer.core import SyncerCore
 from atoll.core.types import LearnerId, Limits, RunConfig
-from atoll.sim.draws import LinkDraw, Plan
-from atoll.sim.driver import Conn, Driver, Links, Process, Store
-from atoll.sim.world import World
+from atoll.sim.draws import LinkDraw, SwarmPlan
+from atoll.sim.driver import Conn, Driver, Links, SimProcess, SimStore
+from atoll.sim.world import SwarmWorld
 from atoll.tape.format import Entry
 
 PATIENT = Limits(first_wait_s=1e9, least_wait_s=1e9, most_wait_s=1e9)
@@ -31,7 +31,7 @@ class LateVersions(Links):
         super().__init__(driver, 0.0, 0.0)
         self.overlap = overlap
 
-    def carry(self, conn: Conn, to: Process, envelope: Envelope) -> None:
+    def carry(self, conn: Conn, to: SimProcess, envelope: Envelope) -> None:
         late = self.overlap if type(envelope.body) is Published and self.engine.now else 0
         self.engine.at(self.engine.now + late, self.driver.deliver, to, MessageArrived(envelope))
 
@@ -52,7 +52,7 @@ class Lockstep:
         self.tokens = dict(tokens)
         self.driver = driver = Driver(config, syncer)
         self._links = LateVersions(driver, overlap)
-        Store(driver, 0.0, 0.0)
+        SimStore(driver, 0.0, 0.0)
         driver.on_entry.append(on_entry)
         self.syncer: SyncerCore = driver.start_syncer().core
         for i in self.tokens:
@@ -100,7 +100,7 @@ class Lockstep:
         self.driver.engine.now = now
 
 
-class Paced(World):
+class Paced(SwarmWorld):
     """Learners that never wait, on links that never fail. Times are in steps of a learner of speed 1."""
 
     @staticmethod
@@ -112,10 +112,10 @@ class Paced(World):
         delay: float = 0.02,
         bulk: float = 0.5,
         merge: float = 0.1,
-    ) -> Plan:
+    ) -> SwarmPlan:
         """`delay` of a message, `bulk` more for a fragment (up to), `merge` for the merge and for the disk (up to)."""
         rng = Random(seed)
-        return Plan(
+        return SwarmPlan(
             seed=seed,
             config=config,
             step_times_s={i: 1.0 / speeds[i] for i in tokens},

@@ -22,7 +22,7 @@ from atoll.reference.executor import (
     mean_of_learners,
 )
 from atoll.sim.draws import draw
-from atoll.sim.world import World
+from atoll.sim.world import SwarmWorld
 from atoll.tape.format import Actor, Entry
 from atoll.tensors.codecs import Feedback, codec
 from atoll.tensors.settings import Numerics
@@ -39,7 +39,7 @@ SHARDED = {"shard-kept": (8, 130), "shard-forgot": (13, 78), "both": (149,)}
 """Small worlds in which a shard comes back with the version that it was writing, or without."""
 
 
-def run_world(seed: int) -> tuple[World, Execution, list[Entry], list[Any]]:
+def run_world(seed: int) -> tuple[SwarmWorld, Execution, list[Entry], list[Any]]:
     """A hostile world with real tensors in it. Digests are compared at every version that anybody receives."""
     drawn = draw(seed, small=True)
     plan = tiny.tiny_plan(drawn.config.fragments)
@@ -55,7 +55,7 @@ def run_world(seed: int) -> tuple[World, Execution, list[Entry], list[Any]]:
         starts.append((len(entries), actor, restored))
         execution.started(actor, restored)
 
-    world = World(drawn, on_entry=on_entry, on_start=on_start)
+    world = SwarmWorld(drawn, on_entry=on_entry, on_start=on_start)
     world.run()
     return world, execution, entries, starts
 
@@ -152,7 +152,7 @@ def test_the_samples_of_every_step_follow_from_the_tape(seed):
         return Trainee(tiny.new_model(), None, lambda info: steps.append(info.samples), drawn.samples[actor.learner])
 
     execution = tiny.execute(drawn.config, INT8, tiny.tiny_plan(drawn.config.fragments), make=make, history=8)
-    world = World(drawn, on_entry=execution.apply, on_start=execution.started)
+    world = SwarmWorld(drawn, on_entry=execution.apply, on_start=execution.started)
     world.run()
     processes = {Actor(*key): proc.core for key, proc in world.driver.by_actor.items()}
     assert processes

@@ -63,7 +63,7 @@ class Quorum(Checker):
             self.fail(entry, ("fragment", fragment), f"{count} contributions, the quorum is {quorum}")
 
 
-class Once(Checker):
+class MergedOnce(Checker):
     name = "once"
     sentence = "a learner is at most once in a merge, and no step of it is ever merged twice into a fragment"
 
@@ -436,7 +436,7 @@ class Paused(Checker):
                 self.fail(entry, ("learner", entry.actor.learner), "a step while the run is paused")
 
 
-class Shards(Checker):
+class LostShards(Checker):
     name = "shards"
     sentence = "what was lost with a shard is in no version, and nothing is asked of a shard that is away"
 
@@ -514,5 +514,5 @@ class Shards(Checker):
             self.fail(entry, ("fragment", round_id.fragment), f"{round_id} was lost with its shard, and goes on")
 
 
-ROUND_CHECKERS: tuple[type[Checker], ...] = (Quorum, Once, Current, Weights, Versions, DurableFirst, GraceBound)
-SYNCER_CHECKERS: tuple[type[Checker], ...] = (Paused, Shards)
+ROUND_CHECKERS: tuple[type[Checker], ...] = (Quorum, MergedOnce, Current, Weights, Versions, DurableFirst, GraceBound)
+SYNCER_CHECKERS: tuple[type[Checker], ...] = (Paused, LostShards)

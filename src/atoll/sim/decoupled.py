@@ -31,8 +31,8 @@ from atoll.core.states import Mode
 from atoll.core.syncer.core import SyncerCore
 from atoll.core.syncer.state import Restored
 from atoll.core.types import SYNCER, LearnerId, Limits, RunConfig
-from atoll.sim.driver import Driver, Links, Process, Store
-from atoll.sim.fleet import ExtraLearners, FleetConfig, Island, Segment, State, build_islands
+from atoll.sim.driver import Driver, Links, SimProcess, SimStore
+from atoll.sim.fleet import ExtraLearners, FleetConfig, Segment, SimIsland, State, build_islands
 from atoll.tape.format import Actor, Entry
 
 _PATIENT = Limits(first_wait_s=86_400.0, least_wait_s=86_400.0, most_wait_s=86_400.0)
@@ -135,12 +135,12 @@ class FleetLearner:
         "waiting",
     )
 
-    def __init__(self, island: Island, tokens_per_step: float, jitter: Random) -> None:
+    def __init__(self, island: SimIsland, tokens_per_step: float, jitter: Random) -> None:
         self.island = island
         self.tokens_per_step = tokens_per_step
         self.jitter = jitter
         self.segment: Segment = next(island)
-        self.proc: Process | None = None  # while the island is there
+        self.proc: SimProcess | None = None  # while the island is there
         self.left = 1.0  # of the step under way
         self.since = 0.0  # when the step under way began, or its first attempt
         self.steps = 0
@@ -192,7 +192,7 @@ class DecoupledRun:
         self.driver = driver = Driver(self.config)
         self.engine = driver.engine
         Links(driver, protocol.delay_s, protocol.delay_s + protocol.fragment_s)
-        self._store = Store(driver, protocol.merge_s, protocol.disk_s)
+        self._store = SimStore(driver, protocol.merge_s, protocol.disk_s)
         driver.handlers[MergeRound] = self._on_merge
         driver.handlers[StartTraining] = self._on_start_training
         driver.handlers[AdoptFragment] = self._on_adopt
@@ -354,27 +354,27 @@ class DecoupledRun:
 
     # ---------------------------------------------------------------------------------------------------- effects
 
-    def _on_merge(self, proc: Process, effect: MergeRound) -> None:
+    def _on_merge(self, proc: SimProcess, effect: MergeRound) -> None:
         self.merges += 1
         self.contributions += len(effect.contributions)
         self._store.merge(proc, effect)
 
-    def _on_copy(self, proc: Process, effect: CopyFragment) -> None:
+    def _on_copy(self, proc: SimProcess, effect: CopyFragment) -> None:
         self.learners[proc.actor.learner].copied[effect.round.fragment] = effect.copied_at
 
-    def _on_adopt(self, proc: Process, effect: AdoptFragment) -> None:
+    def _on_adopt(self, proc: SimProcess, effect: AdoptFragment) -> None:
         mark = proc.core.state.marks[effect.fragment] if effect.merged_copy else None
         if mark is not None:
             self.stale_steps += proc.core.step - mark.copied_at
             self.stale_count += 1
 
-    def _on_start_training(self, proc: Process, effect: StartTraining) -> None:
+    def _on_start_training(self, proc: SimProcess, effect: StartTraining) -> None:
         learner = self.learners[proc.actor.learner]
         learner.since = self.engine.now
         if learner.segment.stepping:
             self._stepping(learner)
 
-    def _on_arrival(self, proc: Process, event: Event) -> None:
+    def _on_arrival(self, proc: SimProcess, event: Event) -> None:
         """A pause of the island is a pause of its chips; its host still listens."""
         if type(event) is MessageArrived and proc.actor.learner != SYNCER:
             learner = self.learners[proc.actor.learner]

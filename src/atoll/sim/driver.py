@@ -1,6 +1,6 @@
 """The driver of the cores in virtual time: processes, their clocks and timers, and what is done about their effects.
 
-A world is a driver and what is plugged into it. `Links`, `Store` and `Steps` carry out effects as a world without
+A world is a driver and what is plugged into it. `Links`, `SimStore` and `Steps` carry out effects as a world without
 faults does: in a fixed time, and always. The swarm replaces them by ones that fail, the fleet simulator has steps of
 its own. Checkers, tapes and counters are observers.
 """
@@ -56,13 +56,13 @@ NewSyncer = Callable[[RunConfig, int, Restored | None], SyncerCore]
 NewLearner = Callable[[RunConfig, LearnerId, Incarnation], LearnerCore]
 
 
-class Engine:
+class SimEngine:
     """Virtual time: callables that are run in order of their time, and then of their scheduling.
 
-    >>> engine = Engine()
+    >>> engine = SimEngine()
     >>> seen = []
     >>> engine.at(2.0, seen.append, "b")
-    ... engine.at(1.0, seen.append, "a")
+    >>> engine.at(1.0, seen.append, "a")
     >>> engine.run_until(5.0)
     >>> seen, engine.now
     (['a', 'b'], 2.0)
@@ -91,7 +91,7 @@ class Engine:
                 return
 
 
-class Process:
+class SimProcess:
     """A running core with its own clock."""
 
     __slots__ = (
@@ -129,7 +129,7 @@ class Conn:
 
     __slots__ = ("last", "learner", "open", "session", "syncer")
 
-    def __init__(self, learner: Process, syncer: Process, session: int) -> None:
+    def __init__(self, learner: SimProcess, syncer: SimProcess, session: int) -> None:
         self.learner = learner
         self.syncer = syncer
         self.session = session
@@ -137,7 +137,7 @@ class Conn:
         self.last: dict[tuple[bool, bool], float] = {}  # newest arrival per direction and lane: each lane is in order
 
 
-class Disk:
+class SimDisk:
     """What survives the syncer."""
 
     def __init__(self) -> None:
@@ -196,57 +196,57 @@ class Driver:
         clocks_s: Mapping[int, float] | None = None,
     ) -> None:
         self.config = config
-        self.engine = Engine()
-        self.disk = Disk()
-        self.syncer: Process | None = None
-        self.learners: dict[LearnerId, Process] = {}  # newest process of each id
-        self.processes: list[Process] = []  # every learner process that runs, also those that another has replaced
-        self.by_actor: dict[tuple[LearnerId, int], Process] = {}  # the same
+        self.engine = SimEngine()
+        self.disk = SimDisk()
+        self.syncer: SimProcess | None = None
+        self.learners: dict[LearnerId, SimProcess] = {}  # newest process of each id
+        self.processes: list[SimProcess] = []  # every learner process that runs, also those that another has replaced
+        self.by_actor: dict[tuple[LearnerId, int], SimProcess] = {}  # the same
         self.incarnations: Counter[LearnerId] = Counter()
-        self.handlers: dict[type, Callable[[Process, Any], None]] = {}
-        self.before: list[Callable[[Process, Event], None]] = []
+        self.handlers: dict[type, Callable[[SimProcess, Any], None]] = {}
+        self.before: list[Callable[[SimProcess, Event], None]] = []
         self.on_entry: list[Callable[[Entry], None]] = []
-        self.after: list[Callable[[Process, Event], None]] = []
+        self.after: list[Callable[[SimProcess, Event], None]] = []
         self.on_start: list[Callable[[Actor, Restored | None], None]] = []
-        self.on_end: list[Callable[[Process], None]] = []
+        self.on_end: list[Callable[[SimProcess], None]] = []
         self._new_syncer = syncer
         self._new_learner = learner
         self._clocks_s = clocks_s or {}
 
     # ---------------------------------------------------------------------------------------------------- processes
 
-    def start_syncer(self) -> Process:
+    def start_syncer(self) -> SimProcess:
         """Start a syncer from what is durable. An older one may live on, and is fenced."""
         disk = self.disk
         disk.epoch += 1
         restored = disk.restored(self.config.fragment_ids()) if disk.epoch > 1 else None
         core = self._new_syncer(self.config, disk.epoch, restored)
-        proc = self.syncer = Process(Actor(SYNCER, disk.epoch), core, self._clocks_s.get(SYNCER, 0.0))
+        proc = self.syncer = SimProcess(Actor(SYNCER, disk.epoch), core, self._clocks_s.get(SYNCER, 0.0))
         self._begin(proc, restored)
         for control in disk.controls.values():
             self.run(proc, control)
         return proc
 
-    def start_learner(self, learner: LearnerId) -> Process:
+    def start_learner(self, learner: LearnerId) -> SimProcess:
         """Start the next incarnation, beside older processes that live on."""
         before = self.learners.get(learner)
         least = before.core.refused_for if before is not None and before.core.refused_for is not None else 0
         self.incarnations[learner] = max(self.incarnations[learner], least) + 1
         actor = Actor(learner, self.incarnations[learner])
         core = self._new_learner(self.config, learner, actor.start)
-        proc = Process(actor, core, self._clocks_s.get(learner, 0.0))
+        proc = SimProcess(actor, core, self._clocks_s.get(learner, 0.0))
         self.learners[learner] = proc
         self.processes.append(proc)
         self.by_actor[actor] = proc
         self._begin(proc, None)
         return proc
 
-    def _begin(self, proc: Process, restored: Restored | None) -> None:
+    def _begin(self, proc: SimProcess, restored: Restored | None) -> None:
         for on_start in self.on_start:
             on_start(proc.actor, restored)
         self.run(proc, Started())
 
-    def kill(self, proc: Process) -> None:
+    def kill(self, proc: SimProcess) -> None:
         proc.alive = False
         if proc is self.syncer:
             self.syncer = None
@@ -258,7 +258,7 @@ class Driver:
 
     # ---------------------------------------------------------------------------------------------------- events
 
-    def deliver(self, proc: Process, event: Event) -> None:
+    def deliver(self, proc: SimProcess, event: Event) -> None:
         """Give an event to a process: it is lost if the process is dead, and late if it is paused."""
         if not proc.alive:
             return
@@ -267,7 +267,7 @@ class Driver:
             return
         self.run(proc, event)
 
-    def run(self, proc: Process, event: Event, least: float = 0.0) -> list[Effect]:
+    def run(self, proc: SimProcess, event: Event, least: float = 0.0) -> list[Effect]:
         """Let a core handle an event now, by its own clock but not before `least`, and carry out its effects."""
         core = proc.core
         for before in self.before:
@@ -292,7 +292,7 @@ class Driver:
             after(proc, event)
         return effects
 
-    def arm(self, proc: Process) -> None:
+    def arm(self, proc: SimProcess) -> None:
         deadline = proc.core.next_deadline()
         if deadline is None:
             return
@@ -303,7 +303,7 @@ class Driver:
             proc.timer_at = when
             self.engine.at(when, self._timer, proc, when)
 
-    def _timer(self, proc: Process, when: float) -> None:
+    def _timer(self, proc: SimProcess, when: float) -> None:
         if proc.timer_at != when or not proc.alive:
             return
         if proc.paused_until > self.engine.now:
@@ -319,7 +319,7 @@ class Driver:
             self.arm(proc)
 
 
-def broken(proc: Process, sentence: str) -> Violation:
+def broken(proc: SimProcess, sentence: str) -> Violation:
     """Return the violation of a core that found itself broken."""
     return Violation("core", sentence, None, ("learner", proc.actor.learner) if proc.actor.learner else ("run", 0))
 
@@ -335,7 +335,7 @@ class Links:
         driver.handlers.update({Send: self.send, Dial: self.dial, Hangup: self.hang_up})
         driver.on_end.append(self.reset)
 
-    def send(self, proc: Process, effect: Send) -> None:
+    def send(self, proc: SimProcess, effect: Send) -> None:
         envelope = effect.envelope
         if proc.actor.learner == SYNCER:
             target = self.driver.by_actor.get((envelope.learner, envelope.incarnation))
@@ -347,34 +347,34 @@ class Links:
             if conn is not None and conn.open and conn.session == envelope.session:
                 self.carry(conn, conn.syncer, envelope)
 
-    def carry(self, conn: Conn, to: Process, envelope: Envelope) -> None:
+    def carry(self, conn: Conn, to: SimProcess, envelope: Envelope) -> None:
         kind = type(envelope.body)
         takes_s = self._fragment_s if kind is Contribution or kind is Published else self._delay_s
         self.engine.at(self.engine.now + takes_s, self.driver.deliver, to, MessageArrived(envelope))
 
-    def dial(self, proc: Process, effect: Dial) -> None:
+    def dial(self, proc: SimProcess, effect: Dial) -> None:
         self.engine.at(self.engine.now + effect.after_s + self._delay_s, self._answer, proc)
 
-    def _answer(self, proc: Process) -> None:
+    def _answer(self, proc: SimProcess) -> None:
         if proc.alive:
             connected = self.connect(proc)
             self.driver.deliver(proc, DialFailed("nobody answers") if connected is None else connected)
 
-    def connect(self, proc: Process) -> LinkOpened | None:
+    def connect(self, proc: SimProcess) -> LinkOpened | None:
         if self.driver.syncer is None:
             return None
         proc.sessions += 1
         proc.conn = Conn(proc, self.driver.syncer, proc.sessions)
         return LinkOpened(proc.sessions)
 
-    def hang_up(self, proc: Process, effect: Hangup) -> None:
+    def hang_up(self, proc: SimProcess, effect: Hangup) -> None:
         by_syncer = proc.actor.learner == SYNCER
         learner = self.driver.by_actor.get((effect.learner, effect.incarnation)) if by_syncer else proc
         conn = learner.conn if learner is not None else None
         if conn is not None and conn.session == effect.session and (not by_syncer or conn.syncer is proc):
             self.close(conn, tell_learner=by_syncer, tell_syncer=not by_syncer, why="hung up")
 
-    def reset(self, proc: Process) -> None:
+    def reset(self, proc: SimProcess) -> None:
         """Close the connections of a process that has ended; the other ends are told."""
         if proc.actor.learner != SYNCER:
             if proc.conn is not None:
@@ -402,7 +402,7 @@ class Links:
         return True
 
 
-class Store:
+class SimStore:
     """Merges and writes that never fail, with a fixed duration each."""
 
     def __init__(self, driver: Driver, merge_s: float, disk_s: float) -> None:
@@ -413,18 +413,18 @@ class Store:
         self._disk_s = disk_s
         driver.handlers.update({MergeRound: self.merge, Persist: self.persist, SaveSnapshot: self.save_part})
 
-    def merge(self, proc: Process, effect: MergeRound) -> None:
+    def merge(self, proc: SimProcess, effect: MergeRound) -> None:
         self.engine.at(self.engine.now + self._merge_s, self.driver.deliver, proc, MergeDone(effect.round))
 
-    def persist(self, proc: Process, effect: Persist) -> None:
+    def persist(self, proc: SimProcess, effect: Persist) -> None:
         self.engine.at(self.engine.now + self._disk_s, self._written, proc, effect.record)
 
-    def _written(self, proc: Process, record: Record) -> None:
+    def _written(self, proc: SimProcess, record: Record) -> None:
         if proc is self.driver.syncer:
             self.disk.write(record)
             self.driver.deliver(proc, Persisted(record.key()))
 
-    def save_part(self, proc: Process, effect: SaveSnapshot) -> None:
+    def save_part(self, proc: SimProcess, effect: SaveSnapshot) -> None:
         self.engine.at(self.engine.now + self._disk_s, self.driver.deliver, proc, SnapshotSaved(effect.snapshot))
 
 
@@ -449,10 +449,10 @@ class Steps:
         driver.handlers[StartTraining] = self._start
         driver.after.append(self._look_up)
 
-    def _start(self, proc: Process, effect: StartTraining) -> None:
+    def _start(self, proc: SimProcess, effect: StartTraining) -> None:
         self._begin(proc)
 
-    def _begin(self, proc: Process) -> None:
+    def _begin(self, proc: SimProcess) -> None:
         if not proc.alive or proc.core.mode is Mode.STOPPED:
             return
         now = self.engine.now
@@ -465,7 +465,7 @@ class Steps:
         else:
             self.engine.at(now + took, self._begin, proc)  # the core made its learner wait
 
-    def _end(self, proc: Process) -> None:
+    def _end(self, proc: SimProcess) -> None:
         if not proc.alive or proc.core.mode is Mode.STOPPED:
             return
         now = self.engine.now
@@ -477,19 +477,19 @@ class Steps:
         self.heed_notice(proc)
         self._begin(proc)
 
-    def _leased(self, proc: Process) -> int:
+    def _leased(self, proc: SimProcess) -> int:
         """Samples of its leases for one step: a whole batch, or none where it must reuse what it has had already."""
         if not self.driver.config.lease_samples:
             return 0
         batch = self._samples[proc.actor.learner]
         return batch if batch <= proc.core.state.held - proc.core.taken else 0
 
-    def heed_notice(self, proc: Process) -> None:
+    def heed_notice(self, proc: SimProcess) -> None:
         """Deliver a signal that came in the middle of a step, at its end."""
         if proc.is_noticed and proc.core.mode is not Mode.STOPPED:
             self.driver.run(proc, LeaveWanted("its machine is taken away", push=True))
 
-    def _look_up(self, proc: Process, event: Event) -> None:
+    def _look_up(self, proc: SimProcess, event: Event) -> None:
         """A training thread that sleeps at a boundary looks up when something has come."""
         if not proc.stands:
             return

@@ -36,8 +36,8 @@ from atoll.core.protocol import (
     VersionRecord,
 )
 from atoll.core.types import FragmentId, LearnerId
-from atoll.sim.draws import LinkDraw, Plan
-from atoll.sim.driver import Conn, Driver, Links, Process, Store
+from atoll.sim.draws import LinkDraw, SwarmPlan
+from atoll.sim.driver import Conn, Driver, Links, SimProcess, SimStore
 
 BULK = (Contribution, Published, InnerState)
 
@@ -69,12 +69,12 @@ class FaultyShards:
     def fragments_of(self, shard: int) -> tuple[FragmentId, ...]:
         return tuple(p for p in self.driver.config.fragment_ids() if self.of(p) == shard)
 
-    def later(self, when: float, shard: int | None, proc: Process, event: Event) -> None:
+    def later(self, when: float, shard: int | None, proc: SimProcess, event: Event) -> None:
         """Deliver an event by way of a shard, if that process of it lives until then."""
         if shard not in self.away:
             self.engine.at(when, self.through, shard, proc, event, self._start_of(shard))
 
-    def through(self, shard: int | None, proc: Process, event: Event, start: int | None = None) -> None:
+    def through(self, shard: int | None, proc: SimProcess, event: Event, start: int | None = None) -> None:
         """A paused process hears of it later, and not at all if the shard is lost by then."""
         if start is not None and self._start_of(shard) != start:
             return
@@ -128,7 +128,7 @@ class FaultyShards:
 class FaultyLinks(Links):
     """Links that lose, duplicate and damage messages, and can be cut in one direction."""
 
-    def __init__(self, driver: Driver, plan: Plan, rng: Random, shards: FaultyShards) -> None:
+    def __init__(self, driver: Driver, plan: SwarmPlan, rng: Random, shards: FaultyShards) -> None:
         super().__init__(driver, 0.0, 0.0)
         self.healed = False
         self.cut_up: dict[LearnerId, float] = {}  # until when messages towards the syncer vanish
@@ -149,7 +149,7 @@ class FaultyLinks(Links):
     def cut(self, cuts: dict[LearnerId, float], learner: LearnerId, lasts_s: float) -> None:
         cuts[learner] = max(cuts.get(learner, 0.0), self.engine.now + lasts_s)
 
-    def carry(self, conn: Conn, to: Process, envelope: Envelope) -> None:
+    def carry(self, conn: Conn, to: SimProcess, envelope: Envelope) -> None:
         now = self.engine.now
         up = to is conn.syncer
         if up:
@@ -197,10 +197,10 @@ class FaultyLinks(Links):
             body = body._replace(steps=0, tokens=0)
         return envelope._replace(body=body)
 
-    def dial(self, proc: Process, effect: Dial) -> None:
+    def dial(self, proc: SimProcess, effect: Dial) -> None:
         self.engine.at(self.engine.now + effect.after_s, self._try, proc)
 
-    def _try(self, proc: Process) -> None:
+    def _try(self, proc: SimProcess) -> None:
         now = self.engine.now
         learner = proc.actor.learner
         delay = self._plan.links[learner].delay_s * (0.5 + self._rng.random())
@@ -217,10 +217,10 @@ class FaultyLinks(Links):
         return self.cut_up.get(conn.learner.actor.learner, 0.0) <= self.engine.now
 
 
-class FaultyStore(Store):
+class FaultyStore(SimStore):
     """Disks that fail and are slow, merges that fail, and a store that another syncer may take over."""
 
-    def __init__(self, driver: Driver, plan: Plan, rng: Random, shards: FaultyShards) -> None:
+    def __init__(self, driver: Driver, plan: SwarmPlan, rng: Random, shards: FaultyShards) -> None:
         super().__init__(driver, plan.merge_s, plan.disk_s)
         self.healed = False
         self.bad_until = 0.0
@@ -237,13 +237,13 @@ class FaultyStore(Store):
         self.bad_until = self.slow_until = self.engine.now
         self.merge_bad = False
 
-    def merge(self, proc: Process, effect: MergeRound) -> None:
+    def merge(self, proc: SimProcess, effect: MergeRound) -> None:
         when = self.engine.now + self._merge_s * self._rng.random()
         event: Event = MergeFailed(effect.round, "out of memory") if self.merge_bad else MergeDone(effect.round)
         self.merge_bad = False
         self._shards.later(when, self._shards.of(effect.round.fragment), proc, event)
 
-    def persist(self, proc: Process, effect: Persist) -> None:
+    def persist(self, proc: SimProcess, effect: Persist) -> None:
         now = self.engine.now
         if proc is not self.driver.syncer:
             fenced = StoreFenced(self.disk.epoch)
@@ -256,7 +256,7 @@ class FaultyStore(Store):
         self._writing[self._serial] = effect.record
         self.engine.at(now + self._disk_s * self._rng.random() * slow, self._write, proc, self._serial)
 
-    def _write(self, proc: Process, serial: int) -> None:
+    def _write(self, proc: SimProcess, serial: int) -> None:
         """The bytes are on disk now; the process hears of it a little later, or never."""
         record = self._writing.pop(serial, None)
         if record is None:
@@ -296,7 +296,7 @@ class FaultyStore(Store):
         if self.bad_until <= self.engine.now and self._rng.random() < 0.5:
             self.disk.write(record)
 
-    def save_part(self, proc: Process, effect: SaveSnapshot) -> None:
+    def save_part(self, proc: SimProcess, effect: SaveSnapshot) -> None:
         when = self.engine.now + self._disk_s * self._rng.random()
         event: Event = SnapshotSaved(effect.snapshot)
         if not self.healed and self._rng.random() < 0.05:

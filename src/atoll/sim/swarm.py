@@ -19,7 +19,7 @@ from atoll.sim.checkers import Violation
 from atoll.sim.draws import FAULTS, draw
 from atoll.sim.driver import NewLearner, NewSyncer
 from atoll.sim.forks import forks
-from atoll.sim.world import World
+from atoll.sim.world import SwarmWorld
 from atoll.tape.format import Entry
 
 SLICE = 2_000
@@ -58,7 +58,7 @@ def run_seed(
         def on_entry(entry: Entry) -> None:
             sha.update(repr(entry).encode())
 
-    world = World(draw(seed, small), syncer, learner, on_entry)
+    world = SwarmWorld(draw(seed, small), syncer, learner, on_entry)
     checker, sentence, subject = None, "", None
     try:
         world.run()

@@ -35,8 +35,8 @@ from atoll.core.syncer.core import SyncerCore
 from atoll.core.syncer.state import Restored
 from atoll.core.types import SYNCER, ControlWhat, FragmentId, LearnerId
 from atoll.sim.checkers import Violation, Watch, all_checkers
-from atoll.sim.draws import Fault, Plan
-from atoll.sim.driver import Driver, NewLearner, NewSyncer, Process, Steps, broken
+from atoll.sim.draws import SwarmFault, SwarmPlan
+from atoll.sim.driver import Driver, NewLearner, NewSyncer, SimProcess, Steps, broken
 from atoll.sim.faults import FaultyLinks, FaultyShards, FaultyStore
 from atoll.tape.format import Actor, Entry
 
@@ -44,12 +44,12 @@ HEALED_PATIENCE_S = 3000.0
 """Virtual seconds after healing within which everything must have come right; many times what the limits add up to."""
 
 
-class World:
+class SwarmWorld:
     """A plan, carried out: faults, healing, the end."""
 
     def __init__(
         self,
-        plan: Plan,
+        plan: SwarmPlan,
         syncer: NewSyncer = SyncerCore,
         learner: NewLearner = LearnerCore,
         on_entry: Callable[[Entry], None] | None = None,
@@ -76,7 +76,7 @@ class World:
         self.gone: set[LearnerId] = set()  # left for good, or died
         self.died: set[LearnerId] = set()  # of those, without a word
         self.doubled: set[LearnerId] = set()  # started a second time beside a process that lived
-        self.old_syncers: list[Process] = []  # cut off, and unaware that another has taken over
+        self.old_syncers: list[SimProcess] = []  # cut off, and unaware that another has taken over
         self.faults_fired: Counter[str] = Counter()
         self.fired: Counter[tuple[Any, str]] = Counter()
         self.said: Counter[str] = Counter()
@@ -270,11 +270,11 @@ class World:
         if learner in self.store.parts:
             self.driver.run(proc, MomentsFound(learner, self.store.parts[learner]))
 
-    def _running(self, learner: LearnerId) -> Process | None:
+    def _running(self, learner: LearnerId) -> SimProcess | None:
         proc = self.driver.learners.get(learner)
         return proc if proc is not None and proc.alive and learner not in self.gone else None
 
-    def _on_stop(self, proc: Process, effect: Stop) -> None:
+    def _on_stop(self, proc: SimProcess, effect: Stop) -> None:
         """An island starts its learner again when it was refused for what it was, not for what it is."""
         learner = proc.actor.learner
         refused = effect.reason.code == "learner-refused"
@@ -284,15 +284,15 @@ class World:
             self.gone.add(learner)  # nobody starts it again
             self.engine.at(self.engine.now + 1.0, self._kill_if_alive, proc)
 
-    def _kill_if_alive(self, proc: Process) -> None:
+    def _kill_if_alive(self, proc: SimProcess) -> None:
         if proc.alive:
             self.driver.kill(proc)
 
-    def _start_if_stopped(self, proc: Process) -> None:
+    def _start_if_stopped(self, proc: SimProcess) -> None:
         if self.driver.learners.get(proc.actor.learner) is proc:
             self._start_learner(proc.actor.learner)
 
-    def _on_halt(self, proc: Process, effect: Halt) -> None:
+    def _on_halt(self, proc: SimProcess, effect: Halt) -> None:
         """The driver of a syncer that was superseded ends its process."""
         if proc in self.old_syncers:
             self.old_syncers.remove(proc)
@@ -300,10 +300,10 @@ class World:
 
     # ---------------------------------------------------------------------------------------------------- observers
 
-    def _processes(self) -> list[Process]:
+    def _processes(self) -> list[SimProcess]:
         return ([self.driver.syncer] if self.driver.syncer is not None else []) + self.driver.processes
 
-    def _count(self, proc: Process) -> None:
+    def _count(self, proc: SimProcess) -> None:
         self.fired.update(proc.core.fired)
         self.said.update(proc.core.said)
 
@@ -315,13 +315,13 @@ class World:
             said.update(proc.core.said)
         return fired, said
 
-    def _check_sometimes(self, proc: Process, event: Event) -> None:
+    def _check_sometimes(self, proc: SimProcess, event: Event) -> None:
         self._since_check += 1
         if self._since_check >= 64:
             self._since_check = 0
             self._check(proc)
 
-    def _check(self, proc: Process) -> None:
+    def _check(self, proc: SimProcess) -> None:
         try:
             proc.core.check_invariants()
             if proc is self.driver.syncer:
@@ -329,7 +329,7 @@ class World:
         except AssertionError as error:
             raise broken(proc, f"{proc.actor}: {error}") from error
 
-    def _count_pair(self, proc: Process, event: Event) -> None:
+    def _count_pair(self, proc: SimProcess, event: Event) -> None:
         """Which event met which state: a learner's own; at the syncer, of the speaker and of the fragment."""
         core = proc.core
         what: type = type(event)
@@ -366,7 +366,7 @@ class World:
         self.driver.run(self.driver.syncer, event)
         return True
 
-    def _fault_pause_run(self, fault: Fault) -> bool:
+    def _fault_pause_run(self, fault: SwarmFault) -> bool:
         if not self._control("pause"):
             return False
         self.engine.at(self.engine.now + fault.lasts_s, self._resume_run)
@@ -377,25 +377,25 @@ class World:
         if not self.links.healed and wish is not None and wish.what == "pause" and not self._control("resume"):
             self.engine.at(self.engine.now + 1.0, self._resume_run)  # nobody takes the wish yet
 
-    def _fault_drain(self, fault: Fault) -> bool:
+    def _fault_drain(self, fault: SwarmFault) -> bool:
         core = self.syncer_core()
         if core is None or fault.learner not in core.members or self._running(fault.learner) is None:
             return False
         return self._control("drain", fault.learner)
 
-    def _fault_quorum(self, fault: Fault) -> bool:
+    def _fault_quorum(self, fault: SwarmFault) -> bool:
         return self._control("quorum", int(fault.size))
 
-    def _fault_grace(self, fault: Fault) -> bool:
+    def _fault_grace(self, fault: SwarmFault) -> bool:
         return self._control("grace", fault.size)
 
     # ---------------------------------------------------------------------------------------------------- faults
 
-    def _inject(self, fault: Fault) -> None:
+    def _inject(self, fault: SwarmFault) -> None:
         if _FAULTS[fault.kind](self, fault):
             self.faults_fired[fault.kind] += 1
 
-    def _fault_kill_learner(self, fault: Fault) -> bool:
+    def _fault_kill_learner(self, fault: SwarmFault) -> bool:
         proc = self._running(fault.learner)
         if proc is None:
             return False
@@ -403,14 +403,14 @@ class World:
         self.engine.at(self.engine.now + fault.lasts_s, self._start_if_down, fault.learner)
         return True
 
-    def _fault_pause_learner(self, fault: Fault) -> bool:
+    def _fault_pause_learner(self, fault: SwarmFault) -> bool:
         proc = self._running(fault.learner)
         if proc is None:
             return False
         proc.paused_until = max(proc.paused_until, self.engine.now + fault.lasts_s)
         return True
 
-    def _fault_second_start(self, fault: Fault) -> bool:
+    def _fault_second_start(self, fault: SwarmFault) -> bool:
         """The same learner is started elsewhere while the old process goes on, unaware."""
         if self._running(fault.learner) is None:
             return False
@@ -418,30 +418,30 @@ class World:
         self.doubled.add(fault.learner)
         return True
 
-    def _fault_reset(self, fault: Fault) -> bool:
+    def _fault_reset(self, fault: SwarmFault) -> bool:
         proc = self._running(fault.learner)
         if proc is None or proc.conn is None or not proc.conn.open:
             return False
         self.links.close(proc.conn, tell_learner=True, tell_syncer=True, why="connection reset by peer")
         return True
 
-    def _fault_cut_both(self, fault: Fault) -> bool:
+    def _fault_cut_both(self, fault: SwarmFault) -> bool:
         return self._fault_cut_up(fault) and self._fault_cut_down(fault)
 
-    def _fault_cut_up(self, fault: Fault) -> bool:
+    def _fault_cut_up(self, fault: SwarmFault) -> bool:
         self.links.cut(self.links.cut_up, fault.learner, fault.lasts_s)
         return True
 
-    def _fault_cut_down(self, fault: Fault) -> bool:
+    def _fault_cut_down(self, fault: SwarmFault) -> bool:
         self.links.cut(self.links.cut_down, fault.learner, fault.lasts_s)
         return True
 
-    def _fault_cut_bulk(self, fault: Fault) -> bool:
+    def _fault_cut_bulk(self, fault: SwarmFault) -> bool:
         """The connection for fragments hangs while control messages pass: alive, and yet nothing comes of it."""
         self.links.cut(self.links.cut_bulk, fault.learner, fault.lasts_s)
         return True
 
-    def _fault_kill_syncer(self, fault: Fault) -> bool:
+    def _fault_kill_syncer(self, fault: SwarmFault) -> bool:
         proc = self.driver.syncer
         if proc is None:
             return False
@@ -450,7 +450,7 @@ class World:
         self.engine.at(self.engine.now + fault.lasts_s, self._start_syncer)
         return True
 
-    def _fault_second_syncer(self, fault: Fault) -> bool:
+    def _fault_second_syncer(self, fault: SwarmFault) -> bool:
         """A standby takes the store over while the old syncer lives on with the learners that are connected to it."""
         if self.driver.syncer is None or self.shards.away:  # it starts from what all shards hold
             return False
@@ -461,7 +461,7 @@ class World:
         self.engine.at(self.engine.now + 10 * self.rng.random(), self.driver.deliver, old, StoreFenced(self.disk.epoch))
         return True
 
-    def _fault_stranger(self, fault: Fault) -> bool:
+    def _fault_stranger(self, fault: SwarmFault) -> bool:
         """Somebody who does not belong here says hello."""
         if self.driver.syncer is None:
             return False
@@ -476,21 +476,21 @@ class World:
         self.driver.run(self.driver.syncer, MessageArrived(Envelope(learner, 1, 1, 0, 0, 0, 0, hello)))
         return True
 
-    def _fault_pause_syncer(self, fault: Fault) -> bool:
+    def _fault_pause_syncer(self, fault: SwarmFault) -> bool:
         if self.driver.syncer is None:
             return False
         self.driver.syncer.paused_until = max(self.driver.syncer.paused_until, self.engine.now + fault.lasts_s)
         return True
 
-    def _fault_fail_disk(self, fault: Fault) -> bool:
+    def _fault_fail_disk(self, fault: SwarmFault) -> bool:
         self.store.bad_until = max(self.store.bad_until, self.engine.now + fault.lasts_s)
         return True
 
-    def _fault_slow_disk(self, fault: Fault) -> bool:
+    def _fault_slow_disk(self, fault: SwarmFault) -> bool:
         self.store.slow_until = max(self.store.slow_until, self.engine.now + fault.lasts_s)
         return True
 
-    def _fault_jump_clock(self, fault: Fault) -> bool:
+    def _fault_jump_clock(self, fault: SwarmFault) -> bool:
         proc = self.driver.syncer if fault.lasts_s < 1.0 else self._running(fault.learner)
         if proc is None:
             return False
@@ -500,17 +500,17 @@ class World:
         self.driver.arm(proc)
         return True
 
-    def _fault_poison(self, fault: Fault) -> bool:
+    def _fault_poison(self, fault: SwarmFault) -> bool:
         self.links.poison[fault.learner] += int(fault.size)
         return True
 
-    def _fault_join(self, fault: Fault) -> bool:
+    def _fault_join(self, fault: SwarmFault) -> bool:
         if fault.learner in self.driver.learners:
             return False
         self._start_learner(fault.learner)
         return True
 
-    def _fault_leave(self, fault: Fault) -> bool:
+    def _fault_leave(self, fault: SwarmFault) -> bool:
         proc = self._running(fault.learner)
         if proc is None:
             return False
@@ -521,7 +521,7 @@ class World:
             self.engine.at(self.engine.now + fault.lasts_s, self._come_back, fault.learner)
         return True
 
-    def _fault_notice(self, fault: Fault) -> bool:
+    def _fault_notice(self, fault: SwarmFault) -> bool:
         """Its machine is taken away, and it is told so many seconds before. Perhaps it is given another one."""
         proc = self._running(fault.learner)
         if proc is None or proc.is_noticed or proc.core.mode is not Mode.TRAINING:
@@ -532,7 +532,7 @@ class World:
         self.engine.at(self.engine.now + fault.lasts_s, self._end_notice, proc, fault.size > 5)
         return True
 
-    def _end_notice(self, proc: Process, comes_back: bool) -> None:
+    def _end_notice(self, proc: SimProcess, comes_back: bool) -> None:
         learner = proc.actor.learner
         if proc.alive:
             if proc.core.mode is not Mode.STOPPED:
@@ -543,7 +543,7 @@ class World:
         if comes_back and learner in self.gone and self.driver.learners.get(learner) is proc:
             self._come_back(learner)
 
-    def _fault_die(self, fault: Fault) -> bool:
+    def _fault_die(self, fault: SwarmFault) -> bool:
         """For good: with a reset link, or with its whole host, which tells nobody."""
         proc = self._running(fault.learner)
         if proc is None or fault.learner in self.doubled:  # an older process of it may live on
@@ -559,23 +559,23 @@ class World:
         self.gone.discard(learner)
         self._start_if_down(learner)
 
-    def _fault_snapshot(self, fault: Fault) -> bool:
+    def _fault_snapshot(self, fault: SwarmFault) -> bool:
         if self.driver.syncer is None:
             return False
         self.driver.deliver(self.driver.syncer, SnapshotRequested())
         return True
 
-    def _fault_lose_shard(self, fault: Fault) -> bool:
+    def _fault_lose_shard(self, fault: SwarmFault) -> bool:
         if self.driver.syncer is None or fault.learner in self.shards.away:
             return False
         self.store.lose_shard(fault.learner, self.engine.now + fault.lasts_s)
         return True
 
-    def _fault_fail_merge(self, fault: Fault) -> bool:
+    def _fault_fail_merge(self, fault: SwarmFault) -> bool:
         self.store.merge_bad = True
         return True
 
-    def _fault_slow_down(self, fault: Fault) -> bool:
+    def _fault_slow_down(self, fault: SwarmFault) -> bool:
         proc = self._running(fault.learner)
         if proc is None:
             return False
@@ -583,33 +583,33 @@ class World:
         return True
 
 
-_FAULTS: dict[str, Callable[[World, Fault], bool]] = {
-    "kill learner": World._fault_kill_learner,
-    "pause learner": World._fault_pause_learner,
-    "second start": World._fault_second_start,
-    "reset link": World._fault_reset,
-    "cut both ways": World._fault_cut_both,
-    "cut upwards": World._fault_cut_up,
-    "cut downwards": World._fault_cut_down,
-    "cut bulk": World._fault_cut_bulk,
-    "kill syncer": World._fault_kill_syncer,
-    "second syncer": World._fault_second_syncer,
-    "pause syncer": World._fault_pause_syncer,
-    "fail disk": World._fault_fail_disk,
-    "slow disk": World._fault_slow_disk,
-    "jump clock": World._fault_jump_clock,
-    "poison": World._fault_poison,
-    "join": World._fault_join,
-    "leave": World._fault_leave,
-    "stranger": World._fault_stranger,
-    "snapshot": World._fault_snapshot,
-    "fail merge": World._fault_fail_merge,
-    "slow down": World._fault_slow_down,
-    "die": World._fault_die,
-    "pause run": World._fault_pause_run,
-    "drain": World._fault_drain,
-    "quorum": World._fault_quorum,
-    "grace": World._fault_grace,
-    "lose shard": World._fault_lose_shard,
-    "notice": World._fault_notice,
+_FAULTS: dict[str, Callable[[SwarmWorld, SwarmFault], bool]] = {
+    "kill learner": SwarmWorld._fault_kill_learner,
+    "pause learner": SwarmWorld._fault_pause_learner,
+    "second start": SwarmWorld._fault_second_start,
+    "reset link": SwarmWorld._fault_reset,
+    "cut both ways": SwarmWorld._fault_cut_both,
+    "cut upwards": SwarmWorld._fault_cut_up,
+    "cut downwards": SwarmWorld._fault_cut_down,
+    "cut bulk": SwarmWorld._fault_cut_bulk,
+    "kill syncer": SwarmWorld._fault_kill_syncer,
+    "second syncer": SwarmWorld._fault_second_syncer,
+    "pause syncer": SwarmWorld._fault_pause_syncer,
+    "fail disk": SwarmWorld._fault_fail_disk,
+    "slow disk": SwarmWorld._fault_slow_disk,
+    "jump clock": SwarmWorld._fault_jump_clock,
+    "poison": SwarmWorld._fault_poison,
+    "join": SwarmWorld._fault_join,
+    "leave": SwarmWorld._fault_leave,
+    "stranger": SwarmWorld._fault_stranger,
+    "snapshot": SwarmWorld._fault_snapshot,
+    "fail merge": SwarmWorld._fault_fail_merge,
+    "slow down": SwarmWorld._fault_slow_down,
+    "die": SwarmWorld._fault_die,
+    "pause run": SwarmWorld._fault_pause_run,
+    "drain": SwarmWorld._fault_drain,
+    "quorum": SwarmWorld._fault_quorum,
+    "grace": SwarmWorld._fault_grace,
+    "lose shard": SwarmWorld._fault_lose_shard,
+    "notice": SwarmWorld._fault_notice,
 }
