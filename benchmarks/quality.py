@@ -250,8 +250,9 @@ def run_protocol(setting: Setting, corpus: Text) -> dict[str, Any]:
         drawn = Paced.drawn(config, tokens, speeds, setting.seed, setting.delay, setting.bulk)
         driver = Paced(drawn, syncer=core, on_entry=execution.apply, on_start=execution.started)
         driver.run()
-        assert driver.syncer is not None
-        ledger, merges = driver.syncer.core.ledger, driver.syncer.core.merges
+        syncer = driver.syncer_core()
+        assert syncer is not None
+        ledger, merges = syncer.ledger, syncer.merges
     result: dict[str, Any] = {"trained": execution.tokens, "merges": merges}
     result["steps"] = {str(a.learner): t.step for a, t in execution.learners.items()}
     result["merged"] = round(sum(ledger.merged(p) for p in range(config.fragments)) / config.fragments)

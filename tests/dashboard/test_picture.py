@@ -167,24 +167,27 @@ def test_stale_is_the_time_since_the_last_merge_with_it(tmp_path):
 
 @pytest.mark.parametrize("off_s", [7200.0, -7200.0])
 def test_a_clock_that_is_hours_off_changes_nothing(tmp_path, off_s):
-    def of(where, clocks_s):
+    founded_at = 10_000.0  # by the other clocks: no clock is before its 0
+
+    def of(where, off_s):
+        clocks_s = dict.fromkeys(range(4), founded_at) | {2: founded_at + off_s}
         run = TinyRun(clocks_s=clocks_s).until(30.0)
         run.kill(2)
         run.until(33.0)
         run.start(2)
         saved = run.until(60.0).save(where)
         (saved / "store").mkdir()
-        (saved / "store" / "run.json").write_text(json.dumps({"value": {"founded_at": 0.0}}))
+        (saved / "store" / "run.json").write_text(json.dumps({"value": {"founded_at": founded_at}}))
         (saved / "metrics").mkdir()
         lines = [
-            {"at": clocks_s.get(2, 0.0) + 1.2 + step, "learner": 2, "start": 1, "step": step, "loss": 9.0 - step / 10}
+            {"at": clocks_s[2] + 1.2 + step, "learner": 2, "start": 1, "step": step, "loss": 9.0 - step / 10}
             for step in range(1, 25)
         ]
         lines[20]["at"] += 40_000.0  # and it jumps once
         (saved / "metrics" / "learner-2.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         return pictured(saved)
 
-    right, wrong = of(tmp_path / "right", {}), of(tmp_path / "wrong", {2: off_s})
+    right, wrong = of(tmp_path / "right", 0.0), of(tmp_path / "wrong", off_s)
     assert wrong.processes[2][0].lead_s == pytest.approx(off_s, abs=0.2), "the clock must be off"
     assert wrong.to == pytest.approx(right.to, abs=0.2)
     one, other = timeline(right, None, None, 500), timeline(wrong, None, None, 500)
@@ -196,12 +199,13 @@ def test_a_clock_that_is_hours_off_changes_nothing(tmp_path, off_s):
     assert loss.y == curve(right, "loss.learner.2").y
     assert len(loss.y) == 24
     assert loss.x == pytest.approx(curve(right, "loss.learner.2").x, abs=1.1)
-    assert picture_at(wrong, 20.0)["headline"]["tokens"] == pytest.approx(
-        picture_at(right, 20.0)["headline"]["tokens"], abs=100
+    then = founded_at + 20.0
+    assert picture_at(wrong, then)["headline"]["tokens"] == pytest.approx(
+        picture_at(right, then)["headline"]["tokens"], abs=100
     )
-    told = story_until(wrong, ("learner", 2), 20.0, 3).lines
+    told = story_until(wrong, ("learner", 2), then, 3).lines
     assert told
-    assert all(10.0 < line.at <= 20.0 for line in told)
+    assert all(then - 10.0 < line.at <= then for line in told)
 
 
 def test_a_clock_of_which_nothing_is_known_yet_does_not_stretch_the_run(tmp_path):

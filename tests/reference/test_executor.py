@@ -22,7 +22,7 @@ from atoll.reference.executor import (
     mean_of_learners,
 )
 from atoll.sim.draws import draw
-from atoll.sim.world import World
+from atoll.sim.world import SwarmWorld
 from atoll.tape.format import Actor, Entry
 from atoll.tensors.codecs import Feedback, codec
 from atoll.tensors.settings import Numerics
@@ -40,7 +40,7 @@ SHARDED = {"shard-kept": (8, 130), "shard-forgot": (13, 78), "both": (149,)}
 """Small worlds in which a shard comes back with the version that it was writing, or without."""
 
 
-def run_world(seed: int) -> tuple[World, Execution, list[Entry], list[Any]]:
+def run_world(seed: int) -> tuple[SwarmWorld, Execution, list[Entry], list[Any]]:
     """A hostile world with real tensors in it. Digests are compared at every version that anybody receives."""
     drawn = draw(seed, small=True)
     plan = tiny.tiny_plan(drawn.config.fragments)
@@ -56,7 +56,7 @@ def run_world(seed: int) -> tuple[World, Execution, list[Entry], list[Any]]:
         starts.append((len(entries), actor, restored))
         execution.started(actor, restored)
 
-    world = World(drawn, on_entry=on_entry, on_start=on_start)
+    world = SwarmWorld(drawn, on_entry=on_entry, on_start=on_start)
     world.run()
     return world, execution, entries, starts
 
@@ -82,8 +82,8 @@ def test_in_a_hostile_world_every_learner_holds_the_published_bits(seed):
     assert world.coverage()[1]["moments-peer"] > 0
     assert execution.compared > 10
     assert execution.contributions > 0
-    assert world.syncer is not None
-    assert [f.version for f in world.syncer.core.fragments.values()] == execution.syncer.versions
+    assert world.driver.syncer is not None
+    assert [f.version for f in world.driver.syncer.core.fragments.values()] == execution.syncer.versions
 
 
 @pytest.mark.parametrize(("seed", "what"), [(seed, what) for what, seeds in SHARDED.items() for seed in seeds])
@@ -93,8 +93,8 @@ def test_in_a_world_of_shards_every_learner_holds_the_published_bits(seed, what)
     said = world.coverage()[1]
     assert all(said[code] for code in (("shard-kept", "shard-forgot") if what == "both" else (what,)))
     assert execution.compared > 10
-    assert world.syncer is not None
-    assert [f.version for f in world.syncer.core.fragments.values()] == execution.syncer.versions
+    assert world.driver.syncer is not None
+    assert [f.version for f in world.driver.syncer.core.fragments.values()] == execution.syncer.versions
 
 
 @pytest.mark.parametrize("before", [0, 2])
@@ -155,9 +155,9 @@ def test_the_samples_of_every_step_follow_from_the_tape(seed):
         return Trainee(tiny.new_model(), None, lambda info: steps.append(info.samples), drawn.samples[actor.learner])
 
     execution = tiny.execute(drawn.config, INT8, tiny.tiny_plan(drawn.config.fragments), make=make, history=8)
-    world = World(drawn, on_entry=execution.apply, on_start=execution.started)
+    world = SwarmWorld(drawn, on_entry=execution.apply, on_start=execution.started)
     world.run()
-    processes = {Actor(*key): proc.core for key, proc in world.by_actor.items()}
+    processes = {Actor(*key): proc.core for key, proc in world.driver.by_actor.items()}
     assert processes
     for actor, core in processes.items():
         batch, steps = drawn.samples[actor.learner], taken[actor]
@@ -253,14 +253,10 @@ def test_a_version_on_its_way_to_a_learner_that_has_left_is_for_nobody():
             sent = [effect.envelope.body for effect in entry.effects if type(effect) is Send]
             acknowledged.extend(body for body in sent if type(body) is Delivered)
 
-    class Leaving(Lockstep):
-        def leave(self) -> None:
-            self._tell(leaver.learner, LeaveWanted("enough"))
-
-    run = Leaving(config, tiny.tokens_of(2), on_entry, overlap=2)
+    run = Lockstep(config, tiny.tokens_of(2), on_entry, overlap=2)
     while run.syncer.merges < 2:
         run.step()
-    run.leave()
+    run.driver.run(run.driver.learners[leaver.learner], LeaveWanted("enough"))
     for _ in range(3):
         run.step()
     assert acknowledged == [Delivered(0, 2)], "the version arrived after it had left"

@@ -17,7 +17,7 @@ from atoll.sim.bandwidth import (
     CODEC_BITS,
     UTILISATIONS,
     WIRE_BITS,
-    Exchange,
+    ExchangePattern,
     Load,
     all_reduce_factor,
     data_parallel,
@@ -92,7 +92,7 @@ def test_the_published_decoupled_rates_do_not_carry_their_own_schedule():
 # The model
 
 EXCHANGES = st.builds(
-    Exchange,
+    ExchangePattern,
     bits=st.sampled_from((4.0, 16.0, 32.0)),
     share=st.floats(0.01, 1.0),
     every_steps=st.floats(0.2, 500.0),
@@ -238,6 +238,6 @@ def test_the_last_gradients_are_never_hidden():
     rate = rate_for(dp, load, 0.99)
     assert rate == pytest.approx(5e9 * 16 / 56 / (1 / 0.99 - 1))
     assert utilisation(dp, load, rate) == pytest.approx(0.99)
-    as_one_flow = Exchange(16.0, 1.0, 1.0, 2 / 3)
+    as_one_flow = ExchangePattern(16.0, 1.0, 1.0, 2 / 3)
     assert rate > 1.15 * rate_for(as_one_flow, load, 0.99)
     assert rate_for(dp, load, 0.9) < 1.03 * rate_for(as_one_flow, load, 0.9)

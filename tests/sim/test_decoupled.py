@@ -98,7 +98,7 @@ def test_tokens_are_merged_pending_or_dropped_and_a_learner_that_leaves_says_so(
     assert result.tokens_trained == pytest.approx(accounted)
     assert result.tokens_dropped > 0
     assert [why for why, _ in result.dropped_by_reason] == ["left"]
-    assert [learner.incarnation for learner in run.learners] == [1, 1, 1, 2, 2]
+    assert list(run.driver.incarnations.values()) == [1, 1, 1, 2, 2]
     assert run.finish()
     watch.finish()
 
@@ -138,7 +138,7 @@ def test_a_learner_that_was_down_too_long_loses_its_link_and_comes_back():
     run.run()
     assert run.syncer.said["member-lost"] > 0
     assert run.syncer.said["member-resumed"] > 0
-    assert {learner.incarnation for learner in run.learners} == {1}
+    assert set(run.driver.incarnations.values()) == {1}
 
 
 def test_in_lockstep_nobody_runs_ahead_and_the_checker_of_independence_says_so():

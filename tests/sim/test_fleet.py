@@ -14,12 +14,12 @@ import pytest
 from atoll.sim import fleet
 from atoll.sim.fleet import (
     YEAR_S,
-    Ending,
     ExtraLearners,
     FleetConfig,
-    Island,
     RepairDelay,
     Segment,
+    SegmentEnd,
+    SimIsland,
     State,
     build_islands,
     expected_max_of_gaussians,
@@ -31,7 +31,7 @@ CONFIG = FleetConfig()
 
 
 def segments(count: int, config: FleetConfig = CONFIG, chips: int = 600_000, seed: int = 0, **options) -> list[Segment]:
-    return list(itertools.islice(Island(config, chips, random.Random(seed), **options), count))
+    return list(itertools.islice(SimIsland(config, chips, random.Random(seed), **options), count))
 
 
 TROUBLED = replace(CONFIG, slowdowns_per_hour=60.0, chip_time_sigma=0.02)
@@ -62,17 +62,17 @@ def test_an_island_keeps_its_history_when_a_learner_is_added():
 
 def test_slow_downs_leave_failures_where_they_were():
     def failures(config: FleetConfig) -> list[float]:
-        return [s.end_s for s in segments(3_000, config) if s.ends_with is Ending.FAILURE][:300]
+        return [s.end_s for s in segments(3_000, config) if s.ends_with is SegmentEnd.FAILURE][:300]
 
     slow = segments(3_000, TROUBLED)
-    assert any(segment.ends_with is Ending.PACE for segment in slow), "no slow-down fired"
+    assert any(segment.ends_with is SegmentEnd.PACE for segment in slow), "no slow-down fired"
     assert failures(TROUBLED) == failures(CONFIG)
 
 
 def test_what_follows_what():
     """Every failure pauses, every pause ends in stepping, and slices are taken in by pauses alone."""
     for before, after in itertools.pairwise(segments(5_000)):
-        if before.ends_with is Ending.FAILURE:
+        if before.ends_with is SegmentEnd.FAILURE:
             assert after.state is State.DOWNSCALING
             assert after.end_s - after.start_s == pytest.approx(CONFIG.downscale_s)
         elif before.stepping:
@@ -83,11 +83,11 @@ def test_what_follows_what():
 
 
 def test_a_failure_takes_one_slice_and_brings_in_those_that_wait():
-    slices = Island(CONFIG, 600_000, random.Random(0)).slices
+    slices = SimIsland(CONFIG, 600_000, random.Random(0)).slices
     moves = [
         round((after.share - before.share) * slices)
         for before, after in itertools.pairwise(segments(5_000))
-        if before.ends_with is Ending.FAILURE
+        if before.ends_with is SegmentEnd.FAILURE
     ]
     assert min(moves) == -1
     assert max(moves) > 0, "no failure ever met a slice that was waiting"
@@ -96,7 +96,7 @@ def test_a_failure_takes_one_slice_and_brings_in_those_that_wait():
 def test_returned_slices_share_one_pause_when_failures_are_frequent():
     def upscales_per_failure(chips: int) -> float:
         found = segments(8_000, chips=chips)
-        return sum(s.state is State.UPSCALING for s in found) / sum(s.ends_with is Ending.FAILURE for s in found)
+        return sum(s.state is State.UPSCALING for s in found) / sum(s.ends_with is SegmentEnd.FAILURE for s in found)
 
     assert upscales_per_failure(18_750) > 0.9
     assert upscales_per_failure(1_200_000) < 0.4
@@ -115,7 +115,7 @@ def test_an_island_of_one_slice_stands_still_until_the_slice_is_back():
 def test_failures_come_at_the_rate_of_all_chips_together():
     found = segments(20_000, elastic=False)
     stepping_s = sum(s.end_s - s.start_s for s in found if s.stepping)
-    failures = sum(s.ends_with is Ending.FAILURE for s in found)
+    failures = sum(s.ends_with is SegmentEnd.FAILURE for s in found)
     assert stepping_s / failures == pytest.approx(YEAR_S / 600_000, rel=0.05)
 
 
@@ -128,12 +128,12 @@ def test_without_failures_one_segment_lasts_for_ever():
 
 def test_at_answers_for_the_segment_that_holds_the_time():
     listed = segments(200)
-    island = Island(CONFIG, 600_000, random.Random(0))
+    island = SimIsland(CONFIG, 600_000, random.Random(0))
     for segment in listed[:-1]:
         middle_s = (segment.start_s + segment.end_s) / 2.0
         assert island.at(segment.start_s) == segment
         assert island.at(middle_s) == segment
-    fired = sum(segment.ends_with is Ending.FAILURE for segment in listed[:-2])
+    fired = sum(segment.ends_with is SegmentEnd.FAILURE for segment in listed[:-2])
     assert island.failures == fired > 0
     with pytest.raises(AssertionError, match="asked about"):
         island.at(0.0)
@@ -178,10 +178,10 @@ def test_extra_learners_come_and_go_and_start_whole():
     found = list(islands[2])
     absent = [(s.start_s, s.end_s, s.ends_with) for s in found if s.state is State.ABSENT]
     gone = [(7_200.0, 10_000.0), (20_000.0, math.inf)]
-    assert absent[0] == (0.0, 3_600.0, Ending.JOIN)
+    assert absent[0] == (0.0, 3_600.0, SegmentEnd.JOIN)
     assert [(start_s, end_s) for start_s, end_s, _ in absent[1:]] == gone
     assert all(before.end_s == after.start_s for before, after in itertools.pairwise(found))
-    joins = [after for before, after in itertools.pairwise(found) if before.ends_with is Ending.JOIN]
+    joins = [after for before, after in itertools.pairwise(found) if before.ends_with is SegmentEnd.JOIN]
     assert [(s.start_s, s.share, s.speed) for s in joins] == [(3_600.0, 1.0, 0.5), (10_000.0, 1.0, 0.5)]
     assert islands[2].present_s(horizon_s=11_000.0) == 3_600.0 + 1_000.0
     assert islands[0].present_s(horizon_s=11_000.0) == 11_000.0
@@ -209,7 +209,7 @@ def test_chips_are_shared_evenly_and_none_is_left_over():
         (lambda: build_islands(CONFIG, 0, 10, 0), "number of learners is 0; give 1 to 4096"),
         (lambda: build_islands(CONFIG, 8, 7, 0), "number of chips is 7; give at least one to each of the 8 learners"),
         (lambda: build_islands(CONFIG, 2, 10, 0, speeds=[1.0]), "give one for each of the 2 learners"),
-        (lambda: Island(CONFIG, 1, random.Random(0), windows=[(5.0, 2.0)]), "give joins before leaves"),
+        (lambda: SimIsland(CONFIG, 1, random.Random(0), windows=[(5.0, 2.0)]), "give joins before leaves"),
         (lambda: ExtraLearners.parse("four"), "write COUNT@JOIN-LEAVE, as 4@3600-7200"),
         (lambda: parse_speed_classes("fast"), "write SPEEDxCOUNT, as 1.0x4,0.82x4"),
     ],

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from atoll.sim import goodput
-from atoll.sim.fleet import YEAR_S, ExtraLearners, FleetConfig, Island, build_islands
+from atoll.sim.fleet import YEAR_S, ExtraLearners, FleetConfig, SimIsland, build_islands
 from atoll.sim.goodput import (
     BarrierConfig,
     TableCell,
@@ -97,7 +97,7 @@ def test_methods_rank_as_they_should():
     assert all(0.0 < run.goodput <= run.uptime <= 1.0 for run in runs.values())
 
 
-def account(island: Island, horizon_s: float, *, forget_missing_slices: bool) -> float:
+def account(island: SimIsland, horizon_s: float, *, forget_missing_slices: bool) -> float:
     useful_s = 0.0
     for segment in itertools.takewhile(lambda segment: segment.start_s < horizon_s, island):
         if segment.stepping:

@@ -139,7 +139,9 @@ def test_the_core_of_a_header():
 
 
 def test_a_header_of_which_no_core_can_be_made_is_damage():
-    record = structs.replace(next(iter(RUN._restored().versions.values())), fragment=99)
+    restored = RUN.headers[Actor(0, 2)].restored
+    assert restored is not None
+    record = structs.replace(next(iter(restored.versions.values())), fragment=99)
     header = Header(1, "0.1.0", Actor(0, 2), RUN.config, None, Restored({99: record}))
     with pytest.raises(TapeError, match="no core of syncer epoch 2 can be made from this header"):
         replay(header, [])

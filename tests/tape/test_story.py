@@ -166,7 +166,7 @@ def test_the_story_of_a_run_tells_who_came_and_went():
     lines = told(RUN, *run.entries)
     for expected in [
         "syncer epoch 1 started",
-        "the link closed: the other end died",
+        "the link closed: connection reset by peer",
         "incarnation 1 is replaced by 2",
         "starts to train: inner state from learner 1",
         "syncer epoch 2 started; epoch 1, last heard at",
@@ -189,7 +189,7 @@ def saved(tmp_path_factory):
 
 def test_the_command_tells_the_story_of_a_fragment(saved, capsys):
     assert main(["story", str(saved), "--fragment", "1", "--since", "2", "--until", "3.0"]) == 0
-    assert capsys.readouterr() == ("       2.270 s  fragment 1: opened on version 0: 3 learners asked, quorum 2\n", "")
+    assert capsys.readouterr() == ("       2.320 s  fragment 1: opened on version 0: 3 learners asked, quorum 2\n", "")
 
 
 def test_the_command_tells_the_last_lines_as_json(saved, capsys):

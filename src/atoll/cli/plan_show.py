@@ -10,7 +10,7 @@ from rich.table import Table
 
 from atoll.cli.simulate_show import amount, console, percent
 from atoll.sim.bandwidth import UTILISATIONS
-from atoll.sim.plan import MethodPlan, Plan, PlanWish
+from atoll.sim.plan import BandwidthPlan, MethodPlan, PlanWish
 from atoll.sim.published import PUBLISHED_RATE_PARAMS, PUBLISHED_RATE_STEP_S, PUBLISHED_RATES_GBIT_S
 
 
@@ -27,7 +27,7 @@ def rate_text(rate_bit_s: float | None, unit_bit_s: float) -> str:
     return f"{units:.3g}" if units < 999.5 else f"{units:,.0f}"
 
 
-def show_plan(plan: Plan) -> None:
+def show_plan(plan: BandwidthPlan) -> None:
     out = console()
     wish = plan.wish
     steps = sorted({island.step_s for island in wish.islands})
@@ -47,7 +47,7 @@ def show_plan(plan: Plan) -> None:
         out.print(f"Warning: {warning}.")
 
 
-def _rates(plan: Plan) -> Table:
+def _rates(plan: BandwidthPlan) -> Table:
     least = min(rate for row in plan.rows for rate in row.rates_bit_s.values())
     name, unit_bit_s = ("Gbit/s", 1e9) if least >= 1e7 else ("Mbit/s", 1e6)
     table = Table(title=f"{name} that a site's link needs, by compute utilisation", title_justify="left", box=None)
@@ -61,7 +61,7 @@ def _rates(plan: Plan) -> Table:
     return table
 
 
-def _outcomes(plan: Plan) -> Table:
+def _outcomes(plan: BandwidthPlan) -> Table:
     """Only columns of which something is known."""
     columns: list[tuple[str, Callable[[MethodPlan], str]]] = [
         ("step s", lambda row: "" if row.step_s is None else f"{row.step_s:.3g}"),
@@ -95,7 +95,7 @@ def _size(value: float | None) -> str:
     return "" if value is None else f"{value:,.0f}" if value >= 100 or value == 0 else f"{value:.3g}"
 
 
-def plan_fields(plan: Plan) -> dict[str, object]:
+def plan_fields(plan: BandwidthPlan) -> dict[str, object]:
     wish = plan.wish
     fields: dict[str, object] = {
         "params": wish.params,
@@ -136,7 +136,7 @@ def _gbit(rate_bit_s: float | None) -> float | None:
     return None if rate_bit_s is None or math.isinf(rate_bit_s) else float(f"{rate_bit_s / 1e9:.6g}")
 
 
-def _published(plan: Plan) -> dict[str, dict[str, float]] | None:
+def _published(plan: BandwidthPlan) -> dict[str, dict[str, float]] | None:
     """The published cells of exactly this question, where there are any."""
     cells = published_cells(plan.wish)
     return {name: {f"{share:g}": rate for share, rate in row.items()} for name, row in cells.items()} or None

@@ -140,7 +140,7 @@ def _run_cores(wish: Wish, detail: Detail, seed: int, tell: Tell) -> CoreRun:
             tapes.finished = run.finish()
             tapes.merges = run.syncer.merges
     fleet = None if wish.protocol.lockstep else _fleet(wish, days, seed)
-    full_step_tokens = {learner.place: round(learner.tokens_per_step) for learner in run.learners}
+    full_step_tokens = {i: round(learner.tokens_per_step) for i, learner in run.learners.items()}
     return CoreRun(result, fleet, None if tapes is None else tapes.written(), full_step_tokens)
 
 

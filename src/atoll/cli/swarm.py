@@ -184,13 +184,13 @@ def _write_tape(seed: int, small: bool, run_dir: Path) -> None:
     from atoll.cli.simulate_tape import Tapes, check_directory
     from atoll.sim.checkers import Violation
     from atoll.sim.draws import draw
-    from atoll.sim.world import World
+    from atoll.sim.world import SwarmWorld
 
     check_directory(run_dir)
     plan = draw(seed, small)
     tapes = Tapes(run_dir, plan.config, seed, f"swarm seed {seed}")
     try:
-        World(plan, on_entry=tapes.write, on_start=tapes.start).run()
+        SwarmWorld(plan, on_entry=tapes.write, on_start=tapes.start).run()
     except Violation:
         pass  # told by the sweep that follows
     finally:

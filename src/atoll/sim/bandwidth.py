@@ -9,7 +9,8 @@ Every method exchanges now and then, and part of each exchange is hidden under s
 
 T is the time of a step alone, `factor` what a site sends of each number: 2 (D - 1) / D in an all-reduce of D sites.
 The second limit of a step is the link itself: exchanges overlap with steps, never with each other's bytes. Methods
-differ in the numbers of `Exchange`; `docs/plan.md` says where each comes from and how far the published table is met.
+differ in the numbers of `ExchangePattern`; `docs/plan.md` says where each comes from, and how far the published table
+is met.
 
     >>> load = Load(params=5e9, sites=8, step_s=1.0)
     >>> round(rate_for(data_parallel(8), load, 0.9) / 1e9)
@@ -53,7 +54,7 @@ BOUNDARY_STEPS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class ExchangePattern:
     """How one method exchanges."""
 
     bits: float  # per number
@@ -121,28 +122,30 @@ def all_reduce_factor(sites: int) -> float:
 
 def data_parallel(
     sites: int, bits: float = 16.0, hidden_steps: float = BACKWARD_SHARE, messages: int = GRADIENT_MESSAGES
-) -> Exchange:
+) -> ExchangePattern:
     """Gradients of the whole model at every step; what fits under the backward pass is hidden, but for the last."""
     hidden = hidden_steps * (1.0 - 1.0 / messages)
-    return Exchange(bits, 1.0, 1.0, hidden, turns=ring_turns(sites), tail=1.0 / messages if messages > 1 else 0.0)
+    return ExchangePattern(
+        bits, 1.0, 1.0, hidden, turns=ring_turns(sites), tail=1.0 / messages if messages > 1 else 0.0
+    )
 
 
-def diloco(sites: int, codec: str = "bf16", every_steps: int = 24) -> Exchange:
+def diloco(sites: int, codec: str = "bf16", every_steps: int = 24) -> ExchangePattern:
     """The whole model every H steps. Nothing is hidden: outer gradients exist when the last inner step is over."""
-    return Exchange(codec_bits(codec), 1.0, float(every_steps), 0.0, turns=ring_turns(sites))
+    return ExchangePattern(codec_bits(codec), 1.0, float(every_steps), 0.0, turns=ring_turns(sites))
 
 
 def streaming(
     sites: int, codec: str = "bf16", every_steps: int = 24, fragments: int = 24, tau_steps: float = 2
-) -> Exchange:
+) -> ExchangePattern:
     """One fragment every H / P steps, which has tau steps of time."""
     check_schedule(every_steps, fragments, tau_steps)
-    return Exchange(
+    return ExchangePattern(
         codec_bits(codec), 1.0 / fragments, every_steps / fragments, float(tau_steps), turns=ring_turns(sites)
     )
 
 
-def decoupled(codec: str = "bf16", every_steps: int = 24, fragments: int = 24, tau_steps: float = 2) -> Exchange:
+def decoupled(codec: str = "bf16", every_steps: int = 24, fragments: int = 24, tau_steps: float = 2) -> ExchangePattern:
     """Decoupled DiLoCo as the published table counts it.
 
     A fragment has tau steps, less half a step until the boundary at which it is copied. The published rates carry the
@@ -152,7 +155,7 @@ def decoupled(codec: str = "bf16", every_steps: int = 24, fragments: int = 24, t
     check_schedule(every_steps, fragments, tau_steps)
     stretch = PUBLISHED_PERIOD_STEPS / PUBLISHED_EVERY_STEPS
     hidden = max(tau_steps - BOUNDARY_STEPS, 0.0)
-    return Exchange(codec_bits(codec), 1.0 / fragments, stretch * every_steps / fragments, hidden, turns=2.0)
+    return ExchangePattern(codec_bits(codec), 1.0 / fragments, stretch * every_steps / fragments, hidden, turns=2.0)
 
 
 def ring_turns(sites: int) -> float:
@@ -177,12 +180,12 @@ def check_schedule(every_steps: int, fragments: int, tau_steps: float) -> None:
 # --------------------------------------------------------------------------------------------------- the model itself
 
 
-def exchange_bits(exchange: Exchange, load: Load) -> float:
+def exchange_bits(exchange: ExchangePattern, load: Load) -> float:
     """Sent by one site in one exchange."""
     return exchange.share * load.params * exchange.bits * load.factor
 
 
-def step_time_s(exchange: Exchange, load: Load, rate_bit_s: float) -> float:
+def step_time_s(exchange: ExchangePattern, load: Load, rate_bit_s: float) -> float:
     """Of a step on average, with links of this rate. Infinite at a rate of 0."""
     if not rate_bit_s > 0.0:
         if rate_bit_s == 0.0:
@@ -194,12 +197,12 @@ def step_time_s(exchange: Exchange, load: Load, rate_bit_s: float) -> float:
     return max(load.step_s + visible_s / exchange.every_steps, sending_s / exchange.every_steps)
 
 
-def utilisation(exchange: Exchange, load: Load, rate_bit_s: float) -> float:
+def utilisation(exchange: ExchangePattern, load: Load, rate_bit_s: float) -> float:
     """Share of the time that goes into steps: T / (T + what is visible of exchanges)."""
     return load.step_s / step_time_s(exchange, load, rate_bit_s)
 
 
-def rate_for(exchange: Exchange, load: Load, wanted: float) -> float:
+def rate_for(exchange: ExchangePattern, load: Load, wanted: float) -> float:
     """The smallest rate, in bit/s per site and direction, that reaches this utilisation: the inverse of `utilisation`.
 
     Infinite where no rate does it, because delays alone cost more.
@@ -281,7 +284,7 @@ def predict(
         return Prediction(method, load.step_s, 1.0, every, sent)
     if method == "ddp":
         hidden = BACKWARD_SHARE if work_s is None else max(0.0, 1.0 - work_s / load.step_s)
-        exchange, period = Exchange(32.0, 1.0, 1.0, hidden, turns=ring_turns(load.sites)), 1.0
+        exchange, period = ExchangePattern(32.0, 1.0, 1.0, hidden, turns=ring_turns(load.sites)), 1.0
     elif method == "diloco":
         exchange, period = diloco(load.sites, "f32", every_steps), float(every_steps)
     elif method == "streaming":

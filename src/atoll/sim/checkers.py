@@ -7,12 +7,28 @@ and with what the syncer made durable.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from atoll.core.protocol import Body, Effect, Event, MessageArrived, Send
+from atoll.core.protocol import (
+    Body,
+    ControlRequested,
+    DiscardRound,
+    Effect,
+    Event,
+    MembersRecord,
+    MessageArrived,
+    Persist,
+    Persisted,
+    Record,
+    RecordKey,
+    Send,
+    ShardBack,
+    VersionRecord,
+)
 from atoll.core.syncer.state import Restored
-from atoll.core.types import SYNCER, RunConfig
+from atoll.core.types import SYNCER, FragmentId, RunConfig, Version
 from atoll.tape.format import Actor, Entry
 
 Subject = tuple[str, int]
@@ -44,24 +60,118 @@ class Checker:
         self.sent: dict[type, Handler] = {}
         self.every: Callable[[Entry], None] | None = None
         self.every_of_syncers: Callable[[Entry], None] | None = None
+        self.starts: list[Callable[[Actor, Restored | None], None]] = []
         self.syncer: Actor | None = None  # the newest; an older one may live on, cut off and fenced from the store
 
     def started(self, actor: Actor, restored: Restored | None) -> None:
         """A process has begun; `restored` is what a syncer found in its directory."""
         if actor.learner == SYNCER:
             self.syncer = actor
+        for on_start in self.starts:
+            on_start(actor, restored)
 
     def is_current(self, entry: Entry) -> bool:
         return entry.actor == self.syncer
-
-    def observe(self, entry: Entry) -> None:
-        Watch([self]).observe(entry)
 
     def finish(self) -> None:
         """The run is over and everything is healed."""
 
     def fail(self, entry: Entry | None, subject: Subject | None, what: str) -> None:
         raise Violation(self.name, f"{what} (invariant: {self.sentence})", entry, subject)
+
+
+def ignore_record(entry: Entry | None, record: Record) -> None:
+    """Do nothing about a record."""
+
+
+class DurableRecords:
+    """Durable versions and pending writes, for a checker that needs them.
+
+    `on_save` gets what the syncer that owns the store wants written, `on_durable` what the store has, and `on_late`
+    what an old syncer is told of after the store changed hands.
+    """
+
+    def __init__(
+        self,
+        checker: Checker,
+        *,
+        on_save: Callable[[Entry, Record], None] = ignore_record,
+        on_durable: Callable[[Entry | None, Record], None] = ignore_record,
+        on_late: Callable[[Entry, Record], None] = ignore_record,
+    ) -> None:
+        self.versions: dict[FragmentId, Version] = dict.fromkeys(checker.config.fragment_ids(), 0)
+        self._checker = checker
+        self._on_save = on_save
+        self._on_durable = on_durable
+        self._on_late = on_late
+        self._saving: dict[tuple[Actor, RecordKey], Record] = {}
+        checker.effects[Persist] = self._on_persist
+        checker.effects[DiscardRound] = self._on_discard
+        checker.events[Persisted] = self._on_persisted
+        checker.events[ShardBack] = self._on_shard_back
+        checker.starts.append(self._on_start)
+
+    def _on_start(self, actor: Actor, restored: Restored | None) -> None:
+        if actor.learner != SYNCER:
+            return
+        written = list(self._saving.values())
+        for p, record in (restored.versions if restored is not None else {}).items():
+            if record.version > self.versions[p]:
+                # Durable, but the process died before it heard of it.
+                self.versions[p] = record.version
+                self._on_durable(None, record)
+        if restored is not None and restored.members is not None:
+            for record_ in written:
+                if isinstance(record_, MembersRecord) and record_.serial <= restored.members.serial:
+                    self._on_durable(None, record_)
+
+    def _on_persist(self, entry: Entry, effect: Persist) -> None:
+        self._saving[(entry.actor, effect.record.key())] = effect.record
+        if self._checker.is_current(entry):
+            self._on_save(entry, effect.record)
+
+    def _on_persisted(self, entry: Entry, event: Persisted) -> None:
+        record = self._saving.pop((entry.actor, event.key), None)
+        if record is None:
+            self._checker.fail(entry, ("run", 0), f"{event.key} became durable without being asked for")
+            return
+        self._found_durable(entry, record)
+
+    def _on_shard_back(self, entry: Entry, event: ShardBack) -> None:
+        """What it was writing when it was lost is durable if it says so. All else it says was durable before."""
+        for key in event.records():
+            record = self._saving.pop((entry.actor, key), None)
+            if record is not None:
+                self._found_durable(entry, record)
+
+    def _on_discard(self, entry: Entry, effect: DiscardRound) -> None:
+        self._saving.pop((entry.actor, effect.key()), None)
+
+    def _found_durable(self, entry: Entry, record: Record) -> None:
+        if not self._checker.is_current(entry):
+            self._on_late(entry, record)
+            return
+        if isinstance(record, VersionRecord):
+            self.versions[record.fragment] = record.version
+        self._on_durable(entry, record)
+
+
+class SettingsInForce:
+    """The settings that each syncer goes by, as operators have changed them, for a checker that needs them."""
+
+    def __init__(self, checker: Checker) -> None:
+        self._config = checker.config
+        self._changed: dict[Actor, RunConfig] = {}
+        checker.events[ControlRequested] = self._on_control
+
+    def of(self, entry: Entry) -> RunConfig:
+        return self._changed.get(entry.actor, self._config)
+
+    def _on_control(self, entry: Entry, event: ControlRequested) -> None:
+        if event.what == "quorum" and event.value is not None:
+            self._changed[entry.actor] = replace(self.of(entry), quorum=int(event.value))
+        elif event.what == "grace" and event.value is not None:
+            self._changed[entry.actor] = replace(self.of(entry), grace_margin=event.value)
 
 
 class Watch:
@@ -123,15 +233,11 @@ class Watch:
 
 def all_checkers(config: RunConfig) -> list[Checker]:
     """One of each, in the order of docs/protocol.md."""
-    from atoll.sim.checkers_of_controls import CONTROL_CHECKERS
-    from atoll.sim.checkers_of_learners import LEARNER_CHECKERS
-    from atoll.sim.checkers_of_leases import LEASE_CHECKERS
-    from atoll.sim.checkers_of_rounds import ROUND_CHECKERS
-    from atoll.sim.checkers_of_shards import SHARD_CHECKERS
+    from atoll.sim.checkers_of_learners import LEARNER_CHECKERS, LEASE_CHECKERS
+    from atoll.sim.checkers_of_rounds import ROUND_CHECKERS, SYNCER_CHECKERS
     from atoll.sim.checkers_of_the_run import RUN_CHECKERS
 
-    of_runs: Iterable[type[Checker]] = (*ROUND_CHECKERS, *LEARNER_CHECKERS, *RUN_CHECKERS)
-    kinds: Iterable[type[Checker]] = (*of_runs, *LEASE_CHECKERS, *CONTROL_CHECKERS, *SHARD_CHECKERS)
+    kinds = (*ROUND_CHECKERS, *LEARNER_CHECKERS, *RUN_CHECKERS, *LEASE_CHECKERS, *SYNCER_CHECKERS)
     return [kind(config) for kind in kinds]
 
 

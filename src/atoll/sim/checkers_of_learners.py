@@ -1,7 +1,15 @@
-"""Checkers of learners: the ledger of tokens, independence of the step, joining, clocks."""
+"""Checkers of learners: the ledger of tokens, independence of the step, joining, clocks, and leases of samples.
+
+Those of leases watch only runs that have them. A sample's place is known from the records that the syncer made durable,
+what became of it from the versions, and what a learner had from its own steps.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable
+
+from atoll.core.data_leases import Key, joined
 from atoll.core.protocol import (
     AdoptFragment,
     Contribution,
@@ -9,9 +17,14 @@ from atoll.core.protocol import (
     Finish,
     Held,
     InnerState,
+    Lease,
+    LeaseRecord,
     LeaveWanted,
+    MembersRecord,
     MessageArrived,
     Record,
+    Report,
+    Say,
     Send,
     StartTraining,
     StateWanted,
@@ -20,15 +33,15 @@ from atoll.core.protocol import (
     VersionRecord,
     Welcome,
 )
-from atoll.core.types import SYNCER, FragmentId, LearnerId, RunConfig, Version
-from atoll.sim.checkers import Checker, is_syncer
-from atoll.sim.checkers_of_rounds import Durable
+from atoll.core.syncer.state import Restored
+from atoll.core.types import SYNCER, FragmentId, Interval, LearnerId, RunConfig, Version
+from atoll.sim.checkers import Checker, DurableRecords, ignore_record, is_syncer
 from atoll.tape.format import Actor, Entry
 
 Who = tuple[LearnerId, int]
 
 
-class LedgerBalance(Durable):
+class LedgerBalance(Checker):
     """Three books that must agree: what the learner was told (steps), what it says it settled (adoptions and
     contributions), and what the syncer made durable."""
 
@@ -37,6 +50,7 @@ class LedgerBalance(Durable):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
+        DurableRecords(self, on_durable=self._on_durable)
         self.events[StepTaken] = self._on_step
         self.effects[AdoptFragment] = self._on_adopt
         self.sent = {Contribution: self._on_contribution}
@@ -51,7 +65,7 @@ class LedgerBalance(Durable):
         who = (entry.actor.learner, entry.actor.start)
         self._trained[who] = self._trained.get(who, 0) + event.tokens
 
-    def now_durable(self, entry: Entry | None, record: Record) -> None:
+    def _on_durable(self, entry: Entry | None, record: Record) -> None:
         if isinstance(record, VersionRecord):
             for a in record.contributions:
                 line = self._durable.setdefault(((a.learner, a.incarnation), record.fragment), [])
@@ -253,7 +267,7 @@ class Stopped(Checker):
             self.fail(entry, ("learner", entry.actor.learner), "a contribution after the stop")
 
 
-class Pushed(Durable):
+class Pushed(Checker):
     """Its own books: steps that the learner was told of, tokens that the syncer made durable, and what was dropped."""
 
     name = "pushed"
@@ -264,6 +278,7 @@ class Pushed(Durable):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
+        DurableRecords(self, on_durable=self._on_durable)
         self.events[StepTaken] = self._on_step
         self.events[LeaveWanted] = self._on_leave_wanted
         self.effects[AdoptFragment] = self._on_adopt
@@ -285,7 +300,7 @@ class Pushed(Durable):
         elif who in self._leaving:
             self._leaving[who] = False
 
-    def now_durable(self, entry: Entry | None, record: Record) -> None:
+    def _on_durable(self, entry: Entry | None, record: Record) -> None:
         if isinstance(record, VersionRecord):
             for a in record.contributions:
                 key = ((a.learner, a.incarnation), record.fragment)
@@ -309,4 +324,245 @@ class Pushed(Durable):
                 self.fail(entry, ("learner", who[0]), what)
 
 
+class LeaseRecords:
+    """Durable leases, and which of their samples are in durable versions, for a checker that needs them.
+
+    `on_leased` gets a lease that is durable, `on_merged` the samples from one count to another of an incarnation that
+    are in a version for the first time. The others are those of `DurableRecords`. A run without leases has none.
+    """
+
+    def __init__(
+        self,
+        checker: Checker,
+        *,
+        on_leased: Callable[[Entry | None, Key, int], None] | None = None,
+        on_merged: Callable[[Entry | None, VersionRecord, Key, int, int], None] | None = None,
+        on_save: Callable[[Entry, Record], None] = ignore_record,
+        on_durable: Callable[[Entry | None, Record], None] = ignore_record,
+    ) -> None:
+        self.lines: dict[Key, list[Interval]] = {}  # the leases of every incarnation, by number
+        self.merged: dict[Key, int] = {}  # samples of that line that are in a durable version
+        self._checker = checker
+        self._on_leased = on_leased
+        self._on_merged = on_merged
+        self._on_durable_too = on_durable
+        if checker.config.lease_samples:
+            DurableRecords(checker, on_save=on_save, on_durable=self._on_durable, on_late=self._on_late)
+            checker.starts.append(self._on_start)
+
+    def _on_start(self, actor: Actor, restored: Restored | None) -> None:
+        if actor.learner == SYNCER and restored is not None and restored.leases is not None:
+            self._add(None, restored.leases)
+
+    def _on_durable(self, entry: Entry | None, record: Record) -> None:
+        if isinstance(record, LeaseRecord):
+            self._add(entry, record)
+        elif isinstance(record, VersionRecord):
+            for a in record.contributions:
+                key = (a.learner, a.incarnation)
+                before = self.merged.get(key, 0)
+                if a.taken > before:
+                    self.merged[key] = a.taken
+                    if self._on_merged is not None:
+                        self._on_merged(entry, record, key, before, a.taken)
+        self._on_durable_too(entry, record)
+
+    def _on_late(self, entry: Entry, record: Record) -> None:
+        if isinstance(record, LeaseRecord):
+            self._add(entry, record)
+
+    def _add(self, entry: Entry | None, record: LeaseRecord) -> None:
+        for holding in record.holdings:
+            key = (holding.learner, holding.incarnation)
+            line = self.lines.setdefault(key, [])
+            for place, interval in enumerate(holding.intervals, holding.first):
+                if place < len(line):
+                    continue
+                if place > len(line):
+                    what = f"lease {place} of incarnation {key[1]} after {len(line)}"
+                    self._checker.fail(entry, ("learner", key[0]), what)
+                line.append(interval)
+                if self._on_leased is not None:
+                    self._on_leased(entry, key, place)
+
+
+class LeaseDurable(Checker):
+    name = "lease-durable"
+    sentence = "a lease is durable before it is sent"
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self._leases = LeaseRecords(self)
+        if config.lease_samples:
+            self.sent = {Lease: self._on_lease}
+
+    def _on_lease(self, entry: Entry, envelope: Envelope) -> None:
+        body = envelope.body
+        assert isinstance(body, Lease)
+        line = self._leases.lines.get((envelope.learner, envelope.incarnation), [])
+        if body.number >= len(line) or line[body.number] != (body.begin, body.end):
+            what = f"samples {body.begin} to {body.end} were leased as number {body.number}, durable are {len(line)}"
+            self.fail(entry, ("learner", envelope.learner), what)
+
+
+class LeasedOnce(Checker):
+    name = "leased-once"
+    sentence = "no sample is leased to two incarnations at the same time"
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self._leases = LeaseRecords(self, on_leased=self._on_leased, on_durable=self._on_durable)
+        self._current: dict[int, int] = {}  # durable: incarnation of everybody who has not left
+        self._serial = 0  # of the record that said so
+        self._open: dict[Key, list[tuple[int, Interval]]] = {}  # not merged to their end, with their place in the line
+
+    def started(self, actor: Actor, restored: Restored | None) -> None:
+        if actor.learner == SYNCER and restored is not None and restored.members is not None:
+            self._admitted(restored.members)
+        super().started(actor, restored)
+
+    def _admitted(self, record: MembersRecord) -> None:
+        """Of an older one it may be heard later: that it was written shows when a syncer finds what followed it."""
+        if record.serial > self._serial:
+            self._serial = record.serial
+            self._current = {i: inc for i, inc in record.incarnations if i not in record.left}
+
+    def _on_durable(self, entry: Entry | None, record: Record) -> None:
+        if isinstance(record, MembersRecord):
+            self._admitted(record)
+
+    def _on_leased(self, entry: Entry | None, key: Key, number: int) -> None:
+        begin, end = self._leases.lines[key][number]
+        for other, leases in self._open.items():
+            if self._current.get(other[0]) != other[1]:
+                continue
+            merged = self._leases.merged.get(other, 0)
+            leases[:] = [(place, lease) for place, lease in leases if place + lease[1] - lease[0] > merged]
+            for place, lease in leases:
+                first = max(begin, lease[0] + max(0, merged - place))
+                if first < min(end, lease[1]):
+                    what = f"sample {first} is leased to learner {key[0]} while learner {other[0]} has it"
+                    self.fail(entry, ("learner", key[0]), f"{what}, incarnations {key[1]} and {other[1]}")
+        place = sum(b - a for a, b in self._leases.lines[key][:number])
+        self._open.setdefault(key, []).append((place, (begin, end)))
+
+
+class SamplesOnce(Checker):
+    name = "samples-once"
+    sentence = "no sample is merged twice, and none that was not leased"
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self._leases = LeaseRecords(self, on_merged=self._on_merged)
+        self._in: list[Interval] = []  # merged, in order
+
+    def _on_merged(self, entry: Entry | None, record: VersionRecord, key: Key, before: int, taken: int) -> None:
+        subject = ("learner", key[0])
+        place = 0
+        for begin, end in self._leases.lines.get(key, []):
+            first, last = begin + max(0, before - place), begin + min(end - begin, taken - place)
+            place += end - begin
+            if first < last:
+                self._add(entry, record, key, (first, last))
+        if place < taken:
+            self.fail(entry, subject, f"{taken} samples of incarnation {key[1]} are merged, {place} were leased to it")
+
+    def _add(self, entry: Entry | None, record: VersionRecord, key: Key, new: Interval) -> None:
+        at = bisect_left(self._in, new)
+        for other in self._in[max(0, at - 1) : at + 1]:
+            if max(other[0], new[0]) < min(other[1], new[1]):
+                what = f"sample {max(other[0], new[0])} is merged again, into version {record.version}"
+                self.fail(entry, ("fragment", record.fragment), f"{what}, by learner {key[0]} incarnation {key[1]}")
+        self._in[max(0, at - 1) : at + 1] = joined([*self._in[max(0, at - 1) : at + 1], new])
+
+
+class ReturnedFirst(Checker):
+    name = "returned-first"
+    sentence = "returned samples are leased again before new ones"
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        LeaseRecords(self, on_save=self._on_save)
+        self._next = 0
+        self._pool: set[Interval] = set()  # of the last record, if nothing was returned since
+        if config.lease_samples:
+            self.effects[Say] = self._on_say
+
+    def started(self, actor: Actor, restored: Restored | None) -> None:
+        super().started(actor, restored)
+        if actor.learner == SYNCER:
+            found = restored.leases if restored is not None else None
+            self._next = found.next if found is not None else 0
+            self._pool = set()
+
+    def _on_say(self, entry: Entry, effect: Say) -> None:
+        """What was leased from the pool and came back at once must not look as if it had been passed over."""
+        if effect.reason.code == "leases-returned" and self.is_current(entry):
+            self._pool = set()
+
+    def _on_save(self, entry: Entry, record: Record) -> None:
+        if not isinstance(record, LeaseRecord):
+            return
+        passed_over = sorted(self._pool & set(record.pool))
+        if record.next > self._next and passed_over:
+            what = f"samples from {self._next} on were leased while {passed_over[0][0]} was waiting to be leased again"
+            self.fail(entry, ("run", 0), what)
+        self._next, self._pool = record.next, set(record.pool)
+
+
+class LeaseHeld(Checker):
+    name = "lease-held"
+    sentence = "a learner trains on nothing but what was leased to it, and says how far it has come"
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        if config.lease_samples:
+            self.arrived = {Lease: self._on_lease}
+            self.events = {StepTaken: self._on_step}
+            self.effects = {StartTraining: self._on_start}
+            self.sent = {Report: self._on_told, Contribution: self._on_contribution}
+        self._numbers: dict[Actor, int] = {}
+        self._held: dict[Actor, int] = {}
+        self._taken: dict[Actor, int] = {}
+        self._copied: dict[tuple[Actor, int], Contribution] = {}
+
+    def _on_lease(self, entry: Entry, envelope: Envelope) -> None:
+        """Also one that the core drops because of its link: it is as durable, and comes again."""
+        body = envelope.body
+        assert isinstance(body, Lease)
+        if body.number == self._numbers.get(entry.actor, 0):
+            self._numbers[entry.actor] = body.number + 1
+            self._held[entry.actor] = self._held.get(entry.actor, 0) + body.end - body.begin
+
+    def _on_start(self, entry: Entry, effect: StartTraining) -> None:
+        if not self._held.get(entry.actor):
+            self.fail(entry, ("learner", entry.actor.learner), "training starts without a lease")
+
+    def _on_step(self, entry: Entry, event: StepTaken) -> None:
+        taken = self._taken[entry.actor] = self._taken.get(entry.actor, 0) + event.samples
+        held = self._held.get(entry.actor, 0)
+        if taken > held or event.samples < 0:
+            self.fail(entry, ("learner", entry.actor.learner), f"{taken} samples taken, {held} were leased")
+
+    def _on_told(self, entry: Entry, envelope: Envelope) -> None:
+        body = envelope.body
+        assert isinstance(body, Report)
+        self._compare(entry, body.taken)
+
+    def _on_contribution(self, entry: Entry, envelope: Envelope) -> None:
+        body = envelope.body
+        assert isinstance(body, Contribution)
+        key = (entry.actor, body.round.fragment)
+        before = self._copied.get(key)
+        if before is None or before.round != body.round:
+            self._copied[key] = body
+            self._compare(entry, body.taken)
+
+    def _compare(self, entry: Entry, told: int) -> None:
+        taken = self._taken.get(entry.actor, 0)
+        if told != taken:
+            self.fail(entry, ("learner", entry.actor.learner), f"tells of {told} samples, and has taken {taken}")
+
+
 LEARNER_CHECKERS: tuple[type[Checker], ...] = (LedgerBalance, Independence, Recovery, Clocks, Stopped, Pushed)
+LEASE_CHECKERS: tuple[type[Checker], ...] = (LeaseDurable, LeasedOnce, SamplesOnce, ReturnedFirst, LeaseHeld)

@@ -1,4 +1,4 @@
-"""Checkers of merges: quorum, once, current, weights, versions, durability, grace."""
+"""Checkers of what the syncer does: merges, what operators ask for, and shards."""
 
 from __future__ import annotations
 
@@ -8,42 +8,47 @@ from atoll.core.protocol import (
     Accumulate,
     AdoptFragment,
     Contribution,
+    ControlRequested,
     DiscardRound,
     Envelope,
     Finish,
+    Held,
+    Leave,
+    Leaving,
     ManifestRecord,
     MembersRecord,
     MergeRound,
     OpenGrace,
     Persist,
-    Persisted,
     Published,
     Pull,
     Record,
-    RecordKey,
     Report,
+    Say,
     ShardBack,
+    ShardLost,
+    StepTaken,
     VersionRecord,
     Welcome,
 )
 from atoll.core.syncer.state import Restored
 from atoll.core.types import SYNCER, Accepted, FragmentId, LearnerId, RoundId, RunConfig, Version
-from atoll.sim.checkers import Checker
-from atoll.sim.checkers_of_controls import InForce
+from atoll.sim.checkers import Checker, DurableRecords, SettingsInForce, is_syncer
 from atoll.tape.format import Actor, Entry
 
 
-class Quorum(InForce):
+class Quorum(Checker):
     name = "quorum"
     sentence = "no merge with fewer than K contributions"
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
+        self._settings = SettingsInForce(self)
         self.effects = {OpenGrace: self._on_quorum, MergeRound: self._on_merge, Persist: self._on_persist}
         self._wanted: dict[tuple[Actor, FragmentId], int] = {}  # K when a round had its quorum; it may change later
 
     def _on_quorum(self, entry: Entry, effect: OpenGrace) -> None:
-        self._wanted[(entry.actor, effect.round.fragment)] = self.in_force(entry).quorum
+        self._wanted[(entry.actor, effect.round.fragment)] = self._settings.of(entry).quorum
 
     def _on_merge(self, entry: Entry, effect: MergeRound) -> None:
         self._count(entry, effect.round.fragment, len(effect.contributions))
@@ -53,82 +58,18 @@ class Quorum(InForce):
             self._count(entry, effect.record.fragment, len(effect.record.contributions))
 
     def _count(self, entry: Entry, fragment: FragmentId, count: int) -> None:
-        quorum = self._wanted.get((entry.actor, fragment), self.in_force(entry).quorum)
+        quorum = self._wanted.get((entry.actor, fragment), self._settings.of(entry).quorum)
         if count < quorum:
             self.fail(entry, ("fragment", fragment), f"{count} contributions, the quorum is {quorum}")
 
 
-class Durable(Checker):
-    """Keeps what is durable, for checkers that need to know. Not a checker of its own."""
-
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
-        self.versions: dict[FragmentId, Version] = dict.fromkeys(config.fragment_ids(), 0)
-        self.saving: dict[tuple[Actor, RecordKey], Record] = {}
-        self.effects = {Persist: self._on_persist_effect, DiscardRound: self._on_discard_effect}
-        self.events = {Persisted: self._on_persisted_event, ShardBack: self._on_shard_back_event}
-
-    def started(self, actor: Actor, restored: Restored | None) -> None:
-        super().started(actor, restored)
-        if actor.learner != SYNCER:
-            return
-        written = list(self.saving.values())
-        for p, record in (restored.versions if restored is not None else {}).items():
-            if record.version > self.versions[p]:
-                # Durable, but the process died before it heard of it.
-                self.versions[p] = record.version
-                self.now_durable(None, record)
-        if restored is not None and restored.members is not None:
-            for record_ in written:
-                if isinstance(record_, MembersRecord) and record_.serial <= restored.members.serial:
-                    self.now_durable(None, record_)
-
-    def _on_persist_effect(self, entry: Entry, effect: Persist) -> None:
-        self.saving[(entry.actor, effect.record.key())] = effect.record
-        if self.is_current(entry):
-            self.on_save(entry, effect.record)
-
-    def on_save(self, entry: Entry, record: Record) -> None:
-        """For subclasses: the syncer that owns the store wants this written."""
-
-    def _on_persisted_event(self, entry: Entry, event: Persisted) -> None:
-        record = self.saving.pop((entry.actor, event.key), None)
-        if record is None:
-            self.fail(entry, ("run", 0), f"{event.key} became durable without being asked for")
-            return
-        self._found_durable(entry, record)
-
-    def _on_shard_back_event(self, entry: Entry, event: ShardBack) -> None:
-        """What it was writing when it was lost is durable if it says so. All else it says was durable before."""
-        for key in event.records():
-            record = self.saving.pop((entry.actor, key), None)
-            if record is not None:
-                self._found_durable(entry, record)
-
-    def _on_discard_effect(self, entry: Entry, effect: DiscardRound) -> None:
-        self.saving.pop((entry.actor, effect.key()), None)
-
-    def _found_durable(self, entry: Entry, record: Record) -> None:
-        if not self.is_current(entry):
-            self.late_durable(entry, record)
-            return
-        if isinstance(record, VersionRecord):
-            self.versions[record.fragment] = record.version
-        self.now_durable(entry, record)
-
-    def now_durable(self, entry: Entry | None, record: Record) -> None:
-        """For subclasses: the store has it."""
-
-    def late_durable(self, entry: Entry, record: Record) -> None:
-        """For subclasses: an old syncer hears of what was written before the store changed hands."""
-
-
-class Once(Durable):
+class MergedOnce(Checker):
     name = "once"
     sentence = "a learner is at most once in a merge, and no step of it is ever merged twice into a fragment"
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
+        DurableRecords(self, on_durable=self._on_durable)
         self.effects[MergeRound] = self._on_merge
         self._last: dict[tuple[LearnerId, int, FragmentId], Accepted] = {}
 
@@ -137,7 +78,7 @@ class Once(Durable):
         if len(set(learners)) != len(learners):
             self.fail(entry, ("fragment", effect.round.fragment), f"learners {learners} are not all different")
 
-    def now_durable(self, entry: Entry | None, record: Record) -> None:
+    def _on_durable(self, entry: Entry | None, record: Record) -> None:
         if not isinstance(record, VersionRecord):
             return
         for a in record.contributions:
@@ -151,7 +92,7 @@ class Once(Durable):
             self._last[key] = a
 
 
-class Current(Durable):
+class Current(Checker):
     name = "current"
     sentence = (
         "every contribution is of the current incarnation and of the version that the merge replaces, and none that is"
@@ -160,13 +101,14 @@ class Current(Durable):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
+        self._records = DurableRecords(self, on_save=self._on_save)
         self.effects[Accumulate] = self._on_accumulate
         self.effects[MergeRound] = self._on_merge
         self.sent = {Welcome: self._on_welcome}
         self._newest: dict[LearnerId, int] = {}
         self._lost: set[tuple[LearnerId, int]] = set()
 
-    def on_save(self, entry: Entry, record: Record) -> None:
+    def _on_save(self, entry: Entry, record: Record) -> None:
         if isinstance(record, MembersRecord):
             self._newest.update(record.incarnations)
             self._lost.update(key for key in record.incarnations if key[0] in record.lost)
@@ -202,7 +144,7 @@ class Current(Durable):
             self._based(entry, effect.round)
 
     def _based(self, entry: Entry, round_id: RoundId) -> None:
-        durable = self.versions[round_id.fragment]
+        durable = self._records.versions[round_id.fragment]
         if round_id.base != durable:
             self.fail(entry, ("fragment", round_id.fragment), f"based on version {round_id.base}, {durable} is newest")
 
@@ -248,24 +190,25 @@ class Weights(Checker):
         self._accumulated.pop(effect.round, None)
 
 
-class Versions(Durable):
+class Versions(Checker):
     name = "versions"
     sentence = "versions of a fragment rise by one and never fall, at learners and across restarts"
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
+        self._records = DurableRecords(self, on_save=self._on_save)
         self.effects[AdoptFragment] = self._on_adopt
         self._adopted: dict[tuple[Actor, FragmentId], Version] = {}
 
-    def on_save(self, entry: Entry, record: Record) -> None:
-        if isinstance(record, VersionRecord) and record.version != self.versions[record.fragment] + 1:
-            what = f"version {record.version} after {self.versions[record.fragment]}"
+    def _on_save(self, entry: Entry, record: Record) -> None:
+        if isinstance(record, VersionRecord) and record.version != self._records.versions[record.fragment] + 1:
+            what = f"version {record.version} after {self._records.versions[record.fragment]}"
             self.fail(entry, ("fragment", record.fragment), what)
 
     def started(self, actor: Actor, restored: Restored | None) -> None:
         if actor.learner == SYNCER:
             found = {p: r.version for p, r in restored.versions.items()} if restored is not None else {}
-            for p, version in self.versions.items():
+            for p, version in self._records.versions.items():
                 if found.get(p, 0) < version:
                     self.fail(
                         None, ("fragment", p), f"version {version} was durable, a restart found {found.get(p, 0)}"
@@ -278,28 +221,29 @@ class Versions(Durable):
         if effect.version <= before:
             subject = ("learner", entry.actor.learner)
             self.fail(entry, subject, f"fragment {effect.fragment}: adopted version {effect.version} after {before}")
-        if effect.version > self.versions[effect.fragment]:
+        if effect.version > self._records.versions[effect.fragment]:
             self.fail(entry, ("fragment", effect.fragment), f"adopted version {effect.version}, which is not durable")
         self._adopted[key] = effect.version
 
 
-class DurableFirst(Durable):
+class DurableFirst(Checker):
     name = "durable-first"
     sentence = "nothing is published, welcomed or finished before it is durable"
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
+        self._records = DurableRecords(self, on_durable=self._on_durable, on_late=self._on_late)
         self.sent = {Published: self._on_published, Welcome: self._on_welcome, Finish: self._on_finish}
         self._admitted: dict[Actor, dict[LearnerId, int]] = {}  # as each syncer has made it durable
         self._manifest = False
 
-    def now_durable(self, entry: Entry | None, record: Record) -> None:
+    def _on_durable(self, entry: Entry | None, record: Record) -> None:
         if isinstance(record, MembersRecord) and self.syncer is not None:
             self._admitted[self.syncer] = dict(record.incarnations)
         elif isinstance(record, ManifestRecord):
             self._manifest = True
 
-    def late_durable(self, entry: Entry, record: Record) -> None:
+    def _on_late(self, entry: Entry, record: Record) -> None:
         if isinstance(record, MembersRecord):
             self._admitted[entry.actor] = dict(record.incarnations)
 
@@ -313,8 +257,8 @@ class DurableFirst(Durable):
     def _on_published(self, entry: Entry, envelope: Envelope) -> None:
         body = envelope.body
         assert isinstance(body, Published)
-        if body.version > self.versions[body.fragment]:
-            what = f"version {body.version} was published, {self.versions[body.fragment]} is durable"
+        if body.version > self._records.versions[body.fragment]:
+            what = f"version {body.version} was published, {self._records.versions[body.fragment]} is durable"
             self.fail(entry, ("fragment", body.fragment), what)
 
     def _on_welcome(self, entry: Entry, envelope: Envelope) -> None:
@@ -327,7 +271,7 @@ class DurableFirst(Durable):
             self.fail(entry, ("run", 0), "the end was announced before the manifest was durable")
 
 
-class GraceBound(InForce):
+class GraceBound(Checker):
     name = "grace"
     sentence = (
         "grace never exceeds min(gamma * max(slack, 0), longest step awaited), or twice what one still needs who "
@@ -336,6 +280,7 @@ class GraceBound(InForce):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
+        self._settings = SettingsInForce(self)
         self.effects = {
             OpenGrace: self._on_open,
             MergeRound: self._on_merge,
@@ -379,7 +324,7 @@ class GraceBound(InForce):
     def _on_open(self, entry: Entry, effect: OpenGrace) -> None:
         if not self.is_current(entry):
             return
-        gamma, lasts_s = self.in_force(entry).grace_margin, effect.quorum_s + effect.sync_s
+        gamma, lasts_s = self._settings.of(entry).grace_margin, effect.quorum_s + effect.sync_s
         slack, ripe_s = self.config.overlap_steps * effect.step_s - lasts_s, self.config.every_steps * effect.step_s
         if lasts_s > effect.step_s and slack < effect.step_s:
             slack = max(slack, ripe_s - lasts_s)
@@ -421,4 +366,153 @@ class GraceBound(InForce):
         self._due.pop(effect.round, None)
 
 
-ROUND_CHECKERS: tuple[type[Checker], ...] = (Quorum, Once, Current, Weights, Versions, DurableFirst, GraceBound)
+class Paused(Checker):
+    name = "paused"
+    sentence = (
+        "a paused run opens no round, but for a learner that leaves, and a learner that was told takes no step but the"
+        " one that it is in"
+    )
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.events = {ControlRequested: self._on_control, StepTaken: self._on_step}
+        self.effects = {Say: self._on_say}
+        self.sent = {Pull: self._on_pull, Held: self._on_held}
+        self.arrived = {Leaving: self._on_leaving, Leave: self._on_leave}
+        self._leavers: dict[tuple[Actor, LearnerId], tuple[FragmentId, ...]] = {}  # what they named, to each syncer
+        self._since: dict[Actor, int] = {}  # syncers that are paused: the tick at which they were told
+        self._ending: set[Actor] = set()  # syncers that have begun to end the run
+        self._newest: dict[tuple[Actor, FragmentId], RoundId] = {}
+        self._held: dict[Actor, int] = {}  # learners that stand still: steps that they told of since
+
+    def started(self, actor: Actor, restored: Restored | None) -> None:
+        super().started(actor, restored)
+        if restored is not None and restored.manifest is not None:
+            self._ending.add(actor)
+
+    def _on_control(self, entry: Entry, event: ControlRequested) -> None:
+        if event.what == "pause" and entry.actor not in self._ending:
+            self._since.setdefault(entry.actor, entry.tick)
+        elif event.what == "resume":
+            self._since.pop(entry.actor, None)
+
+    def _on_say(self, entry: Entry, effect: Say) -> None:
+        if is_syncer(entry) and effect.reason.code in ("finish-budget", "finish-asked"):
+            self._ending.add(entry.actor)
+            self._since.pop(entry.actor, None)
+
+    def _on_pull(self, entry: Entry, envelope: Envelope) -> None:
+        """Whoever was asked may be asked again. Timers that were due before the wish were handled before it."""
+        body = envelope.body
+        assert isinstance(body, Pull)
+        key = (entry.actor, body.round.fragment)
+        opened, self._newest[key] = self._newest.get(key) != body.round, body.round
+        if opened and entry.tick > self._since.get(entry.actor, entry.tick) and not self._is_named(entry, body):
+            self.fail(entry, ("fragment", body.round.fragment), f"{body.round} was opened while the run is paused")
+
+    def _on_leaving(self, entry: Entry, envelope: Envelope) -> None:
+        body = envelope.body
+        assert isinstance(body, Leaving)
+        self._leavers[(entry.actor, envelope.learner)] = body.unmerged
+
+    def _on_leave(self, entry: Entry, envelope: Envelope) -> None:
+        self._leavers.pop((entry.actor, envelope.learner), None)
+
+    def _is_named(self, entry: Entry, body: Pull) -> bool:
+        return any(actor == entry.actor and body.round.fragment in named for (actor, _), named in self._leavers.items())
+
+    def _on_held(self, entry: Entry, envelope: Envelope) -> None:
+        body = envelope.body
+        assert isinstance(body, Held)
+        if body.paused:
+            self._held.setdefault(entry.actor, 0)
+        else:
+            self._held.pop(entry.actor, None)
+
+    def _on_step(self, entry: Entry, event: StepTaken) -> None:
+        if event.steps and entry.actor in self._held:
+            self._held[entry.actor] += 1
+            if self._held[entry.actor] > 1:
+                self.fail(entry, ("learner", entry.actor.learner), "a step while the run is paused")
+
+
+class LostShards(Checker):
+    name = "shards"
+    sentence = "what was lost with a shard is in no version, and nothing is asked of a shard that is away"
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self.events = {ShardLost: self._on_lost, ShardBack: self._on_back}
+        self.effects = {
+            Accumulate: self._on_work,
+            MergeRound: self._on_work,
+            DiscardRound: self._on_discard,
+            Persist: self._on_persist,
+        }
+        self.sent = {Pull: self._on_pull, Published: self._on_published}
+        self._open: dict[FragmentId, RoundId] = {}  # rounds with contributions that are in no record yet
+        self._lost: dict[FragmentId, tuple[RoundId, int]] = {}  # the newest that was lost with its shard, at this tick
+        self._away: dict[FragmentId, int] = {}  # since this tick
+
+    def started(self, actor: Actor, restored: Restored | None) -> None:
+        super().started(actor, restored)
+        if actor.learner == SYNCER:
+            self._open.clear()
+            self._lost.clear()
+            self._away.clear()
+
+    def _on_lost(self, entry: Entry, event: ShardLost) -> None:
+        if not self.is_current(entry):
+            return
+        for p in event.fragments:
+            self._away.setdefault(p, entry.tick)
+            if p in self._open:
+                self._lost[p] = self._open.pop(p), entry.tick
+
+    def _on_back(self, entry: Entry, event: ShardBack) -> None:
+        if self.is_current(entry):
+            for p, _ in event.held:
+                self._away.pop(p, None)
+
+    def _on_work(self, entry: Entry, effect: Accumulate | MergeRound) -> None:
+        if self.is_current(entry):
+            self._asked(entry, effect.round.fragment, f"{type(effect).__name__} of {effect.round}")
+            self._not_lost(entry, effect.round)
+            self._open[effect.round.fragment] = effect.round
+
+    def _on_discard(self, entry: Entry, effect: DiscardRound) -> None:
+        if self.is_current(entry) and self._open.get(effect.round.fragment) == effect.round:
+            del self._open[effect.round.fragment]
+
+    def _on_persist(self, entry: Entry, effect: Persist) -> None:
+        record = effect.record
+        if isinstance(record, VersionRecord) and self.is_current(entry):
+            self._asked(entry, record.fragment, f"writing version {record.version}")
+            self._not_lost(entry, record.round)
+            self._open.pop(record.fragment, None)
+
+    def _on_pull(self, entry: Entry, envelope: Envelope) -> None:
+        body = envelope.body
+        assert isinstance(body, Pull)
+        if self.is_current(entry):
+            self._asked(entry, body.round.fragment, f"a contribution to {body.round}")
+
+    def _on_published(self, entry: Entry, envelope: Envelope) -> None:
+        body = envelope.body
+        assert isinstance(body, Published)
+        if self.is_current(entry):
+            self._asked(entry, body.fragment, f"sending version {body.version} to learner {envelope.learner}")
+
+    def _asked(self, entry: Entry, fragment: FragmentId, what: str) -> None:
+        """Timers that were due before the loss were handled before it, in the same entry; here and below."""
+        if entry.tick > self._away.get(fragment, entry.tick):
+            self.fail(entry, ("fragment", fragment), f"{what} was asked of a shard that is away")
+
+    def _not_lost(self, entry: Entry, round_id: RoundId) -> None:
+        lost, tick = self._lost.get(round_id.fragment, (None, entry.tick))
+        if lost == round_id and entry.tick > tick:
+            self.fail(entry, ("fragment", round_id.fragment), f"{round_id} was lost with its shard, and goes on")
+
+
+ROUND_CHECKERS: tuple[type[Checker], ...] = (Quorum, MergedOnce, Current, Weights, Versions, DurableFirst, GraceBound)
+SYNCER_CHECKERS: tuple[type[Checker], ...] = (Paused, LostShards)

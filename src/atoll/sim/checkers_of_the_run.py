@@ -40,8 +40,7 @@ from atoll.core.protocol import (
 )
 from atoll.core.syncer.state import Restored
 from atoll.core.types import SYNCER, FragmentId, LearnerId, RoundId, RunConfig, Version
-from atoll.sim.checkers import Checker
-from atoll.sim.checkers_of_rounds import Durable
+from atoll.sim.checkers import Checker, DurableRecords
 from atoll.tape.format import Actor, Entry
 
 
@@ -335,12 +334,13 @@ class RoundsEnd(Checker):
             self._opened.pop(effect.round.fragment, None)
 
 
-class TheEnd(Durable):
+class TheEnd(Checker):
     name = "the-end"
     sentence = "the end comes after a last merge of every fragment, and everybody ends with the final versions"
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
+        self._records = DurableRecords(self, on_save=self._on_save, on_durable=self._on_durable)
         self.effects[Say] = self._on_say
         self.sent = {Pull: self._on_pull}
         self.effects[AdoptFragment] = self._on_adopt
@@ -378,18 +378,18 @@ class TheEnd(Durable):
             if self._ending:
                 self._opened.add(body.round)
 
-    def now_durable(self, entry: Entry | None, record: Record) -> None:
+    def _on_durable(self, entry: Entry | None, record: Record) -> None:
         if isinstance(record, VersionRecord) and record.round in self._opened:
             self._final.add(record.fragment)
 
-    def on_save(self, entry: Entry, record: Record) -> None:
+    def _on_save(self, entry: Entry, record: Record) -> None:
         if isinstance(record, ManifestRecord):
             missing = sorted(set(self.config.fragment_ids()) - self._final)
             if missing:
                 self.fail(
                     entry, ("fragment", missing[0]), f"the run ends without a last merge of fragment {missing[0]}"
                 )
-            if record.versions != tuple(self.versions.values()):
+            if record.versions != tuple(self._records.versions.values()):
                 self.fail(entry, ("run", 0), "the manifest does not name the newest durable versions")
             self._manifest = record.versions
 

@@ -12,42 +12,27 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Any
 
 from atoll.core.learner.core import LearnerCore
 from atoll.core.protocol import (
     AdoptFragment,
-    Contribution,
     CopyFragment,
-    Dial,
     Event,
     FinishRequested,
-    Hangup,
-    LearnerDisconnected,
     LeaveWanted,
-    LinkClosed,
-    LinkOpened,
-    MergeDone,
     MergeRound,
     MessageArrived,
-    Persist,
-    Persisted,
     Published,
     Pull,
-    SaveSnapshot,
-    Send,
-    SnapshotSaved,
-    Started,
     StartTraining,
     StepTaken,
-    TimerFired,
 )
 from atoll.core.states import Mode
 from atoll.core.syncer.core import SyncerCore
 from atoll.core.syncer.state import Restored
-from atoll.core.types import SYNCER, Limits, RunConfig
-from atoll.sim.engine import Engine
-from atoll.sim.fleet import ExtraLearners, FleetConfig, Island, Segment, State, build_islands
+from atoll.core.types import SYNCER, LearnerId, Limits, RunConfig
+from atoll.sim.driver import Driver, Links, SimProcess, SimStore
+from atoll.sim.fleet import ExtraLearners, FleetConfig, Segment, SimIsland, State, build_islands
 from atoll.tape.format import Actor, Entry
 
 _PATIENT = Limits(first_wait_s=86_400.0, least_wait_s=86_400.0, most_wait_s=86_400.0)
@@ -132,47 +117,41 @@ _LOOKS = 100
 """How often a run tells its progress."""
 
 
-class _Learner:
-    """A learner process on its island."""
+class FleetLearner:
+    """A learner on its island: the process that runs there, and the step that it is in."""
 
     __slots__ = (
-        "alive",
-        "conn",
         "copied",
-        "core",
-        "incarnation",
         "island",
         "jitter",
         "left",
-        "place",
         "planned",
+        "proc",
         "segment",
         "since",
         "steps",
-        "timer_at",
         "tokens_per_step",
         "useful_chip_s",
         "waiting",
     )
 
-    def __init__(self, place: int, island: Island, tokens_per_step: float, jitter: Random) -> None:
-        self.place = place
+    def __init__(self, island: SimIsland, tokens_per_step: float, jitter: Random) -> None:
         self.island = island
         self.tokens_per_step = tokens_per_step
         self.jitter = jitter
         self.segment: Segment = next(island)
-        self.core: Any = None
-        self.incarnation = 0
-        self.alive = False
+        self.proc: SimProcess | None = None  # while the island is there
         self.left = 1.0  # of the step under way
         self.since = 0.0  # when the step under way began, or its first attempt
         self.steps = 0
         self.useful_chip_s = 0.0
-        self.timer_at = math.inf
         self.waiting = False
-        self.conn = 0
         self.copied: dict[int, int] = {}  # local step of the last copy of each fragment
         self.planned: tuple[float, int, float] | None = None  # first boundary, steps, step time
+
+    @property
+    def is_training(self) -> bool:
+        return self.proc is not None and self.proc.core.training
 
 
 class DecoupledRun:
@@ -200,27 +179,33 @@ class DecoupledRun:
         self.protocol = protocol
         self.config = protocol.run_config()
         self.horizon_s = days * 86_400.0
-        self.engine = Engine()
-        self.syncer = SyncerCore(self.config, epoch=1)
         islands = build_islands(fleet, learners, chips, seed, speeds=speeds, extras=extras)
         if len(islands) > self.config.limits.most_learners:
             most = self.config.limits.most_learners
             raise ValueError(f"a syncer serves {most} learners at most, and here are {len(islands)}; give fewer")
-        self.learners = [
-            _Learner(
-                place + 1,
-                island,
-                fleet.tokens_per_chip_step * island.chips,
-                Random(f"jitter {place} of seed {seed}"),
+        self.learners = {
+            place + 1: FleetLearner(
+                island, fleet.tokens_per_chip_step * island.chips, Random(f"jitter {place} of seed {seed}")
             )
             for place, island in enumerate(islands)
-        ]
+        }
+        self.driver = driver = Driver(self.config)
+        self.engine = driver.engine
+        Links(driver, protocol.delay_s, protocol.delay_s + protocol.fragment_s)
+        self._store = SimStore(driver, protocol.merge_s, protocol.disk_s)
+        driver.handlers[MergeRound] = self._on_merge
+        driver.handlers[StartTraining] = self._on_start_training
+        driver.handlers[AdoptFragment] = self._on_adopt
+        if protocol.lockstep:
+            driver.handlers[CopyFragment] = self._on_copy
+        driver.after.append(self._on_arrival)
+        if on_entry is not None:
+            driver.on_entry.append(on_entry)
+        if on_start is not None:
+            driver.on_start.append(on_start)
         self._step_time_s = fleet.step_time_s
         self._jitter = protocol.jitter
-        self._lockstep = protocol.lockstep
         self._steps_per_event = protocol.steps_per_event
-        self._delay_s = protocol.delay_s
-        self._bulk_s = protocol.delay_s + protocol.fragment_s
         self.contributions = 0
         self.merges = 0
         self.stale_steps = 0
@@ -228,75 +213,72 @@ class DecoupledRun:
         self.stepping = 0  # learners that step right now
         self.up_s = 0.0
         self._up_since = 0.0
-        self._syncer_timer = math.inf  # when the syncer is woken next
-        self._on_entry = on_entry
-        self._on_start = on_start
 
     def run(self, on_progress: Callable[[float], None] | None = None) -> DecoupledResult:
-        """The run up to its horizon; `on_progress` hears now and then which share of it is done."""
-        self._began(Actor(SYNCER, 1))
-        self._tell_syncer(Started())
-        for learner in self.learners:
-            self._enter(learner)
+        """Simulate up to the horizon; `on_progress` gets the share that is done now and then."""
+        self.driver.start_syncer()
+        for number, learner in self.learners.items():
+            self._enter(number, learner)
         looks = 1 if on_progress is None else _LOOKS
         for look in range(1, looks + 1):
             self.engine.run_until(self.horizon_s * look / looks)
             if on_progress is not None:
                 on_progress(look / looks)
         self._count_up(self.horizon_s, 0)
-        return self._result()
+        return self._result(self.syncer)
+
+    @property
+    def syncer(self) -> SyncerCore:
+        assert self.driver.syncer is not None, "run it first"
+        core: SyncerCore = self.driver.syncer.core
+        return core
 
     def finish(self) -> bool:
         """After the horizon: ask the syncer to end the run, and go on until it has. False if a day was not enough."""
-        self._tell_syncer(FinishRequested())
-        self.engine.run_until(self.horizon_s + 86_400.0, stop=lambda: self.syncer.state.halted)
-        return self.syncer.state.halted
+        assert self.driver.syncer is not None
+        state = self.syncer.state
+        self.driver.run(self.driver.syncer, FinishRequested())
+        self.engine.run_until(self.horizon_s + 86_400.0, stop=lambda: state.halted)
+        return state.halted
 
     # ---------------------------------------------------------------------------------------------------- islands
 
-    def _enter(self, learner: _Learner) -> None:
+    def _enter(self, number: LearnerId, learner: FleetLearner) -> None:
         """A new stretch of the island's life begins now."""
         segment = learner.segment
         if segment.state is State.ABSENT:
-            if learner.alive:
-                self._tell(learner, LeaveWanted("the schedule takes its chips away"))
-                learner.alive = False
-        elif not learner.alive:
-            self._start(learner)
-        if segment.stepping and learner.alive and learner.core.training:
+            if learner.proc is not None:
+                self.driver.run(learner.proc, LeaveWanted("the schedule takes its chips away"))
+                self.driver.kill(learner.proc)
+                learner.proc = None
+        elif learner.proc is None:
+            learner.left = 1.0
+            learner.waiting = False
+            learner.copied.clear()
+            learner.proc = self.driver.start_learner(number)
+        if segment.stepping and learner.is_training:
             if learner.waiting:
                 self._go_on(learner)
             else:
                 self._stepping(learner)
-        self.engine.at(segment.end_s, self._leave, learner, segment)
+        self.engine.at(segment.end_s, self._leave, number, learner, segment)
 
-    def _leave(self, learner: _Learner, segment: Segment) -> None:
-        if segment.stepping and learner.alive and learner.core.training and not learner.waiting:
+    def _leave(self, number: LearnerId, learner: FleetLearner, segment: Segment) -> None:
+        if segment.stepping and learner.is_training and not learner.waiting:
             self._count_up(self.engine.now, -1)
             if segment.loses_step:
                 learner.left = 1.0
         learner.planned = None
         learner.segment = next(learner.island)
-        self._enter(learner)
-
-    def _start(self, learner: _Learner) -> None:
-        learner.incarnation += 1
-        learner.alive = True
-        learner.left = 1.0
-        learner.waiting = False
-        learner.timer_at = math.inf
-        learner.copied.clear()
-        learner.core = LearnerCore(self.config, learner.place, learner.incarnation)
-        self._began(Actor(learner.place, learner.incarnation))
-        self._tell(learner, Started())
+        self._enter(number, learner)
 
     # ---------------------------------------------------------------------------------------------------- steps
 
-    def _stepping(self, learner: _Learner) -> None:
+    def _stepping(self, learner: FleetLearner) -> None:
         self._count_up(self.engine.now, +1)
         self._plan_step(learner)
 
-    def _plan_step(self, learner: _Learner) -> None:
+    def _plan_step(self, learner: FleetLearner) -> None:
         """The next boundary, if it comes before the island's life changes; otherwise what is done of the step."""
         segment = learner.segment
         now = self.engine.now
@@ -316,7 +298,7 @@ class DecoupledRun:
         planned = learner.planned = (first_s, steps, step_s)
         self.engine.at(first_s + (steps - 1) * step_s, self._boundary, learner, planned)
 
-    def _cut_short(self, learner: _Learner) -> None:
+    def _cut_short(self, learner: FleetLearner) -> None:
         """Something has arrived that the very next boundary must answer: no further steps are told together."""
         if learner.planned is None or learner.planned[1] == 1:
             return
@@ -326,8 +308,8 @@ class DecoupledRun:
             planned = learner.planned = (first_s, begun + 1, step_s)
             self.engine.at(first_s + begun * step_s, self._boundary, learner, planned)
 
-    def _boundary(self, learner: _Learner, planned: tuple[float, int, float]) -> None:
-        if learner.planned is not planned or not learner.alive or learner.core.mode is Mode.STOPPED:
+    def _boundary(self, learner: FleetLearner, planned: tuple[float, int, float]) -> None:
+        if learner.planned is not planned or learner.proc is None or learner.proc.core.mode is Mode.STOPPED:
             return
         _, steps, step_s = planned
         share = learner.segment.share
@@ -339,24 +321,26 @@ class DecoupledRun:
         # A learner's clock runs from boundary to boundary: a pause of its island is a part of the step that it delayed.
         took_s = (self.engine.now - learner.since) / steps
         learner.since = self.engine.now
-        self._tell(learner, StepTaken(steps, round(steps * learner.tokens_per_step * share) or 1, took_s))
-        if self._lockstep and self._must_wait(learner):
+        tokens = round(steps * learner.tokens_per_step * share) or 1
+        self.driver.run(learner.proc, StepTaken(steps, tokens, took_s))
+        if self.protocol.lockstep and self._must_wait(learner):
             learner.waiting = True
             self._count_up(self.engine.now, -1)
         else:
             self._plan_step(learner)
 
-    def _must_wait(self, learner: _Learner) -> bool:
+    def _must_wait(self, learner: FleetLearner) -> bool:
         """As in synchronous methods every learner takes part in every round: H steps after its last copy of a fragment
         the next round is due, and nobody is more than tau steps ahead of it. One of those steps is the one at whose end
         the pull is answered."""
-        core: LearnerCore = learner.core
+        assert learner.proc is not None
+        core: LearnerCore = learner.proc.core
         if core.pulls:
             return False  # answered at the next boundary, so there must be one
         due = self.protocol.every_steps + self.protocol.overlap_steps - 1
         return any(core.step - learner.copied.get(p, 0) >= due for p in core.state.fragments)
 
-    def _go_on(self, learner: _Learner) -> None:
+    def _go_on(self, learner: FleetLearner) -> None:
         if learner.waiting and learner.segment.stepping and not self._must_wait(learner):
             learner.waiting = False
             learner.since = self.engine.now  # its wait for others is no part of its step
@@ -368,116 +352,45 @@ class DecoupledRun:
         self._up_since = now
         self.stepping += change
 
-    # ---------------------------------------------------------------------------------------------------- the driver
+    # ---------------------------------------------------------------------------------------------------- effects
 
-    def _began(self, actor: Actor) -> None:
-        if self._on_start is not None:
-            self._on_start(actor, None)
+    def _on_merge(self, proc: SimProcess, effect: MergeRound) -> None:
+        self.merges += 1
+        self.contributions += len(effect.contributions)
+        self._store.merge(proc, effect)
 
-    def _tell_syncer(self, event: Event) -> None:
-        now = self.engine.now
-        effects = self.syncer.handle(now, event)  # type: ignore[arg-type]
-        if self._on_entry is not None:
-            self._on_entry(Entry(now, Actor(SYNCER, 1), self.syncer.tick, event, tuple(effects)))
-        protocol = self.protocol
-        at = self.engine.at
-        for effect in effects:
-            kind = type(effect)
-            if kind is Send:
-                envelope = effect.envelope  # type: ignore[union-attr]
-                learner = self.learners[envelope.learner - 1]
-                takes_s = self._bulk_s if type(envelope.body) is Published else self._delay_s
-                if learner.incarnation == envelope.incarnation:
-                    at(now + takes_s, self._arrive, learner, MessageArrived(envelope))
-            elif kind is MergeRound:
-                self.merges += 1
-                self.contributions += len(effect.contributions)  # type: ignore[union-attr]
-                at(now + protocol.merge_s, self._tell_syncer, MergeDone(effect.round))  # type: ignore[union-attr]
-            elif kind is Persist:
-                at(now + protocol.disk_s, self._tell_syncer, Persisted(effect.record.key()))  # type: ignore[union-attr]
-            elif kind is Hangup:
-                closed = LinkClosed(effect.session, "the syncer hung up")  # type: ignore[union-attr]
-                at(now + protocol.delay_s, self._closed, self.learners[effect.learner - 1], closed)  # type: ignore[union-attr]
-        deadline = self.syncer.next_deadline()
-        if deadline is not None and deadline < self._syncer_timer:
-            self._syncer_timer = deadline
-            at(deadline, self._syncer_due, deadline)
+    def _on_copy(self, proc: SimProcess, effect: CopyFragment) -> None:
+        self.learners[proc.actor.learner].copied[effect.round.fragment] = effect.copied_at
 
-    def _syncer_due(self, deadline: float) -> None:
-        if self._syncer_timer == deadline:
-            self._syncer_timer = math.inf
-            self._tell_syncer(TimerFired())
+    def _on_adopt(self, proc: SimProcess, effect: AdoptFragment) -> None:
+        mark = proc.core.state.marks[effect.fragment] if effect.merged_copy else None
+        if mark is not None:
+            self.stale_steps += proc.core.step - mark.copied_at
+            self.stale_count += 1
 
-    def _arrive(self, learner: _Learner, event: MessageArrived) -> None:
+    def _on_start_training(self, proc: SimProcess, effect: StartTraining) -> None:
+        learner = self.learners[proc.actor.learner]
+        learner.since = self.engine.now
+        if learner.segment.stepping:
+            self._stepping(learner)
+
+    def _on_arrival(self, proc: SimProcess, event: Event) -> None:
         """A pause of the island is a pause of its chips; its host still listens."""
-        if learner.alive and event.envelope.incarnation == learner.incarnation:
-            self._tell(learner, event)
+        if type(event) is MessageArrived and proc.actor.learner != SYNCER:
+            learner = self.learners[proc.actor.learner]
             if type(event.envelope.body) in (Pull, Published):
                 self._cut_short(learner)
             if learner.waiting:
                 self._go_on(learner)
 
-    def _tell(self, learner: _Learner, event: Event) -> None:
-        now = self.engine.now
-        core: LearnerCore = learner.core
-        effects = core.handle(now, event)  # type: ignore[arg-type]
-        if self._on_entry is not None:
-            self._on_entry(Entry(now, Actor(core.id, core.incarnation), core.tick, event, tuple(effects)))
-        at = self.engine.at
-        protocol = self.protocol
-        for effect in effects:
-            kind = type(effect)
-            if kind is Send:
-                envelope = effect.envelope  # type: ignore[union-attr]
-                takes_s = self._bulk_s if type(envelope.body) is Contribution else self._delay_s
-                at(now + takes_s, self._tell_syncer, MessageArrived(envelope))
-            elif kind is CopyFragment:
-                learner.copied[effect.round.fragment] = effect.copied_at  # type: ignore[union-attr]
-            elif kind is AdoptFragment:
-                if effect.merged_copy:  # type: ignore[union-attr]
-                    mark = core.state.marks[effect.fragment]  # type: ignore[union-attr]
-                    if mark is not None:
-                        self.stale_steps += core.step - mark.copied_at
-                        self.stale_count += 1
-            elif kind is Dial:
-                learner.conn += 1
-                at(now + effect.after_s + protocol.delay_s, self._opened, learner, learner.conn)  # type: ignore[union-attr]
-            elif kind is StartTraining:
-                learner.since = now
-                if learner.segment.stepping:
-                    self._stepping(learner)
-            elif kind is Hangup:
-                gone = LearnerDisconnected(learner.place, effect.incarnation, effect.session, "the learner hung up")  # type: ignore[union-attr]
-                at(now + protocol.delay_s, self._tell_syncer, gone)
-            elif kind is SaveSnapshot:
-                at(now + protocol.disk_s, self._tell, learner, SnapshotSaved(effect.snapshot))  # type: ignore[union-attr]
-        deadline = core.next_deadline()
-        if deadline is not None and deadline < learner.timer_at:
-            learner.timer_at = deadline
-            at(deadline, self._learner_due, learner, learner.incarnation, deadline)
-
-    def _opened(self, learner: _Learner, session: int) -> None:
-        if learner.alive and learner.conn == session:
-            self._tell(learner, LinkOpened(session))
-
-    def _closed(self, learner: _Learner, event: LinkClosed) -> None:
-        if learner.alive and learner.conn == event.session:
-            self._tell(learner, event)
-
-    def _learner_due(self, learner: _Learner, incarnation: int, deadline: float) -> None:
-        if learner.timer_at == deadline:
-            learner.timer_at = math.inf
-            if learner.alive and learner.incarnation == incarnation:
-                self._tell(learner, TimerFired())
-
     # ---------------------------------------------------------------------------------------------------- the result
 
-    def _result(self) -> DecoupledResult:
-        lines = [self.syncer.ledger.line(p) for p in self.syncer.fragments]
+    def _result(self, syncer: SyncerCore) -> DecoupledResult:
+        lines = [syncer.ledger.line(p) for p in syncer.fragments]
         count = len(lines)
-        present = [learner.island.present_s(self.horizon_s) for learner in self.learners]
-        chip_s = sum(s * learner.island.chips for s, learner in zip(present, self.learners, strict=True))
-        steps = sum(learner.steps for learner in self.learners)
+        present = [learner.island.present_s(self.horizon_s) for learner in self.learners.values()]
+        chip_s = sum(s * learner.island.chips for s, learner in zip(present, self.learners.values(), strict=True))
+        steps = sum(learner.steps for learner in self.learners.values())
         tokens = sum(line.trained for line in lines) / count
         nominal = self.fleet.tokens_per_chip_step * chip_s / self.fleet.step_time_s
         mean_steps = steps * self.horizon_s / max(sum(present), 1e-9)  # of a learner that was there all the time
@@ -487,7 +400,7 @@ class DecoupledRun:
             for why, lost in line.dropped.items():
                 dropped[why] = dropped.get(why, 0.0) + lost / count
         return DecoupledResult(
-            goodput=sum(learner.useful_chip_s for learner in self.learners) / chip_s,
+            goodput=sum(learner.useful_chip_s for learner in self.learners.values()) / chip_s,
             uptime=self.up_s / self.horizon_s,
             throughput=tokens / nominal,
             tokens_trained=tokens,
@@ -499,12 +412,12 @@ class DecoupledRun:
             effective_h=mean_steps * count / merges,
             staleness_steps=self.stale_steps / max(self.stale_count, 1),
             steps=steps,
-            failures=sum(learner.island.failures for learner in self.learners),
-            suspected=self.syncer.said.get("member-suspected", 0),
+            failures=sum(learner.island.failures for learner in self.learners.values()),
+            suspected=syncer.said.get("member-suspected", 0),
             events=self.engine.events,
             goodput_by_learner=tuple(
                 learner.useful_chip_s / max(s * learner.island.chips, 1e-9)
-                for s, learner in zip(present, self.learners, strict=True)
+                for s, learner in zip(present, self.learners.values(), strict=True)
             ),
             dropped_by_reason=tuple(sorted(dropped.items())),
         )

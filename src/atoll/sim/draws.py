@@ -37,7 +37,7 @@ FAULTS = (*DRAWN, "die", *CONTROLS, "lose shard", "notice")
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class SwarmFault:
     at_s: float
     kind: str
     learner: int  # or shard
@@ -54,7 +54,7 @@ class LinkDraw:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SwarmPlan:
     """A world, before it runs."""
 
     seed: int
@@ -63,7 +63,7 @@ class Plan:
     tokens: dict[int, int]
     links: dict[int, LinkDraw]
     starts_s: dict[int, float]
-    faults: tuple[Fault, ...]
+    faults: tuple[SwarmFault, ...]
     faulty_s: float
     merge_s: float
     disk_s: float
@@ -74,7 +74,7 @@ class Plan:
     lost_at_the_end: int | None = field(default=None)  # the shard that the last merges have to do without
 
 
-def draw(seed: int, small: bool = False) -> Plan:
+def draw(seed: int, small: bool = False) -> SwarmPlan:
     """Few learners and short worlds more often than many and long ones: most bugs need little room."""
     rng = Random(seed)
     roll = rng.random()
@@ -107,7 +107,7 @@ def draw(seed: int, small: bool = False) -> Plan:
     tight = rng.random() < 0.3  # links without loss: rounds go fast, races are dense
     starts = rng.choice((0.0, 0.0, 5.0, 20.0))
     plan_links = {i: _draw_link(rng, tight) for i in (*ids, learners + 1, learners + 2)}
-    plan = Plan(
+    plan = SwarmPlan(
         seed=seed,
         config=config,
         step_times_s={i: 0.5 * spread ** rng.random() for i in (*ids, learners + 1, learners + 2)},
@@ -127,7 +127,7 @@ def draw(seed: int, small: bool = False) -> Plan:
     return _with_notices(_with_shards(_with_controls(plan)))
 
 
-def _with_leases(plan: Plan) -> Plan:
+def _with_leases(plan: SwarmPlan) -> SwarmPlan:
     """Drawn apart, so that a world without leases is what it was before there were any."""
     rng = Random(plan.seed ^ 0x1EA5E)
     lease_samples, ahead = rng.choice((3, 5, 12, 40)), rng.choice((1, 2, 4, 16))
@@ -136,14 +136,14 @@ def _with_leases(plan: Plan) -> Plan:
     return replace(plan, config=config, samples={i: rng.choice(batches) for i in plan.step_times_s})
 
 
-def _with_deaths(plan: Plan) -> Plan:
+def _with_deaths(plan: SwarmPlan) -> SwarmPlan:
     """Learners that die for good, and a syncer that soon gives up whoever is away. Drawn apart, as leases are."""
     rng = Random(plan.seed ^ 0xDEAD)
     leave = {fault.learner for fault in plan.faults if fault.kind == "leave"}
     may_die = [i for i in plan.starts_s if i not in leave]
     most = max(0, len(may_die) - plan.config.quorum)  # enough must stay for a quorum
     deaths = [
-        Fault(rng.uniform(0, plan.faulty_s), "die", learner, 0.0, rng.choice((2.0, 10.0)))
+        SwarmFault(rng.uniform(0, plan.faulty_s), "die", learner, 0.0, rng.choice((2.0, 10.0)))
         for learner in rng.sample(may_die, rng.randint(0, most))
     ]
     limits = replace(plan.config.limits, gone_after_s=rng.choice((2.0, 8.0, 30.0)))
@@ -151,18 +151,18 @@ def _with_deaths(plan: Plan) -> Plan:
     return replace(plan, config=replace(plan.config, limits=limits), faults=faults)
 
 
-def _with_controls(plan: Plan) -> Plan:
+def _with_controls(plan: SwarmPlan) -> SwarmPlan:
     """In some worlds operators pause, drain and change what rounds wait for. Drawn apart, as leases are."""
     rng = Random(plan.seed ^ 0xC0DEA5)  # with this one the seeds that tests name are what they were
     if rng.random() < 0.7:
         return plan
     out = {fault.learner for fault in plan.faults if fault.kind in ("leave", "die")}
     staying = [i for i in plan.starts_s if i not in out]
-    asked: list[Fault] = []
+    asked: list[SwarmFault] = []
 
     def ask(kind: str, learner: int = 0, size: float = 0.0) -> None:
         lasts_s = rng.choice((0.05, 1.0, 5.0, 20.0, 60.0)) * rng.random()
-        asked.append(Fault(rng.uniform(0, plan.faulty_s), kind, learner, lasts_s, size))
+        asked.append(SwarmFault(rng.uniform(0, plan.faulty_s), kind, learner, lasts_s, size))
 
     if len(staying) > plan.config.quorum and rng.random() < 0.4:  # enough must stay for a quorum
         ask("drain", staying.pop(rng.randrange(len(staying))))
@@ -176,14 +176,14 @@ def _with_controls(plan: Plan) -> Plan:
     return replace(plan, faults=faults, ends_paused=rng.random() < 0.3)
 
 
-def _with_shards(plan: Plan) -> Plan:
+def _with_shards(plan: SwarmPlan) -> SwarmPlan:
     """In some worlds other processes hold the fragments, and are lost for a while. Drawn apart, as leases are."""
     rng = Random(plan.seed ^ 0x2676E)  # with this one the seeds that tests name are what they were
     if rng.random() < 0.6:
         return plan
     shards = rng.randint(1, min(4, plan.config.fragments))
     lost = [
-        Fault(
+        SwarmFault(
             rng.uniform(0, plan.faulty_s),
             "lose shard",
             rng.randrange(shards),
@@ -197,7 +197,7 @@ def _with_shards(plan: Plan) -> Plan:
     return replace(plan, faults=faults, shards=shards, lost_at_the_end=at_the_end)
 
 
-def _with_notices(plan: Plan) -> Plan:
+def _with_notices(plan: SwarmPlan) -> SwarmPlan:
     """In some worlds machines are taken away after a notice, long or short, and many are given back. Drawn apart, as
     leases are."""
     rng = Random(plan.seed ^ 0x4071CE)
@@ -207,14 +207,14 @@ def _with_notices(plan: Plan) -> Plan:
     staying = [i for i in plan.starts_s if i not in out]
     wanted = max([plan.config.quorum, *(int(f.size) for f in plan.faults if f.kind == "quorum")])
     spare = len(staying) - wanted  # so many may go for good
-    notices: list[Fault] = []
+    notices: list[SwarmFault] = []
     at_s = rng.uniform(0, plan.faulty_s)
     for learner in rng.sample(staying, rng.randint(1, max(1, min(3, len(staying))))) if staying else ():
         at_s = at_s if rng.random() < 0.5 else rng.uniform(0, plan.faulty_s)  # several at once
         comes_back = spare <= 0 or rng.random() < 0.5
         spare -= not comes_back
         lasts_s = rng.choice((0.5, 10.0, 60.0, 120.0)) * rng.random()
-        notices.append(Fault(at_s, "notice", learner, lasts_s, 10.0 if comes_back else 2.0))
+        notices.append(SwarmFault(at_s, "notice", learner, lasts_s, 10.0 if comes_back else 2.0))
     return replace(plan, faults=tuple(sorted((*plan.faults, *notices), key=lambda f: f.at_s)))
 
 
@@ -229,10 +229,10 @@ def _draw_link(rng: Random, tight: bool) -> LinkDraw:
     )
 
 
-def _draw_faults(rng: Random, learners: int, quorum: int, faulty_s: float) -> tuple[Fault, ...]:
+def _draw_faults(rng: Random, learners: int, quorum: int, faulty_s: float) -> tuple[SwarmFault, ...]:
     """A world has a character: a few kinds of faults, often repeated, find more than a little of everything."""
     kinds = rng.sample(DRAWN, rng.randint(0, 6))
-    faults: list[Fault] = []
+    faults: list[SwarmFault] = []
     leavers = max(0, learners - quorum)  # enough must stay for a quorum after everything is healed
     for _ in range(rng.randint(0, 12) if kinds else 0):
         kind = rng.choice(kinds)
@@ -246,7 +246,7 @@ def _draw_faults(rng: Random, learners: int, quorum: int, faulty_s: float) -> tu
             learner = learners + rng.randint(1, 2)
         size = rng.choice((0.1, 3.0, 30.0, 200.0, -50.0)) if kind == "jump clock" else rng.choice((2.0, 10.0))
         faults.append(
-            Fault(
+            SwarmFault(
                 rng.uniform(0, faulty_s), kind, learner, rng.choice((0.05, 1.0, 5.0, 20.0, 60.0)) * rng.random(), size
             )
         )

@@ -1,270 +1,309 @@
-"""A driver of the cores in virtual time, with a network, disks and clocks that can be made to fail."""
+"""The driver of the cores in virtual time: processes, their clocks and timers, and what is done about their effects.
+
+A world is a driver and what is plugged into it. `Links`, `SimStore` and `Steps` carry out effects as a world without
+faults does: in a fixed time, and always. The swarm replaces them by ones that fail, the fleet simulator has steps of
+its own. Checkers, tapes and counters are observers.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from random import Random
+from collections.abc import Callable, Mapping
+from heapq import heappop, heappush
 from typing import Any
 
-from msgspec.structs import replace
-
 from atoll.core.learner.core import LearnerCore
-from atoll.core.messages import NO_RUN_DIRECTORY
 from atoll.core.protocol import (
     Contribution,
+    ControlRequested,
     Dial,
     DialFailed,
     Effect,
     Envelope,
     Event,
-    FragmentDamaged,
-    Halt,
     Hangup,
-    InnerState,
     LearnerDisconnected,
-    LeaseRequest,
+    LeaseRecord,
     LeaveWanted,
     LinkClosed,
     LinkOpened,
+    ManifestRecord,
+    MembersRecord,
     MergeDone,
-    MergeFailed,
     MergeRound,
     MessageArrived,
-    MomentsFound,
     Persist,
     Persisted,
-    PersistFailed,
-    Pong,
     Published,
     Record,
-    Report,
     SaveSnapshot,
     Send,
     SnapshotSaved,
-    SnapshotSaveFailed,
     Started,
     StartTraining,
     StepTaken,
-    Stop,
-    StoreFenced,
     TimerFired,
     VersionRecord,
 )
-from atoll.core.states import Mode, Standing
+from atoll.core.states import Mode
 from atoll.core.syncer.core import SyncerCore
 from atoll.core.syncer.state import Restored
-from atoll.core.types import SYNCER, FragmentId, Incarnation, LearnerId, RunConfig
-from atoll.sim.checkers import Violation, Watch, all_checkers
-from atoll.sim.draws import LinkDraw, Plan
-from atoll.sim.engine import Engine
-from atoll.sim.processes import Conn, Disk, Process
+from atoll.core.types import SYNCER, FragmentId, Incarnation, LearnerId, RunConfig, Version
+from atoll.sim.checkers import Violation
 from atoll.tape.format import Actor, Entry
 
-BULK = (Contribution, Published, InnerState)
+NewSyncer = Callable[[RunConfig, int, Restored | None], SyncerCore]
+NewLearner = Callable[[RunConfig, LearnerId, Incarnation], LearnerCore]
+
+
+class SimEngine:
+    """Virtual time: callables that are run in order of their time, and then of their scheduling.
+
+    >>> engine = SimEngine()
+    >>> seen = []
+    >>> engine.at(2.0, seen.append, "b")
+    >>> engine.at(1.0, seen.append, "a")
+    >>> engine.run_until(5.0)
+    >>> seen, engine.now
+    (['a', 'b'], 2.0)
+    """
+
+    __slots__ = ("_heap", "_serial", "events", "now")
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.events = 0
+        self._heap: list[tuple[float, int, Callable[..., Any], tuple[Any, ...]]] = []
+        self._serial = 0
+
+    def at(self, when: float, what: Callable[..., Any], *args: Any) -> None:
+        self._serial = serial = self._serial + 1
+        heappush(self._heap, (when if when > self.now else self.now, serial, what, args))
+
+    def run_until(self, end: float, stop: Callable[[], bool] | None = None) -> None:
+        """Run everything that is due by `end`; between two callables `stop` may end it early."""
+        heap = self._heap
+        while heap and heap[0][0] <= end:
+            self.now, _, what, args = heappop(heap)
+            self.events += 1
+            what(*args)
+            if stop is not None and stop():
+                return
+
+
+class SimProcess:
+    """A running core with its own clock."""
+
+    __slots__ = (
+        "actor",
+        "alive",
+        "clock_s",
+        "conn",
+        "core",
+        "is_noticed",
+        "paused_until",
+        "sessions",
+        "slow",
+        "stands",
+        "stepping_since",
+        "timer_at",
+    )
+
+    def __init__(self, actor: Actor, core: SyncerCore | LearnerCore, clock_s: float = 0.0) -> None:
+        self.actor = actor
+        self.core: Any = core
+        self.alive = True
+        self.clock_s = clock_s  # added to virtual time
+        self.paused_until = 0.0
+        self.timer_at: float | None = None  # virtual time of the scheduled timer
+        self.sessions = 0
+        self.conn: Conn | None = None
+        self.stepping_since = 0.0
+        self.slow = 1.0
+        self.stands = False  # at a step boundary, because the run is paused, or because it leaves
+        self.is_noticed = False  # its machine is taken away soon
+
+
+class Conn:
+    """One connection between one learner process and one syncer process."""
+
+    __slots__ = ("last", "learner", "open", "session", "syncer")
+
+    def __init__(self, learner: SimProcess, syncer: SimProcess, session: int) -> None:
+        self.learner = learner
+        self.syncer = syncer
+        self.session = session
+        self.open = True
+        self.last: dict[tuple[bool, bool], float] = {}  # newest arrival per direction and lane: each lane is in order
+
+
+class SimDisk:
+    """What survives the syncer."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.versions: dict[FragmentId, VersionRecord] = {}
+        self.members: MembersRecord | None = None
+        self.manifest: ManifestRecord | None = None
+        self.leases: LeaseRecord | None = None
+        self.controls: dict[str, ControlRequested] = {}  # of operators, by what they are about
+        self._before: dict[FragmentId, VersionRecord | None] = {}  # of each fragment, the version before the newest
+
+    def write(self, record: Record) -> None:
+        if isinstance(record, VersionRecord):
+            self._before[record.fragment] = self.versions.get(record.fragment)
+            self.versions[record.fragment] = record
+        elif isinstance(record, MembersRecord):
+            self.members = record
+        elif isinstance(record, ManifestRecord):
+            self.manifest = record
+        elif isinstance(record, LeaseRecord):
+            self.leases = record
+
+    def version(self, fragment: FragmentId) -> Version:
+        return self.versions[fragment].version if fragment in self.versions else 0
+
+    def go_back(self, manifest: ManifestRecord, ids: tuple[FragmentId, ...]) -> None:
+        """Drop versions that the manifest does not name: no process knew that they were durable when the run ended."""
+        for p, final in zip(ids, manifest.versions, strict=True):
+            if self.version(p) > final:
+                before = self._before.get(p)
+                assert (before.version if before is not None else 0) == final, f"fragment {p} cannot go back to {final}"
+                if before is None:
+                    del self.versions[p]
+                else:
+                    self.versions[p] = before
+
+    def restored(self, ids: tuple[FragmentId, ...]) -> Restored:
+        if self.manifest is not None:
+            self.go_back(self.manifest, ids)
+        return Restored(dict(self.versions), self.members, self.manifest, self.leases)
 
 
 class Driver:
-    """Cores as processes on one engine: their links, disks, clocks and steps, as a plan has drawn them."""
+    """Cores as processes on one engine. Whoever carries out an effect registers itself in `handlers`.
+
+    `before` and `after` see every event with its process, `on_entry` what was done about it, `on_start` and `on_end`
+    the life of processes.
+    """
 
     def __init__(
         self,
-        plan: Plan,
-        syncer: Callable[[RunConfig, int, Restored | None], SyncerCore] = SyncerCore,
-        learner: Callable[[RunConfig, LearnerId, Incarnation], LearnerCore] = LearnerCore,
-        on_entry: Callable[[Entry], None] | None = None,
-        on_start: Callable[[Actor, Restored | None], None] | None = None,
+        config: RunConfig,
+        syncer: NewSyncer = SyncerCore,
+        learner: NewLearner = LearnerCore,
+        *,
+        clocks_s: Mapping[int, float] | None = None,
     ) -> None:
-        self.plan = plan
-        self.config = plan.config
-        self.rng = Random(plan.seed ^ 0x5EED)
-        self.engine = Engine()
-        self.watch = Watch(all_checkers(plan.config))
-        self.disk = Disk()
-        self.syncer: Process | None = None
-        self.learners: dict[LearnerId, Process] = {}  # newest process of each id
-        self.processes: list[Process] = []  # every learner process that runs, zombies included
-        self.by_actor: dict[tuple[LearnerId, int], Process] = {}  # the same
+        self.config = config
+        self.engine = SimEngine()
+        self.disk = SimDisk()
+        self.syncer: SimProcess | None = None
+        self.learners: dict[LearnerId, SimProcess] = {}  # newest process of each id
+        self.processes: list[SimProcess] = []  # every learner process that runs, also those that another has replaced
+        self.by_actor: dict[tuple[LearnerId, int], SimProcess] = {}  # the same
         self.incarnations: Counter[LearnerId] = Counter()
-        self.gone: set[LearnerId] = set()  # left for good, or died
-        self.died: set[LearnerId] = set()  # of those, without a word
-        self.doubled: set[LearnerId] = set()  # started a second time beside a process that lived
-        self.parts: dict[LearnerId, int] = {}  # snapshot of the newest part that each has on its disk
-        self.old_syncers: list[Process] = []  # cut off, and unaware that another has taken over
-        self.cut_up: dict[LearnerId, float] = {}  # until when messages towards the syncer vanish
-        self.cut_down: dict[LearnerId, float] = {}
-        self.cut_bulk: dict[LearnerId, float] = {}  # of fragments and inner state only, in both directions
-        self.disk_bad_until = 0.0
-        self.disk_slow_until = 0.0
-        self.merge_bad = False
-        self.poison: Counter[LearnerId] = Counter()
-        self.shards_away: dict[int, float] = {}  # until when
-        self.shards_untold: set[int] = set()  # of those, whose loss the syncer has not heard of
-        self.shard_starts: Counter[int] = Counter()  # processes of each shard that are gone
-        self.healed = False
-        self.faults_fired: Counter[str] = Counter()
-        self.fired: Counter[tuple[Any, str]] = Counter()
-        self.said: Counter[str] = Counter()
-        self.pairs: Counter[tuple[Any, type]] = Counter()
+        self.handlers: dict[type, Callable[[SimProcess, Any], None]] = {}
+        self.before: list[Callable[[SimProcess, Event], None]] = []
+        self.on_entry: list[Callable[[Entry], None]] = []
+        self.after: list[Callable[[SimProcess, Event], None]] = []
+        self.on_start: list[Callable[[Actor, Restored | None], None]] = []
+        self.on_end: list[Callable[[SimProcess], None]] = []
         self._new_syncer = syncer
         self._new_learner = learner
-        self._on_entry = on_entry
-        self._on_start = on_start
-        self._writing: dict[int, Record] = {}  # disk operations under way, by serial
-        self._write_serial = 0
-        self._since_check = 0
+        self._clocks_s = clocks_s or {}
 
     # ---------------------------------------------------------------------------------------------------- processes
 
-    def _syncer_core(self) -> SyncerCore | None:
-        return self.syncer.core if self.syncer is not None else None
+    def start_syncer(self) -> SimProcess:
+        """Start a syncer from what is durable. An older one may live on, and is fenced."""
+        disk = self.disk
+        disk.epoch += 1
+        restored = disk.restored(self.config.fragment_ids()) if disk.epoch > 1 else None
+        core = self._new_syncer(self.config, disk.epoch, restored)
+        proc = self.syncer = SimProcess(Actor(SYNCER, disk.epoch), core, self._clocks_s.get(SYNCER, 0.0))
+        self._begin(proc, restored)
+        for control in disk.controls.values():
+            self.run(proc, control)
+        return proc
 
-    def _start_syncer(self) -> None:
-        if self.syncer is not None:
-            return
-        if self.shards_away:  # a syncer starts from what all its shards hold
-            self.engine.at(self.engine.now + 0.5, self._start_syncer)
-            return
-        self.disk.epoch += 1
-        restored = self.disk.restored(self.config.fragment_ids()) if self.disk.epoch > 1 else None
-        core = self._new_syncer(self.config, self.disk.epoch, restored)
-        self.syncer = Process(Actor(SYNCER, self.disk.epoch), core)
-        self._began(self.syncer, restored)
-        for wish in self.disk.wishes.values():
-            self._run(self.syncer, wish)
-
-    def _start_if_down(self, learner: LearnerId) -> None:
-        proc = self.learners.get(learner)
-        if proc is None or not proc.alive:
-            self._start_learner(learner)
-
-    def _start_learner(self, learner: LearnerId) -> None:
-        if learner in self.gone:
-            return
+    def start_learner(self, learner: LearnerId) -> SimProcess:
+        """Start the next incarnation, beside older processes that live on."""
         before = self.learners.get(learner)
         least = before.core.refused_for if before is not None and before.core.refused_for is not None else 0
         self.incarnations[learner] = max(self.incarnations[learner], least) + 1
         actor = Actor(learner, self.incarnations[learner])
-        proc = Process(actor, self._new_learner(self.config, learner, actor.start))
+        core = self._new_learner(self.config, learner, actor.start)
+        proc = SimProcess(actor, core, self._clocks_s.get(learner, 0.0))
         self.learners[learner] = proc
         self.processes.append(proc)
         self.by_actor[actor] = proc
-        self._began(proc, None)
-        if learner in self.parts:
-            self._run(proc, MomentsFound(learner, self.parts[learner]))
+        self._begin(proc, None)
+        return proc
 
-    def _began(self, proc: Process, restored: Restored | None) -> None:
-        self.watch.started(proc.actor, restored)
-        if self._on_start is not None:
-            self._on_start(proc.actor, restored)
-        self._run(proc, Started())
+    def _begin(self, proc: SimProcess, restored: Restored | None) -> None:
+        for on_start in self.on_start:
+            on_start(proc.actor, restored)
+        self.run(proc, Started())
 
-    def _count(self, core: SyncerCore | LearnerCore) -> None:
-        self.fired.update(core.fired)
-        self.said.update(core.said)
+    def kill(self, proc: SimProcess) -> None:
+        proc.alive = False
+        if proc is self.syncer:
+            self.syncer = None
+        if proc.actor.learner != SYNCER:
+            self.processes.remove(proc)
+            del self.by_actor[proc.actor]
+        for on_end in self.on_end:
+            on_end(proc)
 
-    def coverage(self) -> tuple[Counter[tuple[Any, str]], Counter[str]]:
-        """Rows of the transition tables and reason codes, of all processes that ever ran."""
-        fired, said = Counter(self.fired), Counter(self.said)
-        for proc in ([self.syncer] if self.syncer is not None else []) + self.processes:
-            fired.update(proc.core.fired)
-            said.update(proc.core.said)
-        return fired, said
+    # ---------------------------------------------------------------------------------------------------- events
 
-    def _check_cores(self) -> None:
-        if self.syncer is not None:
-            self._checked(self.syncer)
-        for proc in self.processes:
-            self._checked(proc)
-
-    def _checked(self, proc: Process) -> None:
-        try:
-            proc.core.check_invariants()
-            if proc is self.syncer:
-                self.said.update(proc.core.explain(f).code for f in proc.core.fragments.values())
-        except AssertionError as error:
-            subject = ("learner", proc.actor.learner) if proc.actor.learner else ("run", 0)
-            raise Violation("core", f"{proc.actor}: {error}", None, subject) from error
-
-    # ---------------------------------------------------------------------------------------------------- the driver
-
-    def _deliver(self, proc: Process, event: Event) -> None:
-        """An event for a process: lost if it is dead, late if it is paused."""
+    def deliver(self, proc: SimProcess, event: Event) -> None:
+        """Give an event to a process: it is lost if the process is dead, and late if it is paused."""
         if not proc.alive:
             return
         if proc.paused_until > self.engine.now:
-            self.engine.at(proc.paused_until, self._deliver, proc, event)
+            self.engine.at(proc.paused_until, self.deliver, proc, event)
             return
-        self._run(proc, event)
+        self.run(proc, event)
 
-    def _run(self, proc: Process, event: Event, least: float = 0.0) -> None:
+    def run(self, proc: SimProcess, event: Event, least: float = 0.0) -> list[Effect]:
+        """Let a core handle an event now, by its own clock but not before `least`, and carry out its effects."""
         core = proc.core
-        self._count_pair(proc, event)
-        at = max(self.engine.now + proc.clock_s, least)
+        for before in self.before:
+            before(proc, event)
+        at = self.engine.now + proc.clock_s
+        if at < least:
+            at = least
         try:
             effects: list[Effect] = core.handle(at, event)
         except AssertionError as error:
-            subject = ("learner", proc.actor.learner) if proc.actor.learner else ("run", 0)
-            raise Violation("core", f"{proc.actor} on {event}: {error}", None, subject) from error
-        entry: Entry = tuple.__new__(Entry, (at, proc.actor, core.tick, event, tuple(effects)))
-        if self._on_entry is not None:
-            self._on_entry(entry)
-        self.watch.observe(entry)
+            raise broken(proc, f"{proc.actor} on {event}: {error}") from error
+        if self.on_entry:
+            entry: Entry = tuple.__new__(Entry, (at, proc.actor, core.tick, event, tuple(effects)))
+            for on_entry in self.on_entry:
+                on_entry(entry)
         for effect in effects:
-            handler = _EFFECTS.get(type(effect))
+            handler = self.handlers.get(type(effect))
             if handler is not None:
-                handler(self, proc, effect)
-        self._arm(proc)
-        self._since_check += 1
-        if self._since_check >= 64:
-            self._since_check = 0
-            self._checked(proc)
-        if proc.stands:
-            self._stand(proc, event)
+                handler(proc, effect)
+        self.arm(proc)
+        for after in self.after:
+            after(proc, event)
+        return effects
 
-    def _stand(self, proc: Process, event: Event) -> None:
-        """Its training thread sleeps at a boundary, and looks up when something has come."""
-        core = proc.core
-        if not core.rests or core.mode is Mode.STOPPED:
-            proc.stands = False
-            self._begin_step(proc)
-        elif (core.has_boundary_work and type(event) is not StepTaken) or core.can_answer:
-            self._run(proc, StepTaken(0, 0, 0.0))
-
-    def _count_pair(self, proc: Process, event: Event) -> None:
-        """Which event met which state: a learner's own; at the syncer, of the speaker and of the fragment."""
-        core = proc.core
-        what: type = type(event)
-        if proc.actor.learner != SYNCER:
-            if type(event) is MessageArrived:
-                what = type(event.envelope.body)
-            self.pairs[(core.mode, what)] += 1
-            return
-        if type(event) is MessageArrived:
-            body = event.envelope.body
-            what = type(body)
-            member = core.members.get(event.envelope.learner)
-            self.pairs[(Standing.UNKNOWN if member is None else member.standing, what)] += 1
-            fragment = body.round.fragment if type(body) is Contribution else getattr(body, "fragment", None)
-        else:
-            key = getattr(event, "key", None)
-            fragment = key.number if key is not None and key.kind == "version" else None
-            if type(event) in (MergeDone, MergeFailed):
-                fragment = event.round.fragment  # type: ignore[union-attr]
-            self.pairs[(core.stage, what)] += 1
-        if fragment in core.fragments:
-            self.pairs[(core.fragments[fragment].phase, what)] += 1
-
-    def _arm(self, proc: Process) -> None:
+    def arm(self, proc: SimProcess) -> None:
         deadline = proc.core.next_deadline()
         if deadline is None:
             return
-        when = max(deadline - proc.clock_s, self.engine.now)
+        when = deadline - proc.clock_s
+        if when < self.engine.now:
+            when = self.engine.now
         if proc.timer_at is None or when < proc.timer_at:
             proc.timer_at = when
             self.engine.at(when, self._timer, proc, when)
 
-    def _timer(self, proc: Process, when: float) -> None:
+    def _timer(self, proc: SimProcess, when: float) -> None:
         if proc.timer_at != when or not proc.alive:
             return
         if proc.paused_until > self.engine.now:
@@ -275,282 +314,188 @@ class Driver:
         deadline = proc.core.next_deadline()
         # Adding and subtracting a clock's offset may lose the last bit; a timer that is due within it is due.
         if deadline is not None and deadline <= self.engine.now + proc.clock_s + 1e-6:
-            self._run(proc, TimerFired(), least=deadline)
+            self.run(proc, TimerFired(), least=deadline)
         else:
-            self._arm(proc)
+            self.arm(proc)
 
-    # ---------------------------------------------------------------------------------------------------- effects
 
-    def _do_send(self, proc: Process, effect: Send) -> None:
+def broken(proc: SimProcess, sentence: str) -> Violation:
+    """Return the violation of a core that found itself broken."""
+    return Violation("core", sentence, None, ("learner", proc.actor.learner) if proc.actor.learner else ("run", 0))
+
+
+class Links:
+    """Connections that never fail, with a fixed delay for messages and another for fragments."""
+
+    def __init__(self, driver: Driver, delay_s: float, fragment_s: float) -> None:
+        self.driver = driver
+        self.engine = driver.engine
+        self._delay_s = delay_s
+        self._fragment_s = fragment_s
+        driver.handlers.update({Send: self.send, Dial: self.dial, Hangup: self.hang_up})
+        driver.on_end.append(self.reset)
+
+    def send(self, proc: SimProcess, effect: Send) -> None:
         envelope = effect.envelope
         if proc.actor.learner == SYNCER:
-            target = self.by_actor.get((envelope.learner, envelope.incarnation))
+            target = self.driver.by_actor.get((envelope.learner, envelope.incarnation))
             conn = target.conn if target is not None else None
-            if conn is None or conn.session != envelope.session or conn.syncer is not proc or not conn.open:
-                return
-            self._carry(conn, conn.learner, envelope, self.cut_down)
+            if conn is not None and conn.session == envelope.session and conn.syncer is proc and conn.open:
+                self.carry(conn, conn.learner, envelope)
         else:
             conn = proc.conn
             if conn is not None and conn.open and conn.session == envelope.session:
-                self._carry(conn, conn.syncer, self._tampered(envelope), self.cut_up)
+                self.carry(conn, conn.syncer, envelope)
 
-    def _tampered(self, envelope: Envelope) -> Envelope:
-        """A poisoned learner sends values or counters that no sane process sends."""
-        body = envelope.body
-        if not self.poison[envelope.learner] or type(body) not in (Contribution, Report, LeaseRequest):
-            return envelope
-        self.poison[envelope.learner] -= 1
-        if isinstance(body, Report):
-            return replace(envelope, body=self.rng.choice((replace(body, trained=2**61), Pong(1), body)))
-        if isinstance(body, LeaseRequest):
-            return replace(envelope, body=self.rng.choice((replace(body, leases=99), replace(body, taken=2**61))))
-        assert isinstance(body, Contribution)
-        wild = self.rng.choice(("nan", "tokens", "steps", "none"))
-        if wild == "nan":
-            body = replace(body, problem="values are not finite")
-        elif wild == "tokens":
-            body = replace(body, tokens=body.trained + 1)
-        elif wild == "steps":
-            body = replace(body, steps=body.copied_at + 5)
-        else:
-            body = replace(body, steps=0, tokens=0)
-        return replace(envelope, body=body)
+    def carry(self, conn: Conn, to: SimProcess, envelope: Envelope) -> None:
+        kind = type(envelope.body)
+        takes_s = self._fragment_s if kind is Contribution or kind is Published else self._delay_s
+        self.engine.at(self.engine.now + takes_s, self.driver.deliver, to, MessageArrived(envelope))
 
-    def _carry(self, conn: Conn, to: Process, envelope: Envelope, cuts: dict[LearnerId, float]) -> None:
-        now = self.engine.now
-        link: LinkDraw = self.plan.links[envelope.learner]
-        rng = self.rng
-        if cuts.get(envelope.learner, 0.0) > now:
-            return
-        if not self.healed and link.loss and rng.random() < link.loss:
-            return
-        bulk = type(envelope.body) in BULK
-        if bulk and self.cut_bulk.get(envelope.learner, 0.0) > now:
-            return
-        delay = link.delay_s * (0.5 + rng.random()) + (link.bulk_s * rng.random() if bulk else 0.0)
-        lane = (to is conn.syncer, bulk)
-        when = max(now + delay, conn.last.get(lane, 0.0))
-        conn.last[lane] = when
-        event: Event = MessageArrived(envelope)
-        if type(envelope.body) is Published and not self.healed and link.loss and rng.random() < link.loss:
-            event = FragmentDamaged(envelope.body.fragment, envelope.body.version, "the digest is wrong")
-        shard = self._shard_behind(envelope)
-        self._later(when, shard, to, event)
-        if not self.healed and link.duplicates and rng.random() < link.duplicates:
-            self._later(when + 3 * delay * rng.random(), shard, to, event)
+    def dial(self, proc: SimProcess, effect: Dial) -> None:
+        self.engine.at(self.engine.now + effect.after_s + self._delay_s, self._answer, proc)
 
-    def _do_dial(self, proc: Process, effect: Dial) -> None:
-        self.engine.at(self.engine.now + effect.after_s, self._dial, proc)
+    def _answer(self, proc: SimProcess) -> None:
+        if proc.alive:
+            connected = self.connect(proc)
+            self.driver.deliver(proc, DialFailed("nobody answers") if connected is None else connected)
 
-    def _dial(self, proc: Process) -> None:
-        now = self.engine.now
-        learner = proc.actor.learner
-        delay = self.plan.links[learner].delay_s * (0.5 + self.rng.random())
-        if self.syncer is None or max(self.cut_up.get(learner, 0.0), self.cut_down.get(learner, 0.0)) > now:
-            self.engine.at(now + delay + 0.1, self._deliver, proc, DialFailed("nobody answers"))
-            return
-        if not proc.alive:
-            return
+    def connect(self, proc: SimProcess) -> LinkOpened | None:
+        if self.driver.syncer is None:
+            return None
         proc.sessions += 1
-        proc.conn = Conn(proc, self.syncer, proc.sessions)
-        self.engine.at(now + delay, self._deliver, proc, LinkOpened(proc.sessions))
+        proc.conn = Conn(proc, self.driver.syncer, proc.sessions)
+        return LinkOpened(proc.sessions)
 
-    def _do_hangup(self, proc: Process, effect: Hangup) -> None:
+    def hang_up(self, proc: SimProcess, effect: Hangup) -> None:
         by_syncer = proc.actor.learner == SYNCER
-        learner = self.by_actor.get((effect.learner, effect.incarnation)) if by_syncer else proc
+        learner = self.driver.by_actor.get((effect.learner, effect.incarnation)) if by_syncer else proc
         conn = learner.conn if learner is not None else None
         if conn is not None and conn.session == effect.session and (not by_syncer or conn.syncer is proc):
-            self._close(conn, tell_learner=by_syncer, tell_syncer=not by_syncer, why="hung up")
+            self.close(conn, tell_learner=by_syncer, tell_syncer=not by_syncer, why="hung up")
 
-    def _close(self, conn: Conn, tell_learner: bool, tell_syncer: bool, why: str) -> None:
+    def reset(self, proc: SimProcess) -> None:
+        """Close the connections of a process that has ended; the other ends are told."""
+        if proc.actor.learner != SYNCER:
+            if proc.conn is not None:
+                self.close(proc.conn, tell_learner=False, tell_syncer=True, why="connection reset by peer")
+            return
+        for learner in self.driver.processes:
+            if learner.conn is not None and learner.conn.syncer is proc:
+                self.close(learner.conn, tell_learner=True, tell_syncer=False, why="connection reset by peer")
+
+    def close(self, conn: Conn, tell_learner: bool, tell_syncer: bool, why: str) -> None:
         if not conn.open:
             return
         conn.open = False
-        now = self.engine.now
-        learner = conn.learner.actor.learner
-        delay = self.plan.links[learner].delay_s + 0.05 * self.rng.random()
+        when = self.engine.now + self.closing_s(conn)
         if tell_learner:
-            self.engine.at(now + delay, self._deliver, conn.learner, LinkClosed(conn.session, why))
-        # A cut link tells nobody: the syncer finds out by silence.
-        if tell_syncer and self.cut_up.get(learner, 0.0) <= now:
+            self.engine.at(when, self.driver.deliver, conn.learner, LinkClosed(conn.session, why))
+        if tell_syncer and self.reaches_syncer(conn):
             closed = LearnerDisconnected(*conn.learner.actor, conn.session, why)
-            self.engine.at(now + delay, self._deliver, conn.syncer, closed)
+            self.engine.at(when, self.driver.deliver, conn.syncer, closed)
 
-    def _do_merge(self, proc: Process, effect: MergeRound) -> None:
-        when = self.engine.now + self.plan.merge_s * self.rng.random()
-        shard = self._shard_of(effect.round.fragment)
-        if self.merge_bad:
-            self.merge_bad = False
-            self._later(when, shard, proc, MergeFailed(effect.round, "out of memory"))
-        else:
-            self._later(when, shard, proc, MergeDone(effect.round))
+    def closing_s(self, conn: Conn) -> float:
+        return self._delay_s
 
-    def _do_persist(self, proc: Process, effect: Persist) -> None:
-        now = self.engine.now
-        if proc is not self.syncer:
-            self.engine.at(
-                now + self.plan.disk_s * self.rng.random(), self._deliver, proc, StoreFenced(self.disk.epoch)
-            )
-            return
-        if self._shard_of_record(effect.record) in self.shards_away:
-            return  # it has not been told yet
-        slow = 10.0 if self.disk_slow_until > now else 1.0
-        self._write_serial += 1
-        self._writing[self._write_serial] = effect.record
-        took = self.plan.disk_s * self.rng.random() * slow
-        self.engine.at(now + took, self._write, proc, self._write_serial)
+    def reaches_syncer(self, conn: Conn) -> bool:
+        return True
 
-    def _write(self, proc: Process, serial: int) -> None:
-        """The bytes are on disk now; the process hears of it a little later, or never."""
-        record = self._writing.pop(serial, None)
-        if record is None:
-            return
-        if proc is not self.syncer:
-            self._deliver(proc, StoreFenced(self.disk.epoch))
-            return
-        key = record.key()
-        shard = self._shard_of_record(record)
-        if self.disk_bad_until > self.engine.now:
-            self._through(shard, proc, PersistFailed(key, "no space left on device"))
-            return
-        self.disk.write(record)
-        self._later(self.engine.now + 0.1 * self.plan.disk_s * self.rng.random(), shard, proc, Persisted(key))
 
-    # ---------------------------------------------------------------------------------------------------- shards
+class SimStore:
+    """Merges and writes that never fail, with a fixed duration each."""
 
-    def _shard_of(self, fragment: FragmentId) -> int | None:
-        return fragment % self.plan.shards if self.plan.shards else None
+    def __init__(self, driver: Driver, merge_s: float, disk_s: float) -> None:
+        self.driver = driver
+        self.engine = driver.engine
+        self.disk = driver.disk
+        self._merge_s = merge_s
+        self._disk_s = disk_s
+        driver.handlers.update({MergeRound: self.merge, Persist: self.persist, SaveSnapshot: self.save_part})
 
-    def _shard_of_record(self, record: Record) -> int | None:
-        return self._shard_of(record.fragment) if isinstance(record, VersionRecord) else None
+    def merge(self, proc: SimProcess, effect: MergeRound) -> None:
+        self.engine.at(self.engine.now + self._merge_s, self.driver.deliver, proc, MergeDone(effect.round))
 
-    def _shard_behind(self, envelope: Envelope) -> int | None:
-        """Values travel between learner and shard."""
-        body = envelope.body
-        if type(body) is Contribution:
-            return self._shard_of(body.round.fragment)
-        return self._shard_of(body.fragment) if type(body) is Published else None
+    def persist(self, proc: SimProcess, effect: Persist) -> None:
+        self.engine.at(self.engine.now + self._disk_s, self._written, proc, effect.record)
 
-    def _later(self, when: float, shard: int | None, proc: Process, event: Event) -> None:
-        """What comes by way of a shard comes if that process of it lives until then."""
-        if shard not in self.shards_away:
-            self.engine.at(when, self._through, shard, proc, event, self._start_of(shard))
+    def _written(self, proc: SimProcess, record: Record) -> None:
+        if proc is self.driver.syncer:
+            self.disk.write(record)
+            self.driver.deliver(proc, Persisted(record.key()))
 
-    def _through(self, shard: int | None, proc: Process, event: Event, start: int | None = None) -> None:
-        """A process that stands still hears of it later, and not at all if the shard is lost by then."""
-        if start is not None and self._start_of(shard) != start:
-            return
-        if shard is not None and proc.paused_until > self.engine.now:
-            self.engine.at(proc.paused_until, self._through, shard, proc, event, self._start_of(shard))
-        else:
-            self._deliver(proc, event)
+    def save_part(self, proc: SimProcess, effect: SaveSnapshot) -> None:
+        self.engine.at(self.engine.now + self._disk_s, self.driver.deliver, proc, SnapshotSaved(effect.snapshot))
 
-    def _start_of(self, shard: int | None) -> int:
-        return 0 if shard is None else self.shard_starts[shard]
 
-    def _do_halt(self, proc: Process, effect: Halt) -> None:
-        """The driver of a syncer that was superseded ends its process."""
-        if proc in self.old_syncers:
-            self.old_syncers.remove(proc)
-            self._end_syncer(proc)
+class Steps:
+    """Training threads: one step after the other, each as long as its learner takes, while the core wants them.
 
-    def _do_save(self, proc: Process, effect: SaveSnapshot) -> None:
-        when = self.engine.now + self.plan.disk_s * self.rng.random()
-        event: Event = SnapshotSaved(effect.snapshot)
-        if not self.healed and self.rng.random() < 0.05:
-            event = SnapshotSaveFailed(effect.snapshot, "no space left on device")
-        elif proc.actor.learner % 4 == 0:
-            event = SnapshotSaveFailed(effect.snapshot, NO_RUN_DIRECTORY)
-        else:
-            self.parts[proc.actor.learner] = effect.snapshot
-        self.engine.at(when, self._deliver, proc, event)
+    `step_s`, `tokens` and `samples` (of leases, in a run that has them) are of one step, by learner.
+    """
 
-    def _do_start_training(self, proc: Process, effect: StartTraining) -> None:
-        self._begin_step(proc)
+    def __init__(
+        self,
+        driver: Driver,
+        step_s: Mapping[LearnerId, float],
+        tokens: Mapping[LearnerId, int],
+        samples: Mapping[LearnerId, int],
+    ) -> None:
+        self.driver = driver
+        self.engine = driver.engine
+        self._step_s = step_s
+        self._tokens = tokens
+        self._samples = samples
+        driver.handlers[StartTraining] = self._start
+        driver.after.append(self._look_up)
 
-    def _do_stop(self, proc: Process, effect: Stop) -> None:
-        """An island starts its learner again when it was refused for what it was, not for what it is."""
-        refused = effect.reason.code == "learner-refused"
-        if refused and self.learners.get(proc.actor.learner) is proc and "finished" not in str(effect.reason):
-            self.engine.at(self.engine.now + 1.0, self._start_if_stopped, proc)
-        elif effect.reason.code in ("learner-drained", "learner-pushed", "learner-hurried"):
-            self.gone.add(proc.actor.learner)  # nobody starts it again
-            self.engine.at(self.engine.now + 1.0, self._kill_if_alive, proc)
+    def _start(self, proc: SimProcess, effect: StartTraining) -> None:
+        self._begin(proc)
 
-    def _kill_if_alive(self, proc: Process) -> None:
-        if proc.alive:
-            self._kill_learner(proc)
-
-    def _start_if_stopped(self, proc: Process) -> None:
-        if self.learners.get(proc.actor.learner) is proc:
-            self._start_learner(proc.actor.learner)
-
-    def _begin_step(self, proc: Process) -> None:
+    def _begin(self, proc: SimProcess) -> None:
         if not proc.alive or proc.core.mode is Mode.STOPPED:
             return
         now = self.engine.now
-        took = self.plan.step_times_s[proc.actor.learner] * proc.slow
+        took = self._step_s[proc.actor.learner] * proc.slow
         if proc.core.rests:
             proc.stands = True
         elif proc.core.training:
             proc.stepping_since = now
-            self.engine.at(now + took, self._end_step, proc)
+            self.engine.at(now + took, self._end, proc)
         else:
-            self.engine.at(now + took, self._begin_step, proc)  # the core made its learner wait
+            self.engine.at(now + took, self._begin, proc)  # the core made its learner wait
 
-    def _end_step(self, proc: Process) -> None:
+    def _end(self, proc: SimProcess) -> None:
         if not proc.alive or proc.core.mode is Mode.STOPPED:
             return
         now = self.engine.now
         if proc.paused_until > now:
-            self.engine.at(proc.paused_until, self._end_step, proc)
+            self.engine.at(proc.paused_until, self._end, proc)
             return
         took = max(now - proc.stepping_since, 0.0)
-        tokens, samples = self.plan.tokens[proc.actor.learner], self._samples(proc)
-        self._run(proc, StepTaken(1, tokens, took, samples))
-        self._heed_notice(proc)
-        self._begin_step(proc)
+        self.driver.run(proc, StepTaken(1, self._tokens[proc.actor.learner], took, self._leased(proc)))
+        self.heed_notice(proc)
+        self._begin(proc)
 
-    def _heed_notice(self, proc: Process) -> None:
-        """A signal that came in the middle of a step is heard at its end."""
-        if proc.is_noticed and proc.core.mode is not Mode.STOPPED:
-            self._run(proc, LeaveWanted("its machine is taken away", push=True))
-
-    def _samples(self, proc: Process) -> int:
-        """Of its leases, in one step: a whole batch, or none where it has to go on with what it has had already."""
-        if not self.config.lease_samples:
+    def _leased(self, proc: SimProcess) -> int:
+        """Samples of its leases for one step: a whole batch, or none where it must reuse what it has had already."""
+        if not self.driver.config.lease_samples:
             return 0
-        batch = self.plan.samples[proc.actor.learner]
+        batch = self._samples[proc.actor.learner]
         return batch if batch <= proc.core.state.held - proc.core.taken else 0
 
-    def _running(self, learner: LearnerId) -> Process | None:
-        proc = self.learners.get(learner)
-        return proc if proc is not None and proc.alive and learner not in self.gone else None
+    def heed_notice(self, proc: SimProcess) -> None:
+        """Deliver a signal that came in the middle of a step, at its end."""
+        if proc.is_noticed and proc.core.mode is not Mode.STOPPED:
+            self.driver.run(proc, LeaveWanted("its machine is taken away", push=True))
 
-    def _kill_learner(self, proc: Process) -> None:
-        proc.alive = False
-        self._count(proc.core)
-        self.processes.remove(proc)
-        del self.by_actor[proc.actor]
-        if proc.conn is not None:
-            self._close(proc.conn, tell_learner=False, tell_syncer=True, why="connection reset by peer")
-
-    def _end_syncer(self, proc: Process) -> None:
-        proc.alive = False
-        self._count(proc.core)
-        for learner in self.processes:
-            if learner.conn is not None and learner.conn.syncer is proc:
-                self._close(learner.conn, tell_learner=True, tell_syncer=False, why="connection reset by peer")
-
-
-_EFFECTS: dict[type, Callable[[Driver, Process, Any], None]] = {
-    Send: Driver._do_send,
-    Dial: Driver._do_dial,
-    Hangup: Driver._do_hangup,
-    MergeRound: Driver._do_merge,
-    Persist: Driver._do_persist,
-    SaveSnapshot: Driver._do_save,
-    StartTraining: Driver._do_start_training,
-    Stop: Driver._do_stop,
-    Halt: Driver._do_halt,
-}
+    def _look_up(self, proc: SimProcess, event: Event) -> None:
+        """A training thread that sleeps at a boundary looks up when something has come."""
+        if not proc.stands:
+            return
+        core = proc.core
+        if not core.rests or core.mode is Mode.STOPPED:
+            proc.stands = False
+            self._begin(proc)
+        elif (core.has_boundary_work and type(event) is not StepTaken) or core.can_answer:
+            self.driver.run(proc, StepTaken(0, 0, 0.0))

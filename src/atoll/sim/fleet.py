@@ -18,10 +18,10 @@ Rule 3 is why frequent failures cost less each: many returns share one pause. Th
 to the published goodput table; `benchmarks/README.md` has its residuals and the rules that were tried and rejected.
 
     >>> import random
-    >>> island = Island(FleetConfig(), chips=150_000, rng=random.Random(0))
+    >>> island = SimIsland(FleetConfig(), chips=150_000, rng=random.Random(0))
     >>> first = next(island)
     >>> first.state, first.share, first.ends_with
-    (<State.STEPPING: 'stepping'>, 1.0, <Ending.FAILURE: 'failure'>)
+    (<State.STEPPING: 'stepping'>, 1.0, <SegmentEnd.FAILURE: 'failure'>)
     >>> island.at(first.end_s + 1.0).state
     <State.DOWNSCALING: 'downscaling'>
 """
@@ -52,7 +52,7 @@ class State(enum.Enum):
     ABSENT = "absent"  # the schedule gives this island no chips now
 
 
-class Ending(enum.Enum):
+class SegmentEnd(enum.Enum):
     """Why a segment ends where it ends."""
 
     FAILURE = "failure"  # a chip failed; the step under way is lost
@@ -71,7 +71,7 @@ class Segment(NamedTuple):
     state: State
     share: float  # of the island's slices in service, 0 to 1; with fewer slices a step has fewer tokens
     speed: float  # steps per nominal step time: speed class, slowest chip, slow-downs; 0 unless stepping
-    ends_with: Ending
+    ends_with: SegmentEnd
 
     @property
     def stepping(self) -> bool:
@@ -85,7 +85,7 @@ class Segment(NamedTuple):
     @property
     def loses_step(self) -> bool:
         """Whether the step under way at the end is lost rather than continued."""
-        return self.ends_with is Ending.FAILURE or self.ends_with is Ending.LEAVE
+        return self.ends_with is SegmentEnd.FAILURE or self.ends_with is SegmentEnd.LEAVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ def synchronous_speed(chips: int, chip_time_sigma: float) -> float:
     return 1.0 / (1.0 + chip_time_sigma * expected_max_of_gaussians(chips)) if chip_time_sigma > 0.0 else 1.0
 
 
-class Island:
+class SimIsland:
     """One learner's chips: an iterator of contiguous segments from time 0 for ever, fixed by `rng` alone.
 
     Where nothing can change any more (no failures, or no window left) the last segment ends at infinity.
@@ -237,7 +237,7 @@ class Island:
 
     def __next__(self) -> Segment:
         segment = next(self._segments)
-        if self._current is not None and self._current.ends_with is Ending.FAILURE:
+        if self._current is not None and self._current.ends_with is SegmentEnd.FAILURE:
             self.failures += 1
         self._current = segment
         return segment
@@ -260,19 +260,19 @@ class Island:
         now_s = 0.0
         for join_s, leave_s in self.windows:
             if join_s > now_s:
-                yield Segment(now_s, join_s, State.ABSENT, 0.0, 0.0, Ending.JOIN)
+                yield Segment(now_s, join_s, State.ABSENT, 0.0, 0.0, SegmentEnd.JOIN)
             layer = self._elastic(join_s) if self.elastic else self._rigid(join_s)
             if self.config.slowdowns_per_hour > 0.0:
                 layer = self._slowed(layer, join_s)
             for segment in layer:
                 if segment.end_s >= leave_s:
                     if segment.start_s < leave_s:
-                        yield segment._replace(end_s=leave_s, ends_with=Ending.LEAVE)
+                        yield segment._replace(end_s=leave_s, ends_with=SegmentEnd.LEAVE)
                     break
                 yield segment
             now_s = leave_s
         if now_s < math.inf:
-            yield Segment(now_s, math.inf, State.ABSENT, 0.0, 0.0, Ending.LEAVE)
+            yield Segment(now_s, math.inf, State.ABSENT, 0.0, 0.0, SegmentEnd.LEAVE)
 
     def _slowed(self, layer: Iterator[Segment], join_s: float) -> Iterator[Segment]:
         config, rng = self.config, self._slowdown_rng
@@ -294,7 +294,7 @@ class Island:
                 if edge_s >= segment.end_s:
                     yield segment._replace(start_s=now_s, speed=speed)
                     break
-                yield segment._replace(start_s=now_s, end_s=edge_s, speed=speed, ends_with=Ending.PACE)
+                yield segment._replace(start_s=now_s, end_s=edge_s, speed=speed, ends_with=SegmentEnd.PACE)
                 now_s = edge_s
 
     def _until_failure_s(self, in_service: int) -> float:
@@ -305,14 +305,14 @@ class Island:
         config = self.config
         while True:
             failed_s = now_s + self._until_failure_s(self.slices)
-            yield Segment(now_s, failed_s, State.STEPPING, 1.0, self.full_speed, Ending.FAILURE)
+            yield Segment(now_s, failed_s, State.STEPPING, 1.0, self.full_speed, SegmentEnd.FAILURE)
             if failed_s == math.inf:
                 return
             back_s = failed_s + config.repair.draw_s(self._repair_rng)
-            yield Segment(failed_s, back_s, State.REPAIRING, 0.0, 0.0, Ending.RETURN)
+            yield Segment(failed_s, back_s, State.REPAIRING, 0.0, 0.0, SegmentEnd.RETURN)
             now_s = back_s + config.restart_s
             if now_s > back_s:
-                yield Segment(back_s, now_s, State.RESTARTING, 1.0, 0.0, Ending.READY)
+                yield Segment(back_s, now_s, State.RESTARTING, 1.0, 0.0, SegmentEnd.READY)
 
     def _elastic(self, now_s: float) -> Iterator[Segment]:
         config = self.config
@@ -329,7 +329,7 @@ class Island:
             if in_service == 0:
                 if outside == 0:
                     back_s = under_repair[0]
-                    yield Segment(now_s, back_s, State.REPAIRING, 0.0, 0.0, Ending.RETURN)
+                    yield Segment(now_s, back_s, State.REPAIRING, 0.0, 0.0, SegmentEnd.RETURN)
                     now_s = back_s
                     continue
                 upscale_s = now_s  # nothing runs, so there is nothing to gain by waiting for more
@@ -343,7 +343,7 @@ class Island:
             fails = failed_s < upscale_s
             pause_s = failed_s if fails else max(upscale_s, now_s)
             if pause_s > now_s:
-                ends_with = Ending.FAILURE if fails else Ending.RETURN
+                ends_with = SegmentEnd.FAILURE if fails else SegmentEnd.RETURN
                 share = in_service / self.slices
                 yield Segment(now_s, pause_s, State.STEPPING, share, self.full_speed, ends_with)
                 if pause_s == math.inf:
@@ -355,7 +355,7 @@ class Island:
             now_s = pause_s + (config.downscale_s if fails else config.upscale_s)
             if now_s > pause_s:
                 state = State.DOWNSCALING if fails else State.UPSCALING
-                yield Segment(pause_s, now_s, state, in_service / self.slices, 0.0, Ending.READY)
+                yield Segment(pause_s, now_s, state, in_service / self.slices, 0.0, SegmentEnd.READY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,7 +410,7 @@ def build_islands(
     elastic: bool = True,
     speeds: Sequence[float] = (),
     extras: Sequence[ExtraLearners] = (),
-) -> list[Island]:
+) -> list[SimIsland]:
     """`learners` islands that share `chips` evenly, then the extra ones, each with randomness of its own.
 
     An island's history depends on the seed and on its place only, so adding a learner leaves the others as they were.
@@ -422,7 +422,7 @@ def build_islands(
     )
     each_chips, rest = divmod(chips, learners)
     islands = [
-        Island(
+        SimIsland(
             config,
             each_chips + (place < rest),
             random.Random(f"island {place} of seed {seed}"),
@@ -435,5 +435,7 @@ def build_islands(
         for _ in range(extra.count):
             rng = random.Random(f"island {len(islands)} of seed {seed}")
             extra_chips = extra.chips if extra.chips is not None else each_chips
-            islands.append(Island(config, extra_chips, rng, elastic=elastic, speed=extra.speed, windows=extra.windows))
+            islands.append(
+                SimIsland(config, extra_chips, rng, elastic=elastic, speed=extra.speed, windows=extra.windows)
+            )
     return islands

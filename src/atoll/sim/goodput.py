@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
 
-from atoll.sim.fleet import ExtraLearners, FleetConfig, Island, build_islands
+from atoll.sim.fleet import ExtraLearners, FleetConfig, SimIsland, build_islands
 from atoll.sim.published import PUBLISHED_ROWS, Method, Metric, published_percent
 
 DAY_S = 86_400.0
@@ -71,7 +71,7 @@ class GoodputResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class GoodputEstimate:
     """A mean over seeds with its 95 % confidence interval."""
 
     mean: float
@@ -144,7 +144,7 @@ def fleet_goodput(config: FleetConfig, learners: int, chips: int, days: float, s
 class _Meter:
     """Counts what one island's chips achieve."""
 
-    def __init__(self, island: Island) -> None:
+    def __init__(self, island: SimIsland) -> None:
         self.island = island
         self.useful_chip_s = 0.0
         self.chip_steps = 0.0  # steps times the chips that took them; tokens are proportional to it
@@ -340,9 +340,9 @@ def mean_ci(values: Iterable[float]) -> tuple[float, float, float]:
     return mean, mean - reach, mean + reach
 
 
-def estimate(values: Iterable[float]) -> Estimate:
+def estimate(values: Iterable[float]) -> GoodputEstimate:
     """`mean_ci` with names."""
-    return Estimate(*mean_ci(values))
+    return GoodputEstimate(*mean_ci(values))
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +353,7 @@ class TableCell:
     learners: int
     chips: int
     metric: Metric
-    ours: Estimate
+    ours: GoodputEstimate
     published: float | None
 
     @property

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from atoll.sim.bandwidth import (
     CODEC_BITS,
     UTILISATIONS,
-    Exchange,
+    ExchangePattern,
     Load,
     check_schedule,
     codec_bits,
@@ -161,14 +161,14 @@ class MethodPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BandwidthPlan:
     wish: PlanWish
     rows: tuple[MethodPlan, ...]
     warnings: tuple[str, ...]
     notes: tuple[str, ...] = field(default=())
 
 
-def exchanges(wish: PlanWish) -> dict[str, tuple[Exchange, Load]]:
+def exchanges(wish: PlanWish) -> dict[str, tuple[ExchangePattern, Load]]:
     """Every method of a plan, with what it puts on a link as published figures count it."""
     sites, waiting, free = len(wish.islands), wish.waiting_load, wish.decoupled_load
     h, p, tau = wish.every_steps, wish.fragments, wish.tau_steps
@@ -180,7 +180,7 @@ def exchanges(wish: PlanWish) -> dict[str, tuple[Exchange, Load]]:
     return methods | {f"decoupled-{codec}": (decoupled(codec, h, p, tau), free) for codec in CODEC_BITS}
 
 
-def make_plan(wish: PlanWish) -> Plan:
+def make_plan(wish: PlanWish) -> BandwidthPlan:
     goodput = _goodputs(wish)
     rows = tuple(
         _decoupled_row(wish, name, exchange, load, goodput)
@@ -188,14 +188,14 @@ def make_plan(wish: PlanWish) -> Plan:
         else _waiting_row(wish, name, exchange, load, goodput)
         for name, (exchange, load) in exchanges(wish).items()
     )
-    return Plan(wish, rows, tuple(_warnings(wish, rows)), tuple(_notes(wish)))
+    return BandwidthPlan(wish, rows, tuple(_warnings(wish, rows)), tuple(_notes(wish)))
 
 
 # --------------------------------------------------------------------------------------------------------------- rows
 
 
 def _waiting_row(
-    wish: PlanWish, name: str, exchange: Exchange, load: Load, goodput: dict[str, float | None]
+    wish: PlanWish, name: str, exchange: ExchangePattern, load: Load, goodput: dict[str, float | None]
 ) -> MethodPlan:
     rate = wish.thinnest_bit_s
     step_s = None if rate is None else step_time_s(exchange, load, rate)
@@ -225,7 +225,7 @@ def _waiting_row(
 
 
 def _decoupled_row(
-    wish: PlanWish, name: str, exchange: Exchange, load: Load, goodput: dict[str, float | None]
+    wish: PlanWish, name: str, exchange: ExchangePattern, load: Load, goodput: dict[str, float | None]
 ) -> MethodPlan:
     codec = name.partition("-")[2]
     keeps = rate_that_keeps(codec, load, wish.every_steps)

@@ -15,12 +15,11 @@ from atoll.core.learner.core import LearnerCore
 from atoll.core.reasons import REASONS
 from atoll.core.states import TABLES
 from atoll.core.syncer.core import SyncerCore
-from atoll.core.syncer.state import Restored
-from atoll.core.types import Incarnation, LearnerId, RunConfig
 from atoll.sim.checkers import Violation
 from atoll.sim.draws import FAULTS, draw
+from atoll.sim.driver import NewLearner, NewSyncer
 from atoll.sim.forks import forks
-from atoll.sim.world import World
+from atoll.sim.world import SwarmWorld
 from atoll.tape.format import Entry
 
 SLICE = 2_000
@@ -46,8 +45,8 @@ class SeedResult(NamedTuple):
 def run_seed(
     seed: int,
     small: bool = False,
-    syncer: Callable[[RunConfig, int, Restored | None], SyncerCore] = SyncerCore,
-    learner: Callable[[RunConfig, LearnerId, Incarnation], LearnerCore] = LearnerCore,
+    syncer: NewSyncer = SyncerCore,
+    learner: NewLearner = LearnerCore,
     on_entry: Callable[[Entry], None] | None = None,
     digest: bool = False,
 ) -> SeedResult:
@@ -59,7 +58,7 @@ def run_seed(
         def on_entry(entry: Entry) -> None:
             sha.update(repr(entry).encode())
 
-    world = World(draw(seed, small), syncer, learner, on_entry)
+    world = SwarmWorld(draw(seed, small), syncer, learner, on_entry)
     checker, sentence, subject = None, "", None
     try:
         world.run()

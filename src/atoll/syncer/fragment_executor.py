@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
+from msgspec import structs
 from torch import Tensor
 
 from atoll.core.protocol import (
@@ -153,7 +154,7 @@ class FragmentExecutor:
             began = time.monotonic()
             held.merge(effect.round, len(effect.contributions), effect.codec)
             assert held.stats is not None
-            held.stats = held.stats._replace(merge_s=time.monotonic() - began)
+            held.stats = structs.replace(held.stats, merge_s=time.monotonic() - began)
 
         self._merge(merge, partial(self._merge_ended, effect))
 

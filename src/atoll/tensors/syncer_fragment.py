@@ -13,6 +13,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from atoll.core.codec import Number, Value
 from atoll.core.types import NOTHING, Accepted, FragmentId, RoundId, Version
 from atoll.tensors.codecs import codec
 from atoll.tensors.outer import OuterStep, PublishedValue
@@ -35,18 +36,18 @@ class ServedVersion(NamedTuple):
     codec: str = "f32"  # of the update
 
 
-class MergeStats(NamedTuple):
+class MergeStats(Value, frozen=True):
     """Statistics of one merge. Norms are of whole fragments, and of contributions before clipping."""
 
     contributions: tuple[Accepted, ...]
-    norms: tuple[float, ...]
-    scales: tuple[float, ...]  # below 1 for a clipped contribution
-    merged_norm: float
-    cosine: float | None  # mean over pairs of contributions
-    momentum_norm: float | None
-    step_norm: float  # of the published update
-    left_out: float  # share of the update that its codec rounded away
-    merge_s: float = 0.0  # duration of `merge`, measured by the process
+    norms: tuple[Number, ...]
+    scales: tuple[Number, ...]  # below 1 for a clipped contribution
+    merged_norm: Number
+    cosine: Number | None  # mean over pairs of contributions
+    momentum_norm: Number | None
+    step_norm: Number  # of the published update
+    left_out: Number  # share of the update that its codec rounded away
+    merge_s: Number = 0.0  # duration of `merge`, measured by the process
 
 
 class SyncerFragment:
