@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar
 
 from msgspec import structs
 
+from atoll.core.codec import Value
 from atoll.core.learner.core import LearnerCore, LearnerParts
 from atoll.core.protocol import (
     Body,
@@ -150,8 +151,8 @@ class Talk:
 def _reasons(value: Any) -> Iterable[Reason]:
     if isinstance(value, Reason):
         yield value
-    elif isinstance(value, tuple):
-        for inner in value:
+    elif isinstance(value, tuple | Value):
+        for inner in structs.astuple(value) if isinstance(value, Value) else value:
             yield from _reasons(inner)
 
 
