@@ -81,7 +81,6 @@ def test_one_learner_gives_its_inner_state_to_two_at_the_same_boundary(tmp_path)
         run.assert_clean()
 
 
-@pytest.mark.long
 def test_a_peer_that_dies_while_it_gives_its_state_is_followed_by_the_next_and_then_by_fresh_moments(tmp_path):
     patient = Limits(first_wait_s=5.0, least_wait_s=5.0)
     with Run(tmp_path, endless(limits=patient)) as run:
@@ -144,7 +143,6 @@ def test_an_old_process_that_comes_back_after_its_successor_is_told_and_ends(tmp
         run.assert_same(run.finish(again, two), 1, 2)
 
 
-@pytest.mark.long
 def test_a_learner_that_stands_still_is_suspected_and_goes_on_as_the_same_incarnation(tmp_path):
     impatient = Limits(first_wait_s=1.0, backoff_first_s=0.05, backoff_most_s=0.5)
     with Run(tmp_path, endless(limits=impatient)) as run:
