@@ -24,7 +24,6 @@ RUN_POLL_INTERVAL_S = 1.0
 
 LEFT_EARLY = "it left, and its run goes on"
 """Why exit code 0 is a failure of a unit that ends with its syncer: something other than its supervisor stopped it."""
-RUN_OVER = "the run is over: its syncer has ended"
 
 _ENDED = '"standing": "ended"'
 STATE_FILES = (("keeper.json", _ENDED), ("ray.json", _ENDED), ("slurm/state", "standing=ended\n"))
@@ -163,12 +162,12 @@ class UnitSupervisor:
                 return UnitStanding.STOPPED, late or ("" if ended.is_failure else ended.why)
             is_over = self.is_run_over()
             if is_over and self._unit.ends_with_syncer:
-                return UnitStanding.ENDED, late or RUN_OVER
+                return UnitStanding.ENDED, late or "the run is over"
             if not ended.why and not self._unit.ends_with_syncer:
                 return UnitStanding.ENDED, ""
             why = ended.why or LEFT_EARLY
             if is_over:
-                return UnitStanding.STOPPED, f"{RUN_OVER} ({why})"
+                return UnitStanding.STOPPED, f"the run is over: its syncer has ended ({why})"
             was_healthy = time.monotonic() - began >= HEALTHY_S
             delay_s = self._restarts.failed(was_healthy, ended.is_failure)
             if delay_s is None:
