@@ -56,7 +56,7 @@ docs: $(READY) ## write the generated parts of docs/protocol.md anew, and build 
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 test: $(READY) ## set-up, all checks, all tests but those marked long
-	$(BIN)/pytest -n 2 --dist worksteal -m 'not long' --hypothesis-profile=quick
+	$(BIN)/pytest -n 3 --dist worksteal -m 'not long' --hypothesis-profile=quick
 
 test-all: $(READY) ## the same with the long tests; says first which programs are missing
 	$(BIN)/python -m tests.programs

@@ -1,6 +1,6 @@
 """Style, types and import rules, as `make check` looks at them.
 
-As tests they run beside the others: `mypy` alone takes two minutes of one core.
+As tests they run beside the others: `mypy` alone takes most of a minute of one core.
 """
 
 from __future__ import annotations

@@ -54,6 +54,7 @@ def test_a_checkout_without_tags_and_a_copy_without_git_have_versions(sources):
 
 
 # One test, because building and installing take most of the time, and parallel tests would each do it again.
+@pytest.mark.long
 def test_an_empty_environment_takes_the_wheel_and_runs_the_simulator_without_torch(sources, tmp_path):
     committed(sources, "v9.8.7")
     told(sys.executable, "-m", "build", "--no-isolation", cwd=sources)  # the wheel is made from the sdist

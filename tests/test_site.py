@@ -76,6 +76,7 @@ def test_something_from_elsewhere_is_noticed():
     assert list(asked_elsewhere("x", '<a href="https://example.org">x</a><img src="dash.png">')) == []
 
 
+@pytest.mark.long
 def test_broken_links_and_lost_pages_stop_the_build(tmp_path):
     root = copied(tmp_path)
     page = root / "docs/plan.md"

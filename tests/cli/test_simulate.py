@@ -166,6 +166,7 @@ def test_full_simulates_every_fragment_and_step(capsys):
     assert (run["simulated"]["full"], run["simulated"]["fragments"]) == (True, 2)
 
 
+@pytest.mark.long
 def test_the_same_seed_prints_the_same_on_one_core_and_on_two():
     words = ["simulate", *SHORT, "--days", "0.003", "--jitter", "0.1", "--seed", "5"]
     runs = [
@@ -193,6 +194,7 @@ def cells(tmp_path_factory):
     return json.loads(done.stdout), plot
 
 
+@pytest.mark.long
 def test_every_published_cell_is_within_three_points(cells):
     published = [cell for cell in cells[0]["cells"] if cell["published_percent"] is not None]
     assert len(published) == 16
@@ -224,6 +226,7 @@ def test_the_tables_fit_a_terminal(capsys):
         assert word in said
 
 
+@pytest.mark.long
 def test_a_run_is_marked_in_the_figure(capsys, tmp_path):
     plot = tmp_path / "run.png"
     words = (*SHORT, "--seeds", "1", "--jobs", "1", "--mtbi-days", "20000", "--plot", str(plot))

@@ -30,7 +30,7 @@ from tests.reference.small_jobs import LIMIT_S, corpus_of, processes_of, silent_
 from tests.shared_runs import made_once
 
 STEP = 2 * 16  # tokens of one step of one learner
-STEPS = 300  # of each learner of the whole job
+STEPS = 200  # of each learner of the whole job
 
 
 @pytest.fixture(scope="module")
@@ -258,6 +258,7 @@ def test_a_syncer_that_dies_is_started_again_and_the_run_ends(text, tmp_path, ca
     assert all(len(each["history"]) == 1 for each in ledger_of(run, capsys)["ranges"])  # nobody was replaced
 
 
+@pytest.mark.long
 def test_a_job_that_is_killed_takes_its_processes_along(text, tmp_path):
     run = tmp_path / "run"
     words = small(text, "--learners", "2", "--tokens", "1G", "--out", str(run))
@@ -317,6 +318,7 @@ def test_a_syncer_and_learners_that_dial_in(text, tmp_path, capsys, monkeypatch)
     assert (tmp_path / "island/tapes/learner-1-i1.tape").exists()
 
 
+@pytest.mark.long
 def test_a_syncer_with_keys_for_other_machines_and_the_commands_that_reach_it(text, tmp_path, capsys):
     """As docs/several-hosts.md has it: on all addresses of this machine, with keys, and an operator elsewhere."""
     ring, run = tmp_path / "keys", tmp_path / "run"

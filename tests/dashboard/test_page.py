@@ -120,6 +120,7 @@ def test_what_is_not_known_is_a_dash_and_never_a_zero(serve, visit):
     expect(page.locator("#fragments-0")).to_contain_text("No fragment has a version yet")
 
 
+@pytest.mark.long
 def test_an_update_leaves_focus_selection_and_scroll_alone(dash, visit):
     page = visit(dash.url, height=500)
     card(page, 2).get_by_role("button").focus()
@@ -130,6 +131,7 @@ def test_an_update_leaves_focus_selection_and_scroll_alone(dash, visit):
     assert page.evaluate("[document.activeElement === window.held, String(getSelection())]") == [True, "Ledger"]
 
 
+@pytest.mark.long
 def test_a_picture_in_which_nothing_changed_touches_nothing(dash, visit):
     page = visit(dash.url)
     expect(page.locator("#now-0 .card")).to_have_count(4)
@@ -170,6 +172,7 @@ def test_the_timeline_tells_what_is_under_the_cursor(dash, visit):
     expect(page.locator("#story-title")).to_have_text("learner 3")
 
 
+@pytest.mark.long
 def test_the_timeline_is_zoomed_by_drag_wheel_and_keys(dash, visit):
     dash.change(now=100.0)
     page = visit(dash.url)
@@ -199,6 +202,7 @@ def test_the_timeline_is_zoomed_by_drag_wheel_and_keys(dash, visit):
     assert asked, "a zoomed view asks for finer data"
 
 
+@pytest.mark.long
 def test_the_page_scrolls_over_a_timeline_that_nobody_chose(dash, visit):
     page = visit(dash.url, height=400)
     plot = timeline(page)
@@ -280,6 +284,7 @@ def test_the_ledger_balances_or_says_so(dash, visit):
     expect(page.locator("#ledger-0 .balance")).to_contain_text("Out of balance")
 
 
+@pytest.mark.long
 def test_curves_are_loaded_when_they_are_looked_at(dash, visit):
     page = visit(dash.url, height=400)
     expect(page.locator("#now-0 .card")).to_have_count(4)
@@ -291,6 +296,7 @@ def test_curves_are_loaded_when_they_are_looked_at(dash, visit):
     assert "Loss against time, 5 series" in label
 
 
+@pytest.mark.long
 def test_an_island_that_was_away_leaves_a_gap_in_its_curve(dash, visit):
     dash.change(now=110.0)
     page = visit(dash.url)
@@ -308,6 +314,7 @@ def test_an_island_that_was_away_leaves_a_gap_in_its_curve(dash, visit):
     assert seen == [None], "not one place in it that a line could cross"
 
 
+@pytest.mark.long
 def test_curves_against_tokens_on_a_log_scale_smoothed_and_as_a_file(dash, visit):
     page = visit(dash.url, height=1000)
     page.locator("#curves").scroll_into_view_if_needed()
@@ -384,6 +391,7 @@ def test_travelling_in_time_shows_everything_as_it_was(dash, visit):
     expect(past).to_have_count(0)
 
 
+@pytest.mark.long
 def test_two_runs_apart_and_side_by_side(serve, visit):
     other = InventedRun(name="second", seed=7, live=False, now=240.0, learners=3)
     dash = serve(FakeDash(InventedRun(), other))
@@ -426,6 +434,7 @@ def test_the_page_says_that_it_is_cut_off_and_comes_back_by_itself(dash, visit):
     until(page, "atollPage.columns[0].parts.timeline.using.to === 75")
 
 
+@pytest.mark.long
 def test_a_page_opened_too_early_waits_for_the_server(dash, visit, browser):
     page = visit(dash.url, allow=NO_ANSWER)
     expect(page.locator("#now-0 .card")).to_have_count(4)
@@ -447,6 +456,7 @@ def test_a_tape_that_stands_still_is_called_old(dash, visit):
     expect(page.locator(".notice[data-kind=damaged]")).to_contain_text("entry 71 is cut off")
 
 
+@pytest.mark.long
 def test_a_long_tape_shows_how_far_it_is_read(dash, visit):
     dash.change(loading=0.43)
     page = visit(dash.url)

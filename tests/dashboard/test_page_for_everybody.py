@@ -53,6 +53,7 @@ def test_a_control_is_asked_twice_and_signed(serve, visit):
     ]
 
 
+@pytest.mark.long
 def test_a_quorum_that_is_being_typed_is_not_overwritten(serve, visit):
     dash = serve(FakeDash(InventedRun(controls=True, now=60.0)))
     page = visit(dash.url, allow=NO_ANSWER)
@@ -103,6 +104,7 @@ def test_a_page_without_the_token_asks_for_it(serve, visit):
 # For everybody
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("learners", [4, 64])
 def test_a_phone_shows_all_without_scrolling_sideways(serve, visit, learners, theme):
@@ -122,6 +124,7 @@ def test_a_phone_shows_all_without_scrolling_sideways(serve, visit, learners, th
     assert page.evaluate("document.documentElement.scrollWidth") == 390
 
 
+@pytest.mark.long
 def test_the_theme_follows_the_system_until_one_is_chosen(dash, visit):
     page = visit(dash.url, color_scheme="dark")
     expect(page.locator("html")).to_have_attribute("data-theme-now", "dark")
@@ -154,6 +157,7 @@ def test_the_keyboard_reaches_everything_and_says_how(dash, visit):
     assert without_a_name(page) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_text_has_contrast(dash, visit, theme):
     page = visit(dash.url, color_scheme=theme)

@@ -68,6 +68,7 @@ def test_a_finished_run_is_travelled(serve, visit, finished):
     expect(page.locator("[data-group=merges] .uplot")).to_be_visible()
 
 
+@pytest.mark.long
 def test_a_run_beside_another(serve, visit, finished, tmp_path):
     other = TinyRun(learners=2).until(9.0).save(tmp_path / "other")
     page = visit(serve(RealDash(finished, other)).url, width=1440)
@@ -78,6 +79,7 @@ def test_a_run_beside_another(serve, visit, finished, tmp_path):
     expect(page.locator("[data-group=merges] .series")).to_contain_text("other: ")
 
 
+@pytest.mark.long
 def test_a_simulated_tape(serve, visit, tmp_path):
     run = tmp_path / "simulated"
     words = ["simulate", "--learners", "3", "--chips", "600000", "--days", "0.005", "--seed", "4", "--tape", str(run)]

@@ -325,6 +325,7 @@ def test_an_operator_who_ends_the_run_stops_the_trainer_with_its_model(tmp_path)
         assert same(load_file(tmp_path / "run/published.safetensors"), values(island.model))
 
 
+@pytest.mark.long
 def test_a_run_that_is_over_when_the_island_has_joined_gives_its_model_and_nothing_is_trained(tmp_path, monkeypatch):
     class JoinsAtTheEnd(atoll.Learner):
         def __enter__(self) -> atoll.Learner:

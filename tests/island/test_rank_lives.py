@@ -44,6 +44,7 @@ def has_stepped_since_pause(run: Run, learner: int) -> bool:
     return False
 
 
+@pytest.mark.long
 def test_inner_state_goes_from_an_island_to_one_of_another_shape_and_back(tmp_path):
     """FSDP2 on two ranks to one process, that to three ranks with FSDP2, and from those to two with DDP."""
     with Run(tmp_path, endless(quorum=1, limits=PATIENT)) as run:
@@ -101,6 +102,7 @@ def test_a_rank_that_cannot_copy_its_state_for_a_peer_or_a_part_trains_on(tmp_pa
         run.verdict()
 
 
+@pytest.mark.long
 def test_a_leader_without_memory_for_the_rows_of_its_ranks_trains_on(tmp_path):
     with Run(tmp_path, endless(quorum=1, limits=PATIENT)) as run:
         island = RankedIsland(run, IslandSpec(1, "tp", planted="no-room-for-rows"))

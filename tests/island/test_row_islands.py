@@ -57,6 +57,7 @@ def test_no_rank_holds_a_whole_fragment_and_one_that_collects_them_is_found(tmp_
         assert run.log_lines(planted.ranks[0], "rank 0 sends and fetches for all ranks")
 
 
+@pytest.mark.long
 def test_coarse_codecs_in_slices_over_tls_and_values_that_are_not_those_published(tmp_path):
     """Blocks reach over the rows of ranks. Every third update leads to another value, which is found at the leader."""
     ring = Ring(tmp_path / "keys")

@@ -81,6 +81,7 @@ def test_one_learner_gives_its_inner_state_to_two_at_the_same_boundary(tmp_path)
         run.assert_clean()
 
 
+@pytest.mark.long
 def test_a_peer_that_dies_while_it_gives_its_state_is_followed_by_the_next_and_then_by_fresh_moments(tmp_path):
     patient = Limits(first_wait_s=5.0, least_wait_s=5.0)
     with Run(tmp_path, endless(limits=patient)) as run:

@@ -119,6 +119,7 @@ def test_diloco_averages_deltas_every_h_steps_and_steps_the_anchor(text, tmp_pat
     assert report.rounds == 3  # after 8 and 16 steps, and what was left at 20
 
 
+@pytest.mark.long
 def test_streaming_exchanges_fragment_by_fragment_and_adopts_later(text, tmp_path):
     settings = small_settings(text, method="streaming", adopt="blend", overlap_steps=2)
     first, model = trained(settings, tmp_path / "run")

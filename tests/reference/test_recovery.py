@@ -32,7 +32,7 @@ from tests.shared_runs import made_once
 
 LONG = pytest.mark.long
 STEP = 2 * 16  # tokens of one step of one learner
-TOKENS = 2 * 300 * STEP
+TOKENS = 2 * 200 * STEP
 
 
 @pytest.fixture(scope="module")

@@ -266,6 +266,7 @@ def test_what_contradicts_itself_or_is_not_there_is_refused(run, tmp_path, capsy
     assert "simulated.json is missing" in refused(capsys, other, *MODEL)
 
 
+@pytest.mark.long
 def test_coarse_tapes_are_refused(tmp_path, capsys):
     run = tmp_path / "run"
     words = ("--learners", "2", "--chips", "600000", "--days", "3", "--protocol-hours", "6", "--tape", str(run))

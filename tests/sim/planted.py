@@ -596,7 +596,7 @@ PLANTED: tuple[Planted, ...] = (
         "forget the pull deadline",
         ("rounds-end", "liveness"),
         syncer=SyncerParts(rounds=ForgetsPullDeadline),
-        first_seed=5,
+        first_seed=31,
     ),
     Planted("forget the grace deadline", ("grace",), syncer=SyncerParts(rounds=ForgetsGraceDeadline)),
     Planted("grace beyond its bound", ("grace",), syncer=SyncerParts(rounds=GraceBeyondBound)),
@@ -611,7 +611,7 @@ PLANTED: tuple[Planted, ...] = (
     Planted("new copy for an old round", ("ledger",), learner=LearnerParts(rounds=CopiesAnewForOldRound)),
     Planted("end without the last merge", ("the-end",), syncer=SyncerParts(rounds=EndsWithoutLastMerge)),
     Planted(
-        "a dead learner blocks the end", ("liveness",), syncer=SyncerParts(shutdown=DeadLearnerBlocksEnd), first_seed=3
+        "a dead learner blocks the end", ("liveness",), syncer=SyncerParts(shutdown=DeadLearnerBlocksEnd), first_seed=9
     ),
     Planted("ask without bound", ("bounds",), syncer=SyncerParts(rounds=AsksForEver), first_seed=35),
     Planted("start before everything arrived", ("recovery",), learner=LearnerParts(joining=StartsTooEarly)),
@@ -641,7 +641,7 @@ PLANTED: tuple[Planted, ...] = (
     Planted(
         "welcome one that was given up", ("current",), syncer=SyncerParts(membership=WelcomesTheLost), first_seed=36
     ),
-    Planted("never give up", ("liveness",), syncer=SyncerParts(membership=NeverGivesUp), first_seed=20),
+    Planted("never give up", ("liveness",), syncer=SyncerParts(membership=NeverGivesUp), first_seed=22),
     Planted("forget who is lost", ("liveness",), syncer=SyncerParts(state=ForgetsWhoIsLost), first_seed=558),
     Planted("forget marks of leases", ("samples-once",), syncer=SyncerParts(state=ForgetsMarksOfLeases), first_seed=36),
     Planted("lease new samples first", ("returned-first",), syncer=SyncerParts(state=NewSamplesFirst)),

@@ -57,6 +57,7 @@ def test_the_cores_agree_with_slow_downs_speed_classes_and_slow_chips():
     assert by_cores.throughput < 0.7 * by_cores.goodput
 
 
+@pytest.mark.long
 def test_coarse_events_tell_the_same_story_as_single_steps():
     fleet, full = FleetConfig(), DecoupledConfig()
     slow = DecoupledRun(fleet, full, 8, 1_200_000, HOUR, 0).run()

@@ -111,6 +111,7 @@ def assert_other_tools_read_it(shards: Shards) -> None:
     assert any(tensor.any() for tensor in theirs.values())
 
 
+@pytest.mark.long
 def test_what_a_mesh_of_two_dimensions_has_saved_is_read_by_others(tmp_path):
     with Run(tmp_path, endless(quorum=1, limits=UNHURRIED)) as run:
         island = RankedIsland(run, IslandSpec(1, "fsdp+tp", ranks=4))

@@ -160,6 +160,7 @@ def half_open(run: Run, prey: Prey, meanwhile: Callable[[], None]) -> Held:
     return found
 
 
+@pytest.mark.long
 def test_half_open_connections_by_the_thousand_cost_little_and_keep_nobody_out(shipped, rings):
     run, prey = shipped
     before, refused = held(run), refused_for(run, {"unfinished"})

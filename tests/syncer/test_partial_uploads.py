@@ -391,6 +391,7 @@ def test_a_link_that_gets_thin_has_coarser_values_and_one_that_is_wide_again_fin
         run.assert_same(run.finish(far), 1)
 
 
+@pytest.mark.long
 def test_a_bounded_rate_is_kept(tmp_path):
     with (
         Run(tmp_path, endless(fragments=1, every_steps=1), Numerics(plan="rows")) as run,

@@ -112,6 +112,7 @@ def test_a_shard_that_dies_while_a_snapshot_is_written_leaves_none_and_the_next_
         run.assert_clean()
 
 
+@pytest.mark.long
 def test_without_a_shard_there_is_no_snapshot_and_it_says_why(tmp_path):
     with Run(tmp_path, endless(fragments=4), shards=2) as run:
         learners = run.joined(1, 2)

@@ -94,6 +94,7 @@ def is_taken(fragment: int, number: int, status: dict[str, Any]) -> bool:
     return bool(status["founded"] and status["fragments"][fragment]["version"] >= number)
 
 
+@pytest.mark.long
 def test_a_version_that_was_written_and_not_told_counts_while_the_run_goes_on(tmp_path):
     """Whether its shard, or the syncer too, starts again: it is merged once."""
     with Run(tmp_path, endless(fragments=4), shards=2) as run:

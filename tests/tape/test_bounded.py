@@ -140,6 +140,7 @@ def saved(where, until):
     return run
 
 
+@pytest.mark.long
 def test_what_a_picture_keeps_is_bounded_and_its_totals_are_exact(tmp_path):
     short = pictured(saved(tmp_path / "short", 150.0), 16)
     run = saved(tmp_path / "long", 1500.0)

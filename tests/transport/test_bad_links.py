@@ -18,6 +18,7 @@ from tests.learner.runs import LearnerSpec, Run, config, endless
 from tests.learner.tapes_of_runs import events, heard, sent_together
 
 
+@pytest.mark.long
 def test_a_thin_link_carries_reports_while_fragments_are_on_their_way(tmp_path):
     """A fragment travels for as long as two of its versions live, however fast the machine is, so newer ones come
     meanwhile."""

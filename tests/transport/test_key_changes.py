@@ -69,6 +69,7 @@ def test_every_key_and_the_authority_change_while_the_run_goes_on(tmp_path):
             knock(run, keys=tmp_path / "old key", learner=1)
 
 
+@pytest.mark.long
 def test_a_learner_that_is_behind_with_its_key_is_refused_and_comes_back_with_a_new_one(tmp_path):
     """It trains on meanwhile, and says why it has no link."""
     ring = Ring(tmp_path / "keys")
