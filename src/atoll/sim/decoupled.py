@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from atoll.core.learner.core import LearnerCore
@@ -117,37 +117,22 @@ _LOOKS = 100
 """How often a run tells its progress."""
 
 
+@dataclass(slots=True, eq=False)
 class FleetLearner:
     """A learner on its island: the process that runs there, and the step that it is in."""
 
-    __slots__ = (
-        "copied",
-        "island",
-        "jitter",
-        "left",
-        "planned",
-        "proc",
-        "segment",
-        "since",
-        "steps",
-        "tokens_per_step",
-        "useful_chip_s",
-        "waiting",
-    )
-
-    def __init__(self, island: SimIsland, tokens_per_step: float, jitter: Random) -> None:
-        self.island = island
-        self.tokens_per_step = tokens_per_step
-        self.jitter = jitter
-        self.segment: Segment = next(island)
-        self.proc: SimProcess | None = None  # while the island is there
-        self.left = 1.0  # of the step under way
-        self.since = 0.0  # when the step under way began, or its first attempt
-        self.steps = 0
-        self.useful_chip_s = 0.0
-        self.waiting = False
-        self.copied: dict[int, int] = {}  # local step of the last copy of each fragment
-        self.planned: tuple[float, int, float] | None = None  # first boundary, steps, step time
+    island: SimIsland
+    tokens_per_step: float
+    jitter: Random
+    segment: Segment
+    proc: SimProcess | None = None  # while the island is there
+    left: float = 1.0  # of the step under way
+    since: float = 0.0  # when the step under way began, or its first attempt
+    steps: int = 0
+    useful_chip_s: float = 0.0
+    waiting: bool = False
+    copied: dict[int, int] = field(default_factory=dict)  # local step of the last copy of each fragment
+    planned: tuple[float, int, float] | None = None  # first boundary, steps, step time
 
     @property
     def is_training(self) -> bool:
@@ -185,7 +170,10 @@ class DecoupledRun:
             raise ValueError(f"a syncer serves {most} learners at most, and here are {len(islands)}; give fewer")
         self.learners = {
             place + 1: FleetLearner(
-                island, fleet.tokens_per_chip_step * island.chips, Random(f"jitter {place} of seed {seed}")
+                island,
+                fleet.tokens_per_chip_step * island.chips,
+                Random(f"jitter {place} of seed {seed}"),
+                next(island),
             )
             for place, island in enumerate(islands)
         }
@@ -434,6 +422,3 @@ def quick(protocol: DecoupledConfig) -> DecoupledConfig:
     if protocol.jitter:
         return replace(protocol, sampled_fragments=max(1, protocol.fragments // 8), steps_per_event=1)
     return replace(protocol, sampled_fragments=1, steps_per_event=max(1, protocol.every_steps // 8))
-
-
-__all__ = ["DecoupledConfig", "DecoupledResult", "DecoupledRun", "quick"]
