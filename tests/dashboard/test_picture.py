@@ -232,7 +232,7 @@ def test_a_moment_before_the_beginning_shows_nobody(picture):
 
 def test_the_splits_of_an_island_add_up_to_its_time(picture):
     shown = picture_at(picture, 50.0)
-    since = picture.trains_since()
+    since = picture.trains_since
     assert since is not None
     for each in shown["islands"]:
         assert sum(each["split"].values()) == pytest.approx(50.0 - since, abs=1e-6)
@@ -509,7 +509,7 @@ def test_every_series_of_the_catalogue_has_a_curve(picture):
 
 def test_goodput_is_the_one_of_the_accounting(picture):
     facts = read_timeline(picture.run)
-    shares = [shares_of(n, processes, (picture.trains_since(), 50.0)) for n, processes in facts.processes.items()]
+    shares = [shares_of(n, processes, (picture.trains_since, 50.0)) for n, processes in facts.processes.items()]
     whole = sum(each.allocated_s for each in shares)
     assert picture.goodput(50.0) == pytest.approx(sum(each.stepping_s for each in shares) / whole)
 

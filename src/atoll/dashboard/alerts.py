@@ -80,7 +80,7 @@ def alerts_at(
 
 def _no_merge(picture: RunPicture, at: float, sample: SyncerSample, rules: Rules) -> list[Alert]:
     newest = picture.newest_merges(at, 1)
-    since = newest[0].at if newest else picture.trains_since()
+    since = newest[0].at if newest else picture.trains_since
     step_s = sample.view.step_s
     if not rules.no_merge_steps or since is None or not step_s or picture.config is None:
         return []

@@ -175,13 +175,13 @@ def _published(picture: RunPicture) -> Curve:
     series = picture.metrics.series.get("eval.loss")
     at = list(series.at) if series is not None else []
     loss = list(series.value) if series is not None else []
-    since = picture.trains_since()
+    since = picture.trains_since
     if report is not None and since is not None:
         before, after = report.get("eval_loss_before"), report.get("eval_loss")
         if isinstance(before, float):
             at, loss = [since, *at], [before, *loss]
         if isinstance(after, float):
-            at, loss = [*at, picture.ended()], [*loss, after]
+            at, loss = [*at, picture.ended], [*loss, after]
     return Curve(at, loss)
 
 

@@ -216,7 +216,7 @@ class RunPicture(RunTimeline):
         """Over which rates are taken: long enough for some steps, and not longer than somebody trained."""
         steps = [s for s in (self.usual_step_s(learner, at) for learner in self.learners()) if s is not None]
         wished_s = max(RATE_S, 5 * median(steps)) if steps else RATE_S
-        since = self.trains_since()
+        since = self.trains_since
         return wished_s if since is None or at <= since else min(wished_s, at - since)
 
 

@@ -230,7 +230,7 @@ def _fault(timeline: RunTimeline, noted: Mapping[str, Any], founded_at: float) -
         before = _others_step_s(others, (last - max(away_s, 1.0), last))
         during = _others_step_s(others, (last, back.began))
     return ProcessFault(
-        at_s=at - (timeline.trains_since() or 0.0),
+        at_s=at - (timeline.trains_since or 0.0),
         who=noted["who"],
         what=noted["what"],
         planned=noted["planned"],

@@ -124,18 +124,15 @@ class TapeWriter:
 
 
 class TapeReader:
-    """The entries of one file; each iteration starts from the beginning.
+    """The entries of one file; each iteration starts from the beginning. `TapeTail` reads a file that grows.
 
-    With `follow` a growing file is read on: at its end `follow()` is called, may wait as it likes, and says whether to
-    look again. The file is open only while a piece of it is read, so a run may have more tapes than a process may have
-    open files.
+    The file is open only while a piece of it is read, so a run may have more tapes than a process may have open files.
     """
 
-    def __init__(self, path: AnyPath, follow: Callable[[], bool] | None = None, piece_bytes: int = 64 * 1024) -> None:
+    def __init__(self, path: AnyPath, piece_bytes: int = 64 * 1024) -> None:
         self.path = Path(path)
         self.truncated = False  # the newest iteration found half a line at the end
         self.bytes_read = 0  # by the newest iteration
-        self._follow = follow
         self._piece_bytes = piece_bytes
         self._header: Header | None = None
 
@@ -174,19 +171,14 @@ class TapeReader:
         """Complete lines without their ends, counted from 1."""
         number, rest, offset = 0, b"", 0
         self.truncated = False
-        while True:
-            piece = self.read_piece(offset, number + 1)
-            if not piece:
-                self.truncated = bool(rest)
-                if self._follow is None or not self._follow():
-                    return
-                continue
+        while piece := self.read_piece(offset, number + 1):
             offset += len(piece)
             self.bytes_read = offset
             lines, rest = self.cut_lines(rest + piece, number)
             for line in lines:
                 number += 1
                 yield number, line
+        self.truncated = bool(rest)
 
     def cut_lines(self, data: bytes, number: int) -> tuple[list[bytes], bytes]:
         """Complete lines, and what is left; `number` lines were before them."""
