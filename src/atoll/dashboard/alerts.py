@@ -58,10 +58,9 @@ def alerts_at(
     sample: SyncerSample | None,
     islands: list[dict[str, Any]],
     live: bool,
-    rules: Rules | None = None,
 ) -> list[Alert]:
     """What is wrong at this moment, worst first."""
-    rules = rules if rules is not None else picture.rules
+    rules = picture.rules
     if sample is None:
         return []
     running = sample.view.stage == "running"

@@ -29,8 +29,6 @@ class Curve(NamedTuple):
     y: Sequence[float]
 
 
-_Of = Callable[[RunPicture, float, float], Curve]
-
 MERGE_FIGURES: dict[str, tuple[str, str, str]] = {
     "delta_norm": ("norms", "merged delta", ""),
     "step_norm": ("norms", "published step", ""),
@@ -102,7 +100,7 @@ def _whole(picture: RunPicture, name: str, begin: float, end: float) -> Curve:
         pairs = [(m.at, value) for m in merges if (value := figure(m)) is not None]
         return Curve([at for at, _ in pairs], [value for _, value in pairs])
     if name == "goodput":
-        return _on_grid(picture, begin, end, picture.goodput)
+        return _on_grid(begin, end, picture.goodput)
     if name == "throughput":
         return _throughput(picture, None, begin, end)
     found = re.fullmatch(r"throughput\.learner\.([0-9]{1,9})", name)
@@ -113,7 +111,7 @@ def _whole(picture: RunPicture, name: str, begin: float, end: float) -> Curve:
     if name == "loss.published":
         return _published(picture)
     if name == "loss":
-        return _on_grid(picture, begin, end, lambda at: _mean_loss(picture, at))
+        return _on_grid(begin, end, lambda at: _mean_loss(picture, at))
     series = picture.metrics.series[name]
     return _part(series, begin, end)
 
@@ -132,7 +130,7 @@ def _grid(begin: float, end: float) -> Iterator[float]:
             yield begin + (end - begin) * index / GRID
 
 
-def _on_grid(picture: RunPicture, begin: float, end: float, figure: Callable[[float], float | None]) -> Curve:
+def _on_grid(begin: float, end: float, figure: Callable[[float], float | None]) -> Curve:
     pairs = [(at, value) for at in _grid(begin, end) if (value := figure(at)) is not None]
     return Curve([at for at, _ in pairs], [value for _, value in pairs])
 
@@ -149,18 +147,13 @@ def _throughput(picture: RunPicture, learner: int | None, begin: float, end: flo
         since = max(at - span_s, first)
         return (done(at) - done(since)) / (at - since) if at > since else None
 
-    return _on_grid(picture, begin, end, rate)
+    return _on_grid(begin, end, rate)
 
 
 def _bytes(picture: RunPicture, name: str, begin: float, end: float) -> Curve:
     span_s = max(picture.rate_span_s(end), 2 * (end - begin) / GRID)
 
-    def rate(at: float) -> float | None:
-        found = [picture.metrics.rate(name, learner, at - span_s, at) for learner in picture.learners()]
-        known = [each for each in found if each is not None]
-        return sum(known) if known else None
-
-    return _on_grid(picture, begin, end, rate)
+    return _on_grid(begin, end, lambda at: picture.rate(name, at, span_s))
 
 
 def _mean_loss(picture: RunPicture, at: float) -> float | None:

@@ -212,6 +212,12 @@ class RunPicture(RunTimeline):
         waited_s, copied_s = (self.metrics.value(name, learner, at) or 0.0 for name in ("waited_s", "boundary_s"))
         return self.split(learner, at, (), waited_s, copied_s)
 
+    def rate(self, name: str, at: float, span_s: float) -> float | None:
+        """Growth per second of a running sum of the learners' metrics, over all of them."""
+        rates = [self.metrics.rate(name, learner, at - span_s, at) for learner in self.learners()]
+        known = [rate for rate in rates if rate is not None]
+        return sum(known) if known else None
+
     def rate_span_s(self, at: float) -> float:
         """Over which rates are taken: long enough for some steps, and not longer than somebody trained."""
         steps = [s for s in (self.usual_step_s(learner, at) for learner in self.learners()) if s is not None]

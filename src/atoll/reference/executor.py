@@ -201,6 +201,14 @@ class Execution:
         self.digests: dict[tuple[FragmentId, Version], str] = {}
         self.compared = 0  # digests that were found equal
         self.on_step: Callable[[LearnerTensors, float | None], None] | None = None
+        self._learner_effects: dict[type, Callable[[LearnerTensors, Any], None]] = {
+            CopyFragment: self._copy,
+            Send: self._send,
+            AdoptFragment: self._adopt,
+            SaveSnapshot: self._save,
+            StartTraining: self._start,
+            Stop: self._stop,
+        }
         self._make = make
         self._history = history
         self._check_digests = check_digests
@@ -350,9 +358,9 @@ class Execution:
         elif type(event) is LinkOpened:
             learner.session = event.session
         for effect in entry.effects:
-            handler = _LEARNER_EFFECTS.get(type(effect))
+            handler = self._learner_effects.get(type(effect))
             if handler is not None:
-                handler(self, learner, effect)
+                handler(learner, effect)
         if type(event) is StepTaken:
             learner.heard_at_boundary = learner.heard
 
@@ -488,16 +496,6 @@ class Execution:
         learner.fragments.clear()
         for held in (learner.values, learner.anchors, learner.copies):
             held.clear()
-
-
-_LEARNER_EFFECTS: dict[type, Callable[[Execution, LearnerTensors, Any], None]] = {
-    CopyFragment: Execution._copy,
-    Send: Execution._send,
-    AdoptFragment: Execution._adopt,
-    SaveSnapshot: Execution._save,
-    StartTraining: Execution._start,
-    Stop: Execution._stop,
-}
 
 
 def digest(value: Tensor) -> str:

@@ -192,11 +192,11 @@ def _whole_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def newest_metrics(run: Path, learner: int, tail_bytes: int = 4096) -> dict[str, Any] | None:
+def newest_metrics(run: Path, learner: int) -> dict[str, Any] | None:
     """The last complete line, without reading the file."""
     try:
         with open(metrics_path(run, learner), "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - tail_bytes))
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
             lines = file.read().split(b"\n")[:-1]
     except FileNotFoundError:
         return None

@@ -58,6 +58,8 @@ BALANCE = 0.01
 
 _STD = 0.02
 
+NEWTON_SCHULZ_STEPS = 5
+
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
     """Without drawing from the global generator; `build` draws."""
@@ -251,7 +253,7 @@ class Muon(torch.optim.Optimizer):
                 parameter.add_(update, alpha=-0.2 * math.sqrt(max(parameter.shape)) * group["lr"])
 
 
-def orthogonalized(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
+def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
     """Return a matrix with the singular vectors of `matrix` and singular values near 1.
 
     Newton-Schulz: each step multiplies X by a I + b G + c G^2, where G = X X^T. These factors and G commute, so
@@ -262,10 +264,10 @@ def orthogonalized(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
     wide = wide / wide.norm().clamp(min=1e-7)
     gram = wide @ wide.T
     product = identity = torch.eye(len(gram)).to(gram)
-    for step in range(steps):
+    for step in range(NEWTON_SCHULZ_STEPS):
         factor = torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315).add_(identity, alpha=3.4445)
         product = factor @ product if step else factor
-        if step < steps - 1:
+        if step < NEWTON_SCHULZ_STEPS - 1:
             gram = factor @ gram @ factor
     result: Tensor = product @ wide
     return result.T if is_tall else result
