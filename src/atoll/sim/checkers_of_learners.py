@@ -39,6 +39,7 @@ from atoll.sim.checkers import Checker, DurableRecords, ignore_record, on
 from atoll.tape.format import Actor, Entry
 
 Who = tuple[LearnerId, int]
+"""An `Actor`, or its learner and incarnation from a record: they are equal."""
 
 
 class LedgerBalance(Checker):
@@ -60,7 +61,7 @@ class LedgerBalance(Checker):
 
     @on("events", StepTaken)
     def _on_step(self, entry: Entry, event: StepTaken) -> None:
-        who = (entry.actor.learner, entry.actor.start)
+        who = entry.actor
         self._trained[who] = self._trained.get(who, 0) + event.tokens
 
     def _on_durable(self, entry: Entry | None, record: Record) -> None:
@@ -71,7 +72,7 @@ class LedgerBalance(Checker):
 
     @on("sent", Contribution)
     def _on_contribution(self, entry: Entry, envelope: Envelope, body: Contribution) -> None:
-        who = (entry.actor.learner, entry.actor.start)
+        who = entry.actor
         key = (who, body.round.fragment)
         subject = ("learner", envelope.learner)
         before = self._copied.get(key)
@@ -91,7 +92,7 @@ class LedgerBalance(Checker):
 
     @on("effects", AdoptFragment)
     def _on_adopt(self, entry: Entry, effect: AdoptFragment) -> None:
-        who = (entry.actor.learner, entry.actor.start)
+        who = entry.actor
         key = (who, effect.fragment)
         merged = self._merged[key] = self._merged.get(key, 0) + effect.merged_tokens
         dropped = self._dropped[key] = self._dropped.get(key, 0) + effect.dropped_tokens
@@ -276,14 +277,14 @@ class Pushed(Checker):
 
     @on("events", StepTaken)
     def _on_step(self, entry: Entry, event: StepTaken) -> None:
-        who = (entry.actor.learner, entry.actor.start)
+        who = entry.actor
         self._trained[who] = self._trained.get(who, 0) + event.tokens
         if event.steps and who in self._leaving:
             self.fail(entry, ("learner", who[0]), "a step after it was asked to leave")
 
     @on("events", LeaveWanted)
     def _on_leave_wanted(self, entry: Entry, event: LeaveWanted) -> None:
-        who = (entry.actor.learner, entry.actor.start)
+        who = entry.actor
         if event.push:
             self._leaving.setdefault(who, True)
         elif who in self._leaving:
@@ -298,13 +299,13 @@ class Pushed(Checker):
     @on("effects", AdoptFragment)
     def _on_adopt(self, entry: Entry, effect: AdoptFragment) -> None:
         if effect.dropped_tokens:
-            key = ((entry.actor.learner, entry.actor.start), effect.fragment)
+            key = (entry.actor, effect.fragment)
             self._settled[key] = self._settled.get(key, 0) + effect.dropped_tokens
 
     @on("effects", Stop)
     def _on_stop(self, entry: Entry, effect: Stop) -> None:
         """The end of the run, an operator and a syncer that refuses it may take it out before."""
-        who = (entry.actor.learner, entry.actor.start)
+        who = entry.actor
         if not self._leaving.pop(who, False) or effect.reason.code not in ("learner-pushed", "learner-left"):
             return
         trained = self._trained.get(who, 0)
