@@ -232,7 +232,7 @@ def test_a_tape_is_readable_while_it_is_written(path):
     """The reader looks after every byte that the process writes."""
     whole = b"".join(LINES)
     path.write_bytes(b"")
-    tail, seen = TapeTail(path), []
+    tail, seen = TapeTail(TapeReader(path)), []
     for written in range(1, len(whole) + 1):
         with open(path, "ab") as file:
             file.write(whole[written - 1 : written])
@@ -245,7 +245,7 @@ def test_a_tape_is_readable_while_it_is_written(path):
 
 def test_a_file_that_becomes_shorter_is_reported(path):
     path.write_bytes(b"".join(LINES))
-    tail = TapeTail(path)
+    tail = TapeTail(TapeReader(path))
     assert list(tail.new_entries()) == ENTRIES
     path.write_bytes(b"")
     with pytest.raises(TapeError, match="the file became shorter while it was read: 0 bytes after"):

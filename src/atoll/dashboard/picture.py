@@ -18,7 +18,7 @@ from atoll.core.types import SYNCER, RunConfig
 from atoll.dashboard.alerts import Rules
 from atoll.dashboard.run_files import MetricsHistory, RunFiles
 from atoll.tape.bounded_logs import KEEP
-from atoll.tape.files import FOLDER, SIMULATED_NOTE, Place, TapeTail, tapes_in
+from atoll.tape.files import FOLDER, SIMULATED_NOTE, Place, TapeReader, TapeTail, tapes_in
 from atoll.tape.format import Actor, Entry, TapeError
 from atoll.tape.story import StoryLine, Subject, story
 from atoll.tape.syncer_tenures import SampleHistory, SyncerSample, SyncerTenure, sample_of
@@ -111,7 +111,7 @@ class RunPicture(RunTimeline):
         for actor, path in sorted(found):
             if actor not in self._tails:
                 try:
-                    tail = TapeTail(path)
+                    tail = TapeTail(TapeReader(path))
                     if not tail.reader.started():
                         continue
                     take = self._taker(actor, tail)
@@ -184,7 +184,7 @@ class RunPicture(RunTimeline):
         places = self.places.get(actor, [])
         lead_s = self.lead_of(actor.learner, actor.start)
         index = bisect_left(places, begin + lead_s, key=lambda each: each[0])
-        tail = TapeTail(self._tails[actor].reader.path, places[index - 1][1] if index else None)
+        tail = TapeTail(self._tails[actor].reader, places[index - 1][1] if index else None)
         for entry in tail.new_entries():
             if entry.at - lead_s > end:
                 return

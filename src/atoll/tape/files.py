@@ -186,21 +186,32 @@ class TapeReader:
     @property
     def header(self) -> Header:
         if self._header is None:
-            for _, line in self._lines():
-                return self.read_header(line)
-            raise self.error_at(1, "no header: the process ended before it wrote one")
+            line = self._first_line()
+            if line is None:
+                raise self.error_at(1, "no header: the process ended before it wrote one")
+            return self.read_header(line)
         return self._header
 
     def started(self) -> bool:
         """Is the first line complete?"""
-        return next(self._lines(), None) is not None
+        return self._first_line() is not None
+
+    def _first_line(self) -> bytes | None:
+        data = b""
+        while piece := self.read_piece(len(data), 1):
+            data += piece
+            lines, _ = self.cut_lines(data, 0)
+            if lines:
+                return lines[0]
+        return None
 
     def __iter__(self) -> Iterator[Entry]:
-        entries = _Entries(self)
-        for number, line in self._lines():
-            entry = entries.take(number, line)
-            if entry is not None:
-                yield entry
+        tail = TapeTail(self)
+        self.truncated = False
+        for entry in tail.new_entries():
+            self.bytes_read = tail.offset
+            yield entry
+        self.bytes_read, self.truncated = tail.offset, tail.ends_in_half_a_line
         if self._header is None:
             raise self.error_at(1, "no header: the process ended before it wrote one")
 
@@ -213,19 +224,6 @@ class TapeReader:
 
     def error_at(self, number: int, what: str) -> TapeError:
         return TapeError(what, f"{self.path}:{number}")
-
-    def _lines(self) -> Iterator[tuple[int, bytes]]:
-        """Complete lines without their ends, counted from 1."""
-        number, rest, offset = 0, b"", 0
-        self.truncated = False
-        while piece := self.read_piece(offset, number + 1):
-            offset += len(piece)
-            self.bytes_read = offset
-            lines, rest = self.cut_lines(rest + piece, number)
-            for line in lines:
-                number += 1
-                yield number, line
-        self.truncated = bool(rest)
 
     def cut_lines(self, data: bytes, number: int) -> tuple[list[bytes], bytes]:
         """Complete lines, and what is left; `number` lines were before them."""
@@ -244,35 +242,6 @@ class TapeReader:
             return file.read(self._piece_bytes)
 
 
-class _Entries:
-    """Lines to entries, each with the tick that is due."""
-
-    def __init__(self, reader: TapeReader) -> None:
-        self._reader = reader
-        self._actor: Actor | None = None
-        self.tick = 0
-
-    def skip_to(self, tick: int) -> None:
-        """The header was read before, and the entries up to this one."""
-        self._actor = self._reader.header.actor
-        self.tick = tick
-
-    def take(self, number: int, line: bytes) -> Entry | None:
-        """None: it was the header."""
-        if self._actor is None:
-            self._actor = self._reader.read_header(line).actor
-            return None
-        self.tick += 1
-        try:
-            entry = decode_entry(line, self._actor)
-        except TapeError as wrong:
-            raise self._reader.error_at(number, wrong.what) from None
-        if entry.tick != self.tick:
-            gap = _gap(entry.tick, self.tick)
-            raise self._reader.error_at(number, f"tick {entry.tick} where {self.tick} was due: {gap}")
-        return entry
-
-
 class Place(NamedTuple):
     """Between two lines of a tape."""
 
@@ -281,21 +250,24 @@ class Place(NamedTuple):
 
 
 class TapeTail:
-    """A growing file, read on from where the last look ended; from a `Place` of an earlier reading, if there is one."""
+    """The entries of a file that may grow: each look goes on where the last one ended, the first one at `begin`."""
 
-    def __init__(self, path: AnyPath, begin: Place | None = None) -> None:
-        self.reader = TapeReader(path)
+    def __init__(self, reader: TapeReader, begin: Place | None = None) -> None:
+        self.reader = reader
         self.offset = begin.offset if begin is not None else 0
         self._taken = self.offset  # bytes of the lines that were handed out
         self._number = begin.tick + 1 if begin is not None else 0
         self._rest = b""
         self._waiting: list[bytes] = []  # complete lines of the newest piece, the next one last
-        self._entries = _Entries(self.reader)
-        if begin is not None:
-            self._entries.skip_to(begin.tick)
+        self._actor = reader.header.actor if begin is not None else None  # None: the header is still to be read
+        self._tick = begin.tick if begin is not None else 0
+
+    @property
+    def ends_in_half_a_line(self) -> bool:
+        return bool(self._rest)
 
     def place(self) -> Place:
-        return Place(self._taken, self._entries.tick)
+        return Place(self._taken, self._tick)
 
     def new_entries(self) -> Iterator[Entry]:
         """What is there and was not read yet. May be left in the middle: the next look goes on after it."""
@@ -304,7 +276,7 @@ class TapeTail:
             while waiting:
                 self._number += 1
                 line = waiting.pop()
-                entry = self._entries.take(self._number, line)
+                entry = self._entry(line)
                 self._taken += len(line) + 1
                 if entry is not None:
                     yield entry
@@ -315,9 +287,20 @@ class TapeTail:
             lines, self._rest = self.reader.cut_lines(self._rest + piece, self._number)
             waiting.extend(reversed(lines))
 
-
-def _gap(tick: int, expected: int) -> str:
-    return "lines are missing" if tick > expected else "lines are repeated or out of order"
+    def _entry(self, line: bytes) -> Entry | None:
+        """None: it was the header."""
+        if self._actor is None:
+            self._actor = self.reader.read_header(line).actor
+            return None
+        self._tick += 1
+        try:
+            entry = decode_entry(line, self._actor)
+        except TapeError as wrong:
+            raise self.reader.error_at(self._number, wrong.what) from None
+        if entry.tick != self._tick:
+            gap = "lines are missing" if entry.tick > self._tick else "lines are repeated or out of order"
+            raise self.reader.error_at(self._number, f"tick {entry.tick} where {self._tick} was due: {gap}")
+        return entry
 
 
 class RunTapes:

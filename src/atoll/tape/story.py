@@ -8,6 +8,7 @@ tapes of a run, or the memory of a test that has just failed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from msgspec.structs import asdict
@@ -84,14 +85,12 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+@dataclass
 class _Process:
     """What is remembered of one process, to tell how it ended."""
 
-    __slots__ = ("last_at", "over")
-
-    def __init__(self) -> None:
-        self.last_at = 0.0
-        self.over = False  # it has said that it stops, or its end was told
+    last_at: float = 0.0
+    over: bool = False  # it has said that it stops, or its end was told
 
 
 class _Teller:
