@@ -6,7 +6,7 @@ import csv
 import io
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -97,8 +97,7 @@ def _whole(picture: RunPicture, name: str, begin: float, end: float) -> Curve:
     if name in OF_MERGES:
         figure = OF_MERGES[name][3]
         merges = sorted(picture.merges(begin, end), key=lambda merge: merge.at)
-        pairs = [(m.at, value) for m in merges if (value := figure(m)) is not None]
-        return Curve([at for at, _ in pairs], [value for _, value in pairs])
+        return _curve((m.at, figure(m)) for m in merges)
     if name == "goodput":
         return _on_grid(begin, end, picture.goodput)
     if name == "throughput":
@@ -118,10 +117,8 @@ def _whole(picture: RunPicture, name: str, begin: float, end: float) -> Curve:
 
 def _part(series: TimeSeries, begin: float, end: float) -> Curve:
     first, last = bisect_left(series.at, begin), bisect_right(series.at, end)
-    pairs = [
-        (at, value) for at, value in zip(series.at[first:last], series.value[first:last], strict=True) if value == value
-    ]
-    return Curve([at for at, _ in pairs], [value for _, value in pairs])
+    pairs = zip(series.at[first:last], series.value[first:last], strict=True)
+    return _curve((at, value if value == value else None) for at, value in pairs)
 
 
 def _grid(begin: float, end: float) -> Iterator[float]:
@@ -131,7 +128,12 @@ def _grid(begin: float, end: float) -> Iterator[float]:
 
 
 def _on_grid(begin: float, end: float, figure: Callable[[float], float | None]) -> Curve:
-    pairs = [(at, value) for at in _grid(begin, end) if (value := figure(at)) is not None]
+    return _curve((at, figure(at)) for at in _grid(begin, end))
+
+
+def _curve(points: Iterable[tuple[float, float | None]]) -> Curve:
+    """Without those of which nothing is known."""
+    pairs = [(at, value) for at, value in points if value is not None]
     return Curve([at for at, _ in pairs], [value for _, value in pairs])
 
 

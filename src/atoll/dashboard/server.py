@@ -126,7 +126,7 @@ class Dash:
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard], client_max_size=MOST_BODY_BYTES)
-        app.router.add_get("/", self._index)
+        app.router.add_get("/", self._file)
         app.router.add_get("/api/runs", self._runs)
         for path, handler in (
             ("picture", self._picture),
@@ -212,14 +212,8 @@ class Dash:
 
     # ---------------------------------------------------------------------------------------------------- files
 
-    async def _index(self, request: web.Request) -> web.StreamResponse:
-        return self._static("index.html")
-
     async def _file(self, request: web.Request) -> web.StreamResponse:
-        return self._static(request.match_info["name"])
-
-    def _static(self, name: str) -> web.StreamResponse:
-        path = (self.static / name).resolve()
+        path = (self.static / request.match_info.get("name", "index.html")).resolve()
         if not path.is_relative_to(self.static.resolve()) or not path.is_file():
             raise web.HTTPNotFound
         return web.FileResponse(path)

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from atoll.dashboard.run_files import JsonTail
 from atoll.files import write_text
 from atoll.reference.job_settings import JobSettings
 from atoll.reference.loop import read_metrics
@@ -137,11 +138,7 @@ def note_fault(run: Path, at: float, who: str, what: str, planned: bool) -> None
 
 
 def read_faults(run: Path) -> list[dict[str, Any]]:
-    try:
-        lines = (run / FAULTS).read_text(encoding="utf-8").split("\n")[:-1]
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in lines]
+    return list(JsonTail(run / FAULTS).new_lines())
 
 
 # --------------------------------------------------------------------------------------------------------------------

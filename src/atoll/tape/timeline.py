@@ -363,16 +363,8 @@ class RunTimeline:
         if span is None:
             return None
         pauses = [found for found in (clip(pause, span) for pause in self.pauses) if found is not None]
-        return shares_of(
-            learner,
-            self.processes_of(learner),
-            span,
-            list(stops),
-            pauses,
-            waited_s,
-            copied_s,
-            self._counted_s(span),
-        )
+        processes, counted_s = self.processes_of(learner), self._counted_s(span)
+        return shares_of(learner, processes, span, list(stops), pauses, waited_s, copied_s, counted_s)
 
     def bands(self, learner: int, begin: float, end: float, stops: Iterable[Span] = ()) -> list[Band]:
         """What a learner did when, without gaps: by its own tapes if they are here, else as the syncer saw it.
