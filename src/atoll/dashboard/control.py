@@ -68,8 +68,8 @@ def carry_out(run: Path, request: OperatorRequest) -> str:
     """Passed on to the run's syncer; its sentence."""
     try:
         found = read_address_file(run)
-    except (OSError, ValueError) as wrong:
-        raise Refused(503, str(wrong)) from None
+    except (OSError, ValueError) as error:
+        raise Refused(503, str(error)) from None
     if found is None:
         raise Refused(503, "no syncer of this run can be reached from here")
     try:

@@ -115,16 +115,16 @@ class RunPicture(RunTimeline):
                     if not tail.reader.started():
                         continue
                     take = self._taker(actor, tail)
-                except (TapeError, OSError) as wrong:
-                    self._note_damage(wrong)
+                except (TapeError, OSError) as error:
+                    self._note_damage(error)
                     continue
                 self._tails[actor] = tail
                 self._takes[actor] = take
             yield actor
 
-    def _note_damage(self, wrong: Exception) -> None:
-        if str(wrong) not in self.damaged:
-            self.damaged.append(str(wrong))
+    def _note_damage(self, error: Exception) -> None:
+        if str(error) not in self.damaged:
+            self.damaged.append(str(error))
             self.version += 1
 
     def _taker(self, actor: Actor, tail: TapeTail) -> Callable[[Entry], None]:
@@ -153,11 +153,11 @@ class RunPicture(RunTimeline):
                     self._note_place(actor, entry)
                     if time.monotonic() > until:
                         return False
-        except TapeError as wrong:
-            self._note_damage(wrong)
+        except TapeError as error:
+            self._note_damage(error)
             del self._takes[actor]  # it is read no further; all others are
-        except OSError as wrong:
-            self._note_damage(wrong)  # a disk far away, perhaps: the next look tries again
+        except OSError as error:
+            self._note_damage(error)  # a disk far away, perhaps: the next look tries again
         if count:
             self.version += 1
             if self._grew_at is not None:

@@ -168,10 +168,10 @@ class Dash:
                     if await self._in_turn(watched.draw, self._may_control):
                         async with watched.news:
                             watched.news.notify_all()
-            except Exception as wrong:
-                if repr(wrong) != told:
+            except Exception as error:
+                if repr(error) != told:
                     log.exception("%s cannot be read", watched.run)
-                told = repr(wrong)
+                told = repr(error)
             if not more:
                 await asyncio.sleep(LOOK_S if watched.watchers else 4 * LOOK_S)
 
@@ -193,8 +193,8 @@ class Dash:
             return _error(405, "not in this way")
         except web.HTTPRequestEntityTooLarge:
             return _error(413, f"more than {MOST_BODY_BYTES} bytes")
-        except _Bad as wrong:
-            return _error(wrong.status, str(wrong))
+        except _Bad as error:
+            return _error(error.status, str(error))
         except ConnectionResetError:
             raise  # it has gone away
         except Exception:
@@ -343,8 +343,8 @@ class Dash:
             wanted = control.OperatorRequest.parse(json.loads(await request.read()))
         except RecursionError:
             raise _Bad(400, "this is no wish") from None
-        except ValueError as wrong:
-            raise _Bad(400, str(wrong)) from None
+        except ValueError as error:
+            raise _Bad(400, str(error)) from None
         if not wanted.sure:
             return _json({"ask": wanted.question()}, 409)
         try:
@@ -516,11 +516,11 @@ def _listen(host: str, port: int | None) -> socket.socket:
         try:
             listening.bind((host.strip("[]"), number))
             listening.listen(64)
-        except OSError as wrong:
+        except OSError as error:
             listening.close()
-            if wrong.errno == errno.EADDRINUSE and number != wanted[-1]:
+            if error.errno == errno.EADDRINUSE and number != wanted[-1]:
                 continue
-            raise ValueError(f"cannot listen on {host}, port {number}: {wrong.strerror}") from None
+            raise ValueError(f"cannot listen on {host}, port {number}: {error.strerror}") from None
         return listening
     raise AssertionError("one of the ports was the last")
 

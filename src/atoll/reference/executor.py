@@ -516,17 +516,3 @@ def load_values(model: nn.Module, plan: FragmentPlan, values: Sequence[Tensor]) 
     view = ModelView(model, plan)
     for p, value in enumerate(values):
         view.write(p, value)
-
-
-def mean_of_learners(execution: Execution) -> list[Tensor]:
-    """The mean of the models of all learners, each in its newest incarnation, as they stand."""
-    newest: dict[LearnerId, LearnerTensors] = {}
-    for actor, learner in sorted(execution.learners.items()):
-        newest[actor.learner] = learner
-    found: list[Tensor] = []
-    for p in range(len(execution.plan.fragments)):
-        values = [torch.empty(execution.plan.numel(p)) for _ in newest]
-        for value, learner in zip(values, newest.values(), strict=True):
-            learner.view.read(p, value)
-        found.append(torch.stack(values).mean(0))
-    return found

@@ -87,10 +87,10 @@ def ask_for_job(place: Endpoint, token: str | None, on_wait: Callable[[], None] 
             raise ValueError(f"the syncer at {syncer} refused: {refused}") from None
         except TlsVerificationError:
             raise
-        except NoAnswerError as wrong:
+        except NoAnswerError as error:
             places.append(places.pop(0))
             if time.monotonic() >= until:
-                raise ValueError(f"{wrong}; start one with: atoll syncer") from None
+                raise ValueError(f"{error}; start one with: atoll syncer") from None
             if on_wait is not None:
                 on_wait()
                 on_wait = None

@@ -153,8 +153,8 @@ class Metrics:
                 data = b"\n" + data
             written = self._file.write(data)
             self._lacks_end = written < len(data)  # the disk was full in the middle of the line
-        except OSError as wrong:
-            if wrong.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
                 raise
             # Training is worth more than its record: the line is lost, and a later one is written.
 

@@ -67,7 +67,6 @@ class SwarmPlan:
     faulty_s: float
     merge_s: float
     disk_s: float
-    tight: bool = False
     samples: dict[int, int] = field(default_factory=dict)  # of one step of each learner, in a run with leases
     ends_paused: bool = False  # it is asked to finish while it is paused
     shards: int = 0  # processes that hold its fragments, p at p % shards; 0: the syncer does
@@ -118,7 +117,6 @@ def draw(seed: int, small: bool = False) -> SwarmPlan:
         faulty_s=faulty_s,
         merge_s=rng.choice((0.0, 0.01, 0.3)),
         disk_s=rng.choice((0.0, 0.01, 0.3, 1.0)),
-        tight=tight,
     )
     if seed % 8 < 5:
         plan = _with_leases(plan)

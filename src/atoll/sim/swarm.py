@@ -88,10 +88,6 @@ def _place(state: object) -> str:
     return f"{type(state).__name__.lower()} {state.value}"  # type: ignore[attr-defined]
 
 
-def digest_of(seed: int, small: bool = False) -> str:
-    return run_seed(seed, small, digest=True).digest
-
-
 def story_entries(seed: int, small: bool = False) -> tuple[SeedResult, list[Entry]]:
     """Run a seed again and keep everything that happened."""
     entries: list[Entry] = []

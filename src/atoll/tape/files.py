@@ -100,8 +100,8 @@ class TapeWriter:
             while self._gathered:
                 written = self._file.write(self._gathered)
                 del self._gathered[: written or 0]
-        except OSError as wrong:
-            wrong.filename = str(self.path)  # a full disk does not say whose it is
+        except OSError as error:
+            error.filename = str(self.path)  # a full disk does not say whose it is
             raise
 
     @property
@@ -141,17 +141,17 @@ class TapeKeeper:
             return
         try:
             self._writer.write(entry)
-        except OSError as wrong:
-            self._refused(wrong)
+        except OSError as error:
+            self._refused(error)
         else:
             if self._complained:
                 self._log.warning("the tape is written again: nothing of it was lost")
                 self._complained = False
 
-    def _refused(self, wrong: OSError) -> None:
+    def _refused(self, error: OSError) -> None:
         """The writer keeps the line and goes on in the middle of it once there is space."""
         if not self._complained:
-            self._log.warning("the tape cannot be written (%s); the run goes on, and so does the tape later", wrong)
+            self._log.warning("the tape cannot be written (%s); the run goes on, and so does the tape later", error)
             self._complained = True
         assert self._writer is not None
         if self._writer.waiting_bytes > MOST_WAITING_BYTES:
@@ -163,8 +163,8 @@ class TapeKeeper:
         if writer is not None:
             try:
                 writer.close()
-            except OSError as wrong:
-                self._log.warning("the end of the tape is lost: %s", wrong)
+            except OSError as error:
+                self._log.warning("the end of the tape is lost: %s", error)
 
 
 class TapeReader:
@@ -215,8 +215,8 @@ class TapeReader:
     def read_header(self, line: bytes) -> Header:
         try:
             self._header = decode_header(line)
-        except TapeError as wrong:
-            raise self.error_at(1, wrong.what) from None
+        except TapeError as error:
+            raise self.error_at(1, error.what) from None
         return self._header
 
     def error_at(self, number: int, what: str) -> TapeError:
@@ -292,8 +292,8 @@ class TapeTail:
         self._tick += 1
         try:
             entry = decode_entry(line, self._actor)
-        except TapeError as wrong:
-            raise self.reader.error_at(self._number, wrong.what) from None
+        except TapeError as error:
+            raise self.reader.error_at(self._number, error.what) from None
         if entry.tick != self._tick:
             gap = "lines are missing" if entry.tick > self._tick else "lines are repeated or out of order"
             raise self.reader.error_at(self._number, f"tick {entry.tick} where {self._tick} was due: {gap}")
@@ -403,8 +403,8 @@ class Simulated(NamedTuple):
             raise ValueError(
                 f"{path} is missing: the simulation was stopped before its end, or is of an older Atoll; simulate again"
             ) from None
-        except (AttributeError, KeyError, TypeError, ValueError) as wrong:
-            raise ValueError(f"{path} is not readable ({wrong}); simulate again") from None
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not readable ({error}); simulate again") from None
 
 
 def _told_of_run(header: Header) -> dict[str, str]:

@@ -234,5 +234,5 @@ def _opened(line: bytes) -> Any:
 def _parsed(text: str | bytes) -> Any:
     try:
         return _JSON.decode(text if isinstance(text, str) else text.decode("utf-8", "surrogatepass"))
-    except (ValueError, RecursionError) as wrong:
-        raise TapeError(f"bad JSON: {wrong}") from None
+    except (ValueError, RecursionError) as error:
+        raise TapeError(f"bad JSON: {error}") from None
