@@ -33,9 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from atoll.reference.job_settings import JobSettings
 from atoll.reference.loop import model_config
 from atoll.reference.models import build, parameter_count
-from atoll.sim.bandwidth import Load, predict, rate_that_keeps
+from atoll.sim.bandwidth import Load, rate_that_keeps
 from benchmarks import wan
 from benchmarks.measuring import as_json, begin, describe
+from benchmarks.predictions import predict
 from benchmarks.wide_runs import (
     RESULTS,
     Seen,

@@ -15,7 +15,7 @@ loss says something would take hours. Methods that wait for their exchange come 
 are trained on loopback; decoupled is trained over the thin links. All have the same number of tokens and the same
 settings; it is a small number (`--loss-tokens`), at which data-parallel training is ahead of everything.
 
-The last columns are what `atoll.sim.bandwidth.predict` says of the same run.
+The last columns are what `benchmarks.predictions` says of the same run.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from atoll.reference.job import finish
 from atoll.reference.job_settings import ADAMW_BETA2, FOR_ADAMW, JobSettings, Method
 from atoll.reference.loop import model_config
 from atoll.reference.models import build, parameter_count
-from atoll.sim.bandwidth import Load, Prediction, predict
+from atoll.sim.bandwidth import Load
 from benchmarks import wan
 from benchmarks.measuring import as_json, begin, describe
+from benchmarks.predictions import Prediction, predict
 from benchmarks.wide_runs import (
     RESULTS,
     Carried,

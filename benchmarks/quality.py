@@ -48,14 +48,14 @@ from atoll.core.syncer.rounds import Rounds
 from atoll.core.syncer.state import Restored
 from atoll.core.types import Limits, RunConfig
 from atoll.reference.data import Sampler, Text, dealt
-from atoll.reference.executor import Execution, StepInfo, Trainee, initial_values, load_values, mean_of_learners
+from atoll.reference.executor import Execution, StepInfo, Trainee, initial_values, load_values
 from atoll.reference.job_settings import ADAMW_BETA2, ADAMW_LR
 from atoll.reference.models import SIZES, build, clip_, inner_optimizer, parameter_count, schedule, set_lr
 from atoll.tape.format import Actor
 from atoll.tensors.plan import make_plan, tensors_of
 from atoll.tensors.settings import Numerics
 from benchmarks.many_runs import read_results, setting_in, work_through
-from tests.reference.lockstep import PATIENT, Lockstep, Paced
+from tests.reference.lockstep import PATIENT, Lockstep, Paced, mean_of_learners
 
 METHODS = ("ddp", "single", "diloco", "streaming", "decoupled")
 

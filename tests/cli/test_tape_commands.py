@@ -16,7 +16,7 @@ from msgspec import structs
 from atoll.cli.check import judge, story_of
 from atoll.cli.main import main
 from atoll.core.protocol import CopyFragment, MergeRound, MessageArrived
-from atoll.sim.checkers import Checker, all_checkers
+from atoll.sim.checkers import Checker, all_checkers, on
 from atoll.tape.files import RunTapes, TapeReader, TapeWriter, tape_path
 from atoll.tape.format import Actor
 from tests.tiny_run import TinyRun, eventful_run
@@ -49,7 +49,6 @@ class NoCopyAtStep(Checker):
         super().__init__(config)
         self.begun: list[Actor] = []
         self.ended = False
-        self.effects = {CopyFragment: self._on_copy}
 
     def started(self, actor, restored) -> None:
         self.begun.append(actor)
@@ -57,6 +56,7 @@ class NoCopyAtStep(Checker):
     def finish(self) -> None:
         self.ended = True
 
+    @on("effects", CopyFragment)
     def _on_copy(self, entry, effect) -> None:
         if effect.copied_at == 9:
             self.fail(entry, ("learner", entry.actor.learner), "a copy at step 9")
@@ -88,7 +88,7 @@ def test_a_run_that_has_not_ended_is_not_asked_for_its_end(tmp_path, capsys):
 def test_checkers_see_starts_entries_and_the_end_and_the_first_violation_ends_it(saved):
     tapes = RunTapes(saved)
     calm, strict = NoCopyAtStep(tapes.config), NoCopyAtStep(tapes.config)
-    calm.effects = {}
+    calm.handlers.clear()
     assert judge(tapes, [calm]).violation is None
     assert sorted(calm.begun) == list(tapes.readers)
     assert calm.ended

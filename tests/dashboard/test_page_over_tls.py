@@ -9,7 +9,7 @@ import urllib.request
 import pytest
 
 from atoll.cli.main import main
-from atoll.dashboard.control import Wish, carry_out, is_reachable
+from atoll.dashboard.control import OperatorRequest, carry_out, is_reachable
 from atoll.transport.tls import ClientTls
 from tests.learner.runs import LIMIT_S, LearnerSpec, Run, endless
 from tests.transport.key_rings import Ring
@@ -49,6 +49,6 @@ def test_controls_of_the_page_reach_a_syncer_with_keys(tmp_path):
         assert is_reachable(run.directory, TOKEN), (
             "whoever can read the syncer's key may; the page has a token of its own"
         )
-        assert carry_out(run.directory, Wish("grace", 0.25, "ada", True)).startswith("the grace margin")
+        assert carry_out(run.directory, OperatorRequest("grace", 0.25, "ada", True)).startswith("the grace margin")
         assert run.status()["grace"] == 0.25
-        assert "is being taken" in carry_out(run.directory, Wish("snapshot", None, "ada", True))
+        assert "is being taken" in carry_out(run.directory, OperatorRequest("snapshot", None, "ada", True))

@@ -15,7 +15,7 @@ from atoll.core.types import SYNCER
 from atoll.dashboard.figures import Curve, as_csv, catalogue, curve, thinned
 from atoll.dashboard.picture import RunPicture, story_until
 from atoll.dashboard.view import picture_at, rounds, timeline
-from atoll.tape.files import TapeTail, tape_path
+from atoll.tape.files import TapeReader, TapeTail, tape_path
 from atoll.tape.format import TapeError
 from atoll.tape.syncer_tenures import SampleHistory, sample_of
 from atoll.tape.time_shares import shares_of
@@ -212,7 +212,7 @@ def test_a_clock_of_which_nothing_is_known_yet_does_not_stretch_the_run(tmp_path
     """The syncer's tape does not have its first message yet."""
     run = TinyRun(clocks_s={3: 7200.0}).until(20.0).save(tmp_path)
     path = tape_path(run, next(actor for actor in TinyRun().headers if actor.learner == SYNCER))
-    heard = ((e.tick, e.event) for e in TapeTail(path).new_entries())
+    heard = ((e.tick, e.event) for e in TapeTail(TapeReader(path)).new_entries())
     first = next(tick for tick, event in heard if isinstance(event, MessageArrived) and event.envelope.learner == 3)
     lines = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join(lines[:first]) + b"\n")
@@ -232,7 +232,7 @@ def test_a_moment_before_the_beginning_shows_nobody(picture):
 
 def test_the_splits_of_an_island_add_up_to_its_time(picture):
     shown = picture_at(picture, 50.0)
-    since = picture.trains_since()
+    since = picture.trains_since
     assert since is not None
     for each in shown["islands"]:
         assert sum(each["split"].values()) == pytest.approx(50.0 - since, abs=1e-6)
@@ -315,15 +315,15 @@ def test_however_a_tape_grows_its_tail_reads_what_a_reader_reads(tmp_path_factor
     whole = tape_path(saved, next(iter(eventful_run().headers)))
     data, growing = whole.read_bytes(), folder / whole.name
     growing.write_bytes(b"")
-    tail, found, places = TapeTail(growing), [], []
+    tail, found, places = TapeTail(TapeReader(growing)), [], []
     for end in [*sorted(cuts), len(data)]:
         growing.write_bytes(data[:end])
         for entry in tail.new_entries():
             found.append(entry)
             places.append(tail.place())
-    assert found == list(TapeTail(whole).new_entries())
+    assert found == list(TapeTail(TapeReader(whole)).new_entries())
     middle = len(found) // 2
-    assert list(TapeTail(growing, places[middle]).new_entries()) == found[middle + 1 :]
+    assert list(TapeTail(TapeReader(growing), places[middle]).new_entries()) == found[middle + 1 :]
 
 
 def test_a_picture_that_grew_is_the_one_that_was_read_at_once(tmp_path):
@@ -509,7 +509,7 @@ def test_every_series_of_the_catalogue_has_a_curve(picture):
 
 def test_goodput_is_the_one_of_the_accounting(picture):
     facts = read_timeline(picture.run)
-    shares = [shares_of(n, processes, (picture.trains_since(), 50.0)) for n, processes in facts.processes.items()]
+    shares = [shares_of(n, processes, (picture.trains_since, 50.0)) for n, processes in facts.processes.items()]
     whole = sum(each.allocated_s for each in shares)
     assert picture.goodput(50.0) == pytest.approx(sum(each.stepping_s for each in shares) / whole)
 

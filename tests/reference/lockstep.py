@@ -11,10 +11,14 @@ import math
 from collections.abc import Callable, Mapping
 from random import Random
 
+import torch
+from torch import Tensor
+
 from atoll.core.protocol import Envelope, FinishRequested, MessageArrived, Published, StepTaken
 from atoll.core.states import Mode
 from atoll.core.syncer.core import SyncerCore
 from atoll.core.types import LearnerId, Limits, RunConfig
+from atoll.reference.executor import Execution, LearnerTensors
 from atoll.sim.draws import LinkDraw, SwarmPlan
 from atoll.sim.driver import Conn, Driver, Links, SimProcess, SimStore
 from atoll.sim.world import SwarmWorld
@@ -141,3 +145,17 @@ class Paced(SwarmWorld):
     def _have_stopped(self) -> bool:
         running = [proc.core.mode is Mode.STOPPED for proc in self.driver.learners.values()]
         return len(running) == len(self.plan.starts_s) and all(running)
+
+
+def mean_of_learners(execution: Execution) -> list[Tensor]:
+    """The mean of the models of all learners, each in its newest incarnation, as they stand."""
+    newest: dict[LearnerId, LearnerTensors] = {}
+    for actor, learner in sorted(execution.learners.items()):
+        newest[actor.learner] = learner
+    found: list[Tensor] = []
+    for p in range(len(execution.plan.fragments)):
+        values = [torch.empty(execution.plan.numel(p)) for _ in newest]
+        for value, learner in zip(values, newest.values(), strict=True):
+            learner.view.read(p, value)
+        found.append(torch.stack(values).mean(0))
+    return found

@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from atoll.core.protocol import ManifestRecord
-from atoll.reference.evaluation import held_out_loss
+from atoll.reference.evaluation import Evaluations, held_out_loss
 from atoll.reference.job_settings import JobSettings
 from atoll.reference.loop import METRICS, model_config
 from atoll.reference.models import build
-from atoll.reference.periodic_eval import Evaluations
 from atoll.reference.saved_models import published_model
 from atoll.store.run_settings import RunSettings
 from atoll.store.version_store import Store

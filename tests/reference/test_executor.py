@@ -19,7 +19,6 @@ from atoll.reference.executor import (
     digest,
     initial_values,
     load_values,
-    mean_of_learners,
 )
 from atoll.sim.draws import draw
 from atoll.sim.world import SwarmWorld
@@ -28,7 +27,7 @@ from atoll.tensors.codecs import Feedback, codec
 from atoll.tensors.settings import Numerics
 from atoll.tensors.syncer_fragment import SyncerFragment
 from tests.reference import tiny
-from tests.reference.lockstep import Lockstep, Paced
+from tests.reference.lockstep import Lockstep, Paced, mean_of_learners
 
 INT8 = Numerics(outer_lr=0.4, outer_momentum=0.9, up="int8", down="int8")
 

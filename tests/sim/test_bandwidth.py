@@ -24,7 +24,6 @@ from atoll.sim.bandwidth import (
     decoupled,
     diloco,
     period_steps,
-    predict,
     rate_for,
     rate_that_keeps,
     step_time_s,
@@ -33,6 +32,7 @@ from atoll.sim.bandwidth import (
 )
 from atoll.sim.published import PUBLISHED_RATE_PARAMS, PUBLISHED_RATE_STEP_S, PUBLISHED_RATES_GBIT_S
 from atoll.tensors.codecs import CODECS
+from benchmarks.predictions import predict
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/plan.md"
 CELLS = [

@@ -8,11 +8,9 @@ from dataclasses import replace
 import pytest
 
 from atoll.sim.checkers import Violation, Watch, all_checkers
-from atoll.sim.decoupled import DecoupledConfig, DecoupledRun, quick
-from atoll.sim.detail import choose_detail, events_per_step
-from atoll.sim.estimates import over_seeds
+from atoll.sim.decoupled import DecoupledConfig, DecoupledRun, choose_detail, events_per_step, quick
 from atoll.sim.fleet import ExtraLearners, FleetConfig, RepairDelay
-from atoll.sim.goodput import BarrierConfig, simulate
+from atoll.sim.goodput import BarrierConfig, over_seeds, simulate
 
 HOUR = 1.0 / 24.0
 SMALL = DecoupledConfig(fragments=4, every_steps=4)

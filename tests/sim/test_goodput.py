@@ -17,14 +17,11 @@ from atoll.sim.goodput import (
     BarrierConfig,
     TableCell,
     estimate,
-    fleet_goodput,
-    goodput_table,
     mean_ci,
-    render_table,
     simulate,
 )
 from atoll.sim.published import PUBLISHED_CELLS, PUBLISHED_CHIPS, PUBLISHED_ROWS, published_percent
-from benchmarks.fit_goodput import Rules, island_by_rules
+from benchmarks.fit_goodput import Rules, goodput_table, island_by_rules, render_table
 
 CONFIG = FleetConfig()
 CALM = replace(CONFIG, mtbi_s=math.inf)
@@ -46,7 +43,7 @@ def test_an_elastic_island_agrees_with_a_second_simulation_of_the_same_rules():
     point = (CONFIG.downscale_s, CONFIG.upscale_delay_s, float(CONFIG.slice_chips))
     for chips in (75_000, 1_200_000):
         theirs = island_by_rules(Rules(), chips, point, failures=8_000, seed=4)
-        ours = fleet_goodput(CONFIG, 1, chips, days=8_000 * YEAR_S / chips / 86_400.0, seed=4)
+        ours = simulate(CONFIG, "decoupled", 1, chips, days=8_000 * YEAR_S / chips / 86_400.0, seed=4)
         assert ours.goodput == pytest.approx(theirs.goodput, abs=0.012)
         assert ours.uptime == pytest.approx(theirs.uptime, abs=0.012)
 
@@ -73,8 +70,8 @@ def test_the_fit_leaves_a_point_on_average(published_table):
 @pytest.mark.parametrize(("learners", "chips"), [(1, 150_000), (2, 600_000), (4, 150_000)])
 def test_goodput_depends_on_chips_per_learner_alone(learners, chips):
     """Rule of thumb: goodput(M, N) = goodput(kM, kN)."""
-    small = mean_ci(fleet_goodput(CONFIG, learners, chips, 6.0, seed).goodput for seed in range(3))[0]
-    large = mean_ci(fleet_goodput(CONFIG, 4 * learners, 4 * chips, 3.0, seed).goodput for seed in range(3))[0]
+    small = mean_ci(simulate(CONFIG, "decoupled", learners, chips, 6.0, seed).goodput for seed in range(3))[0]
+    large = mean_ci(simulate(CONFIG, "decoupled", 4 * learners, 4 * chips, 3.0, seed).goodput for seed in range(3))[0]
     assert small == pytest.approx(large, abs=0.015)
 
 
@@ -112,7 +109,7 @@ def test_an_account_that_forgets_missing_slices_is_caught():
     (one,) = build_islands(config, 1, 200_000, seed=0)
     (two,) = build_islands(config, 1, 200_000, seed=0)
     horizon_s = 10 * 86_400.0
-    ours = fleet_goodput(config, 1, 200_000, 10.0, seed=0).goodput
+    ours = simulate(config, "decoupled", 1, 200_000, 10.0, seed=0).goodput
     right = account(one, horizon_s, forget_missing_slices=False)
     planted = account(two, horizon_s, forget_missing_slices=True)
     assert ours == pytest.approx(right, abs=0.005)
@@ -121,15 +118,15 @@ def test_an_account_that_forgets_missing_slices_is_caught():
 
 def test_uptime_counts_the_time_in_which_anybody_steps():
     """Four independent islands: nobody steps in the fourth power of the share in which one stands."""
-    one = mean_ci(fleet_goodput(CONFIG, 1, 300_000, 10.0, seed).uptime for seed in range(3))[0]
-    two = mean_ci(fleet_goodput(CONFIG, 2, 600_000, 10.0, seed).uptime for seed in range(3))[0]
+    one = mean_ci(simulate(CONFIG, "decoupled", 1, 300_000, 10.0, seed).uptime for seed in range(3))[0]
+    two = mean_ci(simulate(CONFIG, "decoupled", 2, 600_000, 10.0, seed).uptime for seed in range(3))[0]
     assert two == pytest.approx(1.0 - (1.0 - one) ** 2, abs=0.005)
 
 
 def test_slow_downs_and_uneven_chips_cost_tokens_and_not_goodput():
-    plain = fleet_goodput(CONFIG, 4, 600_000, 2.0, seed=0)
-    slowed = fleet_goodput(replace(CONFIG, slowdowns_per_hour=30.0), 4, 600_000, 2.0, seed=0)
-    uneven = fleet_goodput(replace(CONFIG, chip_time_sigma=0.02), 4, 600_000, 2.0, seed=0)
+    plain = simulate(CONFIG, "decoupled", 4, 600_000, 2.0, seed=0)
+    slowed = simulate(replace(CONFIG, slowdowns_per_hour=30.0), "decoupled", 4, 600_000, 2.0, seed=0)
+    uneven = simulate(replace(CONFIG, chip_time_sigma=0.02), "decoupled", 4, 600_000, 2.0, seed=0)
     for troubled in (slowed, uneven):
         assert troubled.tokens < 0.97 * plain.tokens
         assert troubled.goodput == pytest.approx(plain.goodput, abs=0.01)
@@ -206,7 +203,7 @@ def test_extra_learners_add_tokens_and_are_allocated_only_while_they_are_there()
 
 
 def test_a_day_of_two_million_chips_costs_its_failures_and_no_more():
-    result = fleet_goodput(CONFIG, 16, 2_400_000, 1.0, seed=0)
+    result = simulate(CONFIG, "decoupled", 16, 2_400_000, 1.0, seed=0)
     expected = 2_400_000 / YEAR_S * 86_400.0 * result.uptime
     assert 0.8 * expected < result.failures < expected
 
@@ -215,7 +212,7 @@ def test_memory_does_not_grow_with_chips():
     def peak_bytes(chips: int) -> int:
         tracemalloc.start()
         try:
-            result = fleet_goodput(CONFIG, 4, chips, days=2_000 * YEAR_S / chips / 86_400.0, seed=0)
+            result = simulate(CONFIG, "decoupled", 4, chips, days=2_000 * YEAR_S / chips / 86_400.0, seed=0)
             assert result.failures > 100
             return tracemalloc.get_traced_memory()[1]
         finally:
@@ -250,7 +247,7 @@ def test_the_table_shows_ours_beside_the_published_cell():
 @pytest.mark.parametrize(
     ("make", "fix"),
     [
-        (lambda: fleet_goodput(CONFIG, 1, 1_000, 0.0, 0), "days is 0.0; give a number above 0"),
+        (lambda: simulate(CONFIG, "decoupled", 1, 1_000, 0.0, 0), "days is 0.0; give a number above 0"),
         (lambda: BarrierConfig(fragments=0), "give 1 <= fragments <= H"),
         (lambda: BarrierConfig(tau_steps=0), "use the method diloco"),
         (lambda: BarrierConfig(comm_s=-1.0), "give seconds, 0 or more"),

@@ -13,7 +13,7 @@ import pytest
 
 from atoll.cli.swarm import _kept
 from atoll.sim.draws import draw
-from atoll.sim.swarm import SLICE, Coverage, SeedResult, digest_of, run_seed, sweep
+from atoll.sim.swarm import SLICE, Coverage, SeedResult, run_seed, sweep
 
 KEPT = Path(__file__).parent / "kept_seeds.txt"
 FIRST = 100  # of the seeds, for every run of the tests; those after them are for make test-all
@@ -68,6 +68,10 @@ def test_one_hundred_seeds_break_nothing_and_meet_nearly_every_move_and_every_fa
     assert counts["reasons"][0] >= 0.8 * counts["reasons"][1], coverage.missing_reasons()
 
 
+def digest_of(seed: int) -> str:
+    return run_seed(seed, digest=True).digest
+
+
 def test_a_seed_gives_the_same_digest_twice_in_one_process() -> None:
     for seed in (0, 7, 42, 133):
         assert digest_of(seed) == digest_of(seed)
@@ -75,7 +79,7 @@ def test_a_seed_gives_the_same_digest_twice_in_one_process() -> None:
 
 
 def test_a_seed_gives_the_same_digest_in_another_process_under_another_hash_seed() -> None:
-    program = "from atoll.sim.swarm import digest_of; print([digest_of(s) for s in (0, 7, 42, 133)])"
+    program = "from atoll.sim.swarm import run_seed; print([run_seed(s, digest=True).digest for s in (0, 7, 42, 133)])"
     answers = []
     for hash_seed in ("0", "1", "12345"):
         answer = subprocess.run(

@@ -10,7 +10,7 @@ import pytest
 
 from atoll.core.protocol import StepTaken
 from atoll.core.types import RunConfig
-from atoll.tape.files import MOST_LINE_BYTES, RunTapes, TapeReader, TapeWriter, new_header, tape_path
+from atoll.tape.files import MOST_LINE_BYTES, RunTapes, TapeReader, TapeTail, TapeWriter, new_header, tape_path
 from atoll.tape.format import FORMAT_VERSION, Actor, Entry, TapeError, encode_entry, encode_header
 from tests.tiny_run import TinyRun, eventful_run
 
@@ -229,46 +229,27 @@ def test_the_size_of_pieces_does_not_matter(path, piece_bytes):
 
 
 def test_a_tape_is_readable_while_it_is_written(path):
-    """Whenever the reader comes to the end, the process writes one more byte."""
+    """The reader looks after every byte that the process writes."""
     whole = b"".join(LINES)
     path.write_bytes(b"")
-    written = 0
-
-    def write_on() -> bool:
-        nonlocal written
+    tail, seen = TapeTail(TapeReader(path)), []
+    for written in range(1, len(whole) + 1):
         with open(path, "ab") as file:
-            file.write(whole[written : written + 1])
-        written += 1
-        return written <= len(whole)
-
-    reader = TapeReader(path, follow=write_on)
-    seen = []
-    for entry in reader:
-        seen.append(entry)
-        # An entry comes out when the end of its line is there, and not later.
-        assert written == sum(map(len, LINES[: entry.tick + 1]))
+            file.write(whole[written - 1 : written])
+        for entry in tail.new_entries():
+            seen.append(entry)
+            # An entry comes out when the end of its line is there, and not later.
+            assert written == sum(map(len, LINES[: entry.tick + 1]))
     assert seen == ENTRIES
-    assert not reader.truncated
-
-
-def test_following_ends_when_it_is_told_to(path):
-    path.write_bytes(b"".join(LINES) + b'["half')
-    polls = iter([True, True, False])
-    reader = TapeReader(path, follow=lambda: next(polls))
-    assert list(reader) == ENTRIES
-    assert reader.truncated
-    assert next(polls, None) is None
 
 
 def test_a_file_that_becomes_shorter_is_reported(path):
     path.write_bytes(b"".join(LINES))
-
-    def cut() -> bool:
-        path.write_bytes(b"")
-        return True
-
+    tail = TapeTail(TapeReader(path))
+    assert list(tail.new_entries()) == ENTRIES
+    path.write_bytes(b"")
     with pytest.raises(TapeError, match="the file became shorter while it was read: 0 bytes after"):
-        list(TapeReader(path, follow=cut))
+        list(tail.new_entries())
 
 
 # --------------------------------------------------------------------------------------------------------------------

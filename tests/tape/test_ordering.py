@@ -22,7 +22,7 @@ from atoll.core.protocol import (
 from atoll.core.syncer.state import Restored
 from atoll.core.types import SYNCER, RunConfig
 from atoll.tape.format import Actor, Entry, Header
-from atoll.tape.ordering import Missing, merged, sender, vector_clocks
+from atoll.tape.ordering import Missing, merged, sender
 from tests.tiny_run import TinyRun, eventful_run
 
 S1, S2, A1, B1 = Actor(SYNCER, 1), Actor(SYNCER, 2), Actor(1, 1), Actor(2, 1)
@@ -184,67 +184,6 @@ def test_one_entry_of_each_tape_is_held_at_a_time():
         assert entry.tick <= taken[entry.actor] <= entry.tick + 1
         assert sum(taken.values()) <= given + 2
     assert given == 200
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Vector clocks
-
-
-def test_what_a_learner_knows_of_others_it_knows_through_the_syncer():
-    entries = [
-        Entry(0.0, S1, 1, Started(), ()),
-        Entry(0.1, A1, 1, Started(), ()),
-        Entry(0.2, B1, 1, Started(), ()),
-        Entry(0.3, S1, 2, up(A1, 1), ()),
-        Entry(0.4, B1, 2, down(B1, 1), ()),  # sent before the syncer heard of learner 1
-        Entry(0.5, B1, 3, down(B1, 2), ()),
-        Entry(0.6, B1, 4, down(B1, 1), ()),  # late: teaches nothing
-        Entry(0.7, S1, 3, up(B1, 4), ()),
-        Entry(0.8, A1, 2, TimerFired(), ()),
-    ]
-    assert [clock for _, clock in vector_clocks(entries)] == [
-        {S1: 1},
-        {A1: 1},
-        {B1: 1},
-        {S1: 2, A1: 1},
-        {S1: 1, B1: 2},
-        {S1: 2, A1: 1, B1: 3},
-        {S1: 2, A1: 1, B1: 4},
-        {S1: 3, A1: 1, B1: 4},
-        {A1: 2},
-    ]
-
-
-def test_a_learner_that_outlives_a_syncer_carries_its_knowledge_to_the_next():
-    entries = [
-        Entry(0.0, S1, 1, Started(), ()),
-        Entry(0.1, B1, 1, Started(), ()),
-        Entry(0.2, S1, 2, up(B1, 1), ()),
-        Entry(0.3, A1, 1, Started(), ()),
-        Entry(0.4, A1, 2, down(A1, 2), ()),
-        Entry(0.5, S2, 1, Started(), ()),
-        Entry(0.6, S2, 2, up(A1, 2), ()),
-        Entry(0.7, B1, 2, down(B1, 2, epoch=2), ()),
-    ]
-    clocks = [clock for _, clock in vector_clocks(entries)]
-    assert clocks[6] == {S2: 2, A1: 2, S1: 2, B1: 1}
-    assert clocks[7] == {B1: 2, S2: 2, A1: 2, S1: 2}
-
-
-def test_clocks_of_a_real_run_are_those_of_the_textbook():
-    """Component-wise maximum of the entry before and of the sending entry, by brute force."""
-    naive: dict[tuple[Actor, int], dict[Actor, int]] = {}
-    count = 0
-    for entry, clock in vector_clocks(merged(eventful_run().tapes())):
-        expected = dict(naive.get((entry.actor, entry.tick - 1), {}))
-        cause = sender(entry)
-        for actor, tick in (naive[cause] if cause is not None else {}).items():
-            expected[actor] = max(expected.get(actor, 0), tick)
-        expected[entry.actor] = entry.tick
-        naive[entry.actor, entry.tick] = expected
-        assert clock == expected
-        count += 1
-    assert count > 500
 
 
 def test_arrival_was_really_sent_by_the_entry_that_the_envelope_names():

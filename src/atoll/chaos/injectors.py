@@ -18,7 +18,7 @@ from atoll.chaos.in_process import Orders
 from atoll.chaos.netns import Namespaces
 from atoll.chaos.plan import Planned
 from atoll.chaos.relay import Counts, Relay
-from atoll.reference.supervisor import Member
+from atoll.reference.supervisor import SupervisedProcess
 
 
 class World(Protocol):
@@ -27,7 +27,7 @@ class World(Protocol):
     run: Path
     namespaces: Namespaces | None
 
-    def member(self, target: Target) -> Member | None:
+    def member(self, target: Target) -> SupervisedProcess | None:
         """The process that it strikes, or whose link, disk or payload; None where there is none of that number."""
 
     def is_training(self, target: Target) -> bool:

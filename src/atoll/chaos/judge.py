@@ -223,8 +223,8 @@ class _Evidence:
         self._began = began - founded_at if began is not None else None
         self._plan, self._timeline = plan, timeline
         self.merges = sorted(timeline.merges(), key=lambda merge: merge.at)
-        since = timeline.trains_since() or 0.0
-        self._span = since, max(since, timeline.ended())
+        since = timeline.trains_since or 0.0
+        self._span = since, max(since, timeline.ended)
 
     def fault(self, planned: Planned) -> FaultReport:
         record = self._records.get(planned.number)

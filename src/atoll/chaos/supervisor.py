@@ -23,7 +23,7 @@ from atoll.core.reasons import REASONS
 from atoll.dashboard.terminal import LiveView
 from atoll.reference.children import Child, JobFailed
 from atoll.reference.job_settings import JobSettings
-from atoll.reference.supervisor import Member, Supervisor, new_run_id
+from atoll.reference.supervisor import SupervisedProcess, Supervisor, new_run_id
 from atoll.store.snapshots import STORE
 
 LOOK_S = 0.1
@@ -130,7 +130,7 @@ class ChaosSupervisor(Supervisor):
 
     # ------------------------------------------------------------------------------------------ the world of injectors
 
-    def member(self, target: Target) -> Member | None:
+    def member(self, target: Target) -> SupervisedProcess | None:
         if target.kind == "shard":
             return self._shards[target.number]
         return self._syncer if target.number == 0 else self._learners.get(target.number)
@@ -153,7 +153,7 @@ class ChaosSupervisor(Supervisor):
         return Orders(self.run, f"learner-{number}" if number else "syncer")
 
     def add_learner(self, number: int) -> None:
-        self._learners[number] = Member(self._learner_child(number))
+        self._learners[number] = SupervisedProcess(self._learner_child(number))
         self._progress.learners = max(self._progress.learners, number)
 
     def has_failed_write(self) -> bool:

@@ -46,7 +46,7 @@ def run(
     if len(runs) > 2:
         raise ValueError(f"{len(runs)} runs are too many for one page: give one, or two to compare")
     try:
-        from atoll.dashboard.serve import serve
+        from atoll.dashboard.server import serve
     except ModuleNotFoundError as missing:
         raise ValueError(f"the page needs {missing.name}: pip install 'atoll[dash]'") from None
     serve(runs, host, port, token or None, rules, wait, while_stdin, own_token, open_browser, keys, plain_text)

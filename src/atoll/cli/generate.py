@@ -35,7 +35,7 @@ def run(
     """
     import torch
 
-    from atoll.reference.sampling import sample
+    from atoll.reference.models import sample
     from atoll.reference.saved_models import load_model
 
     torch.set_num_threads(1)

@@ -62,7 +62,7 @@ def _in_processes(
     from concurrent.futures.process import BrokenProcessPool
     from multiprocessing import RawArray
 
-    from atoll.sim.forks import forks
+    from atoll.sim.swarm import forks
 
     shares = RawArray("d", len(tasks))  # each process writes the places of its own tasks
     try:

@@ -10,8 +10,8 @@ from atoll.cli.output import print_json
 from atoll.cli.processes import Task, Tell, run_all
 from atoll.cli.simulate_show import console
 from atoll.cli.simulate_wish import Wish
-from atoll.sim.detail import span
-from atoll.sim.estimates import Figure, over_seeds
+from atoll.sim.decoupled import span
+from atoll.sim.goodput import Figure, over_seeds
 from atoll.sim.mixed import MIXED_ROWS, MixedResult, MixedRow, run_mixed
 
 SHARES = ("goodput", "goodput_fast", "goodput_slow")

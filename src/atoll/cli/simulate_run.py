@@ -10,11 +10,17 @@ from typing import NamedTuple
 from atoll.cli.processes import Task, Tell, run_all
 from atoll.cli.simulate_tape import TapesWritten, check_directory, tapes_of
 from atoll.cli.simulate_wish import ONE_JOB, Wish
-from atoll.sim.decoupled import DecoupledResult, DecoupledRun
-from atoll.sim.detail import MOST_EVENTS, MOST_TAPE_EVENTS, Detail, choose_detail, span
-from atoll.sim.estimates import Figure, over_seeds
+from atoll.sim.decoupled import (
+    MOST_EVENTS,
+    MOST_TAPE_EVENTS,
+    DecoupledResult,
+    DecoupledRun,
+    Detail,
+    choose_detail,
+    span,
+)
 from atoll.sim.fleet import FleetConfig
-from atoll.sim.goodput import GoodputResult, simulate
+from atoll.sim.goodput import Figure, GoodputResult, over_seeds, simulate
 from atoll.sim.published import Metric, published_percent
 from atoll.tape.files import Simulated
 

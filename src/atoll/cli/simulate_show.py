@@ -9,8 +9,8 @@ from rich.table import Table
 
 from atoll.cli.simulate_run import Outcome, how_sentence, is_one_job, seeds_sentence
 from atoll.cli.simulate_wish import Wish
-from atoll.sim.detail import span
-from atoll.sim.estimates import Figure
+from atoll.sim.decoupled import span
+from atoll.sim.goodput import Figure
 
 LEAST_WIDTH = 80
 """Tables are laid out for this; a pipe has no width of its own."""

@@ -11,7 +11,7 @@ from rich.table import Table
 from atoll.cli.processes import Task, Tell, run_all
 from atoll.cli.simulate_show import console
 from atoll.cli.simulate_wish import Wish
-from atoll.sim.detail import span
+from atoll.sim.decoupled import span
 from atoll.sim.goodput import TABLE_CHIPS, TABLE_ROWS, GoodputResult, TableCell, estimate, simulate
 from atoll.sim.published import Method, Metric, published_percent
 

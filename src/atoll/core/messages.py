@@ -280,9 +280,8 @@ class Envelope(Value, frozen=True):
     link: a message of an older process or link is dropped. `epoch` names the syncer's process in the same way.
 
     `tick` and `seen` are the vector clock of a star. A learner hears of others only through the syncer, so whatever it
-    knows of them the syncer knew before: its own tick and the last syncer tick that it saw are the whole clock, and the
-    full vector is derived from the tapes (`causality.vector_clocks`). A tick is the number of the entry on the sender's
-    tape.
+    knows of them the syncer knew before: its own tick and the last syncer tick that it saw are the whole clock. The
+    full vector can be derived from the tapes. A tick is the number of the entry on the sender's tape.
 
     `marker` is the newest snapshot whose cut the sender has passed.
     """

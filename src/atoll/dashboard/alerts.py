@@ -58,10 +58,9 @@ def alerts_at(
     sample: SyncerSample | None,
     islands: list[dict[str, Any]],
     live: bool,
-    rules: Rules | None = None,
 ) -> list[Alert]:
     """What is wrong at this moment, worst first."""
-    rules = rules if rules is not None else picture.rules
+    rules = picture.rules
     if sample is None:
         return []
     running = sample.view.stage == "running"
@@ -80,7 +79,7 @@ def alerts_at(
 
 def _no_merge(picture: RunPicture, at: float, sample: SyncerSample, rules: Rules) -> list[Alert]:
     newest = picture.newest_merges(at, 1)
-    since = newest[0].at if newest else picture.trains_since()
+    since = newest[0].at if newest else picture.trains_since
     step_s = sample.view.step_s
     if not rules.no_merge_steps or since is None or not step_s or picture.config is None:
         return []

@@ -20,14 +20,14 @@ class Refused(Exception):  # noqa: N818 - an answer
         self.status = status
 
 
-class Wish(NamedTuple):
+class OperatorRequest(NamedTuple):
     what: str
     value: float | None
     who: str
     sure: bool
 
     @classmethod
-    def parse(cls, raw: Any) -> Wish:
+    def parse(cls, raw: Any) -> OperatorRequest:
         """From JSON that anybody may have sent; ValueError says what is wrong with it."""
         if not isinstance(raw, dict) or raw.get("what") not in WHAT:
             raise ValueError(f"say what is wanted: one of {', '.join(WHAT)}")
@@ -64,19 +64,19 @@ def is_reachable(run: Path, token: str | None) -> bool:
     return token is None or found.token == token or by_key
 
 
-def carry_out(run: Path, wish: Wish) -> str:
+def carry_out(run: Path, request: OperatorRequest) -> str:
     """Passed on to the run's syncer; its sentence."""
     try:
         found = read_address_file(run)
-    except (OSError, ValueError) as wrong:
-        raise Refused(503, str(wrong)) from None
+    except (OSError, ValueError) as error:
+        raise Refused(503, str(error)) from None
     if found is None:
         raise Refused(503, "no syncer of this run can be reached from here")
     try:
-        if wish.what == "snapshot":
-            told = ask(found.address, found.token, "POST", "/v1/snapshot", ANSWER_S, {"who": wish.who}, found.tls)
+        if request.what == "snapshot":
+            told = ask(found.address, found.token, "POST", "/v1/snapshot", ANSWER_S, {"who": request.who}, found.tls)
             return f"snapshot {told['snapshot']} is being taken"
-        body = {"what": wish.what, "value": wish.value, "who": wish.who}
+        body = {"what": request.what, "value": request.value, "who": request.who}
         told = ask(found.address, found.token, "POST", "/v1/control", ANSWER_S, body, found.tls)
         return str(told["done"])
     except RequestRefusedError as declined:

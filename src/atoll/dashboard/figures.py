@@ -6,7 +6,7 @@ import csv
 import io
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -28,8 +28,6 @@ class Curve(NamedTuple):
     x: Sequence[float]
     y: Sequence[float]
 
-
-_Of = Callable[[RunPicture, float, float], Curve]
 
 MERGE_FIGURES: dict[str, tuple[str, str, str]] = {
     "delta_norm": ("norms", "merged delta", ""),
@@ -99,10 +97,9 @@ def _whole(picture: RunPicture, name: str, begin: float, end: float) -> Curve:
     if name in OF_MERGES:
         figure = OF_MERGES[name][3]
         merges = sorted(picture.merges(begin, end), key=lambda merge: merge.at)
-        pairs = [(m.at, value) for m in merges if (value := figure(m)) is not None]
-        return Curve([at for at, _ in pairs], [value for _, value in pairs])
+        return _curve((m.at, figure(m)) for m in merges)
     if name == "goodput":
-        return _on_grid(picture, begin, end, picture.goodput)
+        return _on_grid(begin, end, picture.goodput)
     if name == "throughput":
         return _throughput(picture, None, begin, end)
     found = re.fullmatch(r"throughput\.learner\.([0-9]{1,9})", name)
@@ -113,17 +110,15 @@ def _whole(picture: RunPicture, name: str, begin: float, end: float) -> Curve:
     if name == "loss.published":
         return _published(picture)
     if name == "loss":
-        return _on_grid(picture, begin, end, lambda at: _mean_loss(picture, at))
+        return _on_grid(begin, end, lambda at: _mean_loss(picture, at))
     series = picture.metrics.series[name]
     return _part(series, begin, end)
 
 
 def _part(series: TimeSeries, begin: float, end: float) -> Curve:
     first, last = bisect_left(series.at, begin), bisect_right(series.at, end)
-    pairs = [
-        (at, value) for at, value in zip(series.at[first:last], series.value[first:last], strict=True) if value == value
-    ]
-    return Curve([at for at, _ in pairs], [value for _, value in pairs])
+    pairs = zip(series.at[first:last], series.value[first:last], strict=True)
+    return _curve((at, value if value == value else None) for at, value in pairs)
 
 
 def _grid(begin: float, end: float) -> Iterator[float]:
@@ -132,8 +127,13 @@ def _grid(begin: float, end: float) -> Iterator[float]:
             yield begin + (end - begin) * index / GRID
 
 
-def _on_grid(picture: RunPicture, begin: float, end: float, figure: Callable[[float], float | None]) -> Curve:
-    pairs = [(at, value) for at in _grid(begin, end) if (value := figure(at)) is not None]
+def _on_grid(begin: float, end: float, figure: Callable[[float], float | None]) -> Curve:
+    return _curve((at, figure(at)) for at in _grid(begin, end))
+
+
+def _curve(points: Iterable[tuple[float, float | None]]) -> Curve:
+    """Without those of which nothing is known."""
+    pairs = [(at, value) for at, value in points if value is not None]
     return Curve([at for at, _ in pairs], [value for _, value in pairs])
 
 
@@ -149,18 +149,13 @@ def _throughput(picture: RunPicture, learner: int | None, begin: float, end: flo
         since = max(at - span_s, first)
         return (done(at) - done(since)) / (at - since) if at > since else None
 
-    return _on_grid(picture, begin, end, rate)
+    return _on_grid(begin, end, rate)
 
 
 def _bytes(picture: RunPicture, name: str, begin: float, end: float) -> Curve:
     span_s = max(picture.rate_span_s(end), 2 * (end - begin) / GRID)
 
-    def rate(at: float) -> float | None:
-        found = [picture.metrics.rate(name, learner, at - span_s, at) for learner in picture.learners()]
-        known = [each for each in found if each is not None]
-        return sum(known) if known else None
-
-    return _on_grid(picture, begin, end, rate)
+    return _on_grid(begin, end, lambda at: picture.rate(name, at, span_s))
 
 
 def _mean_loss(picture: RunPicture, at: float) -> float | None:
@@ -175,13 +170,13 @@ def _published(picture: RunPicture) -> Curve:
     series = picture.metrics.series.get("eval.loss")
     at = list(series.at) if series is not None else []
     loss = list(series.value) if series is not None else []
-    since = picture.trains_since()
+    since = picture.trains_since
     if report is not None and since is not None:
         before, after = report.get("eval_loss_before"), report.get("eval_loss")
         if isinstance(before, float):
             at, loss = [since, *at], [before, *loss]
         if isinstance(after, float):
-            at, loss = [*at, picture.ended()], [*loss, after]
+            at, loss = [*at, picture.ended], [*loss, after]
     return Curve(at, loss)
 
 

@@ -18,7 +18,7 @@ from atoll.core.types import SYNCER, RunConfig
 from atoll.dashboard.alerts import Rules
 from atoll.dashboard.run_files import MetricsHistory, RunFiles
 from atoll.tape.bounded_logs import KEEP
-from atoll.tape.files import FOLDER, SIMULATED_NOTE, Place, TapeTail, tapes_in
+from atoll.tape.files import FOLDER, SIMULATED_NOTE, Place, TapeReader, TapeTail, tapes_in
 from atoll.tape.format import Actor, Entry, TapeError
 from atoll.tape.story import StoryLine, Subject, story
 from atoll.tape.syncer_tenures import SampleHistory, SyncerSample, SyncerTenure, sample_of
@@ -111,20 +111,20 @@ class RunPicture(RunTimeline):
         for actor, path in sorted(found):
             if actor not in self._tails:
                 try:
-                    tail = TapeTail(path)
+                    tail = TapeTail(TapeReader(path))
                     if not tail.reader.started():
                         continue
                     take = self._taker(actor, tail)
-                except (TapeError, OSError) as wrong:
-                    self._note_damage(wrong)
+                except (TapeError, OSError) as error:
+                    self._note_damage(error)
                     continue
                 self._tails[actor] = tail
                 self._takes[actor] = take
             yield actor
 
-    def _note_damage(self, wrong: Exception) -> None:
-        if str(wrong) not in self.damaged:
-            self.damaged.append(str(wrong))
+    def _note_damage(self, error: Exception) -> None:
+        if str(error) not in self.damaged:
+            self.damaged.append(str(error))
             self.version += 1
 
     def _taker(self, actor: Actor, tail: TapeTail) -> Callable[[Entry], None]:
@@ -153,11 +153,11 @@ class RunPicture(RunTimeline):
                     self._note_place(actor, entry)
                     if time.monotonic() > until:
                         return False
-        except TapeError as wrong:
-            self._note_damage(wrong)
+        except TapeError as error:
+            self._note_damage(error)
             del self._takes[actor]  # it is read no further; all others are
-        except OSError as wrong:
-            self._note_damage(wrong)  # a disk far away, perhaps: the next look tries again
+        except OSError as error:
+            self._note_damage(error)  # a disk far away, perhaps: the next look tries again
         if count:
             self.version += 1
             if self._grew_at is not None:
@@ -184,7 +184,7 @@ class RunPicture(RunTimeline):
         places = self.places.get(actor, [])
         lead_s = self.lead_of(actor.learner, actor.start)
         index = bisect_left(places, begin + lead_s, key=lambda each: each[0])
-        tail = TapeTail(self._tails[actor].reader.path, places[index - 1][1] if index else None)
+        tail = TapeTail(self._tails[actor].reader, places[index - 1][1] if index else None)
         for entry in tail.new_entries():
             if entry.at - lead_s > end:
                 return
@@ -212,11 +212,17 @@ class RunPicture(RunTimeline):
         waited_s, copied_s = (self.metrics.value(name, learner, at) or 0.0 for name in ("waited_s", "boundary_s"))
         return self.split(learner, at, (), waited_s, copied_s)
 
+    def rate(self, name: str, at: float, span_s: float) -> float | None:
+        """Growth per second of a running sum of the learners' metrics, over all of them."""
+        rates = [self.metrics.rate(name, learner, at - span_s, at) for learner in self.learners()]
+        known = [rate for rate in rates if rate is not None]
+        return sum(known) if known else None
+
     def rate_span_s(self, at: float) -> float:
         """Over which rates are taken: long enough for some steps, and not longer than somebody trained."""
         steps = [s for s in (self.usual_step_s(learner, at) for learner in self.learners()) if s is not None]
         wished_s = max(RATE_S, 5 * median(steps)) if steps else RATE_S
-        since = self.trains_since()
+        since = self.trains_since
         return wished_s if since is None or at <= since else min(wished_s, at - since)
 
 

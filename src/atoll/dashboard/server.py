@@ -7,17 +7,23 @@ only sends. docs/dash.md has the paths.
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
 import json
 import logging
 import math
+import signal
+import socket
+import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+import webbrowser
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from aiohttp import web
 
@@ -28,6 +34,7 @@ from atoll.dashboard.picture import RunPicture, story_until
 from atoll.dashboard.view import picture_at, timeline, told_config
 from atoll.tape.format import TapeError
 from atoll.tape.story import Subject, shown
+from atoll.transport.tls import ServerTls, key_files
 
 log = logging.getLogger("atoll.dash")
 
@@ -119,7 +126,7 @@ class Dash:
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard], client_max_size=MOST_BODY_BYTES)
-        app.router.add_get("/", self._index)
+        app.router.add_get("/", self._file)
         app.router.add_get("/api/runs", self._runs)
         for path, handler in (
             ("picture", self._picture),
@@ -161,10 +168,10 @@ class Dash:
                     if await self._in_turn(watched.draw, self._may_control):
                         async with watched.news:
                             watched.news.notify_all()
-            except Exception as wrong:
-                if repr(wrong) != told:
+            except Exception as error:
+                if repr(error) != told:
                     log.exception("%s cannot be read", watched.run)
-                told = repr(wrong)
+                told = repr(error)
             if not more:
                 await asyncio.sleep(LOOK_S if watched.watchers else 4 * LOOK_S)
 
@@ -186,8 +193,8 @@ class Dash:
             return _error(405, "not in this way")
         except web.HTTPRequestEntityTooLarge:
             return _error(413, f"more than {MOST_BODY_BYTES} bytes")
-        except _Bad as wrong:
-            return _error(wrong.status, str(wrong))
+        except _Bad as error:
+            return _error(error.status, str(error))
         except ConnectionResetError:
             raise  # it has gone away
         except Exception:
@@ -205,14 +212,8 @@ class Dash:
 
     # ---------------------------------------------------------------------------------------------------- files
 
-    async def _index(self, request: web.Request) -> web.StreamResponse:
-        return self._static("index.html")
-
     async def _file(self, request: web.Request) -> web.StreamResponse:
-        return self._static(request.match_info["name"])
-
-    def _static(self, name: str) -> web.StreamResponse:
-        path = (self.static / name).resolve()
+        path = (self.static / request.match_info.get("name", "index.html")).resolve()
         if not path.is_relative_to(self.static.resolve()) or not path.is_file():
             raise web.HTTPNotFound
         return web.FileResponse(path)
@@ -339,18 +340,18 @@ class Dash:
         if request.content_type != "application/json":
             raise _Bad(415, "this must be JSON")
         try:
-            wish = control.Wish.parse(json.loads(await request.read()))
+            wanted = control.OperatorRequest.parse(json.loads(await request.read()))
         except RecursionError:
             raise _Bad(400, "this is no wish") from None
-        except ValueError as wrong:
-            raise _Bad(400, str(wrong)) from None
-        if not wish.sure:
-            return _json({"ask": wish.question()}, 409)
+        except ValueError as error:
+            raise _Bad(400, str(error)) from None
+        if not wanted.sure:
+            return _json({"ask": wanted.question()}, 409)
         try:
-            done = await asyncio.get_running_loop().run_in_executor(None, control.carry_out, watched.run, wish)
+            done = await asyncio.get_running_loop().run_in_executor(None, control.carry_out, watched.run, wanted)
         except control.Refused as refused:
             raise _Bad(refused.status, str(refused)) from None
-        log.warning("%s: %s, asked for by %s", watched.name, done, wish.who)
+        log.warning("%s: %s, asked for by %s", watched.name, done, wanted.who)
         return _json({"done": done})
 
     # ---------------------------------------------------------------------------------------------------- alerts
@@ -418,3 +419,112 @@ def _json(value: Any, status: int = 200) -> web.Response:
 
 def _error(status: int, sentence: str) -> web.Response:
     return _json({"error": sentence}, status)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# From a command line to a page that answers: where to listen, what to say, how to end
+
+PORT = 7410
+TRIES = 20
+"""Ports after the first that are tried where it is taken, unless one was asked for."""
+
+FORCE_S = 1.0
+"""Connections that are still open when the page ends, and browsers keep them open, are cut after this."""
+
+
+def serve(
+    runs: Sequence[Path],
+    host: str,
+    port: int | None,
+    token: str | None,
+    rules: Path | None,
+    wait: bool,
+    while_stdin: bool,
+    own_token: bool,
+    open_browser: bool,
+    keys: Path | None = None,
+    plain_text: bool = False,
+) -> None:
+    """Until Ctrl-C or SIGTERM. ValueError and TapeError for whatever is wrong with what was asked."""
+    if token is None and host not in LOOPBACK:
+        raise ValueError(f"--host {host} shows the run to others: give a token (--token or ATOLL_TOKEN) as well")
+    if keys is None and host not in LOOPBACK and not plain_text:
+        raise ValueError(
+            f"on {host} others could read the page and its token on the way: give --keys DIR with the syncer's key"
+            f" (atoll keys init), or --plain-text where nobody else is on the network"
+        )
+    # Whoever looks has a browser and the token; keys of their own are not asked for.
+    tls = ServerTls(key_files(keys, of_syncer=True)._replace(authority=None)) if keys is not None else None
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(message)s")
+    limits = Rules.load(rules) if rules is not None else None
+    feeds = [RunFeed(run, limits) for run in runs]
+    asyncio.run(_serve(Dash(feeds, token, own_token), host, port, token, wait, while_stdin, open_browser, tls))
+
+
+async def _serve(
+    dash: Dash,
+    host: str,
+    port: int | None,
+    token: str | None,
+    wait: bool,
+    while_stdin: bool,
+    open_browser: bool,
+    tls: ServerTls | None,
+) -> None:
+    if not wait:
+        for each in dash.runs:
+            each.begin()
+    listening = _listen(host, port)
+    runner = web.AppRunner(dash.app(), access_log=None, shutdown_timeout=FORCE_S)
+    await runner.setup()
+    try:
+        await web.SockSite(runner, listening, ssl_context=tls.context if tls is not None else None).start()
+        address = _address(host, listening.getsockname()[1], token, "https" if tls is not None else "http")
+        print(f"The page is at {address}", flush=True)
+        print(_what(token), flush=True)
+        if open_browser:
+            webbrowser.open(address.partition("#")[0])  # others can read a command line: the page asks for the token
+        await _wait_for_shutdown(while_stdin)
+    finally:
+        await runner.cleanup()
+
+
+def _what(token: str | None) -> str:
+    if token is None:
+        return "It shows the run to this machine only, and changes nothing. Ctrl-C ends the page, not the run."
+    return "Whoever has this address can see and control the run. Ctrl-C ends the page, not the run."
+
+
+async def _wait_for_shutdown(while_stdin: bool) -> None:
+    """By a signal; beside a job also by its end, whatever that was: then nobody holds the other end of stdin."""
+    told = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    if while_stdin:
+        loop.add_reader(sys.stdin, told.set)  # nothing is ever written there
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, told.set)
+    await told.wait()
+
+
+def _listen(host: str, port: int | None) -> socket.socket:
+    """On the port that was asked for, or the first free one of a few."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    wanted = [port] if port is not None else [*range(PORT, PORT + TRIES), 0]
+    for number in wanted:
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((host.strip("[]"), number))
+            listening.listen(64)
+        except OSError as error:
+            listening.close()
+            if error.errno == errno.EADDRINUSE and number != wanted[-1]:
+                continue
+            raise ValueError(f"cannot listen on {host}, port {number}: {error.strerror}") from None
+        return listening
+    raise AssertionError("one of the ports was the last")
+
+
+def _address(host: str, port: int, token: str | None, scheme: str) -> str:
+    name = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "::1": "[::1]"}.get(host, host)
+    return f"{scheme}://{name}:{port}/" + (f"#token={quote(token, safe='')}" if token is not None else "")

@@ -109,8 +109,8 @@ def _headline(
         "asked": _mean(recent, "asked"),
         "merged": _mean(recent, "merged"),
         "learners": len(islands),
-        "bytes_up_per_s": _rate(picture, "bytes_up", at, span_s),
-        "bytes_down_per_s": _rate(picture, "bytes_down", at, span_s),
+        "bytes_up_per_s": picture.rate("bytes_up", at, span_s),
+        "bytes_down_per_s": picture.rate("bytes_down", at, span_s),
         "effective_h": _effective_h(recent),
         "remaining_s": remaining_s,
         "merges": picture.merges_until(at),
@@ -140,12 +140,6 @@ def _mean(merges: list[Merge], name: str) -> float | None:
     """Over all merges, of which some stand for several."""
     whole = sum(m.stands_for for m in merges)
     return sum(getattr(m, name) * m.stands_for for m in merges) / whole if whole else None
-
-
-def _rate(picture: RunPicture, name: str, at: float, span_s: float) -> float | None:
-    rates = [picture.metrics.rate(name, learner, at - span_s, at) for learner in picture.learners()]
-    known = [rate for rate in rates if rate is not None]
-    return sum(known) if known else None
 
 
 def _island(

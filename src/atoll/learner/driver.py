@@ -37,8 +37,8 @@ from atoll.learner.part_writer import PartKeeper
 from atoll.learner.preemption import Notice
 from atoll.learner.signals import Interrupts
 from atoll.store.run_settings import RunClock
+from atoll.tape.files import TapeKeeper
 from atoll.tape.format import Actor, Entry
-from atoll.tape.sink import TapeKeeper
 from atoll.tensors import optimizer_state
 
 MOST_POSTED = 256

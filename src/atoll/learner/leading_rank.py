@@ -38,9 +38,8 @@ from atoll.learner.signals import Interrupts
 from atoll.logs import Named
 from atoll.store.learner_parts import set_rng
 from atoll.store.run_settings import RunClock, start_anew
-from atoll.tape.files import new_header, tape_path
+from atoll.tape.files import TapeKeeper, new_header, tape_path
 from atoll.tape.format import Actor
-from atoll.tape.sink import TapeKeeper
 from atoll.tensors import optimizer_state
 from atoll.tensors.codecs import codec
 from atoll.tensors.model_view import ModelView

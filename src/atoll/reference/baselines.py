@@ -17,7 +17,7 @@ import os
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -37,13 +37,14 @@ GLOO_WAIT_S = 300.0
 """A process that waits longer for the others ends, and with it the run."""
 
 
-class Exchange(Protocol):
-    """What a method does beside the inner steps."""
+class Exchange:
+    """What a method does beside the inner steps. `single` does nothing: one island has no other to exchange with."""
 
-    fragments: int  # that are exchanged one by one
-    rounds: int  # exchanges so far
-    sent_bytes: int  # by this process
-    waited_s: float  # for others
+    def __init__(self) -> None:
+        self.fragments = 1  # that are exchanged one by one
+        self.rounds = 0  # exchanges so far
+        self.sent_bytes = 0  # by this process
+        self.waited_s = 0.0  # for others
 
     def after_step(self, steps: int, step: Step) -> None:
         """`steps` inner steps are done; the last of them was `step`."""
@@ -52,34 +53,16 @@ class Exchange(Protocol):
         """The budget is used up: the model becomes what the method has trained."""
 
 
-class Alone:
-    """One island has nobody to exchange with."""
-
-    fragments = 1
-    rounds = 0
-    sent_bytes = 0
-    waited_s = 0.0
-
-    def after_step(self, steps: int, step: Step) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-
 def ring_bytes(numel: int, processes: int) -> int:
     """What each process sends to sum so many f32 numbers over all: 2 (N - 1) / N of them."""
     return 2 * (processes - 1) * 4 * numel // processes
 
 
-class Gradients:
+class Gradients(Exchange):
     """`ddp`. How long a step waits for others shows in backward, which takes longer than it takes alone."""
 
     def __init__(self, loop: InnerLoop, processes: int) -> None:
-        self.fragments = 1
-        self.rounds = 0
-        self.sent_bytes = 0
-        self.waited_s = 0.0
+        super().__init__()
         self._step_bytes = ring_bytes(parameter_count(loop.model), processes)
         wrapped = DistributedDataParallel(loop.model, gradient_as_bucket_view=True)
         loop.module = wrapped
@@ -91,9 +74,6 @@ class Gradients:
         self.sent_bytes += self._step_bytes
         self.waited_s += max(0.0, step.gradient_s - self._alone_s)
 
-    def finish(self) -> None:
-        pass
-
 
 def _seconds(loop: InnerLoop) -> float:
     began = time.monotonic()
@@ -101,17 +81,16 @@ def _seconds(loop: InnerLoop) -> float:
     return time.monotonic() - began
 
 
-class _Open:
+class _OpenRound(NamedTuple):
     """A round that is under way: the copy that was taken, and the sum of all deltas when `work` is done."""
 
-    def __init__(self, due: int, copy: Tensor, total: Tensor, work: Any) -> None:
-        self.due = due  # adopted after so many steps
-        self.copy = copy
-        self.total = total
-        self.work = work
+    due: int  # adopted after so many steps
+    copy: Tensor
+    total: Tensor
+    work: Any
 
 
-class Deltas:
+class Deltas(Exchange):
     """`diloco` and `streaming`. Every island holds the same anchors and makes the same outer steps on them.
 
     `diloco` is one fragment, adopted at once. Fragment p starts its rounds at the steps that leave (p + 1) H / P when
@@ -119,11 +98,9 @@ class Deltas:
     """
 
     def __init__(self, loop: InnerLoop, processes: int) -> None:
+        super().__init__()
         settings = loop.settings
         streaming = settings.method == "streaming"
-        self.rounds = 0
-        self.sent_bytes = 0
-        self.waited_s = 0.0
         self._processes = processes
         self._every = settings.every_steps
         self._tau = settings.overlap_steps if streaming else 0
@@ -138,7 +115,7 @@ class Deltas:
             self._view.read(p, anchor)
             self._outer.append(OuterStep(plan, p, settings.numerics, anchor))
         self._offsets = [(p + 1) * self._every // len(self._outer) for p in range(len(self._outer))]
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _OpenRound] = {}
         self._steps = 0
         self._opened_at = [0] * len(self._outer)  # steps, when the newest round of the fragment began
 
@@ -155,7 +132,7 @@ class Deltas:
         self._view.read(p, copy)
         total = self._outer[p].value - copy
         work = dist.all_reduce(total, async_op=True) if self._processes > 1 else None
-        self._open[p] = _Open(self._steps + self._tau, copy, total, work)
+        self._open[p] = _OpenRound(self._steps + self._tau, copy, total, work)
         self._opened_at[p] = self._steps
         self.sent_bytes += ring_bytes(total.numel(), self._processes)
 
@@ -164,7 +141,7 @@ class Deltas:
             del self._open[p]
             self._adopt(p, round_, self._how)
 
-    def _adopt(self, p: int, round_: _Open, how: str) -> None:
+    def _adopt(self, p: int, round_: _OpenRound, how: str) -> None:
         began = time.monotonic()
         if round_.work is not None:
             round_.work.wait()
@@ -217,7 +194,7 @@ def train_baseline(settings: JobSettings, learner: int, run: Path) -> None:
         if settings.method == "ddp":
             exchange = Gradients(loop, processes)
         elif settings.method == "single":
-            exchange = Alone()
+            exchange = Exchange()
         else:
             exchange = Deltas(loop, processes)
         began = time.time()

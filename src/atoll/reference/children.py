@@ -181,11 +181,11 @@ def _child(name: str, log: str, log_format: str, target: Callable[..., object], 
         code = FINE
     except KeyboardInterrupt:
         code = STOPPED
-    except ValueError as wrong:
-        _say_what_went_wrong(log_format, f"{name}: {wrong}")
+    except ValueError as error:
+        _say_what_went_wrong(log_format, f"{name}: {error}")
         code = REFUSED
-    except BaseException as wrong:
-        _say_what_went_wrong(log_format, "" if log_format == "text" else f"{type(wrong).__name__}: {wrong}")
+    except BaseException as error:
+        _say_what_went_wrong(log_format, "" if log_format == "text" else f"{type(error).__name__}: {error}")
     if code in (FINE, STOPPED):  # otherwise the log ends with what went wrong
         logging.getLogger("atoll").info("ends after %.1f s on the processor", time.process_time())
     sys.stdout.flush()

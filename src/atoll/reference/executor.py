@@ -201,6 +201,14 @@ class Execution:
         self.digests: dict[tuple[FragmentId, Version], str] = {}
         self.compared = 0  # digests that were found equal
         self.on_step: Callable[[LearnerTensors, float | None], None] | None = None
+        self._learner_effects: dict[type, Callable[[LearnerTensors, Any], None]] = {
+            CopyFragment: self._copy,
+            Send: self._send,
+            AdoptFragment: self._adopt,
+            SaveSnapshot: self._save,
+            StartTraining: self._start,
+            Stop: self._stop,
+        }
         self._make = make
         self._history = history
         self._check_digests = check_digests
@@ -350,9 +358,9 @@ class Execution:
         elif type(event) is LinkOpened:
             learner.session = event.session
         for effect in entry.effects:
-            handler = _LEARNER_EFFECTS.get(type(effect))
+            handler = self._learner_effects.get(type(effect))
             if handler is not None:
-                handler(self, learner, effect)
+                handler(learner, effect)
         if type(event) is StepTaken:
             learner.heard_at_boundary = learner.heard
 
@@ -490,16 +498,6 @@ class Execution:
             held.clear()
 
 
-_LEARNER_EFFECTS: dict[type, Callable[[Execution, LearnerTensors, Any], None]] = {
-    CopyFragment: Execution._copy,
-    Send: Execution._send,
-    AdoptFragment: Execution._adopt,
-    SaveSnapshot: Execution._save,
-    StartTraining: Execution._start,
-    Stop: Execution._stop,
-}
-
-
 def digest(value: Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(value.numpy().data)
 
@@ -518,17 +516,3 @@ def load_values(model: nn.Module, plan: FragmentPlan, values: Sequence[Tensor]) 
     view = ModelView(model, plan)
     for p, value in enumerate(values):
         view.write(p, value)
-
-
-def mean_of_learners(execution: Execution) -> list[Tensor]:
-    """The mean of the models of all learners, each in its newest incarnation, as they stand."""
-    newest: dict[LearnerId, LearnerTensors] = {}
-    for actor, learner in sorted(execution.learners.items()):
-        newest[actor.learner] = learner
-    found: list[Tensor] = []
-    for p in range(len(execution.plan.fragments)):
-        values = [torch.empty(execution.plan.numel(p)) for _ in newest]
-        for value, learner in zip(values, newest.values(), strict=True):
-            learner.view.read(p, value)
-        found.append(torch.stack(values).mean(0))
-    return found

@@ -17,6 +17,7 @@ from atoll.store.run_settings import RunSettings
 from atoll.transport.endpoint import Endpoint, NoAnswerError, RequestRefusedError, TlsVerificationError, ask
 
 ASK_EVERY_S = 1.0
+SYNCER_WAIT_S = 60.0
 
 
 def train_island(
@@ -66,18 +67,18 @@ def train_island(
         return not link.drained
 
 
-class Job(NamedTuple):
+class OfferedJob(NamedTuple):
+    """What a syncer has its learners train."""
+
     run_id: str
     settings: JobSettings
 
 
-def ask_for_job(
-    place: Endpoint, token: str | None, on_wait: Callable[[], None] | None = None, wait_s: float = 60.0
-) -> Job:
+def ask_for_job(place: Endpoint, token: str | None, on_wait: Callable[[], None] | None = None) -> OfferedJob:
     """What a syncer has for its learners to do. Waits for a syncer that is not there yet, and says so once."""
     place.check()
     syncer, places = place.addresses, place.addresses.split(",")
-    until = time.monotonic() + wait_s
+    until = time.monotonic() + SYNCER_WAIT_S
     while True:
         try:
             told = ask(places[0], token, "GET", "/v1/run", 10.0, tls=place.tls)
@@ -86,10 +87,10 @@ def ask_for_job(
             raise ValueError(f"the syncer at {syncer} refused: {refused}") from None
         except TlsVerificationError:
             raise
-        except NoAnswerError as wrong:
+        except NoAnswerError as error:
             places.append(places.pop(0))
             if time.monotonic() >= until:
-                raise ValueError(f"{wrong}; start one with: atoll syncer") from None
+                raise ValueError(f"{error}; start one with: atoll syncer") from None
             if on_wait is not None:
                 on_wait()
                 on_wait = None
@@ -100,4 +101,4 @@ def ask_for_job(
             f"the syncer at {syncer} has no job for atoll learner: start it with atoll syncer, or train with your own"
             " script and atoll.Learner"
         )
-    return Job(run.config.run_id, JobSettings.from_json(run.extra))
+    return OfferedJob(run.config.run_id, JobSettings.from_json(run.extra))

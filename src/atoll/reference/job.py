@@ -40,12 +40,11 @@ from atoll.reference.children import (
     wait_for_any,
 )
 from atoll.reference.data import Text
-from atoll.reference.evaluation import held_out_loss
+from atoll.reference.evaluation import Evaluations, held_out_loss
 from atoll.reference.job_progress import GoodputMeter, JobProgress, job_view, training_count
 from atoll.reference.job_settings import JobSettings
 from atoll.reference.loop import newest_metrics
 from atoll.reference.models import parameter_count
-from atoll.reference.periodic_eval import Evaluations
 from atoll.reference.report import REPORT, JobReport, Judged, baseline_report, decoupled_report
 from atoll.reference.saved_models import first_model, load_model, published_model
 from atoll.store.run_settings import CONFIG, check_new

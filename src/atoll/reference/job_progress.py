@@ -84,22 +84,13 @@ def job_view(status: Mapping[str, Any], job: JobProgress) -> dict[str, Any]:
 
 def _island(learner: int, member: Mapping[str, Any] | None, down: str | None) -> dict[str, Any]:
     known = member if member is not None else {}
-    if down is not None:
-        return {
-            "learner": learner,
-            "state": "gone",
-            "step": known.get("step", 0),
-            "tokens_per_s": None,
-            "loss": None,
-            "note": down,
-        }
     starts = known.get("incarnation", 1)
     notes = [f"link {known['link']}" if known.get("link") else "", f"start {starts}" if starts > 1 else ""]
     return {
         "learner": learner,
-        "state": STATES.get(known.get("standing", ""), "starting"),
+        "state": "gone" if down is not None else STATES.get(known.get("standing", ""), "starting"),
         "step": known.get("step", 0),
-        "tokens_per_s": known.get("tokens_per_s"),
-        "loss": known.get("loss"),
-        "note": ", ".join(note for note in notes if note),
+        "tokens_per_s": known.get("tokens_per_s") if down is None else None,
+        "loss": known.get("loss") if down is None else None,
+        "note": ", ".join(note for note in notes if note) if down is None else down,
     }

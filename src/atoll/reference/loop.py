@@ -9,15 +9,15 @@ import errno
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from atoll.dashboard.run_files import JsonTail
 from atoll.reference.data import Sampler, Text
 from atoll.reference.job_settings import JobSettings
 from atoll.reference.models import GPT, SIZES, GPTConfig, build, clip_, inner_optimizer, schedule, set_lr
@@ -153,8 +153,8 @@ class Metrics:
                 data = b"\n" + data
             written = self._file.write(data)
             self._lacks_end = written < len(data)  # the disk was full in the middle of the line
-        except OSError as wrong:
-            if wrong.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
                 raise
             # Training is worth more than its record: the line is lost, and a later one is written.
 
@@ -166,9 +166,7 @@ class Metrics:
     def __enter__(self) -> Metrics:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
 
@@ -177,27 +175,16 @@ def metrics_path(run: Path, learner: int) -> Path:
 
 
 def read_metrics(run: Path, learner: int) -> list[dict[str, Any]]:
-    """All complete lines; none where the learner never wrote one."""
-    try:
-        data = metrics_path(run, learner).read_bytes()
-    except FileNotFoundError:
-        return []
-    return list(_whole_lines(data.split(b"\n")[:-1]))
+    """All complete lines, without those that a full disk has cut; none where the learner never wrote one."""
+    return list(JsonTail(metrics_path(run, learner)).new_lines())
 
 
-def _whole_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Without those that a full disk has cut."""
-    for line in lines:
-        if line.endswith(b"}"):
-            yield json.loads(line)
-
-
-def newest_metrics(run: Path, learner: int, tail_bytes: int = 4096) -> dict[str, Any] | None:
+def newest_metrics(run: Path, learner: int) -> dict[str, Any] | None:
     """The last complete line, without reading the file."""
     try:
         with open(metrics_path(run, learner), "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - tail_bytes))
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
             lines = file.read().split(b"\n")[:-1]
     except FileNotFoundError:
         return None
-    return next(_whole_lines(reversed(lines)), None)
+    return next((json.loads(line) for line in reversed(lines) if line.endswith(b"}")), None)

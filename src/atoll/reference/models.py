@@ -1,4 +1,4 @@
-"""Reference models: a byte-level GPT, dense or with a mixture of experts, and the inner optimizers that train it.
+"""Reference models: a byte-level GPT, dense or with a mixture of experts, its inner optimizers, and text from it.
 
 Everything is drawn from a seed of its own and never from torch's global generator: two processes that build the same
 model hold the same bits, whatever else they have done before.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,11 @@ BALANCE = 0.01
 """Weight of the loss that keeps tokens spread over the experts; it is no part of a loss that is reported."""
 
 _STD = 0.02
+
+END_OF_DOCUMENT = 0
+"""The token after each document of the training text."""
+
+NEWTON_SCHULZ_STEPS = 5
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
@@ -194,6 +199,41 @@ def schedule(progress: float, warmup: float = 0.02, floor: float = 0.1) -> float
     return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * down))
 
 
+def sample(model: GPT, start: list[int], tokens: int, temperature: float, seed: int) -> Iterator[int]:
+    """At most `tokens` further tokens; fewer where the model ends the document.
+
+    The same model, start, temperature and seed give the same tokens: the generator is this call's own. Temperature 0
+    takes the most likely token each time.
+    """
+    if not start:
+        raise ValueError("a model continues a text: give at least one letter")
+    if tokens < 1:
+        raise ValueError(f"{tokens} tokens are no text; give at least 1")
+    if not 0.0 <= temperature <= 100.0:
+        raise ValueError(f"temperature is {temperature:g}; give 0 (the most likely token) to 100, usually near 1")
+    return _sampled(model, start, tokens, temperature, seed)
+
+
+@torch.no_grad()
+def _sampled(model: GPT, start: list[int], tokens: int, temperature: float, seed: int) -> Iterator[int]:
+    model.eval()
+    generator = torch.Generator().manual_seed(seed)
+    context = model.config.context
+    seen = list(start[-context:])
+    for _ in range(tokens):
+        logits = model(torch.tensor([seen[-context:]]))[0, -1].double()
+        if temperature == 0.0:
+            token = int(logits.argmax())
+        else:
+            odds = torch.softmax(logits / temperature, dim=-1)
+            token = int(torch.multinomial(odds, 1, generator=generator))
+        if token == END_OF_DOCUMENT:
+            return
+        seen.append(token)
+        del seen[:-context]
+        yield token
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Inner optimizers
 
@@ -251,7 +291,7 @@ class Muon(torch.optim.Optimizer):
                 parameter.add_(update, alpha=-0.2 * math.sqrt(max(parameter.shape)) * group["lr"])
 
 
-def orthogonalized(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
+def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
     """Return a matrix with the singular vectors of `matrix` and singular values near 1.
 
     Newton-Schulz: each step multiplies X by a I + b G + c G^2, where G = X X^T. These factors and G commute, so
@@ -262,10 +302,10 @@ def orthogonalized(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
     wide = wide / wide.norm().clamp(min=1e-7)
     gram = wide @ wide.T
     product = identity = torch.eye(len(gram)).to(gram)
-    for step in range(steps):
+    for step in range(NEWTON_SCHULZ_STEPS):
         factor = torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315).add_(identity, alpha=3.4445)
         product = factor @ product if step else factor
-        if step < steps - 1:
+        if step < NEWTON_SCHULZ_STEPS - 1:
             gram = factor @ gram @ factor
     result: Tensor = product @ wide
     return result.T if is_tall else result

@@ -144,8 +144,8 @@ def _beginning(run: Path, tapes: RunTapes, fragments: int) -> Beginning | None:
         kept = [_kept(kept_fragment(run, p)) for p in range(fragments)]
         there = list_parts(run / BEGINNING)
         parts = [read_part(part_path(run / BEGINNING, i, number)) for i, numbers in there.items() for number in numbers]
-    except (OSError, ValueError) as wrong:
-        raise CannotReplay(f"what the run was restored from cannot be read: {wrong}") from None
+    except (OSError, ValueError) as error:
+        raise CannotReplay(f"what the run was restored from cannot be read: {error}") from None
     if any(versions.get(p) != each.record for p, each in enumerate(kept)):
         raise CannotReplay(f"the first tape of the syncer begins with other versions than {BEGINNING} holds")
     return Beginning(first, kept, parts)

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from atoll.dashboard.run_files import JsonTail
 from atoll.files import write_text
 from atoll.reference.job_settings import JobSettings
 from atoll.reference.loop import read_metrics
@@ -137,11 +138,7 @@ def note_fault(run: Path, at: float, who: str, what: str, planned: bool) -> None
 
 
 def read_faults(run: Path) -> list[dict[str, Any]]:
-    try:
-        lines = (run / FAULTS).read_text(encoding="utf-8").split("\n")[:-1]
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in lines]
+    return list(JsonTail(run / FAULTS).new_lines())
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -230,7 +227,7 @@ def _fault(timeline: RunTimeline, noted: Mapping[str, Any], founded_at: float) -
         before = _others_step_s(others, (last - max(away_s, 1.0), last))
         during = _others_step_s(others, (last, back.began))
     return ProcessFault(
-        at_s=at - (timeline.trains_since() or 0.0),
+        at_s=at - (timeline.trains_since or 0.0),
         who=noted["who"],
         what=noted["what"],
         planned=noted["planned"],

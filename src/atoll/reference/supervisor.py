@@ -18,10 +18,10 @@ import torch
 from atoll.dashboard.terminal import LiveView
 from atoll.launch.supervisor import Restarts, signal_name
 from atoll.reference.children import FINE, REFUSED, Child, JobFailed, end_all, processes, wait_for_any
+from atoll.reference.evaluation import Evaluations
 from atoll.reference.island import train_island
 from atoll.reference.job_progress import GoodputMeter, JobProgress, job_view, training_count
 from atoll.reference.job_settings import JobSettings, Kill
-from atoll.reference.periodic_eval import Evaluations
 from atoll.reference.report import note_fault, read_faults
 from atoll.store.run_settings import RunSettings
 from atoll.store.snapshots import SHARDS
@@ -41,7 +41,7 @@ MAX_FAILURES = 5
 
 
 @dataclass(slots=True)
-class Member:
+class SupervisedProcess:
     """A process that is kept alive."""
 
     child: Child
@@ -86,9 +86,9 @@ class Supervisor:
         self._began = time.monotonic()
         self._over_at: float | None = None
         self._context = processes()
-        self._syncer = Member(self._syncer_child())
-        self._shards = [Member(self._shard_child(k)) for k in range(settings.shards)]
-        self._learners = {n: Member(self._learner_child(n)) for n in range(1, settings.learners + 1)}
+        self._syncer = SupervisedProcess(self._syncer_child())
+        self._shards = [SupervisedProcess(self._shard_child(k)) for k in range(settings.shards)]
+        self._learners = {n: SupervisedProcess(self._learner_child(n)) for n in range(1, settings.learners + 1)}
 
     @property
     def address(self) -> str:
@@ -121,7 +121,7 @@ class Supervisor:
         finally:
             self._end()
 
-    def _members(self) -> list[Member]:
+    def _members(self) -> list[SupervisedProcess]:
         return [self._syncer, *self._shards, *self._learners.values()]
 
     def _is_over(self) -> bool:
@@ -157,7 +157,7 @@ class Supervisor:
                 continue
             self._ended_early(member, code, now)
 
-    def _ended_early(self, member: Member, code: int, now: float) -> None:
+    def _ended_early(self, member: SupervisedProcess, code: int, now: float) -> None:
         child, away_s = member.child, member.away_s
         if self._syncer.done:
             member.done = True  # the run is over without it
@@ -182,7 +182,7 @@ class Supervisor:
         self._tell(f"{child.name} was {why}; it starts again in {delay_s:.3g} s, the others train on")
         self._progress.down[self._number(member)] = f"{why}, starts again in {delay_s:.3g} s"
 
-    def _give_up(self, member: Member, sentence: str) -> None:
+    def _give_up(self, member: SupervisedProcess, sentence: str) -> None:
         """Without one learner the run goes on; without the syncer or the last learner it cannot."""
         member.done = True
         self._tell(sentence)
@@ -190,7 +190,7 @@ class Supervisor:
         if member is self._syncer or member in self._shards or all(each.done for each in self._learners.values()):
             raise JobFailed(f"{sentence} (log: {member.child.log})")
 
-    def _number(self, member: Member) -> int:
+    def _number(self, member: SupervisedProcess) -> int:
         return next((number for number, each in self._learners.items() if each is member), 0)
 
     # ---------------------------------------------------------------------------------------------------- looking

@@ -28,6 +28,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from atoll.sim.fleet import demand
+
 UTILISATIONS = (0.5, 0.75, 0.9, 0.95, 0.99)
 
 CODEC_BITS = {"f32": 32.0, "bf16": 16.0, "int8": 8.0, "int4": 4.0}
@@ -65,12 +67,12 @@ class ExchangePattern:
     tail: float = 0.0  # share of an exchange that cannot begin before its step has ended, and is never hidden
 
     def __post_init__(self) -> None:
-        _demand(0.0 < self.bits < math.inf, "bits", self.bits, "give bits per number above 0")
-        _demand(0.0 < self.share <= 1.0, "share", self.share, "give a share of the model, above 0 and at most 1")
-        _demand(0.0 < self.every_steps < math.inf, "every_steps", self.every_steps, "give steps above 0")
-        _demand(0.0 <= self.hidden_steps < math.inf, "hidden_steps", self.hidden_steps, "give steps, 0 or more")
-        _demand(0.0 <= self.tail < 1.0, "tail", self.tail, "give a share of the exchange, below 1")
-        _demand(0.0 <= self.turns < math.inf, "turns", self.turns, "give delays per exchange, 0 or more")
+        demand(0.0 < self.bits < math.inf, "bits", self.bits, "give bits per number above 0")
+        demand(0.0 < self.share <= 1.0, "share", self.share, "give a share of the model, above 0 and at most 1")
+        demand(0.0 < self.every_steps < math.inf, "every_steps", self.every_steps, "give steps above 0")
+        demand(0.0 <= self.hidden_steps < math.inf, "hidden_steps", self.hidden_steps, "give steps, 0 or more")
+        demand(0.0 <= self.tail < 1.0, "tail", self.tail, "give a share of the exchange, below 1")
+        demand(0.0 <= self.turns < math.inf, "turns", self.turns, "give delays per exchange, 0 or more")
 
     @property
     def bits_per_step(self) -> float:
@@ -89,20 +91,15 @@ class Load:
     star: bool = False  # all sites send to one syncer elsewhere, instead of an all-reduce or a syncer's share at each
 
     def __post_init__(self) -> None:
-        _demand(1.0 <= self.params < math.inf, "params", self.params, "give a number of parameters such as 5e9")
-        _demand(self.sites >= 2, "sites", self.sites, "nothing travels with one site; give 2 or more")
-        _demand(0.0 < self.step_s < math.inf, "step_s", self.step_s, "give seconds above 0")
-        _demand(0.0 <= self.delay_s < math.inf, "delay_s", self.delay_s, "give seconds, 0 or more")
+        demand(1.0 <= self.params < math.inf, "params", self.params, "give a number of parameters such as 5e9")
+        demand(self.sites >= 2, "sites", self.sites, "nothing travels with one site; give 2 or more")
+        demand(0.0 < self.step_s < math.inf, "step_s", self.step_s, "give seconds above 0")
+        demand(0.0 <= self.delay_s < math.inf, "delay_s", self.delay_s, "give seconds, 0 or more")
 
     @property
     def factor(self) -> float:
         """Sent by a site, and received, for each number that it exchanges."""
         return 1.0 if self.star else all_reduce_factor(self.sites)
-
-
-def _demand(fine: bool, name: str, value: object, remedy: str) -> None:
-    if not fine:
-        raise ValueError(f"{name} is {value}; {remedy}")
 
 
 def all_reduce_factor(sites: int) -> float:
@@ -120,14 +117,10 @@ def all_reduce_factor(sites: int) -> float:
 # ------------------------------------------------------------------------------------------------------------ methods
 
 
-def data_parallel(
-    sites: int, bits: float = 16.0, hidden_steps: float = BACKWARD_SHARE, messages: int = GRADIENT_MESSAGES
-) -> ExchangePattern:
+def data_parallel(sites: int) -> ExchangePattern:
     """Gradients of the whole model at every step; what fits under the backward pass is hidden, but for the last."""
-    hidden = hidden_steps * (1.0 - 1.0 / messages)
-    return ExchangePattern(
-        bits, 1.0, 1.0, hidden, turns=ring_turns(sites), tail=1.0 / messages if messages > 1 else 0.0
-    )
+    last = 1.0 / GRADIENT_MESSAGES
+    return ExchangePattern(16.0, 1.0, 1.0, BACKWARD_SHARE * (1.0 - last), turns=ring_turns(sites), tail=last)
 
 
 def diloco(sites: int, codec: str = "bf16", every_steps: int = 24) -> ExchangePattern:
@@ -242,55 +235,3 @@ def period_steps(codec: str, load: Load, every_steps: int, rate_bit_s: float) ->
 def wire_bits(codec: str) -> float:
     codec_bits(codec)  # refuses what there is not
     return WIRE_BITS[codec]
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """What a run here should show: compare it with what was measured."""
-
-    method: str
-    step_s: float
-    utilisation: float
-    period_steps: float  # between two exchanges of the same part of the model
-    sent_bit_s: float  # by one site, on average
-
-
-def predict(
-    method: str,
-    load: Load,
-    rate_bit_s: float,
-    *,
-    codec: str = "bf16",
-    every_steps: int = 24,
-    fragments: int = 24,
-    tau_steps: float = 2,
-    work_s: float | None = None,
-) -> Prediction:
-    """What `atoll train --method METHOD` does on links of this rate: `ddp`, `diloco`, `streaming` or `decoupled`.
-
-    The baselines here sum f32 over gloo, whatever the codec. `work_s` is the real work of a step whose pace is kept by
-    waiting: a paced step hides all that fits between its work and its pace. Without it the step is all work, and
-    gradients hide under its backward pass. A decoupled learner never waits; its links decide how often a fragment comes
-    round.
-
-    >>> thin = Load(params=10e6, sites=4, step_s=0.5, delay_s=0.02)
-    >>> ddp = predict("ddp", thin, 48e6, work_s=0.1)
-    >>> round(ddp.step_s / predict("decoupled", thin, 48e6, codec="int4").step_s, 1)
-    20.4
-    """
-    if method == "decoupled":
-        every = period_steps(codec, load, every_steps, rate_bit_s)
-        sent = load.params * wire_bits(codec) * load.factor / (every * load.step_s) if rate_bit_s > 0.0 else 0.0
-        return Prediction(method, load.step_s, 1.0, every, sent)
-    if method == "ddp":
-        hidden = BACKWARD_SHARE if work_s is None else max(0.0, 1.0 - work_s / load.step_s)
-        exchange, period = ExchangePattern(32.0, 1.0, 1.0, hidden, turns=ring_turns(load.sites)), 1.0
-    elif method == "diloco":
-        exchange, period = diloco(load.sites, "f32", every_steps), float(every_steps)
-    elif method == "streaming":
-        exchange, period = streaming(load.sites, "f32", every_steps, fragments, tau_steps), float(every_steps)
-    else:
-        raise ValueError(f"there is no method {method!r}; give ddp, diloco, streaming or decoupled")
-    step_s = step_time_s(exchange, load, rate_bit_s)
-    sent = load.params * exchange.bits_per_step * load.factor / step_s
-    return Prediction(method, step_s, load.step_s / step_s, period, sent)

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Literal, NamedTuple, TypeVar
 
 from atoll.core.protocol import (
-    Body,
     ControlRequested,
     DiscardRound,
-    Effect,
-    Event,
     MembersRecord,
     MessageArrived,
     Persist,
@@ -32,7 +29,8 @@ from atoll.core.types import SYNCER, FragmentId, RunConfig, Version
 from atoll.tape.format import Actor, Entry
 
 Subject = tuple[str, int]
-Handler = Callable[[Entry, Any], None]
+Handler = Callable[..., None]
+Table = Literal["every", "events", "arrived", "effects", "sent"]
 
 
 class Violation(Exception):  # noqa: N818 - it is a finding, not an error of the program
@@ -46,22 +44,49 @@ class Violation(Exception):  # noqa: N818 - it is a finding, not an error of the
         self.subject = subject
 
 
+class Watched(NamedTuple):
+    """Which entries a handler sees: those with one of these types in this table, perhaps of the newest syncer only."""
+
+    table: Table
+    kinds: tuple[type, ...]
+    current: bool
+
+
+F = TypeVar("F", bound=Callable[..., None])
+
+
+def on(table: Table, *kinds: type, current: bool = False) -> Callable[[F], F]:
+    """Mark a method of a checker as a handler.
+
+    It gets the entry, and for `events` and `effects` the event or effect, for `arrived` and `sent` the envelope and
+    its body. A handler of `every` gets nothing else.
+    """
+
+    def mark(method: F) -> F:
+        method.__dict__["watched"] = Watched(table, kinds or (object,), current)
+        return method
+
+    return mark
+
+
 class Checker:
-    """An observer. The tables say which events, arrived bodies, effects and sent bodies it wants to see."""
+    """An observer. `on` marks its handlers; components such as `DurableRecords` add theirs with `watch`."""
 
     name = ""
     sentence = ""
+    is_of_leases = False  # it sees nothing of a run without leases
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.events: dict[type, Handler] = {}
-        self.arrived: dict[type, Handler] = {}
-        self.effects: dict[type, Handler] = {}
-        self.sent: dict[type, Handler] = {}
-        self.every: Callable[[Entry], None] | None = None
-        self.every_of_syncers: Callable[[Entry], None] | None = None
+        self.handlers: list[tuple[Watched, Handler]] = []
         self.starts: list[Callable[[Actor, Restored | None], None]] = []
         self.syncer: Actor | None = None  # the newest; an older one may live on, cut off and fenced from the store
+        if config.lease_samples or not self.is_of_leases:
+            methods = [getattr(self, name) for name in dir(type(self))]
+            self.handlers += [(method.watched, method) for method in methods if hasattr(method, "watched")]
+
+    def watch(self, table: Table, kind: type, handler: Handler) -> None:
+        self.handlers.append((Watched(table, (kind,), False), handler))
 
     def started(self, actor: Actor, restored: Restored | None) -> None:
         """A process has begun; `restored` is what a syncer found in its directory."""
@@ -69,6 +94,11 @@ class Checker:
             self.syncer = actor
         for on_start in self.starts:
             on_start(actor, restored)
+        if actor.learner == SYNCER:
+            self.on_syncer(restored)
+
+    def on_syncer(self, restored: Restored | None) -> None:
+        """A syncer has begun: it is `self.syncer` now."""
 
     def is_current(self, entry: Entry) -> bool:
         return entry.actor == self.syncer
@@ -105,10 +135,10 @@ class DurableRecords:
         self._on_durable = on_durable
         self._on_late = on_late
         self._saving: dict[tuple[Actor, RecordKey], Record] = {}
-        checker.effects[Persist] = self._on_persist
-        checker.effects[DiscardRound] = self._on_discard
-        checker.events[Persisted] = self._on_persisted
-        checker.events[ShardBack] = self._on_shard_back
+        checker.watch("effects", Persist, self._on_persist)
+        checker.watch("effects", DiscardRound, self._on_discard)
+        checker.watch("events", Persisted, self._on_persisted)
+        checker.watch("events", ShardBack, self._on_shard_back)
         checker.starts.append(self._on_start)
 
     def _on_start(self, actor: Actor, restored: Restored | None) -> None:
@@ -162,7 +192,7 @@ class SettingsInForce:
     def __init__(self, checker: Checker) -> None:
         self._config = checker.config
         self._changed: dict[Actor, RunConfig] = {}
-        checker.events[ControlRequested] = self._on_control
+        checker.watch("events", ControlRequested, self._on_control)
 
     def of(self, entry: Entry) -> RunConfig:
         return self._changed.get(entry.actor, self._config)
@@ -179,52 +209,40 @@ class Watch:
 
     def __init__(self, checkers: Sequence[Checker]) -> None:
         self.checkers = list(checkers)
-        self._events: dict[type, list[Handler]] = {}
-        self._arrived: dict[type, list[Handler]] = {}
-        self._effects: dict[type, list[Handler]] = {}
-        self._sent: dict[type, list[Handler]] = {}
-        self._every: list[Callable[[Entry], None]] = []
-        self._every_of_syncers: list[Callable[[Entry], None]] = []
+        self._syncer: Actor | None = None
+        self._handlers: dict[Table, dict[type, list[tuple[bool, Handler]]]] = {
+            table: {} for table in ("every", "events", "arrived", "effects", "sent")
+        }
         for checker in self.checkers:
-            if checker.every is not None:
-                self._every.append(checker.every)
-            if checker.every_of_syncers is not None:
-                self._every_of_syncers.append(checker.every_of_syncers)
-            for ours, theirs in (
-                (self._events, checker.events),
-                (self._arrived, checker.arrived),
-                (self._effects, checker.effects),
-                (self._sent, checker.sent),
-            ):
-                for kind, handler in theirs.items():
-                    ours.setdefault(kind, []).append(handler)
+            for watched, handler in checker.handlers:
+                for kind in watched.kinds:
+                    self._handlers[watched.table].setdefault(kind, []).append((watched.current, handler))
 
     def started(self, actor: Actor, restored: Restored | None) -> None:
+        if actor.learner == SYNCER:
+            self._syncer = actor
         for checker in self.checkers:
             checker.started(actor, restored)
 
     def observe(self, entry: Entry) -> None:
-        event: Event = entry.event
-        for every in self._every:
-            every(entry)
-        if entry.actor.learner == SYNCER:
-            for every in self._every_of_syncers:
-                every(entry)
+        self._show(entry, "every", object)
+        event = entry.event
         if type(event) is MessageArrived:
-            for handler in self._arrived.get(type(event.envelope.body), ()):
-                handler(entry, event.envelope)
+            body = event.envelope.body
+            self._show(entry, "arrived", type(body), event.envelope, body)
         else:
-            for handler in self._events.get(type(event), ()):
-                handler(entry, event)
-        effect: Effect
+            self._show(entry, "events", type(event), event)
         for effect in entry.effects:
             if type(effect) is Send:
-                body: Body = effect.envelope.body
-                for handler in self._sent.get(type(body), ()):
-                    handler(entry, effect.envelope)
+                body = effect.envelope.body
+                self._show(entry, "sent", type(body), effect.envelope, body)
             else:
-                for handler in self._effects.get(type(effect), ()):
-                    handler(entry, effect)
+                self._show(entry, "effects", type(effect), effect)
+
+    def _show(self, entry: Entry, table: Table, kind: type, *what: object) -> None:
+        for current, handler in self._handlers[table].get(kind, ()):
+            if not current or entry.actor == self._syncer:
+                handler(entry, *what)
 
     def finish(self) -> None:
         for checker in self.checkers:
@@ -239,7 +257,3 @@ def all_checkers(config: RunConfig) -> list[Checker]:
 
     kinds = (*ROUND_CHECKERS, *LEARNER_CHECKERS, *RUN_CHECKERS, *LEASE_CHECKERS, *SYNCER_CHECKERS)
     return [kind(config) for kind in kinds]
-
-
-def is_syncer(entry: Entry) -> bool:
-    return entry.actor.learner == SYNCER

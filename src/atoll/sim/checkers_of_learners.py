@@ -35,10 +35,11 @@ from atoll.core.protocol import (
 )
 from atoll.core.syncer.state import Restored
 from atoll.core.types import SYNCER, FragmentId, Interval, LearnerId, RunConfig, Version
-from atoll.sim.checkers import Checker, DurableRecords, ignore_record, is_syncer
+from atoll.sim.checkers import Checker, DurableRecords, ignore_record, on
 from atoll.tape.format import Actor, Entry
 
 Who = tuple[LearnerId, int]
+"""An `Actor`, or its learner and incarnation from a record: they are equal."""
 
 
 class LedgerBalance(Checker):
@@ -51,9 +52,6 @@ class LedgerBalance(Checker):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         DurableRecords(self, on_durable=self._on_durable)
-        self.events[StepTaken] = self._on_step
-        self.effects[AdoptFragment] = self._on_adopt
-        self.sent = {Contribution: self._on_contribution}
         self._trained: dict[Who, int] = {}
         self._merged: dict[tuple[Who, FragmentId], int] = {}  # as the learner knows it
         self._dropped: dict[tuple[Who, FragmentId], int] = {}
@@ -61,8 +59,9 @@ class LedgerBalance(Checker):
         self._known: dict[tuple[Who, FragmentId], int] = {}  # durable in a version that the learner has adopted
         self._copied: dict[tuple[Who, FragmentId], Contribution] = {}
 
+    @on("events", StepTaken)
     def _on_step(self, entry: Entry, event: StepTaken) -> None:
-        who = (entry.actor.learner, entry.actor.start)
+        who = entry.actor
         self._trained[who] = self._trained.get(who, 0) + event.tokens
 
     def _on_durable(self, entry: Entry | None, record: Record) -> None:
@@ -71,10 +70,9 @@ class LedgerBalance(Checker):
                 line = self._durable.setdefault(((a.learner, a.incarnation), record.fragment), [])
                 line.append((record.version, a.tokens))
 
-    def _on_contribution(self, entry: Entry, envelope: Envelope) -> None:
-        body = envelope.body
-        assert isinstance(body, Contribution)
-        who = (entry.actor.learner, entry.actor.start)
+    @on("sent", Contribution)
+    def _on_contribution(self, entry: Entry, envelope: Envelope, body: Contribution) -> None:
+        who = entry.actor
         key = (who, body.round.fragment)
         subject = ("learner", envelope.learner)
         before = self._copied.get(key)
@@ -92,8 +90,9 @@ class LedgerBalance(Checker):
             )
             self.fail(entry, subject, what)
 
+    @on("effects", AdoptFragment)
     def _on_adopt(self, entry: Entry, effect: AdoptFragment) -> None:
-        who = (entry.actor.learner, entry.actor.start)
+        who = entry.actor
         key = (who, effect.fragment)
         merged = self._merged[key] = self._merged.get(key, 0) + effect.merged_tokens
         dropped = self._dropped[key] = self._dropped.get(key, 0) + effect.dropped_tokens
@@ -122,16 +121,14 @@ class Independence(Checker):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self.events = {StepTaken: self._on_step, LeaveWanted: self._on_leave_wanted}
-        self.effects = {StartTraining: self._on_start}
-        self.sent = {Held: self._on_held}
-        self.arrived = {Finish: self._on_finish}
         self._last: dict[Actor, float] = {}
         self._rests: dict[Actor, bool] = {}  # told to stand still; False: told to go on, and no step since
 
+    @on("effects", StartTraining)
     def _on_start(self, entry: Entry, effect: StartTraining) -> None:
         self._last[entry.actor] = entry.at
 
+    @on("events", StepTaken)
     def _on_step(self, entry: Entry, event: StepTaken) -> None:
         """A learner's own time is its step; whatever else passes between two steps was spent waiting for others."""
         last = self._last.get(entry.actor)
@@ -148,19 +145,20 @@ class Independence(Checker):
         if not self._rests.get(entry.actor, True):
             del self._rests[entry.actor]
 
+    @on("events", LeaveWanted)
     def _on_leave_wanted(self, entry: Entry, event: LeaveWanted) -> None:
         if event.push:
             self._rests[entry.actor] = True
 
-    def _on_held(self, entry: Entry, envelope: Envelope) -> None:
-        body = envelope.body
-        assert isinstance(body, Held)
+    @on("sent", Held)
+    def _on_held(self, entry: Entry, envelope: Envelope, body: Held) -> None:
         if body.paused:
             self._rests[entry.actor] = True
         else:
             self._goes_on(entry)
 
-    def _on_finish(self, entry: Entry, envelope: Envelope) -> None:
+    @on("arrived", Finish)
+    def _on_finish(self, entry: Entry, envelope: Envelope, body: Finish) -> None:
         self._goes_on(entry)  # at the end nobody stands still
 
     def _goes_on(self, entry: Entry) -> None:
@@ -175,26 +173,23 @@ class Recovery(Checker):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self.arrived = {Welcome: self._on_welcome, StateWanted: self._on_wanted}
-        self.effects = {AdoptFragment: self._on_adopt, StartTraining: self._on_start}
-        self.sent = {InnerState: self._on_inner_state}
         self._welcomed: dict[Actor, tuple[Version, ...]] = {}
         self._held: dict[Actor, dict[FragmentId, Version]] = {}
         self._wanted: dict[tuple[Actor, LearnerId], tuple[Version, ...]] = {}
 
-    def _on_welcome(self, entry: Entry, envelope: Envelope) -> None:
-        body = envelope.body
-        assert isinstance(body, Welcome)
+    @on("arrived", Welcome)
+    def _on_welcome(self, entry: Entry, envelope: Envelope, body: Welcome) -> None:
         self._welcomed.setdefault(entry.actor, body.versions)
 
-    def _on_wanted(self, entry: Entry, envelope: Envelope) -> None:
-        body = envelope.body
-        assert isinstance(body, StateWanted)
+    @on("arrived", StateWanted)
+    def _on_wanted(self, entry: Entry, envelope: Envelope, body: StateWanted) -> None:
         self._wanted[(entry.actor, body.to)] = body.versions
 
+    @on("effects", AdoptFragment)
     def _on_adopt(self, entry: Entry, effect: AdoptFragment) -> None:
         self._held.setdefault(entry.actor, {})[effect.fragment] = effect.version
 
+    @on("effects", StartTraining)
     def _on_start(self, entry: Entry, effect: StartTraining) -> None:
         held = self._held.get(entry.actor, {})
         for p, version in zip(self.config.fragment_ids(), self._welcomed.get(entry.actor, ()), strict=False):
@@ -202,11 +197,8 @@ class Recovery(Checker):
                 what = f"training starts with version {held.get(p, -1)} of fragment {p}, {version} was published"
                 self.fail(entry, ("learner", entry.actor.learner), what)
 
-    def _on_inner_state(self, entry: Entry, envelope: Envelope) -> None:
-        body = envelope.body
-        assert isinstance(body, InnerState)
-        if is_syncer(entry):
-            return
+    @on("sent", InnerState)
+    def _on_inner_state(self, entry: Entry, envelope: Envelope, body: InnerState) -> None:
         wanted = self._wanted.get((entry.actor, body.to), ())
         if any(have < want for have, want in zip(body.versions, wanted, strict=False)):
             self.fail(entry, ("learner", body.to), f"learner {body.giver} gives state older than what is published")
@@ -218,9 +210,9 @@ class Clocks(Checker):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self.every = self._on_every
         self._ticks: dict[tuple[LearnerId, int], int] = {}
 
+    @on("every")
     def _on_every(self, entry: Entry) -> None:
         """Seen for every entry, so it is plain: an actor is looked up as the tuple that it is."""
         actor, tick, event = entry.actor, entry.tick, entry.event
@@ -250,19 +242,19 @@ class Stopped(Checker):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self.effects = {Stop: self._on_stop}
-        self.events = {StepTaken: self._on_step}
-        self.sent = {Contribution: self._on_contribution}
         self._stopped: set[Actor] = set()
 
+    @on("effects", Stop)
     def _on_stop(self, entry: Entry, effect: Stop) -> None:
         self._stopped.add(entry.actor)
 
+    @on("events", StepTaken)
     def _on_step(self, entry: Entry, event: StepTaken) -> None:
         if entry.actor in self._stopped:
             self.fail(entry, ("learner", entry.actor.learner), "a step after the stop")
 
-    def _on_contribution(self, entry: Entry, envelope: Envelope) -> None:
+    @on("sent", Contribution)
+    def _on_contribution(self, entry: Entry, envelope: Envelope, body: Contribution) -> None:
         if entry.actor in self._stopped:
             self.fail(entry, ("learner", entry.actor.learner), "a contribution after the stop")
 
@@ -279,22 +271,20 @@ class Pushed(Checker):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         DurableRecords(self, on_durable=self._on_durable)
-        self.events[StepTaken] = self._on_step
-        self.events[LeaveWanted] = self._on_leave_wanted
-        self.effects[AdoptFragment] = self._on_adopt
-        self.effects[Stop] = self._on_stop
         self._trained: dict[Who, int] = {}
         self._settled: dict[tuple[Who, FragmentId], int] = {}  # durable, or dropped in adopting
         self._leaving: dict[Who, bool] = {}  # it pushes; False: it was told that its time is over
 
+    @on("events", StepTaken)
     def _on_step(self, entry: Entry, event: StepTaken) -> None:
-        who = (entry.actor.learner, entry.actor.start)
+        who = entry.actor
         self._trained[who] = self._trained.get(who, 0) + event.tokens
         if event.steps and who in self._leaving:
             self.fail(entry, ("learner", who[0]), "a step after it was asked to leave")
 
+    @on("events", LeaveWanted)
     def _on_leave_wanted(self, entry: Entry, event: LeaveWanted) -> None:
-        who = (entry.actor.learner, entry.actor.start)
+        who = entry.actor
         if event.push:
             self._leaving.setdefault(who, True)
         elif who in self._leaving:
@@ -306,14 +296,16 @@ class Pushed(Checker):
                 key = ((a.learner, a.incarnation), record.fragment)
                 self._settled[key] = self._settled.get(key, 0) + a.tokens
 
+    @on("effects", AdoptFragment)
     def _on_adopt(self, entry: Entry, effect: AdoptFragment) -> None:
         if effect.dropped_tokens:
-            key = ((entry.actor.learner, entry.actor.start), effect.fragment)
+            key = (entry.actor, effect.fragment)
             self._settled[key] = self._settled.get(key, 0) + effect.dropped_tokens
 
+    @on("effects", Stop)
     def _on_stop(self, entry: Entry, effect: Stop) -> None:
         """The end of the run, an operator and a syncer that refuses it may take it out before."""
-        who = (entry.actor.learner, entry.actor.start)
+        who = entry.actor
         if not self._leaving.pop(who, False) or effect.reason.code not in ("learner-pushed", "learner-left"):
             return
         trained = self._trained.get(who, 0)
@@ -389,16 +381,14 @@ class LeaseRecords:
 class LeaseDurable(Checker):
     name = "lease-durable"
     sentence = "a lease is durable before it is sent"
+    is_of_leases = True
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self._leases = LeaseRecords(self)
-        if config.lease_samples:
-            self.sent = {Lease: self._on_lease}
 
-    def _on_lease(self, entry: Entry, envelope: Envelope) -> None:
-        body = envelope.body
-        assert isinstance(body, Lease)
+    @on("sent", Lease)
+    def _on_lease(self, entry: Entry, envelope: Envelope, body: Lease) -> None:
         line = self._leases.lines.get((envelope.learner, envelope.incarnation), [])
         if body.number >= len(line) or line[body.number] != (body.begin, body.end):
             what = f"samples {body.begin} to {body.end} were leased as number {body.number}, durable are {len(line)}"
@@ -408,6 +398,7 @@ class LeaseDurable(Checker):
 class LeasedOnce(Checker):
     name = "leased-once"
     sentence = "no sample is leased to two incarnations at the same time"
+    is_of_leases = True
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -450,6 +441,7 @@ class LeasedOnce(Checker):
 class SamplesOnce(Checker):
     name = "samples-once"
     sentence = "no sample is merged twice, and none that was not leased"
+    is_of_leases = True
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -479,25 +471,23 @@ class SamplesOnce(Checker):
 class ReturnedFirst(Checker):
     name = "returned-first"
     sentence = "returned samples are leased again before new ones"
+    is_of_leases = True
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         LeaseRecords(self, on_save=self._on_save)
         self._next = 0
         self._pool: set[Interval] = set()  # of the last record, if nothing was returned since
-        if config.lease_samples:
-            self.effects[Say] = self._on_say
 
-    def started(self, actor: Actor, restored: Restored | None) -> None:
-        super().started(actor, restored)
-        if actor.learner == SYNCER:
-            found = restored.leases if restored is not None else None
-            self._next = found.next if found is not None else 0
-            self._pool = set()
+    def on_syncer(self, restored: Restored | None) -> None:
+        found = restored.leases if restored is not None else None
+        self._next = found.next if found is not None else 0
+        self._pool = set()
 
+    @on("effects", Say, current=True)
     def _on_say(self, entry: Entry, effect: Say) -> None:
         """What was leased from the pool and came back at once must not look as if it had been passed over."""
-        if effect.reason.code == "leases-returned" and self.is_current(entry):
+        if effect.reason.code == "leases-returned":
             self._pool = set()
 
     def _on_save(self, entry: Entry, record: Record) -> None:
@@ -513,45 +503,40 @@ class ReturnedFirst(Checker):
 class LeaseHeld(Checker):
     name = "lease-held"
     sentence = "a learner trains on nothing but what was leased to it, and says how far it has come"
+    is_of_leases = True
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        if config.lease_samples:
-            self.arrived = {Lease: self._on_lease}
-            self.events = {StepTaken: self._on_step}
-            self.effects = {StartTraining: self._on_start}
-            self.sent = {Report: self._on_told, Contribution: self._on_contribution}
         self._numbers: dict[Actor, int] = {}
         self._held: dict[Actor, int] = {}
         self._taken: dict[Actor, int] = {}
         self._copied: dict[tuple[Actor, int], Contribution] = {}
 
-    def _on_lease(self, entry: Entry, envelope: Envelope) -> None:
+    @on("arrived", Lease)
+    def _on_lease(self, entry: Entry, envelope: Envelope, body: Lease) -> None:
         """Also one that the core drops because of its link: it is as durable, and comes again."""
-        body = envelope.body
-        assert isinstance(body, Lease)
         if body.number == self._numbers.get(entry.actor, 0):
             self._numbers[entry.actor] = body.number + 1
             self._held[entry.actor] = self._held.get(entry.actor, 0) + body.end - body.begin
 
+    @on("effects", StartTraining)
     def _on_start(self, entry: Entry, effect: StartTraining) -> None:
         if not self._held.get(entry.actor):
             self.fail(entry, ("learner", entry.actor.learner), "training starts without a lease")
 
+    @on("events", StepTaken)
     def _on_step(self, entry: Entry, event: StepTaken) -> None:
         taken = self._taken[entry.actor] = self._taken.get(entry.actor, 0) + event.samples
         held = self._held.get(entry.actor, 0)
         if taken > held or event.samples < 0:
             self.fail(entry, ("learner", entry.actor.learner), f"{taken} samples taken, {held} were leased")
 
-    def _on_told(self, entry: Entry, envelope: Envelope) -> None:
-        body = envelope.body
-        assert isinstance(body, Report)
+    @on("sent", Report)
+    def _on_told(self, entry: Entry, envelope: Envelope, body: Report) -> None:
         self._compare(entry, body.taken)
 
-    def _on_contribution(self, entry: Entry, envelope: Envelope) -> None:
-        body = envelope.body
-        assert isinstance(body, Contribution)
+    @on("sent", Contribution)
+    def _on_contribution(self, entry: Entry, envelope: Envelope, body: Contribution) -> None:
         key = (entry.actor, body.round.fragment)
         before = self._copied.get(key)
         if before is None or before.round != body.round:

@@ -33,7 +33,7 @@ from atoll.core.protocol import (
 )
 from atoll.core.syncer.state import Restored
 from atoll.core.types import SYNCER, Accepted, FragmentId, LearnerId, RoundId, RunConfig, Version
-from atoll.sim.checkers import Checker, DurableRecords, SettingsInForce, is_syncer
+from atoll.sim.checkers import Checker, DurableRecords, SettingsInForce, on
 from atoll.tape.format import Actor, Entry
 
 
@@ -44,15 +44,17 @@ class Quorum(Checker):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self._settings = SettingsInForce(self)
-        self.effects = {OpenGrace: self._on_quorum, MergeRound: self._on_merge, Persist: self._on_persist}
         self._wanted: dict[tuple[Actor, FragmentId], int] = {}  # K when a round had its quorum; it may change later
 
+    @on("effects", OpenGrace)
     def _on_quorum(self, entry: Entry, effect: OpenGrace) -> None:
         self._wanted[(entry.actor, effect.round.fragment)] = self._settings.of(entry).quorum
 
+    @on("effects", MergeRound)
     def _on_merge(self, entry: Entry, effect: MergeRound) -> None:
         self._count(entry, effect.round.fragment, len(effect.contributions))
 
+    @on("effects", Persist)
     def _on_persist(self, entry: Entry, effect: Persist) -> None:
         if isinstance(effect.record, VersionRecord):
             self._count(entry, effect.record.fragment, len(effect.record.contributions))
@@ -70,9 +72,9 @@ class MergedOnce(Checker):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         DurableRecords(self, on_durable=self._on_durable)
-        self.effects[MergeRound] = self._on_merge
         self._last: dict[tuple[LearnerId, int, FragmentId], Accepted] = {}
 
+    @on("effects", MergeRound)
     def _on_merge(self, entry: Entry, effect: MergeRound) -> None:
         learners = [a.learner for a in effect.contributions]
         if len(set(learners)) != len(learners):
@@ -102,9 +104,6 @@ class Current(Checker):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self._records = DurableRecords(self, on_save=self._on_save)
-        self.effects[Accumulate] = self._on_accumulate
-        self.effects[MergeRound] = self._on_merge
-        self.sent = {Welcome: self._on_welcome}
         self._newest: dict[LearnerId, int] = {}
         self._lost: set[tuple[LearnerId, int]] = set()
 
@@ -113,23 +112,20 @@ class Current(Checker):
             self._newest.update(record.incarnations)
             self._lost.update(key for key in record.incarnations if key[0] in record.lost)
 
-    def started(self, actor: Actor, restored: Restored | None) -> None:
-        super().started(actor, restored)
-        if actor.learner != SYNCER:
-            return
+    def on_syncer(self, restored: Restored | None) -> None:
         self._lost = set()  # of what was not durable nobody knows
         if restored is not None and restored.members is not None:
             self._newest = dict(restored.members.incarnations)
             self._lost = {key for key in restored.members.incarnations if key[0] in restored.members.lost}
 
-    def _on_welcome(self, entry: Entry, envelope: Envelope) -> None:
-        if self.is_current(entry) and (envelope.learner, envelope.incarnation) in self._lost:
+    @on("sent", Welcome, current=True)
+    def _on_welcome(self, entry: Entry, envelope: Envelope, body: Welcome) -> None:
+        if (envelope.learner, envelope.incarnation) in self._lost:
             what = f"incarnation {envelope.incarnation} was given up, and is welcomed"
             self.fail(entry, ("learner", envelope.learner), what)
 
+    @on("effects", Accumulate, current=True)
     def _on_accumulate(self, entry: Entry, effect: Accumulate) -> None:
-        if not self.is_current(entry):
-            return
         a = effect.accepted
         newest = self._newest.get(a.learner)
         if (a.learner, a.incarnation) in self._lost:
@@ -139,9 +135,9 @@ class Current(Checker):
             self.fail(entry, ("learner", a.learner), what)
         self._based(entry, effect.round)
 
+    @on("effects", MergeRound, current=True)
     def _on_merge(self, entry: Entry, effect: MergeRound) -> None:
-        if self.is_current(entry):
-            self._based(entry, effect.round)
+        self._based(entry, effect.round)
 
     def _based(self, entry: Entry, round_id: RoundId) -> None:
         durable = self._records.versions[round_id.fragment]
@@ -155,20 +151,14 @@ class Weights(Checker):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self.sent = {Contribution: self._on_sent}
-        self.effects = {
-            Accumulate: self._on_accumulate,
-            MergeRound: self._on_merge,
-            DiscardRound: self._on_discard,
-        }
         self._sent: dict[tuple[LearnerId, int, FragmentId], Contribution] = {}
         self._accumulated: dict[RoundId, dict[LearnerId, Accepted]] = {}
 
-    def _on_sent(self, entry: Entry, envelope: Envelope) -> None:
-        body = envelope.body
-        assert isinstance(body, Contribution)
+    @on("sent", Contribution)
+    def _on_sent(self, entry: Entry, envelope: Envelope, body: Contribution) -> None:
         self._sent[(envelope.learner, envelope.incarnation, body.round.fragment)] = body
 
+    @on("effects", Accumulate)
     def _on_accumulate(self, entry: Entry, effect: Accumulate) -> None:
         a = effect.accepted
         subject = ("learner", a.learner)
@@ -181,11 +171,13 @@ class Weights(Checker):
                 self.fail(entry, subject, f"weight {a.weight} of learner {a.learner}, its counters give {expected}")
         self._accumulated.setdefault(effect.round, {})[a.learner] = a
 
+    @on("effects", MergeRound)
     def _on_merge(self, entry: Entry, effect: MergeRound) -> None:
         summed = self._accumulated.pop(effect.round, {})
         if {a.learner: a for a in effect.contributions} != summed:
             self.fail(entry, ("fragment", effect.round.fragment), "the merge is not of what was accumulated")
 
+    @on("effects", DiscardRound)
     def _on_discard(self, entry: Entry, effect: DiscardRound) -> None:
         self._accumulated.pop(effect.round, None)
 
@@ -197,7 +189,6 @@ class Versions(Checker):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self._records = DurableRecords(self, on_save=self._on_save)
-        self.effects[AdoptFragment] = self._on_adopt
         self._adopted: dict[tuple[Actor, FragmentId], Version] = {}
 
     def _on_save(self, entry: Entry, record: Record) -> None:
@@ -215,6 +206,7 @@ class Versions(Checker):
                     )
         super().started(actor, restored)
 
+    @on("effects", AdoptFragment)
     def _on_adopt(self, entry: Entry, effect: AdoptFragment) -> None:
         key = (entry.actor, effect.fragment)
         before = self._adopted.get(key, -1)
@@ -233,7 +225,6 @@ class DurableFirst(Checker):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self._records = DurableRecords(self, on_durable=self._on_durable, on_late=self._on_late)
-        self.sent = {Published: self._on_published, Welcome: self._on_welcome, Finish: self._on_finish}
         self._admitted: dict[Actor, dict[LearnerId, int]] = {}  # as each syncer has made it durable
         self._manifest = False
 
@@ -247,26 +238,26 @@ class DurableFirst(Checker):
         if isinstance(record, MembersRecord):
             self._admitted[entry.actor] = dict(record.incarnations)
 
-    def started(self, actor: Actor, restored: Restored | None) -> None:
-        super().started(actor, restored)
-        if actor.learner == SYNCER and restored is not None:
+    def on_syncer(self, restored: Restored | None) -> None:
+        if restored is not None and self.syncer is not None:
             if restored.members is not None:
-                self._admitted[actor] = dict(restored.members.incarnations)
+                self._admitted[self.syncer] = dict(restored.members.incarnations)
             self._manifest = restored.manifest is not None
 
-    def _on_published(self, entry: Entry, envelope: Envelope) -> None:
-        body = envelope.body
-        assert isinstance(body, Published)
+    @on("sent", Published)
+    def _on_published(self, entry: Entry, envelope: Envelope, body: Published) -> None:
         if body.version > self._records.versions[body.fragment]:
             what = f"version {body.version} was published, {self._records.versions[body.fragment]} is durable"
             self.fail(entry, ("fragment", body.fragment), what)
 
-    def _on_welcome(self, entry: Entry, envelope: Envelope) -> None:
+    @on("sent", Welcome)
+    def _on_welcome(self, entry: Entry, envelope: Envelope, body: Welcome) -> None:
         if self._admitted.get(entry.actor, {}).get(envelope.learner) != envelope.incarnation:
             what = f"incarnation {envelope.incarnation} was welcomed before its admission was durable"
             self.fail(entry, ("learner", envelope.learner), what)
 
-    def _on_finish(self, entry: Entry, envelope: Envelope) -> None:
+    @on("sent", Finish)
+    def _on_finish(self, entry: Entry, envelope: Envelope, body: Finish) -> None:
         if not self._manifest:
             self.fail(entry, ("run", 0), "the end was announced before the manifest was durable")
 
@@ -281,15 +272,6 @@ class GraceBound(Checker):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self._settings = SettingsInForce(self)
-        self.effects = {
-            OpenGrace: self._on_open,
-            MergeRound: self._on_merge,
-            DiscardRound: self._on_closed,
-            Accumulate: self._on_accumulate,
-        }
-        self.sent = {Pull: self._on_pull}
-        self.arrived = {Report: self._on_report}
-        self.every_of_syncers = self._on_every
         self._until: dict[RoundId, float] = {}
         self._due: dict[RoundId, float] = {}
         self._now = 0.0
@@ -297,23 +279,19 @@ class GraceBound(Checker):
         self._asked: dict[RoundId, set[LearnerId]] = {}  # those whose contribution is not in yet
         self._missed: dict[FragmentId, set[LearnerId]] = {}  # by the last merge
 
-    def started(self, actor: Actor, restored: Restored | None) -> None:
-        super().started(actor, restored)
-        if actor.learner == SYNCER:
-            self._until.clear()
-            self._due.clear()
-            self._asked.clear()
-            self._missed.clear()
-            self._now = 0.0
+    def on_syncer(self, restored: Restored | None) -> None:
+        self._until.clear()
+        self._due.clear()
+        self._asked.clear()
+        self._missed.clear()
+        self._now = 0.0
 
-    def _on_report(self, entry: Entry, envelope: Envelope) -> None:
-        body = envelope.body
-        assert isinstance(body, Report)
+    @on("arrived", Report)
+    def _on_report(self, entry: Entry, envelope: Envelope, body: Report) -> None:
         self._longest_step_s = max(self._longest_step_s, body.step_time_s)
 
+    @on("every", current=True)
     def _on_every(self, entry: Entry) -> None:
-        if not self.is_current(entry):
-            return
         for round_id, until in self._due.items():
             what = f"the grace window was over at {until:.6g} s and the round was still open at {self._now:.6g} s"
             self.fail(entry, ("fragment", round_id.fragment), what)
@@ -321,9 +299,8 @@ class GraceBound(Checker):
         if self._until:
             self._due = {r: until for r, until in self._until.items() if until <= self._now}
 
+    @on("effects", OpenGrace, current=True)
     def _on_open(self, entry: Entry, effect: OpenGrace) -> None:
-        if not self.is_current(entry):
-            return
         gamma, lasts_s = self._settings.of(entry).grace_margin, effect.quorum_s + effect.sync_s
         slack, ripe_s = self.config.overlap_steps * effect.step_s - lasts_s, self.config.every_steps * effect.step_s
         if lasts_s > effect.step_s and slack < effect.step_s:
@@ -344,22 +321,23 @@ class GraceBound(Checker):
         if effect.window_s == 0.0:
             self._due[effect.round] = self._now
 
-    def _on_pull(self, entry: Entry, envelope: Envelope) -> None:
-        body = envelope.body
-        assert isinstance(body, Pull)
-        if self.is_current(entry):
-            self._asked.setdefault(body.round, set()).add(envelope.learner)
+    @on("sent", Pull, current=True)
+    def _on_pull(self, entry: Entry, envelope: Envelope, body: Pull) -> None:
+        self._asked.setdefault(body.round, set()).add(envelope.learner)
 
+    @on("effects", Accumulate)
     def _on_accumulate(self, entry: Entry, effect: Accumulate) -> None:
         self._asked.get(effect.round, set()).discard(effect.accepted.learner)
         until = self._until.get(effect.round)
         if until is not None and self._now >= until:
             self.fail(entry, ("fragment", effect.round.fragment), "a contribution was accepted after the grace window")
 
+    @on("effects", MergeRound)
     def _on_merge(self, entry: Entry, effect: MergeRound) -> None:
         self._missed[effect.round.fragment] = self._asked.get(effect.round, set())
         self._on_closed(entry, effect)
 
+    @on("effects", DiscardRound)
     def _on_closed(self, entry: Entry, effect: MergeRound | DiscardRound) -> None:
         self._asked.pop(effect.round, None)
         self._until.pop(effect.round, None)
@@ -375,60 +353,56 @@ class Paused(Checker):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self.events = {ControlRequested: self._on_control, StepTaken: self._on_step}
-        self.effects = {Say: self._on_say}
-        self.sent = {Pull: self._on_pull, Held: self._on_held}
-        self.arrived = {Leaving: self._on_leaving, Leave: self._on_leave}
         self._leavers: dict[tuple[Actor, LearnerId], tuple[FragmentId, ...]] = {}  # what they named, to each syncer
         self._since: dict[Actor, int] = {}  # syncers that are paused: the tick at which they were told
         self._ending: set[Actor] = set()  # syncers that have begun to end the run
         self._newest: dict[tuple[Actor, FragmentId], RoundId] = {}
         self._held: dict[Actor, int] = {}  # learners that stand still: steps that they told of since
 
-    def started(self, actor: Actor, restored: Restored | None) -> None:
-        super().started(actor, restored)
-        if restored is not None and restored.manifest is not None:
-            self._ending.add(actor)
+    def on_syncer(self, restored: Restored | None) -> None:
+        if restored is not None and restored.manifest is not None and self.syncer is not None:
+            self._ending.add(self.syncer)
 
+    @on("events", ControlRequested)
     def _on_control(self, entry: Entry, event: ControlRequested) -> None:
         if event.what == "pause" and entry.actor not in self._ending:
             self._since.setdefault(entry.actor, entry.tick)
         elif event.what == "resume":
             self._since.pop(entry.actor, None)
 
+    @on("effects", Say)
     def _on_say(self, entry: Entry, effect: Say) -> None:
-        if is_syncer(entry) and effect.reason.code in ("finish-budget", "finish-asked"):
+        if entry.actor.learner == SYNCER and effect.reason.code in ("finish-budget", "finish-asked"):
             self._ending.add(entry.actor)
             self._since.pop(entry.actor, None)
 
-    def _on_pull(self, entry: Entry, envelope: Envelope) -> None:
+    @on("sent", Pull)
+    def _on_pull(self, entry: Entry, envelope: Envelope, body: Pull) -> None:
         """Whoever was asked may be asked again. Timers that were due before the wish were handled before it."""
-        body = envelope.body
-        assert isinstance(body, Pull)
         key = (entry.actor, body.round.fragment)
         opened, self._newest[key] = self._newest.get(key) != body.round, body.round
         if opened and entry.tick > self._since.get(entry.actor, entry.tick) and not self._is_named(entry, body):
             self.fail(entry, ("fragment", body.round.fragment), f"{body.round} was opened while the run is paused")
 
-    def _on_leaving(self, entry: Entry, envelope: Envelope) -> None:
-        body = envelope.body
-        assert isinstance(body, Leaving)
+    @on("arrived", Leaving)
+    def _on_leaving(self, entry: Entry, envelope: Envelope, body: Leaving) -> None:
         self._leavers[(entry.actor, envelope.learner)] = body.unmerged
 
-    def _on_leave(self, entry: Entry, envelope: Envelope) -> None:
+    @on("arrived", Leave)
+    def _on_leave(self, entry: Entry, envelope: Envelope, body: Leave) -> None:
         self._leavers.pop((entry.actor, envelope.learner), None)
 
     def _is_named(self, entry: Entry, body: Pull) -> bool:
         return any(actor == entry.actor and body.round.fragment in named for (actor, _), named in self._leavers.items())
 
-    def _on_held(self, entry: Entry, envelope: Envelope) -> None:
-        body = envelope.body
-        assert isinstance(body, Held)
+    @on("sent", Held)
+    def _on_held(self, entry: Entry, envelope: Envelope, body: Held) -> None:
         if body.paused:
             self._held.setdefault(entry.actor, 0)
         else:
             self._held.pop(entry.actor, None)
 
+    @on("events", StepTaken)
     def _on_step(self, entry: Entry, event: StepTaken) -> None:
         if event.steps and entry.actor in self._held:
             self._held[entry.actor] += 1
@@ -442,66 +416,53 @@ class LostShards(Checker):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self.events = {ShardLost: self._on_lost, ShardBack: self._on_back}
-        self.effects = {
-            Accumulate: self._on_work,
-            MergeRound: self._on_work,
-            DiscardRound: self._on_discard,
-            Persist: self._on_persist,
-        }
-        self.sent = {Pull: self._on_pull, Published: self._on_published}
         self._open: dict[FragmentId, RoundId] = {}  # rounds with contributions that are in no record yet
         self._lost: dict[FragmentId, tuple[RoundId, int]] = {}  # the newest that was lost with its shard, at this tick
         self._away: dict[FragmentId, int] = {}  # since this tick
 
-    def started(self, actor: Actor, restored: Restored | None) -> None:
-        super().started(actor, restored)
-        if actor.learner == SYNCER:
-            self._open.clear()
-            self._lost.clear()
-            self._away.clear()
+    def on_syncer(self, restored: Restored | None) -> None:
+        self._open.clear()
+        self._lost.clear()
+        self._away.clear()
 
+    @on("events", ShardLost, current=True)
     def _on_lost(self, entry: Entry, event: ShardLost) -> None:
-        if not self.is_current(entry):
-            return
         for p in event.fragments:
             self._away.setdefault(p, entry.tick)
             if p in self._open:
                 self._lost[p] = self._open.pop(p), entry.tick
 
+    @on("events", ShardBack, current=True)
     def _on_back(self, entry: Entry, event: ShardBack) -> None:
-        if self.is_current(entry):
-            for p, _ in event.held:
-                self._away.pop(p, None)
+        for p, _ in event.held:
+            self._away.pop(p, None)
 
+    @on("effects", Accumulate, MergeRound, current=True)
     def _on_work(self, entry: Entry, effect: Accumulate | MergeRound) -> None:
-        if self.is_current(entry):
-            self._asked(entry, effect.round.fragment, f"{type(effect).__name__} of {effect.round}")
-            self._not_lost(entry, effect.round)
-            self._open[effect.round.fragment] = effect.round
+        self._asked(entry, effect.round.fragment, f"{type(effect).__name__} of {effect.round}")
+        self._not_lost(entry, effect.round)
+        self._open[effect.round.fragment] = effect.round
 
+    @on("effects", DiscardRound, current=True)
     def _on_discard(self, entry: Entry, effect: DiscardRound) -> None:
-        if self.is_current(entry) and self._open.get(effect.round.fragment) == effect.round:
+        if self._open.get(effect.round.fragment) == effect.round:
             del self._open[effect.round.fragment]
 
+    @on("effects", Persist, current=True)
     def _on_persist(self, entry: Entry, effect: Persist) -> None:
         record = effect.record
-        if isinstance(record, VersionRecord) and self.is_current(entry):
+        if isinstance(record, VersionRecord):
             self._asked(entry, record.fragment, f"writing version {record.version}")
             self._not_lost(entry, record.round)
             self._open.pop(record.fragment, None)
 
-    def _on_pull(self, entry: Entry, envelope: Envelope) -> None:
-        body = envelope.body
-        assert isinstance(body, Pull)
-        if self.is_current(entry):
-            self._asked(entry, body.round.fragment, f"a contribution to {body.round}")
+    @on("sent", Pull, current=True)
+    def _on_pull(self, entry: Entry, envelope: Envelope, body: Pull) -> None:
+        self._asked(entry, body.round.fragment, f"a contribution to {body.round}")
 
-    def _on_published(self, entry: Entry, envelope: Envelope) -> None:
-        body = envelope.body
-        assert isinstance(body, Published)
-        if self.is_current(entry):
-            self._asked(entry, body.fragment, f"sending version {body.version} to learner {envelope.learner}")
+    @on("sent", Published, current=True)
+    def _on_published(self, entry: Entry, envelope: Envelope, body: Published) -> None:
+        self._asked(entry, body.fragment, f"sending version {body.version} to learner {envelope.learner}")
 
     def _asked(self, entry: Entry, fragment: FragmentId, what: str) -> None:
         """Timers that were due before the loss were handled before it, in the same entry; here and below."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from atoll.core.protocol import (
     Accumulate,
     AdoptFragment,
@@ -11,6 +14,7 @@ from atoll.core.protocol import (
     DiscardRound,
     Effect,
     Envelope,
+    Event,
     LinkOpened,
     ManifestRecord,
     Marker,
@@ -39,8 +43,8 @@ from atoll.core.protocol import (
     Welcome,
 )
 from atoll.core.syncer.state import Restored
-from atoll.core.types import SYNCER, FragmentId, LearnerId, RoundId, RunConfig, Version
-from atoll.sim.checkers import Checker, DurableRecords
+from atoll.core.types import FragmentId, LearnerId, RoundId, RunConfig, Version
+from atoll.sim.checkers import Checker, DurableRecords, on
 from atoll.tape.format import Actor, Entry
 
 
@@ -50,47 +54,39 @@ class SnapshotCut(Checker):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self.effects = {SaveSnapshot: self._on_save, Persist: self._on_persist, AdoptFragment: self._on_adopt}
-        self.sent = {Marker: self._on_marker}
-        self.arrived = {Contribution: self._on_arrived}
         self._held: dict[Actor, dict[FragmentId, Version]] = {}
         self._newest_cut = 0  # the snapshot whose marker the syncer has sent
         self._saved: dict[tuple[int, LearnerId], tuple[Entry, dict[FragmentId, Version]]] = {}  # at the learner's cut
         self._arrived_since: list[Envelope] = []  # contributions that were taken up after the syncer's cut
 
-    def started(self, actor: Actor, restored: Restored | None) -> None:
-        super().started(actor, restored)
-        if actor.learner == SYNCER:
-            self._newest_cut = 0
-            self._arrived_since.clear()
+    def on_syncer(self, restored: Restored | None) -> None:
+        self._newest_cut = 0
+        self._arrived_since.clear()
 
+    @on("effects", AdoptFragment)
     def _on_adopt(self, entry: Entry, effect: AdoptFragment) -> None:
         self._held.setdefault(entry.actor, {})[effect.fragment] = effect.version
 
-    def _on_marker(self, entry: Entry, envelope: Envelope) -> None:
-        body = envelope.body
-        assert isinstance(body, Marker)
-        if self.is_current(entry) and body.snapshot > self._newest_cut:
+    @on("sent", Marker, current=True)
+    def _on_marker(self, entry: Entry, envelope: Envelope, body: Marker) -> None:
+        if body.snapshot > self._newest_cut:
             self._newest_cut = body.snapshot
             self._arrived_since.clear()
 
+    @on("effects", SaveSnapshot)
     def _on_save(self, entry: Entry, effect: SaveSnapshot) -> None:
         self._saved[(effect.snapshot, entry.actor.learner)] = (entry, dict(self._held.get(entry.actor, {})))
 
-    def _on_arrived(self, entry: Entry, envelope: Envelope) -> None:
+    @on("arrived", Contribution, current=True)
+    def _on_arrived(self, entry: Entry, envelope: Envelope, body: Contribution) -> None:
         """Only what the syncer took for the word of a current learner counts; stale links are dropped at the door."""
-        body = envelope.body
-        assert isinstance(body, Contribution)
-        if (
-            self._newest_cut
-            and self.is_current(entry)
-            and any(_answers(effect, envelope.learner, body.round) for effect in entry.effects)
-        ):
+        if self._newest_cut and any(_answers(effect, envelope.learner, body.round) for effect in entry.effects):
             self._arrived_since.append(envelope)
 
+    @on("effects", Persist, current=True)
     def _on_persist(self, entry: Entry, effect: Persist) -> None:
         record = effect.record
-        if not isinstance(record, SnapshotRecord) or not self.is_current(entry):
+        if not isinstance(record, SnapshotRecord):
             return
         ids = self.config.fragment_ids()
         for learner, part in record.parts:
@@ -122,84 +118,67 @@ def _answers(effect: Effect, learner: LearnerId, round_id: RoundId) -> bool:
     return False
 
 
+_QUESTIONS: dict[type, Callable[[Any], object]] = {
+    Persist: lambda effect: effect.record.key(),
+    MergeRound: lambda effect: effect.round,
+    Dial: lambda effect: "dial",
+    SaveSnapshot: lambda effect: RecordKey("part", effect.snapshot, 0),
+}
+_ANSWERS: dict[type, Callable[[Any], object]] = {
+    Persisted: lambda event: event.key,
+    PersistFailed: lambda event: event.key,
+    MergeDone: lambda event: event.round,
+    MergeFailed: lambda event: event.round,
+    LinkOpened: lambda event: "dial",
+    DialFailed: lambda event: "dial",
+    SnapshotSaved: lambda event: RecordKey("part", event.snapshot, 0),
+    SnapshotSaveFailed: lambda event: RecordKey("part", event.snapshot, 0),
+}
+"""By type, what an effect asks for and what an event answers."""
+
+
 class OneAnswer(Checker):
     name = "one-answer"
     sentence = "every effect that is waited for is answered by exactly one event"
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self.effects = {
-            Persist: self._ask_persist,
-            MergeRound: self._ask_merge,
-            Dial: self._ask_dial,
-            SaveSnapshot: self._ask_save,
-        }
-        self.events = {
-            Persisted: self._answer_persist,
-            PersistFailed: self._answer_persist,
-            StoreFenced: self._answer_fenced,
-            ShardLost: self._answer_lost,
-            MergeDone: self._answer_merge,
-            MergeFailed: self._answer_merge,
-            LinkOpened: self._answer_dial,
-            DialFailed: self._answer_dial,
-            SnapshotSaved: self._answer_save,
-            SnapshotSaveFailed: self._answer_save,
-        }
         self._open: dict[tuple[Actor, object], int] = {}
 
-    def _ask(self, entry: Entry, what: object) -> None:
+    @on("effects", *_QUESTIONS)
+    def _on_question(self, entry: Entry, effect: Effect) -> None:
+        what = _QUESTIONS[type(effect)](effect)
         if type(entry.event) is ShardLost and _is_of(what, entry.event.fragments):
-            return  # by a timer that was due before the loss: nobody is there to answer
+            return  # by a timer that was due before the loss: no process is there to answer
         key = (entry.actor, what)
         self._open[key] = self._open.get(key, 0) + 1
         if self._open[key] > 1:
             self.fail(entry, None, f"{entry.actor} asks twice for {what} without an answer in between")
 
-    def _answer(self, entry: Entry, what: object) -> None:
+    @on("events", *_ANSWERS)
+    def _on_answer(self, entry: Entry, event: Event) -> None:
+        what = _ANSWERS[type(event)](event)
         key = (entry.actor, what)
         if self._open.get(key, 0) != 1:
             self.fail(entry, None, f"{entry.actor} got an answer for {what} that it had not asked")
         del self._open[key]
 
-    def _ask_persist(self, entry: Entry, effect: Persist) -> None:
-        self._ask(entry, effect.record.key())
-
-    def _answer_persist(self, entry: Entry, event: Persisted | PersistFailed) -> None:
-        self._answer(entry, event.key)
-
-    def _answer_fenced(self, entry: Entry, event: StoreFenced) -> None:
-        """Whatever else is being written is refused in the same way; a syncer that was told once writes no more.
+    @on("events", StoreFenced)
+    def _on_fenced(self, entry: Entry, event: StoreFenced) -> None:
+        """All other writes are refused in the same way; a syncer that was told once writes no more.
 
         A merge is no write: it may be under way, and is answered.
         """
-        over = [key for key in self._open if key[0] == entry.actor and type(key[1]) is RecordKey]
-        for key in over:
-            del self._open[key]
+        self._forget(entry.actor, lambda what: type(what) is RecordKey)
 
-    def _answer_lost(self, entry: Entry, event: ShardLost) -> None:
+    @on("events", ShardLost)
+    def _on_lost(self, entry: Entry, event: ShardLost) -> None:
         """A shard that is away answers nothing; what came of it, it says when it is back."""
-        for actor, what in list(self._open):
-            if actor == entry.actor and _is_of(what, event.fragments):
-                del self._open[(actor, what)]
+        self._forget(entry.actor, lambda what: _is_of(what, event.fragments))
 
-    def _ask_merge(self, entry: Entry, effect: MergeRound) -> None:
-        self._ask(entry, effect.round)
-
-    def _answer_merge(self, entry: Entry, event: MergeDone | MergeFailed) -> None:
-        self._answer(entry, event.round)
-
-    def _ask_dial(self, entry: Entry, effect: Dial) -> None:
-        self._ask(entry, "dial")
-
-    def _answer_dial(self, entry: Entry, event: LinkOpened | DialFailed) -> None:
-        self._answer(entry, "dial")
-
-    def _ask_save(self, entry: Entry, effect: SaveSnapshot) -> None:
-        self._ask(entry, RecordKey("part", effect.snapshot, 0))
-
-    def _answer_save(self, entry: Entry, event: SnapshotSaved | SnapshotSaveFailed) -> None:
-        self._answer(entry, RecordKey("part", event.snapshot, 0))
+    def _forget(self, actor: Actor, is_over: Callable[[object], bool]) -> None:
+        for key in [key for key in self._open if key[0] == actor and is_over(key[1])]:
+            del self._open[key]
 
 
 def _is_of(what: object, fragments: tuple[FragmentId, ...]) -> bool:
@@ -215,35 +194,28 @@ class Bounds(Checker):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self.sent = {Pull: self._on_pull, Published: self._on_published, Welcome: self._on_welcome}
-        self.effects = {MergeRound: self._on_closed, DiscardRound: self._on_closed, Say: self._on_say}
-        self.events = {ShardBack: self._on_shard_back}
         self._asked_again: dict[FragmentId, int] = {}
         self._open: dict[FragmentId, RoundId] = {}
         self._pulls: dict[FragmentId, dict[tuple[LearnerId, int, int], int]] = {}
         self._published: dict[tuple[LearnerId, FragmentId], tuple[tuple[int, int, Version], int]] = {}
 
-    def started(self, actor: Actor, restored: Restored | None) -> None:
-        super().started(actor, restored)
-        if actor.learner == SYNCER:
-            self._open.clear()
-            self._pulls.clear()
-            self._published.clear()
-            self._asked_again.clear()
+    def on_syncer(self, restored: Restored | None) -> None:
+        self._open.clear()
+        self._pulls.clear()
+        self._published.clear()
+        self._asked_again.clear()
 
+    @on("effects", Say, current=True)
     def _on_say(self, entry: Entry, effect: Say) -> None:
-        if effect.reason.code != "round-asked-again" or not self.is_current(entry):
+        if effect.reason.code != "round-asked-again":
             return
         p = effect.subject[1]
         self._asked_again[p] = self._asked_again.get(p, 0) + 1
         if self._asked_again[p] >= self.config.limits.pull_tries:
             self.fail(entry, effect.subject, f"asked again {self._asked_again[p]} times in one round")
 
-    def _on_pull(self, entry: Entry, envelope: Envelope) -> None:
-        body = envelope.body
-        assert isinstance(body, Pull)
-        if not self.is_current(entry):
-            return
+    @on("sent", Pull, current=True)
+    def _on_pull(self, entry: Entry, envelope: Envelope, body: Pull) -> None:
         p = body.round.fragment
         before = self._open.get(p)
         if before is not None and before != body.round:
@@ -255,11 +227,8 @@ class Bounds(Checker):
         if asked[key] > self.config.limits.pull_tries + 1:
             self.fail(entry, ("fragment", p), f"learner {envelope.learner} was asked {asked[key]} times")
 
-    def _on_published(self, entry: Entry, envelope: Envelope) -> None:
-        body = envelope.body
-        assert isinstance(body, Published)
-        if not self.is_current(entry):
-            return
+    @on("sent", Published, current=True)
+    def _on_published(self, entry: Entry, envelope: Envelope, body: Published) -> None:
         key = (envelope.learner, body.fragment)
         what = (envelope.incarnation, envelope.session, body.version)
         before, count = self._published.get(key, (what, 0))
@@ -270,21 +239,20 @@ class Bounds(Checker):
             sentence = f"version {body.version} of fragment {body.fragment} was sent {count} times"
             self.fail(entry, ("learner", envelope.learner), sentence)
 
+    @on("events", ShardBack, current=True)
     def _on_shard_back(self, entry: Entry, event: ShardBack) -> None:
         """What it was to send may never have left it: it is sent as if for the first time."""
-        if self.is_current(entry):
-            back = {p for p, _ in event.held}
-            self._published = {key: sent for key, sent in self._published.items() if key[1] not in back}
+        back = {p for p, _ in event.held}
+        self._published = {key: sent for key, sent in self._published.items() if key[1] not in back}
 
-    def _on_welcome(self, entry: Entry, envelope: Envelope) -> None:
+    @on("sent", Welcome, current=True)
+    def _on_welcome(self, entry: Entry, envelope: Envelope, body: Welcome) -> None:
         """Each welcome says again what is wanted; how many there are is bounded by the learner's hellos."""
-        if self.is_current(entry):
-            for asked in self._pulls.values():
-                asked.pop((envelope.learner, envelope.incarnation, envelope.session), None)
+        for asked in self._pulls.values():
+            asked.pop((envelope.learner, envelope.incarnation, envelope.session), None)
 
+    @on("effects", MergeRound, DiscardRound, current=True)
     def _on_closed(self, entry: Entry, effect: MergeRound | DiscardRound) -> None:
-        if not self.is_current(entry):
-            return
         self._open.pop(effect.round.fragment, None)
         self._asked_again.pop(effect.round.fragment, None)
         self._pulls.pop(effect.round.fragment, None)
@@ -298,23 +266,19 @@ class RoundsEnd(Checker):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        self.sent = {Pull: self._on_pull}
-        self.effects = {MergeRound: self._on_closed, DiscardRound: self._on_closed}
-        self.every_of_syncers = self._on_every
         self._opened: dict[FragmentId, float] = {}
         self._previous_s = 0.0
         limits = config.limits
         self._most_s = 2 * limits.most_wait_s * 2.0**limits.pull_tries  # twice: its process may stand still meanwhile
 
-    def started(self, actor: Actor, restored: Restored | None) -> None:
-        super().started(actor, restored)
-        if actor.learner == SYNCER:
-            self._opened.clear()
-            self._previous_s = 0.0
+    def on_syncer(self, restored: Restored | None) -> None:
+        self._opened.clear()
+        self._previous_s = 0.0
 
+    @on("every", current=True)
     def _on_every(self, entry: Entry) -> None:
         """Judged by the time of the entry before: a process that stood still could not abandon anything."""
-        if not self._opened or not self.is_current(entry):
+        if not self._opened:
             return
         for fragment, opened_s in self._opened.items():
             if self._previous_s - opened_s > self._most_s:
@@ -322,16 +286,14 @@ class RoundsEnd(Checker):
                 self.fail(entry, ("fragment", fragment), what)
         self._previous_s = max(self._previous_s, entry.at)
 
-    def _on_pull(self, entry: Entry, envelope: Envelope) -> None:
-        body = envelope.body
-        assert isinstance(body, Pull)
-        if self.is_current(entry):
-            self._previous_s = max(self._previous_s, entry.at)
-            self._opened.setdefault(body.round.fragment, self._previous_s)
+    @on("sent", Pull, current=True)
+    def _on_pull(self, entry: Entry, envelope: Envelope, body: Pull) -> None:
+        self._previous_s = max(self._previous_s, entry.at)
+        self._opened.setdefault(body.round.fragment, self._previous_s)
 
+    @on("effects", MergeRound, DiscardRound, current=True)
     def _on_closed(self, entry: Entry, effect: MergeRound | DiscardRound) -> None:
-        if self.is_current(entry):
-            self._opened.pop(effect.round.fragment, None)
+        self._opened.pop(effect.round.fragment, None)
 
 
 class TheEnd(Checker):
@@ -341,10 +303,6 @@ class TheEnd(Checker):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self._records = DurableRecords(self, on_save=self._on_save, on_durable=self._on_durable)
-        self.effects[Say] = self._on_say
-        self.sent = {Pull: self._on_pull}
-        self.effects[AdoptFragment] = self._on_adopt
-        self.effects[Stop] = self._on_stop
         self._ending = False
         self._opened: set[RoundId] = set()  # rounds that were opened after the budget was reached
         self._seen: set[RoundId] = set()
@@ -352,28 +310,24 @@ class TheEnd(Checker):
         self._manifest: tuple[Version, ...] | None = None
         self._held: dict[Actor, dict[FragmentId, Version]] = {}
 
-    def started(self, actor: Actor, restored: Restored | None) -> None:
-        super().started(actor, restored)
-        if actor.learner == SYNCER:
-            self._ending = False
-            self._opened.clear()
-            self._seen.clear()
-            self._final.clear()
-            if restored is not None and restored.manifest is not None:
-                self._manifest = restored.manifest.versions
+    def on_syncer(self, restored: Restored | None) -> None:
+        self._ending = False
+        self._opened.clear()
+        self._seen.clear()
+        self._final.clear()
+        if restored is not None and restored.manifest is not None:
+            self._manifest = restored.manifest.versions
 
+    @on("effects", Say, current=True)
     def _on_say(self, entry: Entry, effect: Say) -> None:
-        if not self.is_current(entry):
-            return
         if effect.reason.code in ("finish-budget", "finish-asked"):
             self._ending = True
         elif effect.reason.code == "final-skipped":
             self._final.add(effect.subject[1])
 
-    def _on_pull(self, entry: Entry, envelope: Envelope) -> None:
-        body = envelope.body
-        assert isinstance(body, Pull)
-        if self.is_current(entry) and body.round not in self._seen:
+    @on("sent", Pull, current=True)
+    def _on_pull(self, entry: Entry, envelope: Envelope, body: Pull) -> None:
+        if body.round not in self._seen:
             self._seen.add(body.round)
             if self._ending:
                 self._opened.add(body.round)
@@ -393,9 +347,11 @@ class TheEnd(Checker):
                 self.fail(entry, ("run", 0), "the manifest does not name the newest durable versions")
             self._manifest = record.versions
 
+    @on("effects", AdoptFragment)
     def _on_adopt(self, entry: Entry, effect: AdoptFragment) -> None:
         self._held.setdefault(entry.actor, {})[effect.fragment] = effect.version
 
+    @on("effects", Stop)
     def _on_stop(self, entry: Entry, effect: Stop) -> None:
         if effect.reason.code != "learner-finished":
             return

@@ -67,11 +67,10 @@ class SwarmPlan:
     faulty_s: float
     merge_s: float
     disk_s: float
-    tight: bool = field(default=False)
     samples: dict[int, int] = field(default_factory=dict)  # of one step of each learner, in a run with leases
-    ends_paused: bool = field(default=False)  # it is asked to finish while it is paused
-    shards: int = field(default=0)  # processes that hold its fragments, p at p % shards; 0: the syncer does
-    lost_at_the_end: int | None = field(default=None)  # the shard that the last merges have to do without
+    ends_paused: bool = False  # it is asked to finish while it is paused
+    shards: int = 0  # processes that hold its fragments, p at p % shards; 0: the syncer does
+    lost_at_the_end: int | None = None  # the shard that the last merges have to do without
 
 
 def draw(seed: int, small: bool = False) -> SwarmPlan:
@@ -118,13 +117,16 @@ def draw(seed: int, small: bool = False) -> SwarmPlan:
         faulty_s=faulty_s,
         merge_s=rng.choice((0.0, 0.01, 0.3)),
         disk_s=rng.choice((0.0, 0.01, 0.3, 1.0)),
-        tight=tight,
     )
     if seed % 8 < 5:
         plan = _with_leases(plan)
     if seed % 8 in (1, 4, 6):
         plan = _with_deaths(plan)
     return _with_notices(_with_shards(_with_controls(plan)))
+
+
+def _with_faults(plan: SwarmPlan, faults: list[SwarmFault]) -> SwarmPlan:
+    return replace(plan, faults=tuple(sorted((*plan.faults, *faults), key=lambda f: f.at_s)))
 
 
 def _with_leases(plan: SwarmPlan) -> SwarmPlan:
@@ -147,8 +149,7 @@ def _with_deaths(plan: SwarmPlan) -> SwarmPlan:
         for learner in rng.sample(may_die, rng.randint(0, most))
     ]
     limits = replace(plan.config.limits, gone_after_s=rng.choice((2.0, 8.0, 30.0)))
-    faults = tuple(sorted((*plan.faults, *deaths), key=lambda f: f.at_s))
-    return replace(plan, config=replace(plan.config, limits=limits), faults=faults)
+    return _with_faults(replace(plan, config=replace(plan.config, limits=limits)), deaths)
 
 
 def _with_controls(plan: SwarmPlan) -> SwarmPlan:
@@ -172,8 +173,7 @@ def _with_controls(plan: SwarmPlan) -> SwarmPlan:
         ask("quorum", size=rng.randint(1, max(1, len(staying))))
     for _ in range(rng.randint(0, 1)):
         ask("grace", size=rng.choice((0.0, 0.5, 0.9)))
-    faults = tuple(sorted((*plan.faults, *asked), key=lambda f: f.at_s))
-    return replace(plan, faults=faults, ends_paused=rng.random() < 0.3)
+    return _with_faults(replace(plan, ends_paused=rng.random() < 0.3), asked)
 
 
 def _with_shards(plan: SwarmPlan) -> SwarmPlan:
@@ -192,9 +192,8 @@ def _with_shards(plan: SwarmPlan) -> SwarmPlan:
         )
         for _ in range(rng.randint(0, 5))
     ]
-    faults = tuple(sorted((*plan.faults, *lost), key=lambda f: f.at_s))
     at_the_end = rng.randrange(shards) if rng.random() < 0.4 else None
-    return replace(plan, faults=faults, shards=shards, lost_at_the_end=at_the_end)
+    return _with_faults(replace(plan, shards=shards, lost_at_the_end=at_the_end), lost)
 
 
 def _with_notices(plan: SwarmPlan) -> SwarmPlan:
@@ -215,7 +214,7 @@ def _with_notices(plan: SwarmPlan) -> SwarmPlan:
         spare -= not comes_back
         lasts_s = rng.choice((0.5, 10.0, 60.0, 120.0)) * rng.random()
         notices.append(SwarmFault(at_s, "notice", learner, lasts_s, 10.0 if comes_back else 2.0))
-    return replace(plan, faults=tuple(sorted((*plan.faults, *notices), key=lambda f: f.at_s)))
+    return _with_faults(plan, notices)
 
 
 def _draw_link(rng: Random, tight: bool) -> LinkDraw:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
 
@@ -91,50 +92,33 @@ class SimEngine:
                 return
 
 
+@dataclass(slots=True, eq=False)
 class SimProcess:
     """A running core with its own clock."""
 
-    __slots__ = (
-        "actor",
-        "alive",
-        "clock_s",
-        "conn",
-        "core",
-        "is_noticed",
-        "paused_until",
-        "sessions",
-        "slow",
-        "stands",
-        "stepping_since",
-        "timer_at",
-    )
-
-    def __init__(self, actor: Actor, core: SyncerCore | LearnerCore, clock_s: float = 0.0) -> None:
-        self.actor = actor
-        self.core: Any = core
-        self.alive = True
-        self.clock_s = clock_s  # added to virtual time
-        self.paused_until = 0.0
-        self.timer_at: float | None = None  # virtual time of the scheduled timer
-        self.sessions = 0
-        self.conn: Conn | None = None
-        self.stepping_since = 0.0
-        self.slow = 1.0
-        self.stands = False  # at a step boundary, because the run is paused, or because it leaves
-        self.is_noticed = False  # its machine is taken away soon
+    actor: Actor
+    core: Any
+    clock_s: float = 0.0  # added to virtual time
+    alive: bool = True
+    paused_until: float = 0.0
+    timer_at: float | None = None  # virtual time of the scheduled timer
+    sessions: int = 0
+    conn: Conn | None = None
+    stepping_since: float = 0.0
+    slow: float = 1.0
+    stands: bool = False  # at a step boundary, because the run is paused, or because it leaves
+    is_noticed: bool = False  # its machine is taken away soon
 
 
+@dataclass(slots=True, eq=False)
 class Conn:
     """One connection between one learner process and one syncer process."""
 
-    __slots__ = ("last", "learner", "open", "session", "syncer")
-
-    def __init__(self, learner: SimProcess, syncer: SimProcess, session: int) -> None:
-        self.learner = learner
-        self.syncer = syncer
-        self.session = session
-        self.open = True
-        self.last: dict[tuple[bool, bool], float] = {}  # newest arrival per direction and lane: each lane is in order
+    learner: SimProcess
+    syncer: SimProcess
+    session: int
+    open: bool = True
+    last: dict[tuple[bool, bool], float] = field(default_factory=dict)  # newest arrival per direction and lane
 
 
 class SimDisk:

@@ -100,14 +100,14 @@ class RepairDelay:
     power: float = 1.0
 
     def __post_init__(self) -> None:
-        _demand(0.0 < self.scale_s < math.inf, "repair scale_s", self.scale_s, "give seconds above 0")
-        _demand(0.1 <= self.shape <= 20.0, "repair shape", self.shape, "give a number from 0.1 to 20")
-        _demand(0.1 <= self.power <= 20.0, "repair power", self.power, "give a number from 0.1 to 20")
+        demand(0.0 < self.scale_s < math.inf, "repair scale_s", self.scale_s, "give seconds above 0")
+        demand(0.1 <= self.shape <= 20.0, "repair shape", self.shape, "give a number from 0.1 to 20")
+        demand(0.1 <= self.power <= 20.0, "repair power", self.power, "give a number from 0.1 to 20")
 
     @classmethod
     def with_mean(cls, mean_s: float, shape: float = 1.0, power: float = 1.0) -> RepairDelay:
         """The delay of the given mean: `RepairDelay.with_mean(62.5, shape=0.7, power=3.0)`."""
-        _demand(0.0 < mean_s < math.inf, "repair mean_s", mean_s, "give seconds above 0")
+        demand(0.0 < mean_s < math.inf, "repair mean_s", mean_s, "give seconds above 0")
         return cls(mean_s / cls(1.0, shape, power).mean_s, shape, power)
 
     @property
@@ -151,21 +151,21 @@ class FleetConfig:
     slowdown_mean_s: float = 60.0
 
     def __post_init__(self) -> None:
-        _demand(self.mtbi_s > 0.0, "mtbi_s", self.mtbi_s, "give seconds above 0, or math.inf for no failures")
-        _demand(self.slice_chips >= 1, "slice_chips", self.slice_chips, "give at least 1 chip")
-        _demand(0.0 < self.step_time_s < math.inf, "step_time_s", self.step_time_s, "give seconds above 0")
+        demand(self.mtbi_s > 0.0, "mtbi_s", self.mtbi_s, "give seconds above 0, or math.inf for no failures")
+        demand(self.slice_chips >= 1, "slice_chips", self.slice_chips, "give at least 1 chip")
+        demand(0.0 < self.step_time_s < math.inf, "step_time_s", self.step_time_s, "give seconds above 0")
         for name in ("downscale_s", "upscale_s", "upscale_delay_s", "restart_s"):
             value = getattr(self, name)
-            _demand(0.0 <= value < math.inf, name, value, "give seconds, 0 or more")
+            demand(0.0 <= value < math.inf, name, value, "give seconds, 0 or more")
         for name in ("tokens_per_chip_step", "slowdowns_per_hour"):
             value = getattr(self, name)
-            _demand(0.0 <= value < math.inf, name, value, "give a number, 0 or more")
-        _demand(0.0 <= self.chip_time_sigma <= 1.0, "chip_time_sigma", self.chip_time_sigma, "give a fraction, 0 to 1")
-        _demand(0.0 < self.slowdown_factor <= 1.0, "slowdown_factor", self.slowdown_factor, "give a speed, 0 < x <= 1")
-        _demand(0.0 < self.slowdown_mean_s < math.inf, "slowdown_mean_s", self.slowdown_mean_s, "give seconds above 0")
+            demand(0.0 <= value < math.inf, name, value, "give a number, 0 or more")
+        demand(0.0 <= self.chip_time_sigma <= 1.0, "chip_time_sigma", self.chip_time_sigma, "give a fraction, 0 to 1")
+        demand(0.0 < self.slowdown_factor <= 1.0, "slowdown_factor", self.slowdown_factor, "give a speed, 0 < x <= 1")
+        demand(0.0 < self.slowdown_mean_s < math.inf, "slowdown_mean_s", self.slowdown_mean_s, "give seconds above 0")
 
 
-def _demand(fine: bool, name: str, value: object, remedy: str) -> None:
+def demand(fine: bool, name: str, value: object, remedy: str) -> None:
     if not fine:
         raise ValueError(f"{name} is {value}; {remedy}")
 
@@ -177,7 +177,7 @@ def expected_max_of_gaussians(count: int) -> float:
     >>> round(expected_max_of_gaussians(1_000_000), 2)
     4.86
     """
-    _demand(count >= 1, "count", count, "give at least 1")
+    demand(count >= 1, "count", count, "give at least 1")
     width, total = 0.005, 0.0
     for i in range(2_400):  # 12 standard deviations to either side
         x = (i + 0.5) * width
@@ -210,13 +210,11 @@ class SimIsland:
         speed: float = 1.0,
         windows: Sequence[tuple[float, float]] = ((0.0, math.inf),),
     ) -> None:
-        _demand(chips >= 1, "chips of an island", chips, "give every learner at least one chip")
-        _demand(0.0 < speed < math.inf, "speed of an island", speed, "give a number above 0, 1 for nominal")
+        demand(chips >= 1, "chips of an island", chips, "give every learner at least one chip")
+        demand(0.0 < speed < math.inf, "speed of an island", speed, "give a number above 0, 1 for nominal")
         last_s = 0.0
         for join_s, leave_s in windows:
-            _demand(
-                last_s <= join_s < leave_s, "window", (join_s, leave_s), "give joins before leaves, in rising order"
-            )
+            demand(last_s <= join_s < leave_s, "window", (join_s, leave_s), "give joins before leaves, in rising order")
             last_s = leave_s
         self.config = config
         self.chips = chips
@@ -368,10 +366,8 @@ class ExtraLearners:
     chips: int | None = None  # of each; as many as a permanent learner has, if None
 
     def __post_init__(self) -> None:
-        _demand(1 <= self.count <= MAX_LEARNERS, "count of extra learners", self.count, f"give 1 to {MAX_LEARNERS}")
-        _demand(
-            len(self.windows) >= 1, "windows of extra learners", self.windows, "give at least one (join_s, leave_s)"
-        )
+        demand(1 <= self.count <= MAX_LEARNERS, "count of extra learners", self.count, f"give 1 to {MAX_LEARNERS}")
+        demand(len(self.windows) >= 1, "windows of extra learners", self.windows, "give at least one (join_s, leave_s)")
 
     @classmethod
     def parse(cls, text: str) -> ExtraLearners:
@@ -397,7 +393,7 @@ def parse_speed_classes(text: str) -> tuple[float, ...]:
             speeds.extend([float(speed)] * (int(count) if count else 1))
         except ValueError as error:
             raise ValueError(f"speed class '{part}' is not readable; write SPEEDxCOUNT, as 1.0x4,0.82x4") from error
-        _demand(len(speeds) <= MAX_LEARNERS, "number of learners", len(speeds), f"give at most {MAX_LEARNERS}")
+        demand(len(speeds) <= MAX_LEARNERS, "number of learners", len(speeds), f"give at most {MAX_LEARNERS}")
     return tuple(speeds)
 
 
@@ -415,9 +411,9 @@ def build_islands(
 
     An island's history depends on the seed and on its place only, so adding a learner leaves the others as they were.
     """
-    _demand(1 <= learners <= MAX_LEARNERS, "number of learners", learners, f"give 1 to {MAX_LEARNERS}")
-    _demand(chips >= learners, "number of chips", chips, f"give at least one to each of the {learners} learners")
-    _demand(
+    demand(1 <= learners <= MAX_LEARNERS, "number of learners", learners, f"give 1 to {MAX_LEARNERS}")
+    demand(chips >= learners, "number of chips", chips, f"give at least one to each of the {learners} learners")
+    demand(
         len(speeds) in (0, learners), "number of speeds", len(speeds), f"give one for each of the {learners} learners"
     )
     each_chips, rest = divmod(chips, learners)

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
 
 from atoll.sim.fleet import ExtraLearners, FleetConfig, SimIsland, build_islands
-from atoll.sim.published import PUBLISHED_ROWS, Method, Metric, published_percent
+from atoll.sim.published import PUBLISHED_ROWS, Method, Metric
 
 DAY_S = 86_400.0
 
@@ -134,11 +134,6 @@ def simulate(
         steps=round(sum(meter.steps for meter in meters)),
         failures=sum(island.failures for island in islands),
     )
-
-
-def fleet_goodput(config: FleetConfig, learners: int, chips: int, days: float, seed: int) -> GoodputResult:
-    """The decoupled fleet: islands that never wait for each other. One learner is the elastic job."""
-    return simulate(config, "decoupled", learners, chips, days, seed)
 
 
 class _Meter:
@@ -340,6 +335,37 @@ def mean_ci(values: Iterable[float]) -> tuple[float, float, float]:
     return mean, mean - reach, mean + reach
 
 
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A mean over seeds and, from two seeds on, its 95 % confidence interval."""
+
+    mean: float
+    low: float | None
+    high: float | None
+
+    def interval(self) -> list[float] | None:
+        return None if self.low is None or self.high is None else [self.low, self.high]
+
+    def times(self, factor: float) -> Figure:
+        """The same in another unit."""
+        if self.low is None or self.high is None:
+            return Figure(self.mean * factor, None, None)
+        return Figure(self.mean * factor, self.low * factor, self.high * factor)
+
+
+def over_seeds(values: Iterable[float], least: float = -math.inf, most: float = math.inf) -> Figure:
+    """The figure of a quantity that lies in `least` to `most`: an interval does not reach beyond what is possible.
+
+    >>> over_seeds([0.87, 0.88, 0.89]).mean, over_seeds([0.88]).low
+    (0.88, None)
+    """
+    sample = list(values)
+    if len(sample) < 2:
+        return Figure(fmean(sample), None, None)
+    mean, low, high = mean_ci(sample)
+    return Figure(mean, min(max(low, least), mean), max(min(high, most), mean))
+
+
 def estimate(values: Iterable[float]) -> GoodputEstimate:
     """`mean_ci` with names."""
     return GoodputEstimate(*mean_ci(values))
@@ -369,55 +395,3 @@ TABLE_ROWS: tuple[tuple[Method, int], ...] = (
     ("decoupled", 8),
     ("decoupled", 16),
 )
-
-
-def goodput_table(
-    config: FleetConfig | None = None,
-    *,
-    rows: Sequence[tuple[Method, int]] = TABLE_ROWS,
-    chips: Sequence[int] = TABLE_CHIPS,
-    days: float = 2.0,
-    seeds: Sequence[int] = (0, 1, 2),
-) -> tuple[TableCell, ...]:
-    """Goodput and uptime of every row at every number of chips, over seeds."""
-    config = config or FleetConfig()
-    cells: list[TableCell] = []
-    for method, learners in rows:
-        for count in chips:
-            runs = [simulate(config, method, learners, count, days, seed) for seed in seeds]
-            samples: tuple[tuple[Metric, list[float]], ...] = (
-                ("goodput", [100.0 * run.goodput for run in runs]),
-                ("uptime", [100.0 * run.uptime for run in runs]),
-            )
-            for metric, sample in samples:
-                published = published_percent(method, learners, count, metric)
-                cells.append(TableCell(method, learners, count, metric, estimate(sample), published))
-    return tuple(cells)
-
-
-def render_table(cells: Sequence[TableCell], metric: Metric) -> str:
-    """The table as text: `ours (published, difference)`, in percent.
-
-    The press figure of 88 % against 27 % compares with the job that is not elastic, so both one-job rows are kept.
-    """
-    chosen = [cell for cell in cells if cell.metric == metric]
-    chips = sorted({cell.chips for cell in chosen})
-    names = {"data-parallel": "one job, not elastic", "elastic": "one job, elastic"}
-    lines = [f"{metric + ' %, ours (published)':<24}" + "".join(f"{_short(count):>20}" for count in chips)]
-    for method, learners in dict.fromkeys((cell.method, cell.learners) for cell in chosen):
-        row = {cell.chips: cell for cell in chosen if (cell.method, cell.learners) == (method, learners)}
-        label = names.get(method, f"M = {learners}" if method == "decoupled" else f"{method}, M = {learners}")
-        lines.append(f"{label:<24}" + "".join(f"{_cell_text(row.get(count)):>20}" for count in chips))
-    return "\n".join(lines)
-
-
-def _short(chips: int) -> str:
-    return f"{chips / 1e6:g}M" if chips >= 1_000_000 else f"{chips / 1e3:g}k"
-
-
-def _cell_text(cell: TableCell | None) -> str:
-    if cell is None:
-        return ""
-    if cell.difference is None:
-        return f"{cell.ours.mean:.1f}"
-    return f"{cell.ours.mean:.1f} ({cell.published:.0f}, {cell.difference:+.1f})"

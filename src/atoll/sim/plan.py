@@ -154,9 +154,9 @@ class MethodPlan:
     goodput: float | None
     gb_per_site_day: float | None  # of the site that sends most
     tokens_per_s: float | None
-    days: float | None  # to train all tokens
-    gb_per_site: float | None  # for all tokens
-    cost: float | None  # of all sites, for all tokens
+    days: float | None = None  # to train all tokens
+    gb_per_site: float | None = None  # for all tokens
+    cost: float | None = None  # of all sites, for all tokens
     goodput_not_elastic: float | None = None  # of data-parallel training that waits for every repair
 
 
@@ -214,9 +214,6 @@ def _waiting_row(
             goodput=goodput[kind],
             gb_per_site_day=None if sent is None else sent * DAY_S / 8e9,
             tokens_per_s=_tokens_per_s(wish, step_s),
-            days=None,
-            gb_per_site=None,
-            cost=None,
             goodput_not_elastic=goodput["data-parallel"] if kind == "elastic" else None,
         ),
         [bits_per_step / load.step_s] * len(wish.islands),
@@ -246,9 +243,6 @@ def _decoupled_row(
             tokens_per_s=None
             if None in tokens
             else sum((island.tokens_per_step or 0.0) / island.step_s for island in wish.islands),
-            days=None,
-            gb_per_site=None,
-            cost=None,
         ),
         sent,
         None,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from itertools import islice
-from typing import NamedTuple
+from signal import SIG_BLOCK, SIG_IGN, SIG_SETMASK, SIG_UNBLOCK, SIGINT, pthread_sigmask, signal
+from typing import Any, NamedTuple
 
 from atoll.core.learner.core import LearnerCore
 from atoll.core.reasons import REASONS
@@ -18,7 +22,6 @@ from atoll.core.syncer.core import SyncerCore
 from atoll.sim.checkers import Violation
 from atoll.sim.draws import FAULTS, draw
 from atoll.sim.driver import NewLearner, NewSyncer
-from atoll.sim.forks import forks
 from atoll.sim.world import SwarmWorld
 from atoll.tape.format import Entry
 
@@ -85,10 +88,6 @@ def _place(state: object) -> str:
     return f"{type(state).__name__.lower()} {state.value}"  # type: ignore[attr-defined]
 
 
-def digest_of(seed: int, small: bool = False) -> str:
-    return run_seed(seed, small, digest=True).digest
-
-
 def story_entries(seed: int, small: bool = False) -> tuple[SeedResult, list[Entry]]:
     """Run a seed again and keep everything that happened."""
     entries: list[Entry] = []
@@ -150,3 +149,42 @@ def _submitted(
 ) -> Iterator[SeedResult] | None:
     piece = list(islice(numbers, SLICE))
     return pool.map(run_one, piece, chunksize=8) if piece else None
+
+
+@contextmanager
+def forks(processes: int, first: Callable[..., None] | None = None, *given: Any) -> Iterator[ProcessPoolExecutor]:
+    """An executor whose processes have called `first(*given)`, which is inherited and need not be picklable.
+
+    Whoever leaves early, by Ctrl-C or an error, does not wait for what is still being computed.
+    """
+    context = multiprocessing.get_context("fork")
+    before = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(first, given))
+    try:
+        with warnings.catch_warnings():
+            # They compute and touch no lock that a thread of ours may hold.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            # The first task forks. An interrupt that came in the middle of a fork would be lost in its hooks: it waits.
+            mask = pthread_sigmask(SIG_BLOCK, {SIGINT})
+            try:
+                pool.submit(_nothing)
+            finally:
+                pthread_sigmask(SIG_SETMASK, mask)
+            yield pool
+    except BaseException:
+        for child in set(multiprocessing.active_children()) - before:
+            child.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _nothing() -> None:
+    """The first task."""
+
+
+def _begin(first: Callable[..., None] | None, given: tuple[Any, ...]) -> None:
+    signal(SIGINT, SIG_IGN)  # Ctrl-C reaches every process of a terminal; the parent answers it and ends us
+    pthread_sigmask(SIG_UNBLOCK, {SIGINT})  # as it was before the fork
+    if first is not None:
+        first(*given)

@@ -45,6 +45,10 @@ from atoll.tape.format import Actor, Entry
 HEALED_PATIENCE_S = 3000.0
 """Virtual seconds after healing within which everything must have come right; many times what the limits add up to."""
 
+OnProcess = Callable[[SwarmFault, SimProcess], bool | None]
+OnWorld = Callable[[SwarmFault], bool | None]
+"""How a fault is injected. False: it could not be, and is not counted."""
+
 
 class SwarmWorld:
     """A plan, carried out: faults, healing, the end."""
@@ -85,6 +89,40 @@ class SwarmWorld:
         self.pairs: Counter[tuple[Any, type]] = Counter()
         self._target: dict[FragmentId, int] = {}
         self._since_check = 0
+        self._learner_faults: dict[str, OnProcess] = {  # of a learner that runs
+            "kill learner": self._fault_kill_learner,
+            "pause learner": self._fault_pause_learner,
+            "second start": self._fault_second_start,
+            "reset link": self._fault_reset,
+            "leave": self._fault_leave,
+            "notice": self._fault_notice,
+            "die": self._fault_die,
+            "slow down": self._fault_slow_down,
+            "drain": self._fault_drain,
+        }
+        self._syncer_faults: dict[str, OnProcess] = {  # of a syncer that runs
+            "kill syncer": self._fault_kill_syncer,
+            "second syncer": self._fault_second_syncer,
+            "pause syncer": self._fault_pause_syncer,
+            "stranger": self._fault_stranger,
+            "snapshot": self._fault_snapshot,
+            "lose shard": self._fault_lose_shard,
+        }
+        self._other_faults: dict[str, OnWorld] = {  # of links, disks and clocks, or asked for by operators
+            "cut both ways": self._fault_cut_both,
+            "cut upwards": self._fault_cut_up,
+            "cut downwards": self._fault_cut_down,
+            "cut bulk": self._fault_cut_bulk,
+            "fail disk": self._fault_fail_disk,
+            "slow disk": self._fault_slow_disk,
+            "fail merge": self._fault_fail_merge,
+            "jump clock": self._fault_jump_clock,
+            "poison": self._fault_poison,
+            "join": self._fault_join,
+            "pause run": self._fault_pause_run,
+            "quorum": self._fault_quorum,
+            "grace": self._fault_grace,
+        }
 
     # ---------------------------------------------------------------------------------------------------- the story
 
@@ -379,9 +417,9 @@ class SwarmWorld:
         if not self.links.healed and wish is not None and wish.what == "pause" and not self._control("resume"):
             self.engine.at(self.engine.now + 1.0, self._resume_run)  # nobody takes the wish yet
 
-    def _fault_drain(self, fault: SwarmFault) -> bool:
+    def _fault_drain(self, fault: SwarmFault, proc: SimProcess) -> bool:
         core = self.syncer_core()
-        if core is None or fault.learner not in core.members or self._running(fault.learner) is None:
+        if core is None or fault.learner not in core.members:
             return False
         return self._control("drain", fault.learner)
 
@@ -394,79 +432,66 @@ class SwarmWorld:
     # ---------------------------------------------------------------------------------------------------- faults
 
     def _inject(self, fault: SwarmFault) -> None:
-        if _FAULTS[fault.kind](self, fault):
+        proc = self._running(fault.learner) if fault.kind in self._learner_faults else self.driver.syncer
+        on_process = self._learner_faults.get(fault.kind) or self._syncer_faults.get(fault.kind)
+        if on_process is None:
+            fired = self._other_faults[fault.kind](fault)
+        else:
+            fired = on_process(fault, proc) if proc is not None else False
+        if fired is not False:
             self.faults_fired[fault.kind] += 1
 
-    def _fault_kill_learner(self, fault: SwarmFault) -> bool:
-        proc = self._running(fault.learner)
-        if proc is None:
-            return False
+    def _fault_kill_learner(self, fault: SwarmFault, proc: SimProcess) -> None:
         self.driver.kill(proc)
         self.engine.at(self.engine.now + fault.lasts_s, self._start_if_down, fault.learner)
-        return True
 
-    def _fault_pause_learner(self, fault: SwarmFault) -> bool:
-        proc = self._running(fault.learner)
-        if proc is None:
-            return False
+    def _fault_pause_learner(self, fault: SwarmFault, proc: SimProcess) -> None:
         proc.paused_until = max(proc.paused_until, self.engine.now + fault.lasts_s)
-        return True
 
-    def _fault_second_start(self, fault: SwarmFault) -> bool:
+    def _fault_second_start(self, fault: SwarmFault, proc: SimProcess) -> None:
         """The same learner is started elsewhere while the old process goes on, unaware."""
-        if self._running(fault.learner) is None:
-            return False
         self._start_learner(fault.learner)
         self.doubled.add(fault.learner)
-        return True
 
-    def _fault_reset(self, fault: SwarmFault) -> bool:
-        proc = self._running(fault.learner)
-        if proc is None or proc.conn is None or not proc.conn.open:
+    def _fault_reset(self, fault: SwarmFault, proc: SimProcess) -> bool:
+        if proc.conn is None or not proc.conn.open:
             return False
         self.links.close(proc.conn, tell_learner=True, tell_syncer=True, why="connection reset by peer")
         return True
 
-    def _fault_cut_both(self, fault: SwarmFault) -> bool:
-        return self._fault_cut_up(fault) and self._fault_cut_down(fault)
+    def _fault_cut_both(self, fault: SwarmFault) -> None:
+        self._fault_cut_up(fault)
+        self._fault_cut_down(fault)
 
-    def _fault_cut_up(self, fault: SwarmFault) -> bool:
+    def _fault_cut_up(self, fault: SwarmFault) -> None:
         self.links.cut(self.links.cut_up, fault.learner, fault.lasts_s)
-        return True
 
-    def _fault_cut_down(self, fault: SwarmFault) -> bool:
+    def _fault_cut_down(self, fault: SwarmFault) -> None:
         self.links.cut(self.links.cut_down, fault.learner, fault.lasts_s)
-        return True
 
-    def _fault_cut_bulk(self, fault: SwarmFault) -> bool:
+    def _fault_cut_bulk(self, fault: SwarmFault) -> None:
         """The connection for fragments hangs while control messages pass: alive, and yet nothing comes of it."""
         self.links.cut(self.links.cut_bulk, fault.learner, fault.lasts_s)
-        return True
 
-    def _fault_kill_syncer(self, fault: SwarmFault) -> bool:
-        proc = self.driver.syncer
-        if proc is None:
-            return False
+    def _fault_kill_syncer(self, fault: SwarmFault, proc: SimProcess) -> None:
         self.driver.kill(proc)
         self.store.cut_off()
         self.engine.at(self.engine.now + fault.lasts_s, self._start_syncer)
-        return True
 
-    def _fault_second_syncer(self, fault: SwarmFault) -> bool:
+    def _fault_second_syncer(self, fault: SwarmFault, proc: SimProcess) -> bool:
         """A standby takes the store over while the old syncer lives on with the learners that are connected to it."""
-        if self.driver.syncer is None or self.shards.away:  # it starts from what all shards hold
+        if self.shards.away:  # it starts from what all shards hold
             return False
         # Whoever writes nothing finds out by looking: a driver reads the store's epoch every few seconds.
-        old = self.driver.syncer
-        self.old_syncers.append(old)
+        self.old_syncers.append(proc)
         self.driver.start_syncer()
-        self.engine.at(self.engine.now + 10 * self.rng.random(), self.driver.deliver, old, StoreFenced(self.disk.epoch))
+        self.engine.at(
+            self.engine.now + 10 * self.rng.random(), self.driver.deliver, proc, StoreFenced(self.disk.epoch)
+        )
         return True
 
-    def _fault_stranger(self, fault: SwarmFault) -> bool:
+    def _fault_stranger(self, fault: SwarmFault, proc: SimProcess) -> None:
         """Somebody who does not belong here says hello."""
-        if self.driver.syncer is None:
-            return False
         learner = len(self.plan.starts_s) + 7
         hello = Hello(self.config.run_id, self.config.fingerprint, (-1,) * len(self.config.fragment_ids()), 0, 0, False)
         if fault.size > 5:
@@ -475,22 +500,16 @@ class SwarmWorld:
             hello = structs.replace(hello, run_id="another")
         else:
             learner = -3
-        self.driver.run(self.driver.syncer, MessageArrived(Envelope(learner, 1, 1, 0, 0, 0, 0, hello)))
-        return True
+        self.driver.run(proc, MessageArrived(Envelope(learner, 1, 1, 0, 0, 0, 0, hello)))
 
-    def _fault_pause_syncer(self, fault: SwarmFault) -> bool:
-        if self.driver.syncer is None:
-            return False
-        self.driver.syncer.paused_until = max(self.driver.syncer.paused_until, self.engine.now + fault.lasts_s)
-        return True
+    def _fault_pause_syncer(self, fault: SwarmFault, proc: SimProcess) -> None:
+        proc.paused_until = max(proc.paused_until, self.engine.now + fault.lasts_s)
 
-    def _fault_fail_disk(self, fault: SwarmFault) -> bool:
+    def _fault_fail_disk(self, fault: SwarmFault) -> None:
         self.store.bad_until = max(self.store.bad_until, self.engine.now + fault.lasts_s)
-        return True
 
-    def _fault_slow_disk(self, fault: SwarmFault) -> bool:
+    def _fault_slow_disk(self, fault: SwarmFault) -> None:
         self.store.slow_until = max(self.store.slow_until, self.engine.now + fault.lasts_s)
-        return True
 
     def _fault_jump_clock(self, fault: SwarmFault) -> bool:
         proc = self.driver.syncer if fault.lasts_s < 1.0 else self._running(fault.learner)
@@ -502,9 +521,8 @@ class SwarmWorld:
         self.driver.arm(proc)
         return True
 
-    def _fault_poison(self, fault: SwarmFault) -> bool:
+    def _fault_poison(self, fault: SwarmFault) -> None:
         self.links.poison[fault.learner] += int(fault.size)
-        return True
 
     def _fault_join(self, fault: SwarmFault) -> bool:
         if fault.learner in self.driver.learners:
@@ -512,21 +530,16 @@ class SwarmWorld:
         self._start_learner(fault.learner)
         return True
 
-    def _fault_leave(self, fault: SwarmFault) -> bool:
-        proc = self._running(fault.learner)
-        if proc is None:
-            return False
+    def _fault_leave(self, fault: SwarmFault, proc: SimProcess) -> None:
         self.gone.add(fault.learner)
         self.driver.run(proc, LeaveWanted("the operator said so"))
         self.driver.kill(proc)
         if fault.size > 5:
             self.engine.at(self.engine.now + fault.lasts_s, self._come_back, fault.learner)
-        return True
 
-    def _fault_notice(self, fault: SwarmFault) -> bool:
+    def _fault_notice(self, fault: SwarmFault, proc: SimProcess) -> bool:
         """Its machine is taken away, and it is told so many seconds before. Perhaps it is given another one."""
-        proc = self._running(fault.learner)
-        if proc is None or proc.is_noticed or proc.core.mode is not Mode.TRAINING:
+        if proc.is_noticed or proc.core.mode is not Mode.TRAINING:
             return False
         proc.is_noticed = True
         if proc.stands:
@@ -545,10 +558,9 @@ class SwarmWorld:
         if comes_back and learner in self.gone and self.driver.learners.get(learner) is proc:
             self._come_back(learner)
 
-    def _fault_die(self, fault: SwarmFault) -> bool:
+    def _fault_die(self, fault: SwarmFault, proc: SimProcess) -> bool:
         """For good: with a reset link, or with its whole host, which tells nobody."""
-        proc = self._running(fault.learner)
-        if proc is None or fault.learner in self.doubled:  # an older process of it may live on
+        if fault.learner in self.doubled:  # an older process of it may live on
             return False
         if fault.size > 5:
             self._fault_cut_both(replace(fault, lasts_s=self.plan.faulty_s))
@@ -561,57 +573,17 @@ class SwarmWorld:
         self.gone.discard(learner)
         self._start_if_down(learner)
 
-    def _fault_snapshot(self, fault: SwarmFault) -> bool:
-        if self.driver.syncer is None:
-            return False
-        self.driver.deliver(self.driver.syncer, SnapshotRequested())
-        return True
+    def _fault_snapshot(self, fault: SwarmFault, proc: SimProcess) -> None:
+        self.driver.deliver(proc, SnapshotRequested())
 
-    def _fault_lose_shard(self, fault: SwarmFault) -> bool:
-        if self.driver.syncer is None or fault.learner in self.shards.away:
+    def _fault_lose_shard(self, fault: SwarmFault, proc: SimProcess) -> bool:
+        if fault.learner in self.shards.away:
             return False
         self.store.lose_shard(fault.learner, self.engine.now + fault.lasts_s)
         return True
 
-    def _fault_fail_merge(self, fault: SwarmFault) -> bool:
+    def _fault_fail_merge(self, fault: SwarmFault) -> None:
         self.store.merge_bad = True
-        return True
 
-    def _fault_slow_down(self, fault: SwarmFault) -> bool:
-        proc = self._running(fault.learner)
-        if proc is None:
-            return False
+    def _fault_slow_down(self, fault: SwarmFault, proc: SimProcess) -> None:
         proc.slow = fault.size
-        return True
-
-
-_FAULTS: dict[str, Callable[[SwarmWorld, SwarmFault], bool]] = {
-    "kill learner": SwarmWorld._fault_kill_learner,
-    "pause learner": SwarmWorld._fault_pause_learner,
-    "second start": SwarmWorld._fault_second_start,
-    "reset link": SwarmWorld._fault_reset,
-    "cut both ways": SwarmWorld._fault_cut_both,
-    "cut upwards": SwarmWorld._fault_cut_up,
-    "cut downwards": SwarmWorld._fault_cut_down,
-    "cut bulk": SwarmWorld._fault_cut_bulk,
-    "kill syncer": SwarmWorld._fault_kill_syncer,
-    "second syncer": SwarmWorld._fault_second_syncer,
-    "pause syncer": SwarmWorld._fault_pause_syncer,
-    "fail disk": SwarmWorld._fault_fail_disk,
-    "slow disk": SwarmWorld._fault_slow_disk,
-    "jump clock": SwarmWorld._fault_jump_clock,
-    "poison": SwarmWorld._fault_poison,
-    "join": SwarmWorld._fault_join,
-    "leave": SwarmWorld._fault_leave,
-    "stranger": SwarmWorld._fault_stranger,
-    "snapshot": SwarmWorld._fault_snapshot,
-    "fail merge": SwarmWorld._fault_fail_merge,
-    "slow down": SwarmWorld._fault_slow_down,
-    "die": SwarmWorld._fault_die,
-    "pause run": SwarmWorld._fault_pause_run,
-    "drain": SwarmWorld._fault_drain,
-    "quorum": SwarmWorld._fault_quorum,
-    "grace": SwarmWorld._fault_grace,
-    "lose shard": SwarmWorld._fault_lose_shard,
-    "notice": SwarmWorld._fault_notice,
-}

@@ -61,9 +61,8 @@ from atoll.syncer.metrics import SyncerMetrics
 from atoll.syncer.partial_uploads import MemoryGate
 from atoll.syncer.shards.coordinator import ShardCoordinator
 from atoll.syncer.status import SnapshotNews
-from atoll.tape.files import new_header
+from atoll.tape.files import TapeKeeper, new_header
 from atoll.tape.format import Actor, Entry
-from atoll.tape.sink import TapeKeeper
 from atoll.tensors.plan import FragmentPlan
 from atoll.tensors.syncer_fragment import MergeStats, SyncerFragment
 from atoll.transport.auth import Access

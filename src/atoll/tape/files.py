@@ -8,13 +8,13 @@ is `simulated.json`, see `Simulated`.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
 
 from atoll import __version__
@@ -37,6 +37,9 @@ FOLDER = "tapes"
 SUFFIX = ".tape"
 MOST_LINE_BYTES = 16 * 1024 * 1024
 """A longer line is no line: something else was written over the file."""
+
+MOST_WAITING_BYTES = 64 * 1024 * 1024
+"""Of lines that a full disk refused. Beyond it the tape ends: training is worth more than its record."""
 
 SIMULATED = "simulated.json"
 SIMULATED_NOTE = "simulated"
@@ -97,8 +100,8 @@ class TapeWriter:
             while self._gathered:
                 written = self._file.write(self._gathered)
                 del self._gathered[: written or 0]
-        except OSError as wrong:
-            wrong.filename = str(self.path)  # a full disk does not say whose it is
+        except OSError as error:
+            error.filename = str(self.path)  # a full disk does not say whose it is
             raise
 
     @property
@@ -117,76 +120,107 @@ class TapeWriter:
     def __enter__(self) -> TapeWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
 
-class TapeReader:
-    """The entries of one file; each iteration starts from the beginning.
+class TapeKeeper:
+    """A tape that is written while a process does something more important: a full disk must not stop it.
 
-    With `follow` a growing file is read on: at its end `follow()` is called, may wait as it likes, and says whether to
-    look again. The file is open only while a piece of it is read, so a run may have more tapes than a process may have
-    open files.
+    Every entry is handed to the system before its messages are sent, so a tape holds the cause of everything that
+    others have seen, also when the process is killed the next moment.
     """
 
-    def __init__(self, path: AnyPath, follow: Callable[[], bool] | None = None, piece_bytes: int = 64 * 1024) -> None:
+    def __init__(self, run: Path | None, header: Header, log: logging.Logger) -> None:
+        self._log = log
+        self._writer = TapeWriter(tape_path(run, header.actor), header, flush_bytes=0) if run is not None else None
+        self._complained = False
+
+    def write(self, entry: Entry) -> None:
+        if self._writer is None:
+            return
+        try:
+            self._writer.write(entry)
+        except OSError as error:
+            self._refused(error)
+        else:
+            if self._complained:
+                self._log.warning("the tape is written again: nothing of it was lost")
+                self._complained = False
+
+    def _refused(self, error: OSError) -> None:
+        """The writer keeps the line and goes on in the middle of it once there is space."""
+        if not self._complained:
+            self._log.warning("the tape cannot be written (%s); the run goes on, and so does the tape later", error)
+            self._complained = True
+        assert self._writer is not None
+        if self._writer.waiting_bytes > MOST_WAITING_BYTES:
+            self._log.error("the tape ends here: %d bytes wait for space on the disk", self._writer.waiting_bytes)
+            self.close()
+
+    def close(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            try:
+                writer.close()
+            except OSError as error:
+                self._log.warning("the end of the tape is lost: %s", error)
+
+
+class TapeReader:
+    """The entries of one file; each iteration starts from the beginning. `TapeTail` reads a file that grows.
+
+    The file is open only while a piece of it is read, so a run may have more tapes than a process may have open files.
+    """
+
+    def __init__(self, path: AnyPath, piece_bytes: int = 64 * 1024) -> None:
         self.path = Path(path)
         self.truncated = False  # the newest iteration found half a line at the end
         self.bytes_read = 0  # by the newest iteration
-        self._follow = follow
         self._piece_bytes = piece_bytes
         self._header: Header | None = None
 
     @property
     def header(self) -> Header:
         if self._header is None:
-            for _, line in self._lines():
-                return self.read_header(line)
-            raise self.error_at(1, "no header: the process ended before it wrote one")
+            line = self._first_line()
+            if line is None:
+                raise self.error_at(1, "no header: the process ended before it wrote one")
+            return self.read_header(line)
         return self._header
 
     def started(self) -> bool:
         """Is the first line complete?"""
-        return next(self._lines(), None) is not None
+        return self._first_line() is not None
+
+    def _first_line(self) -> bytes | None:
+        data = b""
+        while piece := self.read_piece(len(data), 1):
+            data += piece
+            lines, _ = self.cut_lines(data, 0)
+            if lines:
+                return lines[0]
+        return None
 
     def __iter__(self) -> Iterator[Entry]:
-        entries = _Entries(self)
-        for number, line in self._lines():
-            entry = entries.take(number, line)
-            if entry is not None:
-                yield entry
+        tail = TapeTail(self)
+        self.truncated = False
+        for entry in tail.new_entries():
+            self.bytes_read = tail.offset
+            yield entry
+        self.bytes_read, self.truncated = tail.offset, tail.ends_in_half_a_line
         if self._header is None:
             raise self.error_at(1, "no header: the process ended before it wrote one")
 
     def read_header(self, line: bytes) -> Header:
         try:
             self._header = decode_header(line)
-        except TapeError as wrong:
-            raise self.error_at(1, wrong.what) from None
+        except TapeError as error:
+            raise self.error_at(1, error.what) from None
         return self._header
 
     def error_at(self, number: int, what: str) -> TapeError:
         return TapeError(what, f"{self.path}:{number}")
-
-    def _lines(self) -> Iterator[tuple[int, bytes]]:
-        """Complete lines without their ends, counted from 1."""
-        number, rest, offset = 0, b"", 0
-        self.truncated = False
-        while True:
-            piece = self.read_piece(offset, number + 1)
-            if not piece:
-                self.truncated = bool(rest)
-                if self._follow is None or not self._follow():
-                    return
-                continue
-            offset += len(piece)
-            self.bytes_read = offset
-            lines, rest = self.cut_lines(rest + piece, number)
-            for line in lines:
-                number += 1
-                yield number, line
 
     def cut_lines(self, data: bytes, number: int) -> tuple[list[bytes], bytes]:
         """Complete lines, and what is left; `number` lines were before them."""
@@ -205,35 +239,6 @@ class TapeReader:
             return file.read(self._piece_bytes)
 
 
-class _Entries:
-    """Lines to entries, each with the tick that is due."""
-
-    def __init__(self, reader: TapeReader) -> None:
-        self._reader = reader
-        self._actor: Actor | None = None
-        self.tick = 0
-
-    def skip_to(self, tick: int) -> None:
-        """The header was read before, and the entries up to this one."""
-        self._actor = self._reader.header.actor
-        self.tick = tick
-
-    def take(self, number: int, line: bytes) -> Entry | None:
-        """None: it was the header."""
-        if self._actor is None:
-            self._actor = self._reader.read_header(line).actor
-            return None
-        self.tick += 1
-        try:
-            entry = decode_entry(line, self._actor)
-        except TapeError as wrong:
-            raise self._reader.error_at(number, wrong.what) from None
-        if entry.tick != self.tick:
-            gap = _gap(entry.tick, self.tick)
-            raise self._reader.error_at(number, f"tick {entry.tick} where {self.tick} was due: {gap}")
-        return entry
-
-
 class Place(NamedTuple):
     """Between two lines of a tape."""
 
@@ -242,21 +247,24 @@ class Place(NamedTuple):
 
 
 class TapeTail:
-    """A growing file, read on from where the last look ended; from a `Place` of an earlier reading, if there is one."""
+    """The entries of a file that may grow: each look goes on where the last one ended, the first one at `begin`."""
 
-    def __init__(self, path: AnyPath, begin: Place | None = None) -> None:
-        self.reader = TapeReader(path)
+    def __init__(self, reader: TapeReader, begin: Place | None = None) -> None:
+        self.reader = reader
         self.offset = begin.offset if begin is not None else 0
         self._taken = self.offset  # bytes of the lines that were handed out
         self._number = begin.tick + 1 if begin is not None else 0
         self._rest = b""
         self._waiting: list[bytes] = []  # complete lines of the newest piece, the next one last
-        self._entries = _Entries(self.reader)
-        if begin is not None:
-            self._entries.skip_to(begin.tick)
+        self._actor = reader.header.actor if begin is not None else None  # None: the header is still to be read
+        self._tick = begin.tick if begin is not None else 0
+
+    @property
+    def ends_in_half_a_line(self) -> bool:
+        return bool(self._rest)
 
     def place(self) -> Place:
-        return Place(self._taken, self._entries.tick)
+        return Place(self._taken, self._tick)
 
     def new_entries(self) -> Iterator[Entry]:
         """What is there and was not read yet. May be left in the middle: the next look goes on after it."""
@@ -265,7 +273,7 @@ class TapeTail:
             while waiting:
                 self._number += 1
                 line = waiting.pop()
-                entry = self._entries.take(self._number, line)
+                entry = self._entry(line)
                 self._taken += len(line) + 1
                 if entry is not None:
                     yield entry
@@ -276,9 +284,20 @@ class TapeTail:
             lines, self._rest = self.reader.cut_lines(self._rest + piece, self._number)
             waiting.extend(reversed(lines))
 
-
-def _gap(tick: int, expected: int) -> str:
-    return "lines are missing" if tick > expected else "lines are repeated or out of order"
+    def _entry(self, line: bytes) -> Entry | None:
+        """None: it was the header."""
+        if self._actor is None:
+            self._actor = self.reader.read_header(line).actor
+            return None
+        self._tick += 1
+        try:
+            entry = decode_entry(line, self._actor)
+        except TapeError as error:
+            raise self.reader.error_at(self._number, error.what) from None
+        if entry.tick != self._tick:
+            gap = "lines are missing" if entry.tick > self._tick else "lines are repeated or out of order"
+            raise self.reader.error_at(self._number, f"tick {entry.tick} where {self._tick} was due: {gap}")
+        return entry
 
 
 class RunTapes:
@@ -384,8 +403,8 @@ class Simulated(NamedTuple):
             raise ValueError(
                 f"{path} is missing: the simulation was stopped before its end, or is of an older Atoll; simulate again"
             ) from None
-        except (AttributeError, KeyError, TypeError, ValueError) as wrong:
-            raise ValueError(f"{path} is not readable ({wrong}); simulate again") from None
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not readable ({error}); simulate again") from None
 
 
 def _told_of_run(header: Header) -> dict[str, str]:

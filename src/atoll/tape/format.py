@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import zlib
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from msgspec import Struct, ValidationError
 
@@ -89,90 +89,15 @@ REGISTERED: tuple[type, ...] = (
     Holding,
     Reason,
     ledger.Line,
-    # bodies
-    protocol.Hello,
-    protocol.Report,
-    protocol.Contribution,
-    protocol.Delivered,
-    protocol.Resync,
-    protocol.SnapshotPart,
-    protocol.StateRequest,
-    protocol.InnerState,
-    protocol.Ready,
-    protocol.Leave,
-    protocol.Leaving,
-    protocol.LeaseRequest,
-    protocol.Held,
-    protocol.FetchTime,
-    protocol.FinishAck,
-    protocol.Ping,
-    protocol.Welcome,
-    protocol.Refuse,
-    protocol.Pull,
-    protocol.RefuseContribution,
-    protocol.Published,
-    protocol.Marker,
-    protocol.StateWanted,
-    protocol.PeerChosen,
-    protocol.NoPeer,
-    protocol.Lease,
-    protocol.Hold,
-    protocol.Drain,
-    protocol.Finish,
-    protocol.Pong,
+    # what is sent, recorded, told and done
+    *get_args(protocol.Body),
     protocol.Envelope,
-    # records
     protocol.RecordKey,
-    protocol.VersionRecord,
-    protocol.MembersRecord,
-    protocol.LeaseRecord,
-    protocol.SnapshotRecord,
-    protocol.ManifestRecord,
-    # events
-    protocol.Started,
-    protocol.MessageArrived,
-    protocol.TimerFired,
-    protocol.LearnerDisconnected,
-    protocol.MergeDone,
-    protocol.MergeFailed,
-    protocol.Persisted,
-    protocol.PersistFailed,
-    protocol.StoreFenced,
-    protocol.SnapshotRequested,
-    protocol.FinishRequested,
-    protocol.ControlRequested,
-    protocol.ShardLost,
-    protocol.ShardBack,
-    protocol.LinkOpened,
-    protocol.LinkClosed,
-    protocol.DialFailed,
-    protocol.StepTaken,
-    protocol.FragmentDamaged,
-    protocol.LinkMeasured,
-    protocol.SnapshotSaved,
-    protocol.SnapshotSaveFailed,
-    protocol.MomentsFound,
-    protocol.StateRejected,
-    protocol.LeaveWanted,
-    # effects
-    protocol.Send,
-    protocol.Say,
-    protocol.Hangup,
-    protocol.Accumulate,
-    protocol.OpenGrace,
-    protocol.MergeRound,
-    protocol.DiscardRound,
-    protocol.Persist,
-    protocol.RecordInFlight,
-    protocol.Halt,
-    protocol.Dial,
-    protocol.CopyFragment,
-    protocol.AdoptFragment,
-    protocol.SaveSnapshot,
-    protocol.StartTraining,
-    protocol.Stop,
+    *get_args(protocol.Record),
+    *get_args(Event),
+    *get_args(Effect),
 )
-"""Every type that may stand on a tape: whoever adds a body, an event or an effect adds it here."""
+"""Every type that may stand on a tape."""
 
 _JSON = json.JSONDecoder(object_hook=parse_float)
 _TYPES: dict[str, type] = {kind.__name__: kind for kind in REGISTERED}
@@ -309,5 +234,5 @@ def _opened(line: bytes) -> Any:
 def _parsed(text: str | bytes) -> Any:
     try:
         return _JSON.decode(text if isinstance(text, str) else text.decode("utf-8", "surrogatepass"))
-    except (ValueError, RecursionError) as wrong:
-        raise TapeError(f"bad JSON: {wrong}") from None
+    except (ValueError, RecursionError) as error:
+        raise TapeError(f"bad JSON: {error}") from None

@@ -37,26 +37,6 @@ MAX_SPELLS = 4096
 class LearnerProcess:
     """One process of a learner."""
 
-    __slots__ = (
-        "_base",
-        "_recent",
-        "_usual_s",
-        "alone",
-        "alone_since",
-        "began",
-        "contributions",
-        "first",
-        "incarnation",
-        "is_clock_known",
-        "last",
-        "lead_s",
-        "log",
-        "moments",
-        "open_until",
-        "spells",
-        "works_until",
-    )
-
     def __init__(
         self, incarnation: int, first: float, last: float, began: float | None = None, keep: int | None = KEEP
     ) -> None:

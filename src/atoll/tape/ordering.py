@@ -1,4 +1,4 @@
-"""One order over the tapes of a run, and the vector clock of every entry.
+"""One causal order over the tapes of a run.
 
 Clocks of different machines disagree, so times alone would show effects before their causes. What is certain: entries
 of one process follow each other, a message is sent before it arrives (`Envelope.tick` is the sender's entry), and a
@@ -8,8 +8,7 @@ syncer finds in its directory only what an earlier one had asked to write.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from atoll.core.protocol import MessageArrived, Persist, RecordKey
@@ -57,10 +56,10 @@ def merged(
 
     One entry of each tape is held at a time. An entry whose cause no tape has comes at its own time and is reported.
     """
-    return _Merge(tapes, report).run()
+    return _CausalMerge(tapes, report).run()
 
 
-class _Merge:
+class _CausalMerge:
     """A heap of the next entry of each tape; those whose cause is still to come wait beside it.
 
     A syncer starts when its predecessor has ended, so its first entry waits for the end of the earlier tapes, whatever
@@ -186,99 +185,3 @@ def _slot_and_age(key: RecordKey) -> tuple[tuple[str, int], tuple[int, int]]:
     if key.kind == "version":
         return (key.kind, key.number), (key.version, 0)
     return (key.kind, 0), (key.number, key.version)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Vector clocks
-
-Clock = Mapping[Actor, int]
-"""Of each process that can have influenced an entry: its newest tick that can."""
-
-
-class _Steps:
-    """A number that only rises, and what it was at every tick of its owner."""
-
-    __slots__ = ("ticks", "values")
-
-    def __init__(self) -> None:
-        self.ticks: list[int] = []
-        self.values: list[int] = []
-
-    def last(self) -> int:
-        return self.values[-1] if self.values else 0
-
-    def raise_to(self, tick: int, value: int) -> None:
-        if value > self.last():
-            self.ticks.append(tick)
-            self.values.append(value)
-
-    def at(self, tick: int) -> int:
-        place = bisect_right(self.ticks, tick)
-        return self.values[place - 1] if place else 0
-
-
-class _Knowledge(dict[Actor, _Steps]):
-    """What one process knows of others, at every tick of its own."""
-
-    def learn(self, tick: int, other: Actor, value: int) -> None:
-        if value:
-            self.setdefault(other, _Steps()).raise_to(tick, value)
-
-
-def vector_clocks(entries: Iterable[Entry]) -> Iterator[tuple[Entry, Clock]]:
-    """Every entry with its full clock. The entries have to come in an order such as that of `merged`.
-
-    A learner hears of others only through a syncer, so it is enough to remember which ticks of which syncers it has
-    heard: the rest is what those syncers knew by then. Memory grows with the messages that arrived, two numbers each,
-    and not with the size of a clock.
-    """
-    syncers: dict[Actor, _Knowledge] = {}
-    learners: dict[Actor, _Knowledge] = {}  # of syncers only
-    derived: dict[Actor, dict[Actor, int]] = {}  # what a learner knows by now, until it hears more
-    for entry in entries:
-        actor, tick, cause = entry.actor, entry.tick, sender(entry)
-        if actor.learner == SYNCER:
-            knowledge = syncers.setdefault(actor, _Knowledge())
-            if cause is not None:
-                knowledge.learn(tick, *cause)
-                _learn_of_syncers(knowledge, entry, learners.get(cause[0]), cause[1], syncers)
-            clock = {other: steps.last() for other, steps in knowledge.items()}
-        else:
-            if cause is not None:
-                learners.setdefault(actor, _Knowledge()).learn(tick, *cause)
-                derived.pop(actor, None)
-            if actor not in derived:
-                derived[actor] = _heard_of(learners.get(actor, _Knowledge()), syncers)
-            clock = dict(derived[actor])
-        clock[actor] = tick
-        yield entry, clock
-
-
-def _learn_of_syncers(
-    knowledge: _Knowledge,
-    entry: Entry,
-    learner: _Knowledge | None,
-    learner_tick: int,
-    syncers: Mapping[Actor, _Knowledge],
-) -> None:
-    """A learner that outlived a syncer carries what it knew to the next one."""
-    for other, steps in (learner or {}).items():
-        heard = steps.at(learner_tick)
-        known = knowledge[other].last() if other in knowledge else 0
-        if other == entry.actor or heard <= known:
-            continue
-        knowledge.learn(entry.tick, other, heard)
-        for third, third_steps in syncers.get(other, _Knowledge()).items():
-            if third != entry.actor:
-                knowledge.learn(entry.tick, third, third_steps.at(heard))
-
-
-def _heard_of(heard: _Knowledge, syncers: Mapping[Actor, _Knowledge]) -> dict[Actor, int]:
-    clock: dict[Actor, int] = {}
-    for syncer, steps in heard.items():
-        clock[syncer] = max(clock.get(syncer, 0), steps.last())
-        for other, other_steps in syncers.get(syncer, _Knowledge()).items():
-            value = other_steps.at(steps.last())
-            if value:
-                clock[other] = max(clock.get(other, 0), value)
-    return clock

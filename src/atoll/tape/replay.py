@@ -63,8 +63,8 @@ def core_of(header: Header) -> Core:
         if actor.learner == SYNCER:
             return SyncerCore(header.config, actor.start, header.restored)
         return LearnerCore(header.config, actor.learner, actor.start)
-    except (AssertionError, LookupError, ValueError) as wrong:
-        raise TapeError(f"no core of {actor} can be made from this header: {wrong!r}") from wrong
+    except (AssertionError, LookupError, ValueError) as error:
+        raise TapeError(f"no core of {actor} can be made from this header: {error!r}") from error
 
 
 def replay(header: Header, entries: Iterable[Entry], make: Callable[[Header], Core] = core_of) -> int:

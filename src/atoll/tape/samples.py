@@ -65,7 +65,7 @@ class Range(NamedTuple):
         return "held" if "held" in fates else "waiting"
 
 
-class _Merge(NamedTuple):
+class _MergedSamples(NamedTuple):
     taken: int
     fragment: FragmentId
     version: Version
@@ -83,7 +83,7 @@ class DataHistory:
         self.repeated: dict[Key, int] = {}  # steps on samples that it had had
         self.problems: list[str] = []
         self._leased: dict[tuple[Key, int], int] = {}  # when, as a count
-        self._merges: dict[Key, list[_Merge]] = {}  # each further than the one before
+        self._merges: dict[Key, list[_MergedSamples]] = {}  # each further than the one before
         self._members: MembersRecord | None = None
         self._out: dict[Key, str] = {}  # incarnations that left or were lost, and which of the two
         self._versions: dict[FragmentId, Version] = dict.fromkeys(config.fragment_ids(), 0)
@@ -153,7 +153,7 @@ class DataHistory:
             self._total_tokens[p] += a.tokens
             merges = self._merges.setdefault(key, [])
             if a.taken > (merges[-1].taken if merges else 0):
-                merges.append(_Merge(a.taken, p, record.version))
+                merges.append(_MergedSamples(a.taken, p, record.version))
         if self._total_tokens[p] != record.merged_tokens:
             counted, told = self._total_tokens[p], record.merged_tokens
             self._wrong(

@@ -8,6 +8,7 @@ tapes of a run, or the memory of a test that has just failed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from msgspec.structs import asdict
@@ -84,14 +85,12 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+@dataclass
 class _Process:
     """What is remembered of one process, to tell how it ended."""
 
-    __slots__ = ("last_at", "over")
-
-    def __init__(self) -> None:
-        self.last_at = 0.0
-        self.over = False  # it has said that it stops, or its end was told
+    last_at: float = 0.0
+    over: bool = False  # it has said that it stops, or its end was told
 
 
 class _Teller:
@@ -293,23 +292,20 @@ def _halts(entry: Entry, effect: said.Halt) -> _Told:
     return _Told(RUN, f"syncer epoch {entry.actor.start} halts: {sentence_of(effect.reason)}", None)
 
 
-def _sends(sentence: str) -> _Tell:
-    """A body to a learner, told with the body's fields in the braces."""
+def _tells(sentence: str, *concerns: tuple[str, str | int]) -> _Tell:
+    """Return a line about the learner of an effect, or of a body that is sent, with the fields of it in the braces.
 
-    def tell(entry: Entry, effect: said.Send) -> _Told:
-        body = asdict(effect.envelope.body)
-        if "reason" in body:
-            body["reason"] = sentence_of(body["reason"])
-        return _Told(_learner(effect.envelope.learner), sentence.format(**body))
+    `concerns`: in whose story it stands too, by kind and number, or the field that has the number.
+    """
+
+    def tell(entry: Entry, effect: said.Effect) -> _Told:
+        learner = effect.envelope.learner if type(effect) is said.Send else entry.actor.learner
+        fields = asdict(effect.envelope.body if type(effect) is said.Send else effect)
+        words = {name: sentence_of(each) if type(each) is Reason else each for name, each in fields.items()}
+        others = tuple((kind, fields[of] if isinstance(of, str) else of) for kind, of in concerns)
+        return _Told(_learner(learner), sentence.format(**words), others)
 
     return tell
-
-
-def _wants_state(entry: Entry, effect: said.Send) -> _Told:
-    body = effect.envelope.body
-    assert type(body) is said.StateWanted
-    sentence = f"asked for its inner state, for learner {body.to}"
-    return _Told(_learner(effect.envelope.learner), sentence, (_learner(body.to),))
 
 
 _SYNCER_SAID: dict[type, _Tell] = {
@@ -323,13 +319,13 @@ _SYNCER_SAID: dict[type, _Tell] = {
     said.Persist: _persists,
     said.RecordInFlight: _keeps_in_flight,
     said.Halt: _halts,
-    said.Welcome: _sends("welcomed at {progress:.1%} of the budget"),
-    said.Refuse: _sends("refused: {reason}"),
-    said.StateWanted: _wants_state,
-    said.InnerState: _sends("gets the inner state of learner {giver} passed on"),
-    said.NoPeer: _sends("gets no inner state: {reason}"),
-    said.Lease: _sends("lease {number}: samples from {begin} to before {end}"),
-    said.Finish: _sends("told that the run is finished at {merges} merges"),
+    said.Welcome: _tells("welcomed at {progress:.1%} of the budget"),
+    said.Refuse: _tells("refused: {reason}"),
+    said.StateWanted: _tells("asked for its inner state, for learner {to}", ("learner", "to")),
+    said.InnerState: _tells("gets the inner state of learner {giver} passed on"),
+    said.NoPeer: _tells("gets no inner state: {reason}"),
+    said.Lease: _tells("lease {number}: samples from {begin} to before {end}"),
+    said.Finish: _tells("told that the run is finished at {merges} merges"),
 }
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -382,52 +378,21 @@ def _adopts(entry: Entry, effect: said.AdoptFragment) -> _Told:
     return _Told(_learner(entry.actor.learner), sentence, (_fragment(effect.fragment),))
 
 
-def _saves(entry: Entry, effect: said.SaveSnapshot) -> _Told:
-    sentence = f"saves its part of snapshot {effect.snapshot} at step {effect.step}"
-    return _Told(_learner(entry.actor.learner), sentence)
-
-
-def _trains(entry: Entry, effect: said.StartTraining) -> _Told:
-    return _Told(_learner(entry.actor.learner), f"starts to train: {sentence_of(effect.moments)}", (RUN,))
-
-
-def _stops(entry: Entry, effect: said.Stop) -> _Told:
-    return _Told(_learner(entry.actor.learner), f"stops: {sentence_of(effect.reason)}", (RUN,))
-
-
-def _receives(entry: Entry, effect: said.Send) -> _Told:
-    body = effect.envelope.body
-    assert type(body) is said.Delivered
-    return _Told(_learner(entry.actor.learner), f"version {body.version} of fragment {body.fragment} is here")
-
-
-def _resyncs(entry: Entry, effect: said.Send) -> _Told:
-    body = effect.envelope.body
-    assert type(body) is said.Resync
-    sentence = (
-        f"got an update of fragment {body.fragment} that does not fit its version {body.have}; asks for the value"
-    )
-    return _Told(_learner(entry.actor.learner), sentence, (_fragment(body.fragment),))
-
-
-def _gives_state(entry: Entry, effect: said.Send) -> _Told:
-    body = effect.envelope.body
-    assert type(body) is said.InnerState
-    return _Told(_learner(entry.actor.learner), f"gives its inner state to learner {body.to}", (_learner(body.to),))
-
-
 _LEARNER_SAID: dict[type, _Tell] = {
     said.Say: _says,
     said.Hangup: _hangs_up,
     said.Dial: _dials,
     said.CopyFragment: _copies,
     said.AdoptFragment: _adopts,
-    said.SaveSnapshot: _saves,
-    said.StartTraining: _trains,
-    said.Stop: _stops,
+    said.SaveSnapshot: _tells("saves its part of snapshot {snapshot} at step {step}"),
+    said.StartTraining: _tells("starts to train: {moments}", RUN),
+    said.Stop: _tells("stops: {reason}", RUN),
     said.Contribution: _contributes,
-    said.Delivered: _receives,
-    said.Resync: _resyncs,
-    said.StateRequest: _sends("asks for the inner state of a peer"),
-    said.InnerState: _gives_state,
+    said.Delivered: _tells("version {version} of fragment {fragment} is here"),
+    said.Resync: _tells(
+        "got an update of fragment {fragment} that does not fit its version {have}; asks for the value",
+        ("fragment", "fragment"),
+    ),
+    said.StateRequest: _tells("asks for the inner state of a peer"),
+    said.InnerState: _tells("gives its inner state to learner {to}", ("learner", "to")),
 }

@@ -80,9 +80,9 @@ class RunTimeline:
         self._heard: dict[tuple[int, int], dict[int, float]] = {}  # by process: ticks of messages, and their arrival
         self._said: dict[tuple[int, int], dict[int, float]] = {}  # the same of tapes that are ahead of the syncer's
         self._sections: list[Span] = []
-        self._since: float | None = None
-        self._ended = 0.0
-        self._pauses: list[Span] = []
+        self.trains_since: float | None = None  # when the first learner may train
+        self.ended = 0.0  # the last step of any learner if the run is over, else the newest entry
+        self.pauses: list[Span] = []  # when an operator had paused the run
         self._learners: list[int] = []
 
     # ---------------------------------------------------------------------------------------------------- taking
@@ -176,15 +176,15 @@ class RunTimeline:
         tenures = [tenure for tenure in self.tenures if tenure.first is not None]
         ends = [process.last for process in processes if process.is_clock_known or not tenures]
         self.to = max([*ends, *(tenure.last for tenure in tenures)], default=0.0)
-        self._since = min((process.began for process in processes if process.began is not None), default=None)
-        self._pauses = list(self._find_pauses())
+        self.trains_since = min((process.began for process in processes if process.began is not None), default=None)
+        self.pauses = list(self._find_pauses())
         known = {learner for tenure in tenures for learner in tenure.standings}
         self._learners = sorted(known | set(self.processes) | set(self.seen))
         for learner in self._learners:
             self._leave_open(learner)
-        self._ended = self.to
+        self.ended = self.to
         if self.is_finished:
-            self._ended = max((process.log.ends[-1] for process in processes if process.log.ends), default=self.to)
+            self.ended = max((process.log.ends[-1] for process in processes if process.log.ends), default=self.to)
         there = [(process.first, process.until) for process in processes]
         self._sections = union([*there, *((r.first, r.last) for r in tenures if r.first is not None)])
 
@@ -196,7 +196,7 @@ class RunTimeline:
         if processes and self.is_on(learner, processes[-1]):
             process = processes[-1]
             process.open_until = self.to
-            paused = self._pauses[-1] if self._pauses and self._pauses[-1][1] >= self.to else None
+            paused = self.pauses[-1] if self.pauses and self.pauses[-1][1] >= self.to else None
             process.works_until = self.to if paused is None else paused[0]
 
     # ---------------------------------------------------------------------------------------------------- the run
@@ -227,26 +227,15 @@ class RunTimeline:
         """Whether its time is derived from its messages to the syncer."""
         return learner not in self.processes
 
-    def trains_since(self) -> float | None:
-        """When the first learner may train."""
-        return self._since
-
-    def ended(self) -> float:
-        """The last step of any learner if the run is over, else the newest entry."""
-        return self._ended
-
     def wall_s(self, at: float = float("inf")) -> float:
         """Since the first learner may train, without the time in which no process of the run was there."""
-        return self._counted_s((self._since, min(at, self._ended))) if self._since is not None else 0.0
+        return self._counted_s((self.trains_since, min(at, self.ended))) if self.trains_since is not None else 0.0
 
     def _counted_s(self, span: Span) -> float:
         return sum(overlap_s(section, span) for section in self._sections)
 
-    def pauses(self) -> list[Span]:
-        """When an operator had paused the run. A pause goes on while the syncer is down."""
-        return self._pauses
-
     def _find_pauses(self) -> Iterator[Span]:
+        """A pause goes on while the syncer is down."""
         for number, tenure in enumerate(self.tenures):
             for begin, end in tenure.pauses:
                 if end == tenure.last and tenure.is_paused:
@@ -255,7 +244,7 @@ class RunTimeline:
                 yield begin, end
 
     def is_paused(self, at: float) -> bool:
-        return any(begin <= at <= end for begin, end in self._pauses)
+        return any(begin <= at <= end for begin, end in self.pauses)
 
     def goodput(self, at: float = float("inf")) -> float | None:
         """Goodput: the share of learners' allocated time that was spent in steps. This is its only definition."""
@@ -271,13 +260,12 @@ class RunTimeline:
     def uptime(self, at: float = float("inf")) -> float | None:
         """Uptime: the share of the run's time in which at least one learner was in a step."""
         whole_s = self.wall_s(at)
-        if self._since is None or whole_s <= 0.0:
+        if self.trains_since is None or whole_s <= 0.0:
             return None
-        end = min(at, self._ended)
+        end = min(at, self.ended)
         processes = (process for learner in self.learners() for process in self.processes_of(learner))
-        return min(
-            1.0, covered_s((s for process in processes for s in process.all_spells(end)), (self._since, end)) / whole_s
-        )
+        spells = (spell for process in processes for spell in process.all_spells(end))
+        return min(1.0, covered_s(spells, (self.trains_since, end)) / whole_s)
 
     def _asked(self) -> Iterable[int]:
         return sorted({*self.learners(), *range(1, self.asked_for + 1)})
@@ -337,12 +325,12 @@ class RunTimeline:
         It begins when the first learner may train, or when this one came if it was added later. It ends with the
         run, or when this learner left for good. docs/accounting.md explains it.
         """
-        processes, since = self.processes_of(learner), self._since
+        processes, since = self.processes_of(learner), self.trains_since
         if since is None or (not processes and learner > self.asked_for):
             return None
-        end = min(at, self._ended)
+        end = min(at, self.ended)
         if not processes:
-            return max(since, self._section(self._ended)[0]), end
+            return max(since, self._section(self.ended)[0]), end
         first = processes[0].first
         if learner <= self.asked_for:
             begin = max(since, self._section(first)[0])
@@ -374,17 +362,9 @@ class RunTimeline:
         span = self.span_of(learner, at)
         if span is None:
             return None
-        pauses = [found for found in (clip(pause, span) for pause in self._pauses) if found is not None]
-        return shares_of(
-            learner,
-            self.processes_of(learner),
-            span,
-            list(stops),
-            pauses,
-            waited_s,
-            copied_s,
-            self._counted_s(span),
-        )
+        pauses = [found for found in (clip(pause, span) for pause in self.pauses) if found is not None]
+        processes, counted_s = self.processes_of(learner), self._counted_s(span)
+        return shares_of(learner, processes, span, list(stops), pauses, waited_s, copied_s, counted_s)
 
     def bands(self, learner: int, begin: float, end: float, stops: Iterable[Span] = ()) -> list[Band]:
         """What a learner did when, without gaps: by its own tapes if they are here, else as the syncer saw it.
@@ -399,7 +379,7 @@ class RunTimeline:
             states = _cover(self._own_bands(learner), [(stop, "stopped") for stop in sorted(stops)])
             states = _cover(states, covers)
         found: list[Band] = []
-        for band in _cover(states, [(pause, "paused") for pause in self._pauses]):
+        for band in _cover(states, [(pause, "paused") for pause in self.pauses]):
             clipped = Band(max(band.begin, begin), min(band.end, end), band.state)
             if clipped.end <= clipped.begin:
                 continue
