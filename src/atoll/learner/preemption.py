@@ -71,12 +71,12 @@ class Notice:
 
     def wishes(self, core: LearnerCore) -> list[LeaveWanted]:
         """At a step boundary: what the core has to be told now."""
-        if self._came_at is None or self.seconds is None or core.mode is Mode.STOPPED:
+        if self._came_at is None or self.seconds is None or core.state.mode is Mode.STOPPED:
             return []
         wishes = []
         if not self._is_told:
             self._is_told = True
-            self._unmerged = core.unmerged_tokens()
+            self._unmerged = core.leaving.unmerged_tokens()
             wishes.append(LeaveWanted("its machine is taken away", push=True))
         if self.is_over():
             wishes.append(LeaveWanted("the notice is over"))
@@ -100,7 +100,7 @@ class Notice:
 
     def say_left(self, core: LearnerCore) -> None:
         if self._is_told:
-            before, now = self._unmerged, core.unmerged_tokens()
+            before, now = self._unmerged, core.leaving.unmerged_tokens()
             self._log.info(
                 "This island was asked to leave; the run goes on. Tokens not merged: %d then, %d now", before, now
             )

@@ -237,7 +237,7 @@ class Paths:
         if type(raw) is not dict:
             raise WireError("metrics are a JSON object", "type")
         syncer, (learner, incarnation, _) = self.syncer, link.key
-        if syncer.core is not None and learner in syncer.core.members:
+        if syncer.core is not None and learner in syncer.core.state.members:
             told = {name: raw[name] for name in TOLD if _is_figure(raw.get(name, ""))}
             syncer.metrics.told(syncer.clock.now(), learner, incarnation, told)
 

@@ -209,7 +209,7 @@ class SyncerProcess:
         largest = max(plan.numel(p) for p in range(len(plan.fragments)))
         self.gate.most_bytes = max(RECEIVING_BYTES, 4 * 4 * largest)
         self.core = SyncerCore(config, self.store.epoch, restored)
-        self.merges_before = self.core.merges
+        self.merges_before = self.core.state.merges
         self.tell(Started())
         for event in self.wishes.events():  # before anybody can join
             self.tell(event)
@@ -243,9 +243,9 @@ class SyncerProcess:
         assert self.core is not None and self._tape is not None
         now = self.clock.now()
         if type(event) is MergeDone:
-            self.merged_contributions += len(self.core.fragments[event.round.fragment].contributions)
+            self.merged_contributions += len(self.core.state.fragments[event.round.fragment].contributions)
         effects = self.core.handle(now, event)
-        self._tape.write(Entry(now, Actor(SYNCER, self.store.epoch), self.core.tick, event, tuple(effects)))
+        self._tape.write(Entry(now, Actor(SYNCER, self.store.epoch), self.core.state.tick, event, tuple(effects)))
         for effect in effects:
             if self.shards is not None and _is_of_a_shard(effect):
                 self.shards.carry_out(effect)  # type: ignore[arg-type]
@@ -257,7 +257,7 @@ class SyncerProcess:
                 if carry_out is not None:
                     carry_out(effect)
         self._hold_versions(self.core)
-        if self.core.stage is Stage.FINISHED and not self.missing_end():
+        if self.core.state.stage is Stage.FINISHED and not self.missing_end():
             self.end_delivered.set()
         self._arm()
         return effects
@@ -318,9 +318,9 @@ class SyncerProcess:
         named: dict[str, Any] = {}
         if kind == "fragment":
             assert self.core is not None
-            named["version"] = self.core.fragments[number].version
-        elif kind == "learner" and self.core is not None and number in self.core.members:
-            named["incarnation"] = self.core.members[number].incarnation
+            named["version"] = self.core.state.fragments[number].version
+        elif kind == "learner" and self.core is not None and number in self.core.state.members:
+            named["incarnation"] = self.core.state.members[number].incarnation
         prefix = f"{kind} {number}: " if kind != "run" else "run: "
         self._reasons.write(effect.reason, effect.subject, prefix, **named)
 
@@ -356,7 +356,7 @@ class SyncerProcess:
 
     def _hold_versions(self, core: SyncerCore) -> None:
         """Those of a snapshot from its cut on: its parts may come later than the store keeps a version."""
-        cut = core.cut
+        cut = core.state.cut
         if cut is not None and cut.id != self._held:
             self._held = cut.id
             self.keeper.on_disk_later(self.store.hold, cut.id, cut.versions)
@@ -379,7 +379,7 @@ class SyncerProcess:
 
     def hand_out(self, wanted: LearnerId | None) -> tuple[LearnerId, Incarnation]:
         """An id, and an incarnation that is newer than every one that is known."""
-        members = self.core.members if self.core is not None else {}
+        members = self.core.state.members if self.core is not None else {}
         learner = wanted
         if learner is None:
             learner = 1
@@ -394,7 +394,7 @@ class SyncerProcess:
 
     def present(self) -> set[LearnerId]:
         """Learners that have a link, or a number and no link yet."""
-        members = self.core.members if self.core is not None else {}
+        members = self.core.state.members if self.core is not None else {}
         return {key[0] for key in self.links} | {learner for learner in self.handed if learner not in members}
 
     def attach(self, link: SyncerLink) -> None:
@@ -417,7 +417,7 @@ class SyncerProcess:
 
         False: the run was told to end while the wish waited for its turn."""
         async with self._controlling:
-            if self.core is None or self.core.stage is not Stage.RUNNING:
+            if self.core is None or self.core.state.stage is not Stage.RUNNING:
                 return False
             await self._keep_wishes(self.wishes.after(event, time.time()))
             self.tell(event)
@@ -444,29 +444,29 @@ class SyncerProcess:
 
     def take_snapshot(self, who: str = "") -> int | None:
         """The number of a snapshot that is being taken from now on, or is being taken already. None: not now."""
-        if self.core is None or self.core.stage is not Stage.RUNNING:
+        if self.core is None or self.core.state.stage is not Stage.RUNNING:
             return None
-        if self.core.cut is None:
-            before = self.core.marker
+        if self.core.state.cut is None:
+            before = self.core.state.marker
             self.tell(SnapshotRequested(who))
-            return self.core.marker if self.core.marker > before else None
-        return self.core.cut.id
+            return self.core.state.marker if self.core.state.marker > before else None
+        return self.core.state.cut.id
 
     # ---------------------------------------------------------------------------------------------------- showing
 
     @property
     def finished(self) -> bool:
-        return self.core is not None and self.core.stage is Stage.FINISHED
+        return self.core is not None and self.core.state.stage is Stage.FINISHED
 
     def missing_end(self) -> list[LearnerId]:
         """Return the learners that may come back and have not received the end of the run."""
-        missing = self.core.missing_end() if self.core is not None else []
+        missing = self.core.shutdown.missing_end() if self.core is not None else []
         return [learner for learner in missing if learner not in self._end_received | self._informed]
 
     def _write_end_received(self) -> None:
         """For a syncer that is started on the finished run: it serves the end only while a learner misses it."""
         assert self.core is not None
-        acknowledged = {member.id for member in self.core.members.values() if member.finish_acked}
+        acknowledged = {member.id for member in self.core.state.members.values() if member.finish_acked}
         try:
             self.store.write_end_received(self._end_received | acknowledged)
         except (Fenced, OSError, StoreDamaged) as error:
@@ -479,7 +479,7 @@ class SyncerProcess:
     async def gather(self) -> None:
         """For `published`: the final values, from wherever they are."""
         if self.shards is not None and self.core is not None and self.plan is not None:
-            versions = {p: f.version for p, f in self.core.fragments.items()}
+            versions = {p: f.version for p, f in self.core.state.fragments.items()}
             self._gathered = await self.shards.values(self.plan, versions)
 
     def published(self) -> dict[str, Tensor]:
