@@ -38,7 +38,7 @@ from atoll.tape.files import RunTapes
 from atoll.tensors.codecs import codec
 from atoll.tensors.settings import CodecWish, Numerics
 from atoll.transport.buffers import ByteSink
-from atoll.transport.bulk_transfer import FetchedFragment
+from atoll.transport.http_client import FetchedFragment
 from atoll.transport.pacing import rate_of
 from benchmarks.measuring import as_json, begin, describe, spread, syncer
 

@@ -61,9 +61,8 @@ from atoll.store.run_settings import RunSettings
 from atoll.tensors import optimizer_state
 from atoll.tensors.model_view import ModelView
 from atoll.tensors.plan import FragmentPlan
-from atoll.transport.bulk_transfer import LearnerBulk
 from atoll.transport.endpoint import Endpoint
-from atoll.transport.http_client import LearnerLink, Refusal, why
+from atoll.transport.http_client import LearnerBulk, LearnerLink, Refusal, why
 from atoll.transport.pacing import DEFAULT_STREAMS
 from atoll.transport.wire import Kind, WireError, encode_message
 

@@ -34,8 +34,7 @@ from atoll.island.boundary import Action, Adopt, CopyAction, End, Give, Given, S
 from atoll.island.fragments import Buffer, FragmentTensors
 from atoll.island.stats import LearnerStatus
 from atoll.learner.part_writer import PartKeeper
-from atoll.learner.preemption import Notice
-from atoll.learner.signals import Interrupts
+from atoll.learner.preemption import Interrupts, Notice
 from atoll.store.run_settings import RunClock
 from atoll.tape.format import Actor, Entry
 from atoll.tape.sink import TapeKeeper

@@ -22,8 +22,15 @@ from atoll.learner.driver import LearnerDriver
 from atoll.learner.join import RETRY_S
 from atoll.logs import about
 from atoll.transport.buffers import StreamingBuffer
-from atoll.transport.bulk_transfer import FetchedFragment, LearnerBulk, fragment_sizes
-from atoll.transport.http_client import LearnerLink, LinkClosedError, Refusal, why
+from atoll.transport.http_client import (
+    FetchedFragment,
+    LearnerBulk,
+    LearnerLink,
+    LinkClosedError,
+    Refusal,
+    fragment_sizes,
+    why,
+)
 from atoll.transport.wire import CODEC_NUMBERS, WireError
 
 T = TypeVar("T")

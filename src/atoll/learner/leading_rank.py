@@ -33,8 +33,7 @@ from atoll.island.stats import LearnerStats, LearnerStatus
 from atoll.learner.background import Background
 from atoll.learner.driver import NOTHING_UNTOLD, LearnerDriver
 from atoll.learner.part_writer import PartKeeper
-from atoll.learner.preemption import Notice
-from atoll.learner.signals import Interrupts
+from atoll.learner.preemption import Interrupts, Notice
 from atoll.logs import Named
 from atoll.store.learner_parts import set_rng
 from atoll.store.run_settings import RunClock, start_anew
