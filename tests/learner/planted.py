@@ -24,7 +24,7 @@ from atoll.core.protocol import LinkMeasured, Persisted, Record, SyncerEffect, S
 from atoll.core.types import RoundId
 from atoll.island import leader, row_transfer
 from atoll.island.fragments import FragmentTensors, ValueInWork
-from atoll.learner import fragment_transfer, part_writer
+from atoll.learner import background, part_writer
 from atoll.store import sharded_parts
 from atoll.store.version_store import Store
 from atoll.syncer import fragment_executor
@@ -139,7 +139,7 @@ def lost_way(directory: Path) -> None:
 
 def counted_uploads(directory: Path) -> None:
     """How many contributions were on their way at once, the most so far. None is small."""
-    fragment_transfer.SMALL_BYTES = 0
+    background.SMALL_BYTES = 0
     contribute, now, most = http_client.LearnerBulk.contribute, [0], [0]
 
     async def counted(self: Any, *args: Any) -> None:

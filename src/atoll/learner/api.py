@@ -170,7 +170,7 @@ class Learner:
         self._pid = 0  # of the process that has entered
         self._interrupts = Interrupts()
         self._notice = Notice(notice_s if notice_s is not None else notice_from_env(), self.log)
-        self._published = PublishedValues(model, self._interrupts)
+        self.published_values = PublishedValues(model, self._interrupts)
         self._trained: TrainedParameters | None = None  # from the join on
         self._loop_check: LoopCheck | None = None  # from the join on
         self._status = LearnerStatus()
@@ -250,7 +250,7 @@ class Learner:
             loss = loss.detach()
         elif loss is not None:
             loss = float(loss)
-        self._published.check_step()
+        self.published_values.check_step()
         check_whole_step(self._given)
         if self._status.finished:
             return
@@ -272,7 +272,7 @@ class Learner:
         No step is taken in it. Nothing is sent: of several ranks those use it that evaluate, which are all of them
         where the model is sharded. It takes memory for one more copy of the model on the host.
         """
-        return self._published.shown(self._rank.fragments)
+        return self.published_values.shown(self._rank.fragments)
 
     # ---------------------------------------------------------------------------------------------------- showing
 

@@ -294,7 +294,7 @@ class LeadingRank:
         for action in actions:
             match action:
                 case CopyAction():
-                    boundary.copy(action)
+                    boundary.fragments[action.effect.round.fragment].copy(action.copied)
                     self._contributed += 1
                 case Adopt():
                     boundary.adopt(action)

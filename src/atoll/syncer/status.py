@@ -3,20 +3,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from atoll.core.reasons import Reason
-
-if TYPE_CHECKING:
-    from atoll.syncer.process import SyncerProcess
 import logging
 import math
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from atoll.core.reasons import Reason
 from atoll.core.types import FragmentId, Incarnation, LearnerId, Version
 from atoll.store.metrics_files import MetricsWriter
 from atoll.tensors.syncer_fragment import MergeStats
+
+if TYPE_CHECKING:
+    from atoll.syncer.process import SyncerProcess
 
 
 def status(syncer: SyncerProcess) -> dict[str, Any]:
