@@ -58,7 +58,7 @@ async def counts(served: Syncer, learners: list[LightLearner]) -> Counts:
         sum(each.sent + each.heard for each in learners),
         sum(each.put + each.got for each in learners),
         sum(each.link.bytes_up + each.link.bytes_down for each in learners),
-        sum(each.core.step for each in learners),
+        sum(each.core.state.step for each in learners),
         cpu_s(served.pid),
         time.process_time(),
     )

@@ -37,7 +37,7 @@ import torch
 from atoll.chaos.netns import enter
 from atoll.core.types import RunConfig
 from atoll.store.run_settings import RunSettings
-from atoll.syncer.shards.main import serve_shard
+from atoll.syncer.shards.process import serve_shard
 from atoll.tensors.codecs import codec
 from atoll.tensors.settings import Numerics
 from atoll.transport.endpoint import ask, place

@@ -31,14 +31,14 @@ from torch import Tensor, nn
 from atoll.core.protocol import Accumulate, CopyFragment, MessageArrived, Persisted, Published
 from atoll.core.types import Limits, RoundId, RunConfig
 from atoll.island.fragments import Copied, FragmentTensors
-from atoll.learner import fragment_transfer
+from atoll.learner import background
 from atoll.learner.api import Learner
 from atoll.store.run_settings import RunSettings
 from atoll.tape.files import RunTapes
 from atoll.tensors.codecs import codec
 from atoll.tensors.settings import CodecWish, Numerics
 from atoll.transport.buffers import ByteSink
-from atoll.transport.bulk_transfer import FetchedFragment
+from atoll.transport.http_client import FetchedFragment
 from atoll.transport.pacing import rate_of
 from benchmarks.measuring import as_json, begin, describe, spread, syncer
 
@@ -80,7 +80,7 @@ def is_apart(version: int) -> bool:
 
 
 def take_turns() -> None:
-    encode, on_bytes = FragmentTensors.encode, fragment_transfer._Arriving.on_bytes
+    encode, on_bytes = FragmentTensors.encode, background._Arriving.on_bytes
 
     def encode_in_turns(self: FragmentTensors, copied: Copied, growing: ByteSink) -> None:
         if not is_apart(copied.round.base + 1):
@@ -95,7 +95,7 @@ def take_turns() -> None:
             on_bytes(self, fetched, first_bytes)
 
     FragmentTensors.encode = encode_in_turns  # type: ignore[method-assign]
-    fragment_transfer._Arriving.on_bytes = on_bytes_in_turns  # type: ignore[method-assign]
+    background._Arriving.on_bytes = on_bytes_in_turns  # type: ignore[method-assign]
 
 
 def measure(values: int, rate: str, by: CodecWish, rounds: int) -> dict[str, Any]:

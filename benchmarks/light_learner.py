@@ -43,8 +43,7 @@ from atoll.core.types import FragmentId
 from atoll.store.run_settings import RunSettings
 from atoll.tensors.plan import FragmentPlan, TensorInfo, make_plan
 from atoll.transport.buffers import StreamingBuffer
-from atoll.transport.bulk_transfer import LearnerBulk, fragment_sizes
-from atoll.transport.http_client import LearnerLink, Refusal
+from atoll.transport.http_client import LearnerBulk, LearnerLink, Refusal, fragment_sizes
 from atoll.transport.wire import CODEC_NUMBERS, Kind, WireError, encode_message
 
 LOG = logging.getLogger("atoll.light")

@@ -240,10 +240,10 @@ def run_protocol(setting: Setting, corpus: Text) -> dict[str, Any]:
     core = growing(setting) if setting.h_start else SyncerCore
     if lockstep:
         run = Lockstep(config, tokens, execution.apply, setting.tau, core)
-        while run.syncer.stage.value == "running":
+        while run.syncer.state.stage.value == "running":
             run.step()
         run.finish()
-        ledger, merges = run.syncer.ledger, run.syncer.merges
+        ledger, merges = run.syncer.state.ledger, run.syncer.state.merges
     else:
         cycle = itertools.cycle(float(s) for s in setting.speeds.split(":"))
         speeds = {i: next(cycle) for i in tokens}
@@ -252,7 +252,7 @@ def run_protocol(setting: Setting, corpus: Text) -> dict[str, Any]:
         driver.run()
         syncer = driver.syncer_core()
         assert syncer is not None
-        ledger, merges = syncer.ledger, syncer.merges
+        ledger, merges = syncer.state.ledger, syncer.state.merges
     result: dict[str, Any] = {"trained": execution.tokens, "merges": merges}
     result["steps"] = {str(a.learner): t.step for a, t in execution.learners.items()}
     result["merged"] = round(sum(ledger.merged(p) for p in range(config.fragments)) / config.fragments)

@@ -320,14 +320,14 @@ def learner_at_step_64(adopt: str) -> tuple[LearnerCore, protocol.Contribution]:
 
 
 def hear(core: LearnerCore, body: protocol.SyncerBody) -> None:
-    core.handle(core.now, protocol.MessageArrived(protocol.Envelope(1, 1, 1, 1, core.state.seen + 1, 0, 0, body)))
+    core.handle(core.state.now, protocol.MessageArrived(protocol.Envelope(1, 1, 1, 1, core.state.seen + 1, 0, 0, body)))
 
 
 def train_to(core: LearnerCore, step: int) -> list[protocol.LearnerEffect]:
     """The effects of the last boundary."""
     effects: list[protocol.LearnerEffect] = []
-    while core.step < step:
-        effects = core.handle(core.now + 1.0, protocol.StepTaken(1, 1000, 1.0))
+    while core.state.step < step:
+        effects = core.handle(core.state.now + 1.0, protocol.StepTaken(1, 1000, 1.0))
     return effects
 
 

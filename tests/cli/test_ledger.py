@@ -64,7 +64,7 @@ def test_tokens_are_what_the_syncers_books_say(saved, capsys):
     told = told_of(saved, capsys)
     core = eventful_run(**LEASES).syncer
     for line in told["tokens"]:
-        books = core.ledger.line(line["fragment"])
+        books = core.state.ledger.line(line["fragment"])
         assert line["merged"] == books.merged
         assert line["trained"] == line["merged"] + line["pending"] + sum(line["dropped"].values())
         assert line["trained"] >= books.trained  # what a process trained after its last word is on its tape alone
@@ -218,7 +218,9 @@ def test_the_tapes_of_a_hostile_world_say_what_its_books_say(seed):
     undurable = sum(holder.count - holder.durable for holder in core.state.leases.holders.values())
     assert (sums.merged, sums.waiting) == (books.merged, books.pool)
     assert (sums.leased == books.leased) or undurable, "what is not durable is on no tape as leased"
-    assert [line.merged for line in history.tokens().values()] == [core.ledger.merged(p) for p in core.fragments]
+    assert [line.merged for line in history.tokens().values()] == [
+        core.state.ledger.merged(p) for p in core.state.fragments
+    ]
 
 
 def test_the_tapes_of_a_seed_have_a_ledger(tmp_path, capsys):

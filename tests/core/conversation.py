@@ -206,7 +206,7 @@ class SyncerTalk(Talk):
     def to(self, learner: LearnerId, body: Body) -> Send:
         """The message as this syncer would send it to the learner now."""
         voice = self.voices[learner]
-        marker = self.core.marker
+        marker = self.core.state.marker
         return Send(Envelope(learner, voice.incarnation, voice.session, self.epoch, 0, 0, marker, body))
 
     # ------------------------------------------------------------------------------------------- merge thread and disk
@@ -389,7 +389,9 @@ class LearnerTalk(Talk):
         """A message of the syncer arrives. `other` replaces fields of its envelope."""
         self.tick += 1
         core = self.core
-        plain = Envelope(core.id, core.incarnation, self.session, self.epoch, self.tick, 0, self.marker, body)
+        plain = Envelope(
+            core.state.id, core.state.incarnation, self.session, self.epoch, self.tick, 0, self.marker, body
+        )
         return self.tell(at, MessageArrived(structs.replace(plain, **other)))
 
     def welcomed(self, at: float, versions: tuple[Version, ...] | None = None, step_time_s: float = 0.0) -> list[Any]:

@@ -133,7 +133,7 @@ class LearnerMachine(Machine):
         core = self.talk.core
         self.talk.tick += 1
         plain_ = Envelope(
-            1, core.incarnation, self.talk.session, self.talk.epoch, self.talk.tick, 0, self.talk.marker, body
+            1, core.state.incarnation, self.talk.session, self.talk.epoch, self.talk.tick, 0, self.talk.marker, body
         )
         return self.happens(MessageArrived(structs.replace(plain_, **other)))
 
@@ -210,9 +210,9 @@ class LearnerMachine(Machine):
             return
         self.steps += steps
         core = self.talk.core
-        samples = 3 * steps if core.state.held - core.taken >= 3 * steps else 0
+        samples = 3 * steps if core.state.held - core.state.taken >= 3 * steps else 0
         done = self.happens(StepTaken(steps, tokens, 1.0, samples))
-        up = self.talk.core.link is Link.UP
+        up = self.talk.core.state.link is Link.UP
         told = [e for e in done if isinstance(e, Send) and isinstance(e.envelope.body, Report)]
         self.checked(len(told) == up, "a report after every step, exactly while there is a link")
 
@@ -230,7 +230,7 @@ class LearnerMachine(Machine):
     def publishes_next(self, p: int, merged: bool, base: int | None) -> None:
         body = self.sent.get(p)
         if merged and body is not None and body.round.base == self.published[p]:
-            own = self.talk.core.incarnation
+            own = self.talk.core.state.incarnation
             self.marks[p] = Mark(own, body.round.base, body.copied_at, body.trained, body.dropped)
         self.published[p] += 1
         self.hears(Published(p, self.published[p], base, self.marks.get(p), 0.5))
@@ -294,7 +294,7 @@ class LearnerMachine(Machine):
     @rule(what=st.integers(0, 3), incarnation=st.integers(0, 1))
     def told_about_inner_state(self, what, incarnation):
         versions = tuple(self.published.values())
-        own = self.talk.core.incarnation
+        own = self.talk.core.state.incarnation
         bodies = [
             PeerChosen(7),
             NoPeer(because("peer-none"), False),
@@ -316,7 +316,7 @@ class LearnerMachine(Machine):
         """Of another link, process or syncer. Even the end and a refusal are not for us."""
         versions = tuple(self.published.values())
         bodies = [Finish(versions, 1), Refuse(because("refused-finished"), 0, True), Welcome(versions, 0.0, 1.0)]
-        own = {"session": self.talk.session, "incarnation": self.talk.core.incarnation, "epoch": self.talk.epoch}
+        own = {"session": self.talk.session, "incarnation": self.talk.core.state.incarnation, "epoch": self.talk.epoch}
         if fields == "epoch" and (change == 1 or self.talk.core.state.epoch < self.talk.epoch):
             return  # whoever greets may be answered by a newer syncer
         self.hears(bodies[what], **{fields: own[fields] + change})

@@ -76,7 +76,9 @@ def look(core: Any) -> Any:
     view = core.view()
     json.dumps(plain(view), allow_nan=False)
     deadline = core.next_deadline()
-    assert deadline is None or (math.isfinite(deadline) and deadline >= core.now), f"deadline {deadline} at {core.now}"
+    assert deadline is None or (math.isfinite(deadline) and deadline >= core.state.now), (
+        f"deadline {deadline} at {core.state.now}"
+    )
     return view
 
 

@@ -237,7 +237,7 @@ class SyncerMachine(Machine):
         found = sorted(p for p in self.away if p % 2 == parity)
         if found:
             for p in found:
-                self._find_kept(p, self.talk.core.manifest)
+                self._find_kept(p, self.talk.core.state.manifest)
             self.away.difference_update(found)
             self.happens(ShardBack(tuple((p, self.versions[p]) for p in found)))
 
@@ -395,7 +395,7 @@ class SyncerMachine(Machine):
     def saves_its_part(self, learner, lag, outstanding, bad):
         voice = self.voice(learner)
         rounds = tuple(voice.pulls.values()) if outstanding else ()
-        snapshot = self.talk.core.marker + lag
+        snapshot = self.talk.core.state.marker + lag
         voice.marker = snapshot
         versions = tuple(voice.received.values())
         part = SnapshotPart(snapshot, voice.step, voice.trained, versions, rounds, "disk" if bad else None)
@@ -404,7 +404,7 @@ class SyncerMachine(Machine):
     @rule()
     def everybody_saves_its_part(self):
         for voice in list(self.talk.voices.values()):
-            voice.marker = self.talk.core.marker
+            voice.marker = self.talk.core.state.marker
             held = tuple(voice.received.values())
             self.says(voice.id, SnapshotPart(voice.marker, voice.step, voice.trained, held, ()))
 

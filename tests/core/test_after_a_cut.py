@@ -81,7 +81,7 @@ def test_reports_that_arrive_together_do_not_make_a_round_ripe():
     _rounds(talk, [one, two], range(1, 10))
     _rounds(talk, [one, two], range(10, 14), silent=two)
     version = talk.fragment(0).version
-    assert talk.core.fragments[0].opened_at == 13.0
+    assert talk.core.state.fragments[0].opened_at == 13.0
     for step in range(10, 18):
         two.reports(13.5, step)
         assert talk.bodies(Pull) == []

@@ -116,7 +116,7 @@ def test_no_derived_timeout_is_shorter_than_least_wait_s(least_wait_s):
     for n in range(1, 50):
         learner.hears(n * 1e-6, Pong(0))
     learner.tell(learner.core.next_deadline(), TimerFired())
-    assert learner.core.next_deadline() - learner.core.now >= least_wait_s
+    assert learner.core.next_deadline() - learner.core.state.now >= least_wait_s
 
 
 @pytest.mark.parametrize("most_wait_s", [600.0, 45.0])
@@ -336,7 +336,7 @@ def test_most_learners_and_then_a_hello_is_refused_and_tried_again_later():
     learner.opens(0.0)
     learner.hears(0.1, Refuse(because("refused-full", 2), 0, False))
     assert [type(e) for e in learner.effects] == [Say, Hangup, Dial]
-    assert learner.core.mode.value == "new"
+    assert learner.core.state.mode.value == "new"
 
 
 @pytest.mark.parametrize("strikes", [1, 3])

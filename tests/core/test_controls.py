@@ -114,8 +114,8 @@ def test_nobody_is_suspected_while_the_run_is_paused_and_the_pause_is_no_gap():
     one = talk.voices[1]
     for step in range(2, 12):
         one.reports(1.6 + 0.1 * step, step=step, step_time_s=0.1)
-    limit = talk.core.membership.silence_limit(talk.core.members[1])
-    high = talk.core.members[1].gap.high()
+    limit = talk.core.membership.silence_limit(talk.core.state.members[1])
+    high = talk.core.state.members[1].gap.high()
     at = 4.0
     for _ in range(20):
         at += 4.0
@@ -124,11 +124,11 @@ def test_nobody_is_suspected_while_the_run_is_paused_and_the_pause_is_no_gap():
         talk.fires(at)
     assert talk.member(1).standing == "live"
     assert limit == 5.0
-    assert talk.core.members[1].gap.high() == high
+    assert talk.core.state.members[1].gap.high() == high
     wants(talk, at, "resume")
     one.says(at + 0.01, Held(2, False))
     one.reports(at + 0.11, step=12, step_time_s=0.1)
-    assert talk.core.members[1].gap.high() < 4.0
+    assert talk.core.state.members[1].gap.high() < 4.0
 
 
 def test_who_joins_or_returns_is_told_of_the_pause_and_of_its_end():
@@ -156,8 +156,8 @@ def test_a_snapshot_of_a_paused_run_is_complete():
     talk = paused()
     talk.tell(2.0, SnapshotRequested())
     for voice in talk.voices.values():
-        voice.marker = talk.core.marker
-        voice.says(2.1, SnapshotPart(talk.core.marker, voice.step, voice.trained, (1,), ()))
+        voice.marker = talk.core.state.marker
+        voice.says(2.1, SnapshotPart(talk.core.state.marker, voice.step, voice.trained, (1,), ()))
     assert [type(e.record).__name__ for e in talk.of(Persist)] == ["SnapshotRecord"]
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.core.data_leases import MOST_AT_ONCE, MOST_HELD, LeaseBooks, SampleLine, count_of
+from atoll.core.ledger import MOST_AT_ONCE, MOST_HELD, LeaseBooks, SampleLine, count_of
 from atoll.core.protocol import (
     Contribution,
     Lease,

@@ -19,7 +19,7 @@ from atoll.core.protocol import (
     Stop,
 )
 from atoll.core.reasons import because
-from atoll.core.syncer.leaving import MOST_PUSHES
+from atoll.core.syncer.rounds import MOST_PUSHES
 from atoll.core.types import RoundId, RunConfig
 from tests.core.conversation import TOKENS, LearnerTalk, SyncerTalk, Voice
 
@@ -96,7 +96,7 @@ def test_one_who_names_and_never_gives_holds_up_nobody_for_long():
     leaving(one, 1.1, 0)
     merges, at = 0, 1.2
     for step in range(2, 60):
-        if 0 in two.pulls and two.pulls[0].base == talk.core.fragments[0].version:
+        if 0 in two.pulls and two.pulls[0].base == talk.core.state.fragments[0].version:
             two.contributes(at, 0)
         talk.fires(at + 100.0)
         while any(isinstance(effect, MergeRound) for effect in talk.awaited):
@@ -106,7 +106,7 @@ def test_one_who_names_and_never_gives_holds_up_nobody_for_long():
         at += 101.0
         leaving(one, at, 0)
         two.reports(at, step=step)
-    assert talk.core.members[1].pushes[0] > MOST_PUSHES, "it is still asked with the others"
+    assert talk.core.state.members[1].pushes[0] > MOST_PUSHES, "it is still asked with the others"
     assert merges > MOST_PUSHES
     two.contributes(at + 1.0)
     assert talk.of(MergeRound), "and is not waited for any more"
@@ -119,7 +119,7 @@ def test_a_word_that_comes_late_or_twice_or_from_nowhere_changes_nothing():
     one.says(2.0, Leaving(1, TOKENS, (1, 7, -3)), tick=90)
     assert pulled(talk) == [(1, 1)]
     one.says(2.1, Leaving(1, TOKENS, (0, 1)), tick=89)
-    assert list(talk.core.members[1].unmerged) == [1]
+    assert list(talk.core.state.members[1].unmerged) == [1]
     assert talk.core.state.ignored["an older word of one who leaves"] == 1
     talk.voice(9).says(2.2, Leaving(1, TOKENS, (0,)))
     assert pulled(talk) == []
@@ -131,7 +131,7 @@ def test_impossible_counters_are_a_strike():
     one.reports(1.0, step=1)
     one.says(2.0, Leaving(1, 2**61, (0,)))
     assert talk.member(1).strikes == 1
-    assert not talk.core.members[1].leaving
+    assert not talk.core.state.members[1].leaving
 
 
 def test_at_the_end_of_a_run_the_last_rounds_take_it_in():
@@ -191,12 +191,12 @@ def test_a_pull_that_waits_for_its_version_is_answered_when_that_is_adopted():
     talk.tell(3.0, PUSH)
     talk.hears(3.1, Pull(RoundId(0, 1, 1, 1)))
     talk.gets(3.2, 0, 1)
-    assert not talk.core.can_answer
+    assert not talk.core.leaving.can_answer()
     talk.steps(3.3, steps=0, tokens=0, step_time_s=0.0)
-    assert talk.core.can_answer
+    assert talk.core.leaving.can_answer()
     talk.steps(3.4, steps=0, tokens=0, step_time_s=0.0)
     assert [body.tokens for _, body in talk.bodies(Contribution)] == [3 * TOKENS]
-    assert not talk.core.can_answer
+    assert not talk.core.leaving.can_answer()
 
 
 @pytest.mark.parametrize("pushes_first", [True, False])
@@ -211,7 +211,7 @@ def test_the_end_of_the_run_comes_first(pushes_first):
     else:
         talk.hears(1.1, finish)
         talk.tell(1.2, PUSH)
-    assert talk.core.rests
+    assert talk.core.state.rests
     talk.gets(1.3, 0, 1)
     assert talk.one(Stop).reason.code == "learner-finished"
 

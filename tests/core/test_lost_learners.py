@@ -143,7 +143,7 @@ def test_a_learner_that_is_refused_as_lost_stops_and_knows_which_number_to_come_
     talk = LearnerTalk(CONFIG)
     talk.opens(1.0)
     talk.hears(1.1, Refuse(because("refused-lost", 1), 1, True))
-    assert talk.core.refused_for == 1
+    assert talk.core.state.refused_for == 1
     assert "restart the learner to come back" in str(talk.one(Stop).reason)
 
 

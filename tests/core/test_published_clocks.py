@@ -38,7 +38,7 @@ def test_a_tick_counts_the_calls_and_seen_is_the_newest_tick_that_arrived():
     learner = LearnerTalk(RunConfig(fragments=1)).trains()
     newest = learner.tick
     learner.steps(1.0)
-    assert [(e.envelope.tick, e.envelope.seen) for e in learner.of(Send)] == [(learner.core.tick, newest)]
+    assert [(e.envelope.tick, e.envelope.seen) for e in learner.of(Send)] == [(learner.core.state.tick, newest)]
 
 
 @pytest.mark.parametrize("back_s", [0.5, 1e3, 1e9])
@@ -47,14 +47,14 @@ def test_a_clock_that_goes_back_stands_still_instead(back_s):
     one = talk.joined(1, at=1_000.0)
     one.reports(1_001.0, step=1)
     one.contributes(1_001.0 - back_s)
-    assert talk.core.now == 1_001.0
+    assert talk.core.state.now == 1_001.0
     talk.merges_and_persists(1_001.0 - back_s)
     assert talk.fragment(0).version == 1
     assert talk.core.view().quorum_s == 0.0
 
     learner = LearnerTalk(RunConfig(fragments=1)).trains(1_000.0)
     learner.steps(1_000.0 - back_s)
-    assert learner.core.now == 1_000.0
+    assert learner.core.state.now == 1_000.0
     assert learner.core.training
 
 
@@ -102,9 +102,9 @@ def test_a_learner_never_follows_an_older_syncer_than_the_one_it_has_met():
     talk.opens(2.0)
     talk.hears(2.1, Welcome((0,), 0.0, 0.0), epoch=2)
     talk.expect()
-    assert talk.core.link.value == "greeting"
+    assert talk.core.state.link.value == "greeting"
     talk.hears(2.2, Welcome((0,), 0.0, 0.0), epoch=4)
-    assert (talk.core.link.value, talk.core.state.epoch) == ("up", 4)
+    assert (talk.core.state.link.value, talk.core.state.epoch) == ("up", 4)
 
 
 def _events(learners: tuple[int, ...]) -> list[tuple[float, int, int]]:

@@ -268,7 +268,7 @@ def test_the_syncer_starts_a_snapshot_when_asked_and_its_marker_is_on_every_mess
         talk.to(1, Marker(SNAPSHOT)),
         talk.to(2, Marker(SNAPSHOT)),
     )
-    assert talk.core.marker == SNAPSHOT
+    assert talk.core.state.marker == SNAPSHOT
 
 
 def test_the_syncer_starts_a_snapshot_by_itself_every_so_many_merges():
@@ -462,4 +462,4 @@ def test_a_part_of_another_snapshot_is_ignored(snapshot):
 def test_snapshots_of_a_restarted_syncer_have_higher_numbers():
     talk = one_round()
     again = talk.restarted()
-    assert again.core.marker > SNAPSHOT
+    assert again.core.state.marker > SNAPSHOT

@@ -205,7 +205,7 @@ def test_a_refused_incarnation_remembers_which_one_is_current_so_that_its_driver
     talk.opens(0.1)
     talk.hears(0.2, Refuse(because("refused-incarnation", 2, 7), 7, True))
     assert talk.one(Stop).reason.code == "learner-refused"
-    assert talk.core.refused_for == 7
+    assert talk.core.state.refused_for == 7
 
 
 def test_what_an_older_incarnation_has_contributed_stays_in_its_round():

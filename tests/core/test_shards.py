@@ -73,7 +73,7 @@ def test_a_round_ends_with_its_shard_and_every_learner_keeps_its_progress():
     )
     assert talk.fragment(0).phase == "idle"
     assert talk.fragment(0).reason == "its shard is away: connection reset by peer"
-    assert talk.core.ledger.line(0).pending == 100
+    assert talk.core.state.ledger.line(0).pending == 100
 
 
 @pytest.mark.parametrize("phase", ["pulling", "grace", "merging"])
@@ -196,7 +196,7 @@ def test_a_version_that_was_durable_when_its_shard_was_lost_is_published_when_it
     assert (learner, published.version, published.base) == (1, 1, 0)
     assert published.mark is not None
     assert published.mark.copied_at == 1
-    assert talk.core.ledger.line(0).merged == 100
+    assert talk.core.state.ledger.line(0).merged == 100
     assert talk.core.view().merges == 1
 
 
@@ -205,7 +205,7 @@ def test_how_long_a_shard_was_away_says_nothing_about_the_links():
     talk.shard_lost(1.3, 0)
     talk.shard_back(500.0, (0, 1))
     one.acknowledges(500.1)
-    assert talk.core.members[1].sync.count == 0
+    assert talk.core.state.members[1].sync.count == 0
 
 
 def test_a_version_that_was_not_durable_is_merged_anew():
@@ -213,13 +213,13 @@ def test_a_version_that_was_not_durable_is_merged_anew():
     talk.shard_lost(1.3, 0)
     talk.shard_back(1.4, (0, 0))
     assert talk.of(DiscardRound) == [DiscardRound(RoundId(0, 0, 1, 1), because("shard-forgot", 1))]
-    assert talk.core.ledger.line(0).merged == 0
+    assert talk.core.state.ledger.line(0).merged == 0
     one.reports(2.0, step=2)
     assert RoundId(0, 0, 1, 2) in [pull.round for _, pull in talk.bodies(Pull)]
     one.contributes(2.1)
     talk.merges_and_persists(2.2)
     assert talk.fragment(0).version == 1
-    assert talk.core.ledger.line(0).merged == 200
+    assert talk.core.state.ledger.line(0).merged == 200
 
 
 @pytest.mark.parametrize("version", [0, 2])
@@ -276,11 +276,11 @@ def test_after_that_it_is_sent_until_it_is_acknowledged_as_ever():
 def test_an_acknowledgement_of_what_was_sent_twice_is_no_sample():
     talk, one = saving()
     talk.persisted(1.3)
-    measured = talk.core.members[1].ack.count
+    measured = talk.core.state.members[1].ack.count
     talk.shard_lost(1.4, 0)
     talk.shard_back(2.0, (0, 1))
     one.acknowledges(2.001)
-    assert talk.core.members[1].ack.count == measured
+    assert talk.core.state.members[1].ack.count == measured
 
 
 def test_who_joins_gets_the_fragments_of_a_shard_that_is_away_when_it_is_back():
@@ -314,7 +314,7 @@ def test_a_damaged_version_of_a_shard_that_is_away_comes_whole_when_it_is_back()
 def test_a_snapshot_does_not_wait_for_what_was_on_its_way_to_a_shard_that_is_away():
     talk, one = pulling()
     talk.tell(1.1, SnapshotRequested())
-    marker = talk.core.marker
+    marker = talk.core.state.marker
     one.marker = marker
     one.says(1.2, SnapshotPart(marker, 1, 100, (0, 0), (RoundId(0, 0, 1, 1),)))
     assert talk.of(Persist) == []
@@ -345,7 +345,7 @@ def test_leases_of_one_that_is_gone_wait_for_the_word_of_a_shard():
     again.hello(2.0)
     talk.persisted(2.1)
     again.says(2.2, LeaseRequest(0, 0))
-    assert "leases-returned" not in talk.core.said
+    assert "leases-returned" not in talk.core.state.said
     talk.shard_back(3.0, (0, 1))
     assert "5 samples of incarnation 1 are in no version: they are leased again, before any new ones" in talk.sentences
     talk.persisted(3.1)
@@ -389,7 +389,7 @@ def test_the_run_ends_without_a_shard_that_does_not_come_back():
     talk.shard_lost(1.1, 0)
     finishes(talk, one, 2.0)
     assert "no last merge of fragment 0: its shard is away: connection reset by peer" in talk.sentences
-    assert talk.core.stage.value == "sealing"
+    assert talk.core.state.stage.value == "sealing"
     talk.persisted(42.0)
     assert talk.bodies(Finish) == [(1, Finish((0, 1), 1))]
     one.says(42.1, FinishAck(1))
@@ -404,16 +404,16 @@ def test_a_shard_that_is_back_in_time_has_its_last_merge():
     one.reports(4.0, step=3)
     talk.shard_back(4.1, (0, 0))
     assert [pull.round.fragment for _, pull in talk.bodies(Pull)] == [0]
-    assert talk.core.fragments[0].round_is_final
+    assert talk.core.state.fragments[0].round_is_final
 
 
 def test_the_end_does_not_wait_for_the_word_of_a_shard_about_a_version():
     talk, one = saving(QUICK)
     talk.shard_lost(1.3, 0)
     finishes(talk, one, 2.0)
-    assert talk.core.stage.value == "sealing"
-    assert talk.core.manifest is not None
-    assert talk.core.manifest.versions == (0, 1)
+    assert talk.core.state.stage.value == "sealing"
+    assert talk.core.state.manifest is not None
+    assert talk.core.state.manifest.versions == (0, 1)
 
 
 def test_the_word_comes_in_time_until_the_manifest_is_written():
@@ -426,8 +426,8 @@ def test_the_word_comes_in_time_until_the_manifest_is_written():
     talk.shard_back(30.0, (0, 1))
     assert talk.fragment(0).version == 1
     talk.merges_and_persists(30.1)
-    assert talk.core.manifest is not None
-    assert talk.core.manifest.versions == (1, 1)
+    assert talk.core.state.manifest is not None
+    assert talk.core.state.manifest.versions == (1, 1)
 
 
 def test_a_version_that_the_manifest_does_not_name_is_of_no_run():

@@ -13,8 +13,7 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from atoll.core.learner.core import LearnerCore, LearnerParts
-from atoll.core.learner.data_leases import LearnerLeases
-from atoll.core.learner.rounds import LearnerRounds
+from atoll.core.learner.rounds import LearnerLeases, LearnerRounds
 from atoll.core.protocol import Lease, Published
 from atoll.core.states import Link
 from atoll.core.syncer.core import SyncerParts
@@ -64,7 +63,7 @@ class LeasesTwice(LearnerLeases):
 class WaitsForTheLink(LearnerCore):
     @property
     def training(self) -> bool:
-        return super().training and self.link is Link.UP
+        return super().training and self.state.link is Link.UP
 
 
 class AdoptsTheOlder(LearnerRounds):

@@ -20,8 +20,7 @@ from atoll.tensors.model_view import ModelView
 from atoll.tensors.plan import digest_of, make_plan, tensors_of
 from atoll.tensors.row_sharding import share_out
 from atoll.tensors.sharding import Box
-from atoll.transport.bulk_transfer import LearnerBulk
-from atoll.transport.http_client import LearnerLink
+from atoll.transport.http_client import LearnerBulk, LearnerLink
 from atoll.transport.wire import FragmentHeader, Kind, WireError, as_bytes, frame_head
 
 ROWS = 1000

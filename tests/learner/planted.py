@@ -24,16 +24,16 @@ from atoll.core.protocol import LinkMeasured, Persisted, Record, SyncerEffect, S
 from atoll.core.types import RoundId
 from atoll.island import leader, row_transfer
 from atoll.island.fragments import FragmentTensors, ValueInWork
-from atoll.learner import fragment_transfer, part_writer
+from atoll.learner import background, part_writer
 from atoll.store import sharded_parts
 from atoll.store.version_store import Store
 from atoll.syncer import fragment_executor
+from atoll.syncer.fragment_endpoints import Arrivals
 from atoll.syncer.fragment_executor import FragmentExecutor, Payload
-from atoll.syncer.partial_uploads import Arrivals
 from atoll.syncer.process import SyncerProcess
 from atoll.tensors import robust_merge
 from atoll.tensors.syncer_fragment import SyncerFragment
-from atoll.transport import auth, bulk_transfer, http_client, listener, pacing
+from atoll.transport import auth, http_client, listener, pacing
 from atoll.transport.pacing import Direction, LinkMeter
 
 
@@ -76,7 +76,7 @@ def hurried_listener(directory: Path) -> None:
 
 def small_slices(directory: Path) -> None:
     """What is larger than 64 KiB goes in slices of as much, so that models of a test do."""
-    bulk_transfer.WHOLE_BYTES = 2**16
+    http_client.WHOLE_BYTES = 2**16
     pacing.MIN_SLICE = pacing.FIRST_SLICE = pacing.MAX_SLICE = 2**16
 
 
@@ -103,14 +103,14 @@ def held_slice(directory: Path) -> None:
 
 
 def _before_slices(strike: Callable[[], None]) -> None:
-    put = bulk_transfer.LearnerBulk.put
+    put = http_client.LearnerBulk.put
 
     async def struck_put(self: Any, path: str, *args: Any) -> None:
         if path == "/v1/slice":
             await asyncio.get_running_loop().run_in_executor(None, strike)
         await put(self, path, *args)
 
-    bulk_transfer.LearnerBulk.put = struck_put  # type: ignore[method-assign, assignment]
+    http_client.LearnerBulk.put = struck_put  # type: ignore[method-assign, assignment]
 
 
 def damaged_slice(directory: Path) -> None:
@@ -139,8 +139,8 @@ def lost_way(directory: Path) -> None:
 
 def counted_uploads(directory: Path) -> None:
     """How many contributions were on their way at once, the most so far. None is small."""
-    fragment_transfer.SMALL_BYTES = 0
-    contribute, now, most = bulk_transfer.LearnerBulk.contribute, [0], [0]
+    background.SMALL_BYTES = 0
+    contribute, now, most = http_client.LearnerBulk.contribute, [0], [0]
 
     async def counted(self: Any, *args: Any) -> None:
         now[0] += 1
@@ -151,7 +151,7 @@ def counted_uploads(directory: Path) -> None:
         finally:
             now[0] -= 1
 
-    bulk_transfer.LearnerBulk.contribute = counted  # type: ignore[method-assign, assignment]
+    http_client.LearnerBulk.contribute = counted  # type: ignore[method-assign, assignment]
 
 
 def measured_memory(directory: Path) -> None:
@@ -187,7 +187,7 @@ def seemingly_thin(directory: Path) -> None:
             with super().transfer(size):
                 yield
 
-    bulk_transfer.LinkMeter = Thin  # type: ignore[attr-defined, assignment]
+    http_client.LinkMeter = Thin  # type: ignore[attr-defined, assignment]
 
 
 def forgotten_slices(directory: Path) -> None:

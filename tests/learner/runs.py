@@ -43,7 +43,7 @@ from atoll.sim.checkers import all_checkers
 from atoll.store.run_settings import RunSettings
 from atoll.syncer import main
 from atoll.syncer.main import serve_syncer
-from atoll.syncer.shards.main import serve_shard
+from atoll.syncer.shards.process import serve_shard
 from atoll.tape.files import RunTapes
 from atoll.tape.replay import replay
 from atoll.tensors.settings import Numerics

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from atoll.cli.main import main
-from atoll.core.data_leases import SampleLine
+from atoll.core.ledger import SampleLine
 from atoll.core.protocol import Lease, MessageArrived, StepTaken
 from atoll.learner.api import Learner
 from atoll.tape.files import TapeReader, tape_path

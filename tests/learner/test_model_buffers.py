@@ -71,7 +71,7 @@ def test_running_var_is_never_negative(adopt, name):
         run.step()
         for learner in execution.learners.values():
             assert bool((variance(learner.trainee.model) > 0.0).all())
-    assert run.syncer.merges > 20
+    assert run.syncer.state.merges > 20
     for learner in execution.learners.values():
         assert bool(learner.trainee.model.eval()(torch.ones(4, 8)).isfinite().all())
 

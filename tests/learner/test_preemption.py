@@ -22,7 +22,7 @@ from atoll.cli.ledger import read_history
 from atoll.core.protocol import Leaving, Stop
 from atoll.core.types import RunConfig
 from atoll.learner.api import Learner
-from atoll.learner.fragment_transfer import UPLOADS
+from atoll.learner.background import UPLOADS
 from atoll.learner.preemption import LAST_WORDS_S, SAME_NOTICE_S, Notice
 from atoll.reference.children import terminated_like_interrupted
 from atoll.tape.files import RunTapes

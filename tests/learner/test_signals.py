@@ -10,7 +10,7 @@ from types import FrameType
 
 import pytest
 
-from atoll.learner.signals import Interrupts
+from atoll.learner.preemption import Interrupts
 
 
 @pytest.fixture

@@ -63,7 +63,9 @@ class Lockstep:
             driver.start_learner(i)
         self._deliver()
         for i, proc in driver.learners.items():
-            assert proc.core.mode is Mode.TRAINING, f"learner {i} is {proc.core.mode.value}: {proc.core.reason}"
+            assert proc.core.state.mode is Mode.TRAINING, (
+                f"learner {i} is {proc.core.state.mode.value}: {proc.core.state.reason}"
+            )
 
     def step(self) -> None:
         """Every learner takes one inner step, and stands at its boundary until nothing is left to do."""
@@ -82,7 +84,7 @@ class Lockstep:
         self.driver.run(self.driver.syncer, FinishRequested())
         self._settle()
         for _ in range(most_steps):
-            if all(proc.core.mode is Mode.STOPPED for proc in self.driver.learners.values()):
+            if all(proc.core.state.mode is Mode.STOPPED for proc in self.driver.learners.values()):
                 return
             self.step()
         raise AssertionError(f"the run does not end: {self.syncer.view()}")
@@ -94,7 +96,7 @@ class Lockstep:
         while busy:
             busy = False
             for proc in self.driver.learners.values():
-                if (proc.core.pulls or proc.core.arrivals) and proc.core.training:
+                if (proc.core.state.pulls or proc.core.state.arrivals) and proc.core.training:
                     busy = bool(self.driver.run(proc, StepTaken(0, 0, 0.0))) or busy
             self._deliver()
 
@@ -143,7 +145,7 @@ class Paced(SwarmWorld):
         self.watch.finish()
 
     def _have_stopped(self) -> bool:
-        running = [proc.core.mode is Mode.STOPPED for proc in self.driver.learners.values()]
+        running = [proc.core.state.mode is Mode.STOPPED for proc in self.driver.learners.values()]
         return len(running) == len(self.plan.starts_s) and all(running)
 
 

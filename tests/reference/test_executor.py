@@ -82,7 +82,7 @@ def test_in_a_hostile_world_every_learner_holds_the_published_bits(seed):
     assert execution.compared > 10
     assert execution.contributions > 0
     assert world.driver.syncer is not None
-    assert [f.version for f in world.driver.syncer.core.fragments.values()] == execution.syncer.versions
+    assert [f.version for f in world.driver.syncer.core.state.fragments.values()] == execution.syncer.versions
 
 
 @pytest.mark.parametrize(("seed", "what"), [(seed, what) for what, seeds in SHARDED.items() for seed in seeds])
@@ -93,7 +93,7 @@ def test_in_a_world_of_shards_every_learner_holds_the_published_bits(seed, what)
     assert all(said[code] for code in (("shard-kept", "shard-forgot") if what == "both" else (what,)))
     assert execution.compared > 10
     assert world.driver.syncer is not None
-    assert [f.version for f in world.driver.syncer.core.fragments.values()] == execution.syncer.versions
+    assert [f.version for f in world.driver.syncer.core.state.fragments.values()] == execution.syncer.versions
 
 
 @pytest.mark.parametrize("before", [0, 2])
@@ -162,8 +162,8 @@ def test_the_samples_of_every_step_follow_from_the_tape(seed):
         batch, steps = drawn.samples[actor.learner], taken[actor]
         assert all(len(step) == batch for step in steps)
         line = [n for _, (b, e) in sorted(execution.learners[actor].leases.items()) for n in range(b, e)]
-        assert list(dict.fromkeys(n for step in steps for n in step)) == line[: core.taken]
-        assert len(steps) == core.step
+        assert list(dict.fromkeys(n for step in steps for n in step)) == line[: core.state.taken]
+        assert len(steps) == core.state.step
     assert world.coverage()[1]["leases-returned"] + sum(core.state.repeated for core in processes.values()) > 0
 
 
@@ -234,7 +234,7 @@ def test_a_version_is_published_when_it_is_durable_and_not_before():
     run = Lockstep(config, tiny.tokens_of(2), on_entry)
     for _ in range(8):
         run.step()
-    assert len(values) == run.syncer.merges == 3
+    assert len(values) == run.syncer.state.merges == 3
     assert not torch.equal(values[1], values[2])
 
 
@@ -253,7 +253,7 @@ def test_a_version_on_its_way_to_a_learner_that_has_left_is_for_nobody():
             acknowledged.extend(body for body in sent if type(body) is Delivered)
 
     run = Lockstep(config, tiny.tokens_of(2), on_entry, overlap=2)
-    while run.syncer.merges < 2:
+    while run.syncer.state.merges < 2:
         run.step()
     run.driver.run(run.driver.learners[leaver.learner], LeaveWanted("enough"))
     for _ in range(3):
@@ -287,7 +287,7 @@ def test_a_lockstep_run_ends_with_everything_merged_and_everybody_at_the_publish
     run.finish()
     assert run.steps == 14
     assert all(learner.stopped for learner in execution.learners.values())
-    assert all(run.syncer.ledger.merged(p) == execution.tokens for p in range(3))
+    assert all(run.syncer.state.ledger.merged(p) == execution.tokens for p in range(3))
 
 
 def test_bytes_are_counted_as_they_would_travel():
@@ -297,7 +297,7 @@ def test_bytes_are_counted_as_they_would_travel():
     run = Lockstep(config, tiny.tokens_of(2), execution.apply)
     for _ in range(9):
         run.step()
-    assert run.syncer.merges == 3
+    assert run.syncer.state.merges == 3
     assert execution.bytes_up == 2 * 3 * codec(execution.numerics.ups[0]).size(plan.numel(0))
     assert execution.bytes_down == 2 * 4 * plan.numel(0) + 2 * 3 * 2 * plan.numel(0)
 

@@ -181,7 +181,7 @@ def run_diloco(kind: type[Execution], adopt: str) -> Execution:
     run = Lockstep(config, tiny.tokens_of(3), execution.apply)
     for _ in range(STEPS):
         run.step()
-    assert run.syncer.merges == 4
+    assert run.syncer.state.merges == 4
     return execution
 
 
@@ -216,7 +216,7 @@ def run_streaming(kind: type[Execution], adopt: str, alpha: float, how: str = "b
     run = Lockstep(config, tiny.tokens_of(2), execution.apply, overlap=2)
     for _ in range(STEPS + 4):
         run.step()
-    assert run.syncer.merges == 9
+    assert run.syncer.state.merges == 9
     return execution
 
 
@@ -264,7 +264,7 @@ def run_alone(
     for step in range(STEPS):
         run.tokens[1] = tokens[step % len(tokens)]
         run.step()
-    assert run.syncer.merges >= STEPS // every * fragments
+    assert run.syncer.state.merges >= STEPS // every * fragments
     return parameters(by_learner(execution)[0])
 
 

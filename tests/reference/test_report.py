@@ -114,7 +114,7 @@ def test_effective_h_is_that_of_the_protocol(eventful):
     found = books.effective_h()
     assert found is not None
     assert books.tenure is not None
-    every = books.tenure.core.config.every_steps
+    every = books.tenure.core.state.config.every_steps
     assert every <= found < every + 2
 
 

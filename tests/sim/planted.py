@@ -7,15 +7,13 @@ from typing import Any
 
 from msgspec import structs
 
-from atoll.core.data_leases import Key, LeaseBooks
 from atoll.core.learner.connection import Connection
 from atoll.core.learner.core import LearnerCore, LearnerParts
-from atoll.core.learner.data_leases import LearnerLeases
 from atoll.core.learner.joining import Joining
-from atoll.core.learner.leaving import Departure
-from atoll.core.learner.rounds import LearnerRounds
-from atoll.core.learner.shutdown import LearnerShutdown
+from atoll.core.learner.leaving import Departure, LearnerShutdown
+from atoll.core.learner.rounds import LearnerLeases, LearnerRounds
 from atoll.core.learner.state import Copy, LearnerState
+from atoll.core.ledger import Key, LeaseBooks
 from atoll.core.protocol import (
     AdoptFragment,
     Contribution,
@@ -40,9 +38,8 @@ from atoll.core.states import Link, Mode, Phase, Stage, Standing
 from atoll.core.syncer.controls import Controls
 from atoll.core.syncer.core import SyncerCore, SyncerParts
 from atoll.core.syncer.data_leases import DataLeases
-from atoll.core.syncer.delivery import Delivery
 from atoll.core.syncer.membership import Membership
-from atoll.core.syncer.rounds import Rounds
+from atoll.core.syncer.rounds import Delivery, Rounds
 from atoll.core.syncer.shards import SyncerShards
 from atoll.core.syncer.shutdown import Shutdown
 from atoll.core.syncer.snapshots import Snapshots
@@ -236,7 +233,7 @@ class WaitsForTheSyncer(LearnerCore):
 
     @property
     def training(self) -> bool:
-        return super().training and self.link is Link.UP
+        return super().training and self.state.link is Link.UP
 
 
 class IgnoresItsMark(LearnerRounds):

@@ -135,8 +135,8 @@ def test_a_learner_that_was_down_too_long_loses_its_link_and_comes_back():
     fleet = replace(FRAIL, repair=RepairDelay.with_mean(600.0))
     run, _ = watched(fleet, SMALL, 4, 4 * 1024, 0.2)
     run.run()
-    assert run.syncer.said["member-lost"] > 0
-    assert run.syncer.said["member-resumed"] > 0
+    assert run.syncer.state.said["member-lost"] > 0
+    assert run.syncer.state.said["member-resumed"] > 0
     assert set(run.driver.incarnations.values()) == {1}
 
 

@@ -76,7 +76,7 @@ def test_what_is_written_is_found_by_the_same_process_too(tmp_path):
 def test_a_syncer_starts_from_what_is_restored(tmp_path):
     with founded(tmp_path, 3) as store:
         core = SyncerCore(RunConfig(fragments=FRAGMENTS), store.epoch, store.restored())
-        assert [fragment.version for fragment in core.fragments.values()] == [3, 3]
+        assert [fragment.version for fragment in core.state.fragments.values()] == [3, 3]
 
 
 def test_the_newest_few_versions_are_kept(tmp_path):

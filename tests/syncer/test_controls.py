@@ -401,11 +401,11 @@ def test_a_wish_that_waited_behind_the_end_of_the_run_is_declined(tmp_path):
 
     async def scene() -> controls.Answer:
         syncer: Any = SyncerProcess(tmp_path, RunSettings(endless(), Numerics()))
-        syncer.core = SimpleNamespace(stage=Stage.RUNNING, paused=False)
+        syncer.core = SimpleNamespace(state=SimpleNamespace(stage=Stage.RUNNING, paused=False))
         async with syncer._controlling:  # as `finish` holds it
             wish = asyncio.create_task(controls.control(syncer, {"what": "pause", "who": "ada"}))
             await asyncio.wait((wish,), timeout=0)  # it is checked, and waits for its turn
-            syncer.core.stage = Stage.FINISHING
+            syncer.core.state.stage = Stage.FINISHING
         answer = await wish
         assert syncer.wishes.kept == {}
         syncer.core = None

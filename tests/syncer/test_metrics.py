@@ -13,7 +13,7 @@ import torch
 
 from atoll.core.types import Accepted, RoundId
 from atoll.store.metrics_files import MetricsReader
-from atoll.syncer.metrics import SyncerMetrics
+from atoll.syncer.status import SyncerMetrics
 from atoll.tensors.codecs import codec
 from atoll.tensors.settings import Numerics
 from atoll.tensors.syncer_fragment import SyncerFragment

@@ -17,7 +17,7 @@ from atoll.chaos.relay import relay_to
 from atoll.core.protocol import Pull
 from atoll.core.types import RoundId
 from atoll.learner.api import Learner
-from atoll.syncer.partial_uploads import ArrivalKey, Arrivals, MemoryGate
+from atoll.syncer.fragment_endpoints import ArrivalKey, Arrivals, MemoryGate
 from atoll.tensors.settings import Numerics
 from atoll.transport.buffers import ByteBuffers, Spans, StreamingBuffer
 from atoll.transport.pacing import BURST_S, FIRST_SLICE, MAX_SLICE, Direction, Pace, check_streams, rate_of

@@ -18,10 +18,10 @@ from atoll.core.protocol import Delivered, Envelope, Pong, Published, Resync
 from atoll.core.types import Accepted, Limits, RoundId
 from atoll.store.run_settings import RunSettings
 from atoll.syncer import http_api
+from atoll.syncer.fragment_endpoints import MemoryGate
 from atoll.syncer.http_api import Spool
-from atoll.syncer.learner_connection import SyncerLink
 from atoll.syncer.main import serve_syncer
-from atoll.syncer.partial_uploads import MemoryGate
+from atoll.syncer.process import SyncerLink
 from atoll.tensors.codecs import codec
 from atoll.tensors.plan import make_plan, tensors_of
 from atoll.tensors.settings import Numerics

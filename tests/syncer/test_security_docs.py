@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from atoll.syncer import process
-from atoll.transport import identity, listener, tls
+from atoll.transport import auth, listener, tls
 from benchmarks.hostile import ATTACKS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -20,8 +20,8 @@ Check = Callable[[str], Iterator[str]]
 
 def every_code_is_told(text: str) -> Iterator[str]:
     told = re.findall(r"^\| `([\w-]+)` \| ", text.partition("## What is refused")[2], re.MULTILINE)
-    if told != list(identity.CODES):
-        yield f"the table has {told}, the code {identity.CODES}"
+    if told != list(auth.CODES):
+        yield f"the table has {told}, the code {auth.CODES}"
 
 
 def limits_are_those_of_the_code(text: str) -> Iterator[str]:
@@ -38,8 +38,8 @@ def limits_are_those_of_the_code(text: str) -> Iterator[str]:
 
 
 def names_and_files_are_those_of_the_code(text: str) -> Iterator[str]:
-    names = (f"{identity.LEARNER}{identity.ANY}", identity.OPERATOR, identity.OF_SYNCER)
-    for word in (*names, tls.CERTIFICATE, tls.KEY, tls.AUTHORITY, tls.REVOKED, *identity.OPERATORS_ONLY):
+    names = (f"{auth.LEARNER}{auth.ANY}", auth.OPERATOR, auth.OF_SYNCER)
+    for word in (*names, tls.CERTIFICATE, tls.KEY, tls.AUTHORITY, tls.REVOKED, *auth.OPERATORS_ONLY):
         if f"`{word}`" not in text:
             yield f"{word} is not told"
 
@@ -79,5 +79,5 @@ def test_the_check_sees_a_planted_mistake(check):
 
 def test_every_refusal_has_one_of_the_codes():
     source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src/atoll").rglob("*.py"))
-    used = set(re.findall(r'Rejection\(\s*"([\w-]+)"', source)) | {identity.IdentityMismatchError.code}
-    assert used == set(identity.CODES)
+    used = set(re.findall(r'Rejection\(\s*"([\w-]+)"', source)) | {auth.IdentityMismatchError.code}
+    assert used == set(auth.CODES)

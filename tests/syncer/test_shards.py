@@ -10,7 +10,7 @@ import pytest
 from atoll.core.protocol import CopyFragment, MergeRound, Persisted, Say, ShardBack, ShardLost
 from atoll.core.reasons import Reason
 from atoll.core.types import SYNCER
-from atoll.syncer.shards.main import serve_shard
+from atoll.syncer.shards.process import serve_shard
 from atoll.tape.files import RunTapes
 from atoll.transport.endpoint import place
 from tests.learner.runs import LearnerSpec, Run, endless

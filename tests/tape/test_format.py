@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from atoll.core import ledger, messages, protocol, reasons, types
+from atoll.core import ledger, protocol, reasons, types
 from atoll.core.codec import Value
 from atoll.core.protocol import Envelope, MessageArrived, Ping, Pong, Published, Pull, Report, Say, Send, StepTaken
 from atoll.core.reasons import Reason
@@ -150,11 +150,12 @@ def is_value(cls: type) -> bool:
 def test_every_type_of_the_protocol_is_registered():
     ours = {
         cls
-        for module in (messages, protocol, types, reasons, ledger)
+        for module in (protocol, types, reasons, ledger)
         for _, cls in inspect.getmembers(module, inspect.isclass)
         if cls.__module__ == module.__name__ and is_value(cls)
     }
-    assert ours - set(REGISTERED) == set()
+    on_no_tape = {ledger.LeaseSums, ledger.Samples}  # figures that a core shows, and what a learner takes
+    assert ours - set(REGISTERED) == on_no_tape
     assert len({cls.__name__ for cls in REGISTERED}) == len(REGISTERED)
 
 

@@ -132,10 +132,10 @@ def test_the_core_of_a_header():
     syncer = core_of(RUN.headers[Actor(0, 2)])
     assert isinstance(syncer, SyncerCore)
     assert syncer.state.epoch == 2
-    assert syncer.merges > 0
+    assert syncer.state.merges > 0
     learner = core_of(RUN.headers[Actor(2, 2)])
     assert isinstance(learner, LearnerCore)
-    assert (learner.id, learner.incarnation) == (2, 2)
+    assert (learner.state.id, learner.state.incarnation) == (2, 2)
 
 
 def test_a_header_of_which_no_core_can_be_made_is_damage():

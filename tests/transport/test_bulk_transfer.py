@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from atoll.transport.bulk_transfer import LearnerBulk
-from atoll.transport.http_client import LearnerLink, LinkClosedError
+from atoll.transport.http_client import LearnerBulk, LearnerLink, LinkClosedError
 
 
 class Standing:

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 
 from atoll.core.protocol import LearnerBody, SyncerBody
-from atoll.syncer import fragment_endpoints, http_api, partial_uploads
+from atoll.syncer import fragment_endpoints, http_api
 from atoll.syncer.status import TOLD
 from atoll.tensors.codecs import CODECS
 from atoll.transport import wire
@@ -87,7 +87,7 @@ def limits_are_those_of_the_code(text: str) -> Iterator[str]:
         "a plan": f"{http_api.MOST_PLAN_BYTES // mib} MiB",
         "inner state": f"{http_api.STATE_BYTES_PER_PARAMETER} bytes per parameter",
         "silence in the middle of a body": f"{fragment_endpoints.SILENT_S:g} s",
-        "time in which nobody goes on with one of them": f"{partial_uploads.IDLE_S:g} s",
+        "time in which nobody goes on with one of them": f"{fragment_endpoints.IDLE_S:g} s",
         "messages that wait for a learner that does not read": f"{MAX_WAITING},",
     }
     for what, limit in wanted.items():

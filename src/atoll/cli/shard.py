@@ -46,7 +46,7 @@ def run(
     from atoll.logs import check_format, set_up
     from atoll.store.version_store import InUse
     from atoll.syncer.main import Superseded
-    from atoll.syncer.shards.main import serve_shard
+    from atoll.syncer.shards.process import serve_shard
     from atoll.transport.endpoint import address, place
     from atoll.transport.tls import key_files
 

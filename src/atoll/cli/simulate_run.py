@@ -144,7 +144,7 @@ def _run_cores(wish: Wish, detail: Detail, seed: int, tell: Tell) -> CoreRun:
         result = run.run(tell)
         if tapes is not None:
             tapes.finished = run.finish()
-            tapes.merges = run.syncer.merges
+            tapes.merges = run.syncer.state.merges
     fleet = None if wish.protocol.lockstep else _fleet(wish, days, seed)
     full_step_tokens = {i: round(learner.tokens_per_step) for i, learner in run.learners.items()}
     return CoreRun(result, fleet, None if tapes is None else tapes.written(), full_step_tokens)

@@ -1,14 +1,26 @@
-"""Where every token went, per fragment: trained = merged + pending + dropped with a reason, at every moment.
+"""Where every token and every sample of the data went.
 
-A token is trained once by a learner but settles once in each fragment, at different times, so each fragment has a line
-of its own and `trained` is the same in all of them.
+Tokens, per fragment: trained = merged + pending + dropped with a reason, at every moment. A token is trained once by a
+learner but settles once in each fragment, at different times, so each fragment has a line of its own and `trained` is
+the same in all of them.
+
+Samples: which of them are leased to whom, and what became of them. The data of a run is one line of numbered samples,
+0, 1, 2, ...; what a number means is the trainer's. The syncer leases intervals of it to incarnations, and a learner
+goes through its leases in order, so one number says which samples it has had: `taken`, of the line that its leases make
+when they are laid end to end. A sample is merged when a durable version of any fragment holds a contribution with
+`taken` beyond it. What an incarnation that is gone for good has not merged goes back into the pool, and is leased again
+before anything new.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from atoll.core.types import Accepted, FragmentId, Incarnation, LearnerId, Mark
+from atoll.core.protocol import LeaseRecord
+from atoll.core.types import Accepted, FragmentId, Holding, Incarnation, Interval, LearnerId, Mark
 
 MOST_CLOSED = 4096
 """Closed accounts whose reason is remembered."""
@@ -125,3 +137,272 @@ class SyncerLedger:
             open_merged = sum(a.merged.get(fragment, 0) for a in self.accounts.values())
             self._closed_merged[fragment] = total - open_merged
             lines[fragment] = closed_trained - self._closed_merged[fragment]
+
+
+MOST_HELD = 1024
+"""Leases of one incarnation that are not merged yet. Beyond it a learner gets no more until something is."""
+
+MOST_AT_ONCE = 16
+"""Leases that one request is answered with: a pool of crumbs is handed out in several."""
+
+Key = tuple[LearnerId, Incarnation]
+
+
+class LeaseSums(NamedTuple):
+    """Where all samples are that were ever leased: leased = pool + held + merged."""
+
+    leased: int
+    pool: int  # returned, and leased to nobody
+    held: int  # by current incarnations, not merged yet
+    merged: int
+
+    def balanced(self) -> bool:
+        return min(self) >= 0 and self.leased == self.pool + self.held + self.merged
+
+
+class Holder:
+    """One incarnation's leases, as the syncer knows them."""
+
+    __slots__ = ("before", "count", "durable", "first", "incarnation", "intervals", "learner", "merged", "total")
+
+    def __init__(self, learner: LearnerId, incarnation: Incarnation) -> None:
+        self.learner = learner
+        self.incarnation = incarnation
+        self.count = 0  # leases it was ever given: the number of the next one
+        self.durable = 0  # of those, leases that are durable and may be sent
+        self.first = 0  # number of the first interval that is listed; all before it are merged
+        self.before = 0  # samples of leases that are no longer listed
+        self.intervals: list[Interval] = []
+        self.total = 0  # samples of all its leases
+        self.merged = 0  # of those, from the beginning, in a durable version
+
+    def forget_merged(self) -> None:
+        """Leases that are merged to their end are no longer listed, so that records stay small."""
+        while self.intervals:
+            begin, end = self.intervals[0]
+            if self.before + end - begin > self.merged:
+                return
+            del self.intervals[0]
+            self.before += end - begin
+            self.first += 1
+
+    def unmerged(self) -> list[Interval]:
+        left: list[Interval] = []
+        place = self.before
+        for begin, end in self.intervals:
+            done = max(0, min(self.merged - place, end - begin))
+            if begin + done < end:
+                left.append((begin + done, end))
+            place += end - begin
+        return left
+
+
+class LeaseBooks:
+    """The syncer's books. Only what is in a durable `LeaseRecord` may be told to a learner."""
+
+    def __init__(self) -> None:
+        self.next = 0  # the first sample that was never leased
+        self.pool: list[Interval] = []  # returned; in the order of the line, neighbours joined
+        self.holders: dict[Key, Holder] = {}
+        self.closed_merged = 0  # samples of incarnations that are gone, merged
+
+    def holder(self, key: Key) -> Holder:
+        found = self.holders.get(key)
+        if found is None:
+            found = self.holders[key] = Holder(*key)
+        return found
+
+    def grant(self, holder: Holder, wanted: int, lease_samples: int) -> int:
+        """Leases for `holder` until it has `wanted` samples in all; what was returned goes first. How many."""
+        holder.forget_merged()
+        given = 0
+        while holder.total < wanted and given < MOST_AT_ONCE and len(holder.intervals) < MOST_HELD:
+            begin, end = self._cut(lease_samples)
+            holder.intervals.append((begin, end))
+            holder.total += end - begin
+            holder.count += 1
+            given += 1
+        return given
+
+    def _cut(self, samples: int) -> Interval:
+        if not self.pool:
+            self.next += samples
+            return self.next - samples, self.next
+        begin, end = self.pool[0]
+        cut = min(begin + samples, end)
+        if cut < end:
+            self.pool[0] = (cut, end)
+        else:
+            del self.pool[0]
+        return begin, cut
+
+    def merge(self, key: Key, taken: int) -> None:
+        """A durable version holds this incarnation's samples up to `taken`."""
+        holder = self.holders.get(key)
+        if holder is not None and taken > holder.merged:
+            holder.merged = taken
+
+    def close(self, key: Key) -> int:
+        """The incarnation is gone and nothing of it is under way: what it has not merged returns. How many samples."""
+        holder = self.holders.pop(key)
+        returned = holder.unmerged()
+        self.closed_merged += holder.total - count_of(returned)
+        self.pool = joined([*self.pool, *returned])
+        return count_of(returned)
+
+    def unmerged(self) -> tuple[Interval, ...]:
+        """Everything that was leased and is in no durable version, whoever has it."""
+        return tuple(joined([*self.pool, *(i for h in self.holders.values() for i in h.unmerged())]))
+
+    # ---------------------------------------------------------------------------------------------------- records
+
+    def record(self, serial: int) -> LeaseRecord:
+        holdings = tuple(
+            Holding(h.learner, h.incarnation, h.first, h.before, tuple(h.intervals))
+            for _, h in sorted(self.holders.items())
+        )
+        return LeaseRecord(serial, self.next, tuple(self.pool), holdings, self.closed_merged)
+
+    def restore(self, record: LeaseRecord) -> None:
+        """What was durable. Marks and closed incarnations are told afterwards, by `merge` and `close`."""
+        self.next = record.next
+        self.pool = list(record.pool)
+        self.closed_merged = record.merged
+        for holding in record.holdings:
+            holder = self.holder((holding.learner, holding.incarnation))
+            holder.first, holder.before = holding.first, holding.before
+            holder.intervals = list(holding.intervals)
+            holder.total = holding.before + count_of(holding.intervals)
+            holder.merged = holding.before  # at least
+            holder.count = holder.durable = holding.first + len(holding.intervals)
+
+    # ---------------------------------------------------------------------------------------------------- checking
+
+    def sums(self) -> LeaseSums:
+        merged = sum(h.merged for h in self.holders.values())
+        held = sum(h.total for h in self.holders.values()) - merged
+        return LeaseSums(self.next, count_of(self.pool), held, merged + self.closed_merged)
+
+    def check(self) -> None:
+        """Raises AssertionError with what does not hold."""
+        assert self.sums().balanced(), f"leases out of balance: {self.sums()}"
+        listed = list(self.pool)
+        for holder in self.holders.values():
+            assert holder.before <= holder.merged <= holder.total, f"{holder.learner}: merged beyond its leases"
+            assert holder.durable <= holder.count == holder.first + len(holder.intervals)
+            assert holder.total == holder.before + count_of(holder.intervals)
+            listed += holder.intervals
+        listed.sort()
+        for (_, end), (begin, _) in itertools.pairwise(listed):
+            assert end <= begin, f"sample {begin} is leased twice"
+        assert not listed or listed[-1][1] <= self.next
+
+
+class Samples(NamedTuple):
+    """Of one step. `fresh` of the numbers are had for the first time, from the first on."""
+
+    numbers: tuple[int, ...]
+    fresh: int
+
+
+class SampleLine:
+    """A learner's way through its leases: each number goes out once; when there are no more, some go out again.
+
+    >>> line = SampleLine(lease_samples=4)
+    >>> leases = {0: (0, 4), 1: (8, 12)}
+    >>> line.take(leases, 3), line.take(leases, 3)
+    ((0, 1, 2), (3, 8, 9))
+    >>> line.take(leases, 3) is None
+    True
+    >>> line.next(leases, 3)
+    Samples(numbers=(2, 3, 8), fresh=0)
+    """
+
+    def __init__(self, lease_samples: int) -> None:
+        self.taken = 0
+        self._number = 0  # of the lease that it stands in
+        self._offset = 0  # samples of that lease that it has taken
+        self._keep = lease_samples
+        self._had: deque[Interval] = deque()  # the last that it took, about one lease
+        self._had_samples = 0
+        self._again = 0  # numbers that were repeated since the last new one
+
+    def next(self, leases: Mapping[int, Interval], count: int) -> Samples:
+        """Numbers for one step: new ones if so many are there, and otherwise some that it has had. Whoever has had none
+        takes what there is, and repeats that."""
+        numbers = self.take(leases, count)
+        if numbers is not None:
+            return Samples(numbers, count)
+        first: tuple[int, ...] = ()
+        if not self._had_samples:
+            here = min(count, count_of(tuple(leases.values())))  # another thread may be adding one
+            first = self.take(leases, here) or ()
+        return Samples(first + self.again(count - len(first)), len(first))
+
+    def replayed(self, leases: Mapping[int, Interval], count: int, fresh: int) -> tuple[int, ...]:
+        """The numbers of a step of which it is known how many were new."""
+        first = self.take(leases, fresh)
+        assert first is not None, f"{fresh} samples were taken, and so many were not leased"
+        return first + self.again(count - fresh)
+
+    def take(self, leases: Mapping[int, Interval], count: int) -> tuple[int, ...] | None:
+        """The next `count` numbers; None where fewer are there, and nothing is taken then."""
+        pieces: list[Interval] = []
+        number, offset, missing = self._number, self._offset, count
+        while missing:
+            lease = leases.get(number)
+            if lease is None:
+                return None
+            begin, end = lease[0] + offset, lease[1]
+            piece = (begin, min(end, begin + missing))
+            pieces.append(piece)
+            missing -= piece[1] - piece[0]
+            offset += piece[1] - piece[0]
+            if piece[1] == end:  # at once: a lease that is used up may be gone when we look again
+                number, offset = number + 1, 0
+        self._number, self._offset = number, offset
+        self.taken += count
+        if pieces:
+            self._remember(pieces)
+        return tuple(sample for begin, end in pieces for sample in range(begin, end))
+
+    def again(self, count: int) -> tuple[int, ...]:
+        """Numbers that it has had already: about its last lease, from the beginning, round and round."""
+        if not count:
+            return ()
+        assert self._had_samples, "nothing was taken yet that could be repeated"
+        had = [sample for begin, end in self._had for sample in range(begin, end)]
+        found = tuple(had[(self._again + i) % len(had)] for i in range(count))
+        self._again += count
+        return found
+
+    def _remember(self, pieces: list[Interval]) -> None:
+        self._again = 0
+        for piece in pieces:
+            self._had.append(piece)
+            self._had_samples += piece[1] - piece[0]
+        while self._had_samples > self._keep:
+            begin, end = self._had.popleft()
+            kept = max(begin, end - (self._keep - (self._had_samples - (end - begin))))
+            self._had_samples -= (kept if kept < end else end) - begin
+            if kept < end:
+                self._had.appendleft((kept, end))
+
+
+def count_of(intervals: Iterable[Interval]) -> int:
+    return sum(end - begin for begin, end in intervals)
+
+
+def joined(intervals: Iterable[Interval]) -> list[Interval]:
+    """In order, neighbours as one.
+
+    >>> joined([(4, 8), (0, 2), (8, 9)])
+    [(0, 2), (4, 9)]
+    """
+    found: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if found and found[-1][1] == begin:
+            found[-1] = (found[-1][0], end)
+        elif begin < end:
+            found.append((begin, end))
+    return found

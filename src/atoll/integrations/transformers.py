@@ -101,7 +101,7 @@ class AtollCallback(TrainerCallback):
     ) -> None:
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             # It was loaded a moment ago, over the published values if the last thing was an evaluation.
-            self.learner._published.keep()
+            self.learner.published_values.keep()
         self._leave(None)
 
     def __enter__(self) -> AtollCallback:

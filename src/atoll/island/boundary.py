@@ -212,9 +212,6 @@ class StepBoundary:
         self._extra_state = extra_state
         self.fresh_warmup_steps = fresh_warmup_steps
 
-    def copy(self, action: CopyAction) -> None:
-        self.fragments[action.effect.round.fragment].copy(action.copied)
-
     def adopt(self, action: Adopt) -> None:
         fragment = self.fragments[action.effect.fragment]
         fragment.adopt(action.effect.how, action.value, action.reference, self._blend_alpha)

@@ -27,8 +27,7 @@ from atoll.island.rank_rpc import RankRpcClient
 from atoll.tensors.codecs import CODECS, Codec
 from atoll.tensors.row_sharding import ByteLayout, EncodeRange, RowRange, cover, lay
 from atoll.transport.buffers import ByteBuffers, Spans
-from atoll.transport.bulk_transfer import RETRY_S, TRIES, Fetching, LearnerBulk, fragment_sizes
-from atoll.transport.http_client import LearnerLink, Refusal
+from atoll.transport.http_client import RETRY_S, TRIES, Fetching, LearnerBulk, LearnerLink, Refusal, fragment_sizes
 from atoll.transport.wire import (
     CODEC_NUMBERS,
     FragmentHeader,

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from atoll.launch.engine import BY_PLACE, Unit
 from atoll.launch.islands_file import SHARD, SYNCER, IslandsFile, IslandTable, SyncerTable
-from atoll.learner.environment import JOIN_TIMEOUT_S, KEYS, LEARNER, NOTICE_S, RUN_DIRECTORY, TOKEN
-from atoll.learner.environment import SYNCER as SYNCER_TOLD
+from atoll.learner.arguments import JOIN_TIMEOUT_S, KEYS, LEARNER, NOTICE_S, RUN_DIRECTORY, TOKEN
+from atoll.learner.arguments import SYNCER as SYNCER_TOLD
 from atoll.transport.endpoint import PLAIN
 
 UNITS = "units"
@@ -77,7 +77,7 @@ def stays_here(file: IslandsFile) -> str | None:
     )
 
 
-def notice_told(notice_s: float) -> float:
+def notice_from_env(notice_s: float) -> float:
     """A learner leaves a little before its engine loses patience."""
     return round(max(0.8 * notice_s, notice_s - 2.0), 3)
 
@@ -162,7 +162,7 @@ def _island(file: IslandsFile, token: str | None, island: IslandTable) -> Placed
         SYNCER_TOLD: file.syncer.address,
         LEARNER: str(island.number),
         RUN_DIRECTORY: str(file.directory),
-        NOTICE_S: f"{notice_told(island.notice_s):g}",
+        NOTICE_S: f"{notice_from_env(island.notice_s):g}",
         JOIN_TIMEOUT_S: str(JOIN_S),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # docs/islands.md: ranks that are started again would wait for ever
         "PYTHONUNBUFFERED": "1",
@@ -196,4 +196,4 @@ def _key(keys: Path, *names: str) -> Path:
     raise ValueError(f"{keys} has no key for {names[0]}: make one with atoll keys add {keys} {names[0]}")
 
 
-__all__ = ["FLEET", "JOIN_S", "UNITS", "Placed", "notice_told", "stays_here", "token_of", "units_of"]
+__all__ = ["FLEET", "JOIN_S", "UNITS", "Placed", "notice_from_env", "stays_here", "token_of", "units_of"]

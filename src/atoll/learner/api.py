@@ -33,30 +33,27 @@ from atoll.island.leader import Leader
 from atoll.island.stats import LearnerStats, LearnerStatus
 from atoll.island.topology import meet
 from atoll.learner.arguments import (
+    KEYS,
+    RUN_DIRECTORY,
+    TOKEN,
+    away_timeout_from_env,
     check_directory,
     check_learner,
     check_model,
     check_path,
     check_seconds,
+    env,
+    join_timeout_from_env,
+    learner_from_env,
+    notice_from_env,
+    syncer_from_env,
     whole_number,
 )
 from atoll.learner.background import Background
-from atoll.learner.environment import (
-    KEYS,
-    RUN_DIRECTORY,
-    TOKEN,
-    away_timeout_told,
-    join_timeout_told,
-    learner_told,
-    notice_told,
-    syncer_told,
-    told,
-)
 from atoll.learner.leading_rank import LeadingRank
 from atoll.learner.loop_check import LoopCheck, TrainedParameters
-from atoll.learner.preemption import Notice
+from atoll.learner.preemption import Interrupts, Notice
 from atoll.learner.published import PublishedValues
-from atoll.learner.signals import Interrupts
 from atoll.logs import Named
 from atoll.tensors import optimizer_state
 from atoll.tensors.optimizers import check_whole_step, plain_optimizers
@@ -143,16 +140,16 @@ class Learner:
         log: logging.Logger | None = None,
     ) -> None:
         check_model(model, optimizer)
-        syncer = syncer if syncer is not None else syncer_told()
-        token = token if token is not None else told(TOKEN)
-        keys = keys if keys is not None or ca is not None else told(KEYS)
-        run_directory = run_directory if run_directory is not None else told(RUN_DIRECTORY)
-        learner = learner if learner is not None else learner_told()
+        syncer = syncer if syncer is not None else syncer_from_env()
+        token = token if token is not None else env(TOKEN)
+        keys = keys if keys is not None or ca is not None else env(KEYS)
+        run_directory = run_directory if run_directory is not None else env(RUN_DIRECTORY)
+        learner = learner if learner is not None else learner_from_env()
         learner = check_learner(learner) if learner is not None else None
         if join_timeout_s is not None:
             join_timeout_s = check_seconds("join_timeout_s", "how long to wait for the run", join_timeout_s)
         else:
-            join_timeout_s = join_timeout_told()
+            join_timeout_s = join_timeout_from_env()
         if extra_state is not None and not callable(extra_state):
             raise ValueError(f"extra_state is a function that returns what to keep, got {extra_state!r}")
         self.log = Named(log if log is not None else logging.getLogger("atoll.learner"), learner=learner)
@@ -165,15 +162,15 @@ class Learner:
         syncer_place = place(syncer, own_keys, check_path("ca", ca) if ca is not None else None)
         rate = rate_of(max_rate) if max_rate is not None else None
         bounds = rate, check_streams(streams)
-        away_timeout_s = away_timeout_s if away_timeout_s is not None else away_timeout_told() or AWAY_TIMEOUT_S
+        away_timeout_s = away_timeout_s if away_timeout_s is not None else away_timeout_from_env() or AWAY_TIMEOUT_S
         if away_timeout_s != math.inf:
             away_timeout_s = check_seconds("away_timeout_s", "how long to train without a syncer", away_timeout_s)
         self._background = Background(syncer_place, token, self.log, *bounds, away_timeout_s)
         self._entered = False
         self._pid = 0  # of the process that has entered
         self._interrupts = Interrupts()
-        self._notice = Notice(notice_s if notice_s is not None else notice_told(), self.log)
-        self._published = PublishedValues(model, self._interrupts)
+        self._notice = Notice(notice_s if notice_s is not None else notice_from_env(), self.log)
+        self.published_values = PublishedValues(model, self._interrupts)
         self._trained: TrainedParameters | None = None  # from the join on
         self._loop_check: LoopCheck | None = None  # from the join on
         self._status = LearnerStatus()
@@ -253,7 +250,7 @@ class Learner:
             loss = loss.detach()
         elif loss is not None:
             loss = float(loss)
-        self._published.check_step()
+        self.published_values.check_step()
         check_whole_step(self._given)
         if self._status.finished:
             return
@@ -275,7 +272,7 @@ class Learner:
         No step is taken in it. Nothing is sent: of several ranks those use it that evaluate, which are all of them
         where the model is sharded. It takes memory for one more copy of the model on the host.
         """
-        return self._published.shown(self._rank.fragments)
+        return self.published_values.shown(self._rank.fragments)
 
     # ---------------------------------------------------------------------------------------------------- showing
 

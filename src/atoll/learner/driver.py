@@ -34,8 +34,7 @@ from atoll.island.boundary import Action, Adopt, CopyAction, End, Give, Given, S
 from atoll.island.fragments import Buffer, FragmentTensors
 from atoll.island.stats import LearnerStatus
 from atoll.learner.part_writer import PartKeeper
-from atoll.learner.preemption import Notice
-from atoll.learner.signals import Interrupts
+from atoll.learner.preemption import Interrupts, Notice
 from atoll.store.run_settings import RunClock
 from atoll.tape.files import TapeKeeper
 from atoll.tape.format import Actor, Entry
@@ -129,7 +128,7 @@ class LearnerDriver:
 
     def is_joining(self) -> bool:
         with self.lock:
-            return self.core.mode is Mode.JOINING
+            return self.core.state.mode is Mode.JOINING
 
     # ------------------------------------------------------------------------------------------ in the training thread
 
@@ -142,7 +141,7 @@ class LearnerDriver:
                 self._news.wait(0.2)
             actions = [self._with_state(action) for action in self._actions]
             self._actions.clear()
-            return actions, self.core.rests
+            return actions, self.core.state.rests
 
     def step(self, tokens: int, samples: int, begin: float, noticed: int) -> tuple[float | None, list[Action], bool]:
         """Return how long this call waited for the lock, the actions of this boundary, and whether the learner rests.
@@ -173,7 +172,7 @@ class LearnerDriver:
             actions += self._heed_notice(noticed)
             # Copying and adopting are this learner's own work; only what it waited for the lock is somebody else's.
             self._last_end = begin + waited_s
-            return waited_s, actions, self.core.rests
+            return waited_s, actions, self.core.state.rests
         finally:
             self.lock.release()
 
@@ -182,18 +181,18 @@ class LearnerDriver:
         call `before_wait` and wait up to 0.2 s."""
         core = self.core
         with self._news:
-            if core.rests and not self._came and not core.can_answer:
+            if core.state.rests and not self._came and not core.leaving.can_answer():
                 before_wait()
                 self._news.wait(0.2)
             came, self._came = self._came, False
             actions = list(self._actions)
             self._actions.clear()
-            due = (came and core.has_boundary_work) or core.can_answer
-            if core.training and (due or not core.rests):
+            due = (came and core.has_boundary_work) or core.leaving.can_answer()
+            if core.training and (due or not core.state.rests):
                 self._last_end = time.monotonic()  # the next step begins here
                 actions += self._handle(StepTaken(0, 0, 0.0), at=self._last_end)
             actions += self._heed_notice(noticed)
-            return actions, core.rests
+            return actions, core.state.rests
 
     def end_steps(self, noticed: int) -> None:
         """Tell the core of the last steps and of a notice, after the loop. `rest` returns the actions."""
@@ -255,14 +254,14 @@ class LearnerDriver:
         now = self._clock.at(moment)
         self._is_whole = False  # whatever is raised in between leaves the core ahead of its tape
         effects = self.core.handle(now, event)
-        actor = Actor(self.core.id, self.core.incarnation)
-        entry = Entry(now, actor, self.core.tick, event, tuple(effects))
+        actor = Actor(self.core.state.id, self.core.state.incarnation)
+        entry = Entry(now, actor, self.core.state.tick, event, tuple(effects))
         actions = [action for effect in effects if (action := self._action(effect)) is not None]
         if any(type(action) is Start for action in actions):
             self._last_end = moment  # the first step begins here
-            self._status.progress = self.core.progress
+            self._status.progress = self.core.state.progress
         elif type(event) is StepTaken:
-            self._status.progress = self.core.progress
+            self._status.progress = self.core.state.progress
         self._came = self._came or type(event) is not StepTaken
         self._outbox.append((entry, effects))
         self._is_whole = True
@@ -277,8 +276,8 @@ class LearnerDriver:
                 value, reference = self.boundary.fragments[effect.fragment].will_adopt(effect.merged_copy)
                 return Adopt(effect, value, reference)
             case SaveSnapshot():
-                assert self.core.part is not None
-                taken = self._parts.expect(self.core.part)
+                assert self.core.state.part is not None
+                taken = self._parts.expect(self.core.state.part)
                 return Save(effect, taken) if taken is not None else None
             case StartTraining():
                 return Start(effect)
@@ -294,7 +293,7 @@ class LearnerDriver:
             return action
         given, self._inner_state = self._inner_state, None
         saved = self._parts.take_saved()
-        return Start(action.effect, self.boundary.starting(action.effect, given, saved, self.core.id, self._log))
+        return Start(action.effect, self.boundary.starting(action.effect, given, saved, self.core.state.id, self._log))
 
     def _heed_notice(self, noticed: int) -> list[Action]:
         """Tell the core of a notice, at a step boundary."""

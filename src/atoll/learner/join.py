@@ -19,8 +19,7 @@ from atoll.island.fragments import Buffer, FragmentTensors
 from atoll.store.run_settings import RunSettings
 from atoll.tensors.model_view import ModelView
 from atoll.tensors.plan import FragmentPlan
-from atoll.transport.bulk_transfer import LearnerBulk
-from atoll.transport.http_client import ChunkedModel, ChunkedPayload, LearnerLink, Refusal, why
+from atoll.transport.http_client import ChunkedModel, ChunkedPayload, LearnerBulk, LearnerLink, Refusal, why
 from atoll.transport.tls import tls_problem
 from atoll.transport.wire import WireError
 

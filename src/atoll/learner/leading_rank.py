@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from atoll.core.data_leases import SampleLine, Samples
 from atoll.core.learner.core import LearnerCore
+from atoll.core.ledger import SampleLine, Samples
 from atoll.core.protocol import LeaveWanted, Started, Stop
 from atoll.errors import AtollError, JoinTimeout, LearnerRefused
 from atoll.island.boundary import (
@@ -33,8 +33,7 @@ from atoll.island.stats import LearnerStats, LearnerStatus
 from atoll.learner.background import Background
 from atoll.learner.driver import NOTHING_UNTOLD, LearnerDriver
 from atoll.learner.part_writer import PartKeeper
-from atoll.learner.preemption import Notice
-from atoll.learner.signals import Interrupts
+from atoll.learner.preemption import Interrupts, Notice
 from atoll.logs import Named
 from atoll.store.learner_parts import set_rng
 from atoll.store.run_settings import RunClock, start_anew
@@ -103,7 +102,7 @@ class LeadingRank:
 
     @property
     def steps(self) -> int:
-        return self.driver.core.step + self.driver.untold.steps if self.driver is not None else 0
+        return self.driver.core.state.step + self.driver.untold.steps if self.driver is not None else 0
 
     @property
     def fragments(self) -> Sequence[FragmentTensors]:
@@ -115,8 +114,8 @@ class LeadingRank:
         driver, link = self.driver, self._background
         core, untold = (driver.core, driver.untold) if driver is not None else (None, NOTHING_UNTOLD)
         return LearnerStats(
-            steps=core.step + untold.steps if core is not None else 0,
-            tokens=core.trained + untold.tokens if core is not None else 0,
+            steps=core.state.step + untold.steps if core is not None else 0,
+            tokens=core.state.trained + untold.tokens if core is not None else 0,
             bytes_up=link.bytes_up,
             bytes_down=link.bytes_down,
             boundary_s=self._boundary_s,
@@ -124,8 +123,8 @@ class LeadingRank:
             training_s=time.monotonic() - self._began if self._began else 0.0,
             adopted=self._adopted,
             contributed=self._contributed,
-            link=core.link.value if core is not None else "down",
-            samples=core.taken + untold.samples if core is not None else 0,
+            link=core.state.link.value if core is not None else "down",
+            samples=core.state.taken + untold.samples if core is not None else 0,
             repeated=self._repeated,
             paused_s=self._status.paused_s,
             island_s=self.island.waited_s,
@@ -133,7 +132,7 @@ class LeadingRank:
             device_bytes=max((fragment.device_bytes for fragment in fragments), default=0),
             parameters=fragments[0].parameters if fragments else 0,
             way=self.island.way,
-            unmerged=core.unmerged_tokens() if core is not None else 0,
+            unmerged=core.leaving.unmerged_tokens() if core is not None else 0,
         )
 
     # ---------------------------------------------------------------------------------------------------- joining
@@ -202,7 +201,7 @@ class LeadingRank:
 
         def before_wait() -> None:
             if self._join_by is not None and time.monotonic() >= self._join_by:
-                raise JoinTimeout(f"could not join within the time given: {driver.core.reason}")
+                raise JoinTimeout(f"could not join within the time given: {driver.core.state.reason}")
             self._background.check()
 
         while True:
@@ -218,17 +217,17 @@ class LeadingRank:
             return True  # while it joined: it has fetched the final versions, and that is all there was to do
         self._background.detach()
         driver.close()
-        if core.refused_for is not None and "refused-incarnation" not in core.said:
+        if core.state.refused_for is not None and "refused-incarnation" not in core.state.said:
             # It was given up as lost. One that was replaced must not take a further number: it would evict the process
             # that was started after it.
             self._stop = None
             return False
-        if "refused-finished" not in core.said:
+        if "refused-finished" not in core.state.said:
             self.driver = None  # it never was a learner of this run
-            if self._run_directory is not None and not STRANGERS.isdisjoint(core.said):
+            if self._run_directory is not None and not STRANGERS.isdisjoint(core.state.said):
                 # The tape of another model or run would make the directory one of two runs.
-                tape_path(self._run_directory, Actor(core.id, core.incarnation)).unlink(missing_ok=True)
-            is_other_model = "refused-fingerprint" in core.said
+                tape_path(self._run_directory, Actor(core.state.id, core.state.incarnation)).unlink(missing_ok=True)
+            is_other_model = "refused-fingerprint" in core.state.said
             hint = f"; {start_anew(self._background.syncer_directory)}" if is_other_model else ""
             raise LearnerRefused(f"{stop.reason}{hint}")
         self._log.info("the run is over: taking the final model")
@@ -243,7 +242,7 @@ class LeadingRank:
     def take(self, wanted: int) -> tuple[int, ...]:
         driver = self.driver
         assert driver is not None and self._line is not None
-        config, count = driver.core.config, self.island.hear(RankRequest.TAKE, wanted)
+        config, count = driver.core.state.config, self.island.hear(RankRequest.TAKE, wanted)
         if count > config.lease_samples * config.leases_ahead:
             raise ValueError(
                 f"a step of {count} samples, with {config.leases_ahead} leases of {config.lease_samples} ahead, would"
@@ -253,7 +252,7 @@ class LeadingRank:
             # The core is told of several steps at once. That the new ones came first is then known.
             taken = Samples(self._line.again(count), 0)
         else:
-            taken = self._line.next(driver.core.leases, count)
+            taken = self._line.next(driver.core.state.leases, count)
         self._fresh += taken.fresh
         self._repeats = taken.fresh < count
         self._repeated += self._repeats
@@ -283,8 +282,8 @@ class LeadingRank:
     def _told(self, driver: LearnerDriver, is_paused: bool) -> BoundaryStatus:
         """What the other ranks of this island are told at every boundary."""
         core, link = driver.core, self._background
-        sent = (link.bytes_up, link.bytes_down, self._adopted, self._contributed, core.taken)
-        return BoundaryStatus(is_paused, self._status.progress, core.step, core.trained, *sent)
+        sent = (link.bytes_up, link.bytes_down, self._adopted, self._contributed, core.state.taken)
+        return BoundaryStatus(is_paused, self._status.progress, core.state.step, core.state.trained, *sent)
 
     def _carry_out(self, driver: LearnerDriver, actions: list[Action]) -> bool:
         """What has to be done before the next step. True when it said that training starts or ends."""
@@ -294,7 +293,7 @@ class LeadingRank:
         for action in actions:
             match action:
                 case CopyAction():
-                    boundary.copy(action)
+                    boundary.fragments[action.effect.round.fragment].copy(action.copied)
                     self._contributed += 1
                 case Adopt():
                     boundary.adopt(action)
@@ -332,7 +331,7 @@ class LeadingRank:
             self._status.finished = self._status.drained = True
             self._notice.say_left(driver.core)
         elif self._began:
-            unfit = unfit_in_model(self._model) if "refused-quarantined" in driver.core.said else ""
+            unfit = unfit_in_model(self._model) if "refused-quarantined" in driver.core.state.said else ""
             raise LearnerRefused(f"{stop.reason}{unfit and f'; the model of this process holds {unfit}'}")
 
     def _rest(self, driver: LearnerDriver) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
-from atoll.core.messages import NO_RUN_DIRECTORY
 from atoll.core.protocol import (
+    NO_RUN_DIRECTORY,
     LearnerEvent,
     MomentsFound,
     SaveSnapshot,

@@ -1,20 +1,95 @@
-"""The notice of a machine that is taken away: SIGTERM, and some seconds in which its learner leaves well.
+"""Signals: an interrupt that comes at a bad moment is raised a moment later, and SIGTERM may be a preemption notice.
 
-At its next step boundary the learner takes no more steps, and pushes: what it has trained and nobody has merged is
-merged before it goes. When the time is over it goes anyway, and says what is lost.
+Ctrl-C may be raised between any two lines of the training thread. In the middle of an event it would leave the core
+ahead of its tape, and such a learner cannot say goodbye any more: it would be waited for as one that comes back.
+
+A preemption notice is SIGTERM, and some seconds in which the learner leaves well. At its next step boundary it takes no
+more steps, and pushes: what it has trained and nobody has merged is merged before it goes. When the time is over it
+goes anyway, and says what is lost.
 """
 
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 import time
 from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 from atoll.core.learner.core import LearnerCore
 from atoll.core.protocol import LeaveWanted
 from atoll.core.states import Mode
 from atoll.learner.arguments import check_seconds
-from atoll.learner.signals import Interrupts
+
+ENDS = (signal.SIGINT, signal.SIGTERM)
+_MAIN = threading.main_thread().ident
+
+
+class Interrupts:
+    """Between `listen` and `forget` SIGINT and SIGTERM reach the program's handlers by way of this: at once, or after
+    the block `with interrupts:` in which they came.
+
+    A handler that is changed at each event would cost more than the event. One that the program sets in between is not
+    held back, and is left alone.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._found: Any = None  # at SIGTERM, where that is a notice
+        self._notice: Callable[[], None] | None = None
+        self._came: list[tuple[int, FrameType | None]] = []
+        self._is_held = False
+
+    def listen(self) -> None:
+        """Only the main thread hears signals, and only a handler of Python can raise in the middle of something."""
+        if threading.get_ident() == _MAIN:
+            self._before = {number: handler for number in ENDS if callable(handler := signal.getsignal(number))}
+            for number in self._before:
+                signal.signal(number, self._note)
+
+    def heed(self, notice: Callable[[], None]) -> bool:
+        """From now on SIGTERM calls `notice`, and then the program's handler, if it has one; it ends nothing by itself.
+        False: nobody here can hear it."""
+        number = signal.SIGTERM
+        found = signal.getsignal(number)
+        if threading.get_ident() != _MAIN or found is None:
+            return False
+        self._notice, self._found = notice, self._before.get(number, found) if found == self._note else found
+        self._before[number] = self._heeded
+        signal.signal(number, self._note)
+        return True
+
+    def _heeded(self, number: int, frame: FrameType | None) -> None:
+        assert self._notice is not None
+        self._notice()
+        if callable(self._found):
+            self._found(number, frame)
+
+    def forget(self) -> None:
+        if threading.get_ident() == _MAIN:
+            for number, handler in self._before.items():
+                if signal.getsignal(number) == self._note:
+                    signal.signal(number, self._found if handler == self._heeded else handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._is_held:
+            self._came.append((number, frame))
+        else:
+            self._before[number](number, frame)
+
+    def __enter__(self) -> None:
+        if threading.get_ident() == _MAIN:
+            self._is_held = True
+
+    def __exit__(self, *_: object) -> None:
+        if threading.get_ident() == _MAIN:
+            self._is_held = False
+            came, self._came = self._came, []
+            for number, frame in came:
+                self._before[number](number, frame)
+
 
 LAST_WORDS_S = 3.0
 
@@ -71,12 +146,12 @@ class Notice:
 
     def wishes(self, core: LearnerCore) -> list[LeaveWanted]:
         """At a step boundary: what the core has to be told now."""
-        if self._came_at is None or self.seconds is None or core.mode is Mode.STOPPED:
+        if self._came_at is None or self.seconds is None or core.state.mode is Mode.STOPPED:
             return []
         wishes = []
         if not self._is_told:
             self._is_told = True
-            self._unmerged = core.unmerged_tokens()
+            self._unmerged = core.leaving.unmerged_tokens()
             wishes.append(LeaveWanted("its machine is taken away", push=True))
         if self.is_over():
             wishes.append(LeaveWanted("the notice is over"))
@@ -100,7 +175,7 @@ class Notice:
 
     def say_left(self, core: LearnerCore) -> None:
         if self._is_told:
-            before, now = self._unmerged, core.unmerged_tokens()
+            before, now = self._unmerged, core.leaving.unmerged_tokens()
             self._log.info(
                 "This island was asked to leave; the run goes on. Tokens not merged: %d then, %d now", before, now
             )

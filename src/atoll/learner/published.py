@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from atoll.island.fragments import FragmentTensors
 from atoll.island.topology import fsdp_modules, reshard
-from atoll.learner.signals import Interrupts
+from atoll.learner.preemption import Interrupts
 from atoll.tensors.plan import named_tensors
 from atoll.tensors.sharding import local_of
 

@@ -31,7 +31,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from atoll.core.data_leases import SampleLine
+from atoll.core.ledger import SampleLine
 from atoll.core.protocol import (
     Accumulate,
     AdoptFragment,

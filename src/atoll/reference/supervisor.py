@@ -26,7 +26,7 @@ from atoll.reference.report import note_fault, read_faults
 from atoll.store.run_settings import RunSettings
 from atoll.store.snapshots import SHARDS
 from atoll.syncer.main import serve_syncer
-from atoll.syncer.shards.main import serve_shard
+from atoll.syncer.shards.process import serve_shard
 from atoll.transport.endpoint import ask, place
 
 LOOK_S = 0.25

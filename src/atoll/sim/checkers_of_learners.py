@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 
-from atoll.core.data_leases import Key, joined
+from atoll.core.ledger import Key, joined
 from atoll.core.protocol import (
     AdoptFragment,
     Contribution,

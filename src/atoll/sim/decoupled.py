@@ -297,7 +297,7 @@ class DecoupledRun:
             self.engine.at(first_s + begun * step_s, self._boundary, learner, planned)
 
     def _boundary(self, learner: FleetLearner, planned: tuple[float, int, float]) -> None:
-        if learner.planned is not planned or learner.proc is None or learner.proc.core.mode is Mode.STOPPED:
+        if learner.planned is not planned or learner.proc is None or learner.proc.core.state.mode is Mode.STOPPED:
             return
         _, steps, step_s = planned
         share = learner.segment.share
@@ -323,10 +323,10 @@ class DecoupledRun:
         the pull is answered."""
         assert learner.proc is not None
         core: LearnerCore = learner.proc.core
-        if core.pulls:
+        if core.state.pulls:
             return False  # answered at the next boundary, so there must be one
         due = self.protocol.every_steps + self.protocol.overlap_steps - 1
-        return any(core.step - learner.copied.get(p, 0) >= due for p in core.state.fragments)
+        return any(core.state.step - learner.copied.get(p, 0) >= due for p in core.state.fragments)
 
     def _go_on(self, learner: FleetLearner) -> None:
         if learner.waiting and learner.segment.stepping and not self._must_wait(learner):
@@ -353,7 +353,7 @@ class DecoupledRun:
     def _on_adopt(self, proc: SimProcess, effect: AdoptFragment) -> None:
         mark = proc.core.state.marks[effect.fragment] if effect.merged_copy else None
         if mark is not None:
-            self.stale_steps += proc.core.step - mark.copied_at
+            self.stale_steps += proc.core.state.step - mark.copied_at
             self.stale_count += 1
 
     def _on_start_training(self, proc: SimProcess, effect: StartTraining) -> None:
@@ -374,7 +374,7 @@ class DecoupledRun:
     # ---------------------------------------------------------------------------------------------------- the result
 
     def _result(self, syncer: SyncerCore) -> DecoupledResult:
-        lines = [syncer.ledger.line(p) for p in syncer.fragments]
+        lines = [syncer.state.ledger.line(p) for p in syncer.state.fragments]
         count = len(lines)
         present = [learner.island.present_s(self.horizon_s) for learner in self.learners.values()]
         chip_s = sum(s * learner.island.chips for s, learner in zip(present, self.learners.values(), strict=True))
@@ -401,7 +401,7 @@ class DecoupledRun:
             staleness_steps=self.stale_steps / max(self.stale_count, 1),
             steps=steps,
             failures=sum(learner.island.failures for learner in self.learners.values()),
-            suspected=syncer.said.get("member-suspected", 0),
+            suspected=syncer.state.said.get("member-suspected", 0),
             events=self.engine.events,
             goodput_by_learner=tuple(
                 learner.useful_chip_s / max(s * learner.island.chips, 1e-9)

@@ -214,7 +214,7 @@ class Driver:
     def start_learner(self, learner: LearnerId) -> SimProcess:
         """Start the next incarnation, beside older processes that live on."""
         before = self.learners.get(learner)
-        least = before.core.refused_for if before is not None and before.core.refused_for is not None else 0
+        least = before.core.state.refused_for if before is not None and before.core.state.refused_for is not None else 0
         self.incarnations[learner] = max(self.incarnations[learner], least) + 1
         actor = Actor(learner, self.incarnations[learner])
         core = self._new_learner(self.config, learner, actor.start)
@@ -264,7 +264,7 @@ class Driver:
         except AssertionError as error:
             raise broken(proc, f"{proc.actor} on {event}: {error}") from error
         if self.on_entry:
-            entry: Entry = tuple.__new__(Entry, (at, proc.actor, core.tick, event, tuple(effects)))
+            entry: Entry = tuple.__new__(Entry, (at, proc.actor, core.state.tick, event, tuple(effects)))
             for on_entry in self.on_entry:
                 on_entry(entry)
         for effect in effects:
@@ -437,11 +437,11 @@ class Steps:
         self._begin(proc)
 
     def _begin(self, proc: SimProcess) -> None:
-        if not proc.alive or proc.core.mode is Mode.STOPPED:
+        if not proc.alive or proc.core.state.mode is Mode.STOPPED:
             return
         now = self.engine.now
         took = self._step_s[proc.actor.learner] * proc.slow
-        if proc.core.rests:
+        if proc.core.state.rests:
             proc.stands = True
         elif proc.core.training:
             proc.stepping_since = now
@@ -450,7 +450,7 @@ class Steps:
             self.engine.at(now + took, self._begin, proc)  # the core made its learner wait
 
     def _end(self, proc: SimProcess) -> None:
-        if not proc.alive or proc.core.mode is Mode.STOPPED:
+        if not proc.alive or proc.core.state.mode is Mode.STOPPED:
             return
         now = self.engine.now
         if proc.paused_until > now:
@@ -466,11 +466,11 @@ class Steps:
         if not self.driver.config.lease_samples:
             return 0
         batch = self._samples[proc.actor.learner]
-        return batch if batch <= proc.core.state.held - proc.core.taken else 0
+        return batch if batch <= proc.core.state.held - proc.core.state.taken else 0
 
     def heed_notice(self, proc: SimProcess) -> None:
         """Deliver a signal that came in the middle of a step, at its end."""
-        if proc.is_noticed and proc.core.mode is not Mode.STOPPED:
+        if proc.is_noticed and proc.core.state.mode is not Mode.STOPPED:
             self.driver.run(proc, LeaveWanted("its machine is taken away", push=True))
 
     def _look_up(self, proc: SimProcess, event: Event) -> None:
@@ -478,8 +478,8 @@ class Steps:
         if not proc.stands:
             return
         core = proc.core
-        if not core.rests or core.mode is Mode.STOPPED:
+        if not core.state.rests or core.state.mode is Mode.STOPPED:
             proc.stands = False
             self._begin(proc)
-        elif (core.has_boundary_work and type(event) is not StepTaken) or core.can_answer:
+        elif (core.has_boundary_work and type(event) is not StepTaken) or core.leaving.can_answer():
             self.driver.run(proc, StepTaken(0, 0, 0.0))

@@ -8,8 +8,8 @@ from random import Random
 
 from msgspec.structs import replace
 
-from atoll.core.messages import NO_RUN_DIRECTORY
 from atoll.core.protocol import (
+    NO_RUN_DIRECTORY,
     Contribution,
     Dial,
     DialFailed,
@@ -118,8 +118,8 @@ class FaultyShards:
         del self.away[shard]
         if syncer is not None:
             disk, ids = self.driver.disk, self.fragments_of(shard)
-            if syncer.core.manifest is not None:
-                disk.go_back(syncer.core.manifest, self.driver.config.fragment_ids())
+            if syncer.core.state.manifest is not None:
+                disk.go_back(syncer.core.state.manifest, self.driver.config.fragment_ids())
             self.driver.run(syncer, ShardBack(tuple((p, disk.version(p)) for p in ids)))
 
     def find(self, shard: int) -> None:

@@ -169,7 +169,7 @@ class SwarmWorld:
 
     def _is_over(self) -> bool:
         core = self.syncer_core()
-        return core is not None and core.stage is Stage.FINISHED
+        return core is not None and core.state.stage is Stage.FINISHED
 
     def _demand(self, what: str, done: Callable[[], bool], excused: Callable[[], bool] | None = None) -> None:
         end = self.engine.now + HEALED_PATIENCE_S
@@ -180,48 +180,50 @@ class SwarmWorld:
 
     def _rounds_complete(self) -> bool:
         core = self.syncer_core()
-        if core is not None and core.stage is not Stage.RUNNING:
+        if core is not None and core.state.stage is not Stage.RUNNING:
             return True
         return self._versions_reached() and all(
-            proc.core.mode is Mode.TRAINING for i, proc in self.driver.learners.items() if i not in self.gone
+            proc.core.state.mode is Mode.TRAINING for i, proc in self.driver.learners.items() if i not in self.gone
         )
 
     def _lacks_quorum(self) -> bool:
         """Whoever joins wants every fragment, and waits for a shard that is away."""
         core = self.syncer_core()
-        return core is not None and len(core.live) < core.config.quorum
+        return core is not None and len(core.state.live) < core.state.config.quorum
 
     def _versions_reached(self) -> bool:
         core = self.syncer_core()
         if core is None:
             return False
-        fragments = core.fragments
-        return core.stage is not Stage.RUNNING or all(fragments[p].version >= v for p, v in self._target.items())
+        fragments = core.state.fragments
+        return core.state.stage is not Stage.RUNNING or all(fragments[p].version >= v for p, v in self._target.items())
 
     def _dead_settled(self) -> bool:
         """Nobody who died for good holds samples, nor has an open account."""
         core = self.syncer_core()
         if core is None:
             return False
-        if core.stage is not Stage.RUNNING:
+        if core.state.stage is not Stage.RUNNING:
             return True
-        holding = {key[0] for key in core.state.leases.holders} | set(core.ledger.accounts)
+        holding = {key[0] for key in core.state.leases.holders} | set(core.state.ledger.accounts)
         return not holding & self.died
 
     def _drained_left(self) -> bool:
         core = self.syncer_core()
         if core is None:
             return False
-        return core.stage is not Stage.RUNNING or all(
-            not m.drained_by or m.standing is Standing.AWAY for m in core.members.values()
+        return core.state.stage is not Stage.RUNNING or all(
+            not m.drained_by or m.standing is Standing.AWAY for m in core.state.members.values()
         )
 
     def _all_stopped(self) -> bool:
         core = self.syncer_core()
         return (
             core is not None
-            and core.stage is Stage.FINISHED
-            and all(proc.core.mode is Mode.STOPPED for i, proc in self.driver.learners.items() if i not in self.gone)
+            and core.state.stage is Stage.FINISHED
+            and all(
+                proc.core.state.mode is Mode.STOPPED for i, proc in self.driver.learners.items() if i not in self.gone
+            )
         )
 
     def _stuck(self) -> tuple[tuple[str, int] | None, str]:
@@ -229,20 +231,20 @@ class SwarmWorld:
         if core is None:
             return None, "the syncer does not run"
         for i, proc in self.driver.learners.items():
-            if i not in self.gone and proc.core.mode not in (Mode.TRAINING, Mode.STOPPED):
-                return ("learner", i), f"learner {i} is {proc.core.mode.value}, link {proc.core.link.value}"
-        for f in core.fragments.values():
-            if core.stage is Stage.FINISHING and not f.final:
+            if i not in self.gone and proc.core.state.mode not in (Mode.TRAINING, Mode.STOPPED):
+                return ("learner", i), f"learner {i} is {proc.core.state.mode.value}, link {proc.core.state.link.value}"
+        for f in core.state.fragments.values():
+            if core.state.stage is Stage.FINISHING and not f.final:
                 return ("fragment", f.id), f"fragment {f.id} is {f.phase.value}, not final: {core.explain(f)}"
-        for p, f in core.fragments.items():
-            if core.stage is Stage.RUNNING and f.version < self._target.get(p, 0):
+        for p, f in core.state.fragments.items():
+            if core.state.stage is Stage.RUNNING and f.version < self._target.get(p, 0):
                 return ("fragment", p), f"fragment {p} is {f.phase.value} at version {f.version}: {core.explain(f)}"
         if not self._dead_settled():
             return None, f"some of {sorted(self.died)}, who died for good, hold samples or an open account"
         for i, proc in self.driver.learners.items():
-            if i not in self.gone and proc.core.mode is not Mode.STOPPED:
-                return ("learner", i), f"learner {i} is {proc.core.mode.value}, link {proc.core.link.value}"
-        return None, f"the run is {core.stage.value}"
+            if i not in self.gone and proc.core.state.mode is not Mode.STOPPED:
+                return ("learner", i), f"learner {i} is {proc.core.state.mode.value}, link {proc.core.state.link.value}"
+        return None, f"the run is {core.state.stage.value}"
 
     def _heal(self) -> None:
         self.links.heal()
@@ -344,15 +346,15 @@ class SwarmWorld:
         return ([self.driver.syncer] if self.driver.syncer is not None else []) + self.driver.processes
 
     def _count(self, proc: SimProcess) -> None:
-        self.fired.update(proc.core.fired)
-        self.said.update(proc.core.said)
+        self.fired.update(proc.core.state.fired)
+        self.said.update(proc.core.state.said)
 
     def coverage(self) -> tuple[Counter[tuple[Any, str]], Counter[str]]:
         """Rows of the transition tables and reason codes, of all processes that ever ran."""
         fired, said = Counter(self.fired), Counter(self.said)
         for proc in self._processes():
-            fired.update(proc.core.fired)
-            said.update(proc.core.said)
+            fired.update(proc.core.state.fired)
+            said.update(proc.core.state.said)
         return fired, said
 
     def _check_sometimes(self, proc: SimProcess, event: Event) -> None:
@@ -365,7 +367,7 @@ class SwarmWorld:
         try:
             proc.core.check_invariants()
             if proc is self.driver.syncer:
-                self.said.update(proc.core.explain(f).code for f in proc.core.fragments.values())
+                self.said.update(proc.core.explain(f).code for f in proc.core.state.fragments.values())
         except AssertionError as error:
             raise broken(proc, f"{proc.actor}: {error}") from error
 
@@ -376,12 +378,12 @@ class SwarmWorld:
         if proc.actor.learner != SYNCER:
             if type(event) is MessageArrived:
                 what = type(event.envelope.body)
-            self.pairs[(core.mode, what)] += 1
+            self.pairs[(core.state.mode, what)] += 1
             return
         if type(event) is MessageArrived:
             body = event.envelope.body
             what = type(body)
-            member = core.members.get(event.envelope.learner)
+            member = core.state.members.get(event.envelope.learner)
             self.pairs[(Standing.UNKNOWN if member is None else member.standing, what)] += 1
             fragment = body.round.fragment if type(body) is Contribution else getattr(body, "fragment", None)
         else:
@@ -389,9 +391,9 @@ class SwarmWorld:
             fragment = key.number if key is not None and key.kind == "version" else None
             if type(event) in (MergeDone, MergeFailed):
                 fragment = event.round.fragment  # type: ignore[union-attr]
-            self.pairs[(core.stage, what)] += 1
-        if fragment in core.fragments:
-            self.pairs[(core.fragments[fragment].phase, what)] += 1
+            self.pairs[(core.state.stage, what)] += 1
+        if fragment in core.state.fragments:
+            self.pairs[(core.state.fragments[fragment].phase, what)] += 1
 
     # ---------------------------------------------------------------------------------------------------- operators
 
@@ -419,7 +421,7 @@ class SwarmWorld:
 
     def _fault_drain(self, fault: SwarmFault, proc: SimProcess) -> bool:
         core = self.syncer_core()
-        if core is None or fault.learner not in core.members:
+        if core is None or fault.learner not in core.state.members:
             return False
         return self._control("drain", fault.learner)
 
@@ -539,7 +541,7 @@ class SwarmWorld:
 
     def _fault_notice(self, fault: SwarmFault, proc: SimProcess) -> bool:
         """Its machine is taken away, and it is told so many seconds before. Perhaps it is given another one."""
-        if proc.is_noticed or proc.core.mode is not Mode.TRAINING:
+        if proc.is_noticed or proc.core.state.mode is not Mode.TRAINING:
             return False
         proc.is_noticed = True
         if proc.stands:
@@ -550,7 +552,7 @@ class SwarmWorld:
     def _end_notice(self, proc: SimProcess, comes_back: bool) -> None:
         learner = proc.actor.learner
         if proc.alive:
-            if proc.core.mode is not Mode.STOPPED:
+            if proc.core.state.mode is not Mode.STOPPED:
                 self.driver.run(proc, LeaveWanted("the notice is over"))
             self.driver.kill(proc)
             if self.driver.learners.get(learner) is proc:

@@ -100,7 +100,7 @@ async def control(syncer: SyncerProcess, raw: object) -> Answer:
     core = syncer.core
     if core is None:
         return Answer(409, "the run has no model yet, so there is nothing to control")
-    if core.stage is not Stage.RUNNING:
+    if core.state.stage is not Stage.RUNNING:
         return ENDS
     event = ControlRequested(what, value, who)
     known = _known_already(core, event)
@@ -119,13 +119,13 @@ async def control(syncer: SyncerProcess, raw: object) -> Answer:
 
 def _known_already(core: SyncerCore, event: ControlRequested) -> Answer | None:
     """An answer for what needs no change, or allows none."""
-    if event.what == "pause" and core.paused:
+    if event.what == "pause" and core.state.paused:
         return Answer(200, "the run is paused already")
-    if event.what == "resume" and not core.paused:
+    if event.what == "resume" and not core.state.paused:
         return Answer(200, "the run is not paused")
     if event.what == "drain":
         assert event.value is not None
-        member = core.members.get(int(event.value))
+        member = core.state.members.get(int(event.value))
         if member is None:
             return Answer(404, f"learner {event.value} is not in this run")
         if member.standing in OUT:
@@ -136,14 +136,14 @@ def _known_already(core: SyncerCore, event: ControlRequested) -> Answer | None:
 def _sentence(core: SyncerCore, event: ControlRequested) -> str:
     if event.what == "drain":
         assert event.value is not None
-        away = core.members[int(event.value)].standing is Standing.AWAY
+        away = core.state.members[int(event.value)].standing is Standing.AWAY
         later = "; it is away, and is told when it is back" if away else ""
         return f"learner {event.value} was {Reason('control-drain', (event.who,))}{later}"
     if event.what == "quorum":
         assert event.value is not None
-        said = str(Reason("control-quorum", (event.value, core.config.quorum, event.who)))
-        few = f"; {len(core.live)} learners train, and no round opens until there are more"
-        return said + few if len(core.live) < event.value else said
+        said = str(Reason("control-quorum", (event.value, core.state.config.quorum, event.who)))
+        few = f"; {len(core.state.live)} learners train, and no round opens until there are more"
+        return said + few if len(core.state.live) < event.value else said
     if event.what == "grace":
-        return str(Reason("control-grace", (event.value, core.config.grace_margin, event.who)))
+        return str(Reason("control-grace", (event.value, core.state.config.grace_margin, event.who)))
     return f"the run is {Reason('control-paused' if event.what == 'pause' else 'control-resumed', (event.who,))}"

@@ -19,18 +19,16 @@ from atoll.core.reasons import Reason
 from atoll.core.types import FragmentId, Incarnation, LearnerId, first_difference
 from atoll.store.run_settings import start_anew
 from atoll.store.snapshots import snapshot_info
-from atoll.syncer.auth_middleware import guard_of
 from atoll.syncer.controls import control, who_problem
-from atoll.syncer.fragment_endpoints import MOST_DIGITS, Bulk, Frames, error_response, numbers
-from atoll.syncer.learner_connection import SyncerLink
-from atoll.syncer.process import SyncerProcess
+from atoll.syncer.fragment_endpoints import MOST_DIGITS, Bulk, Frames, error_response, guard_of, numbers
+from atoll.syncer.process import SyncerLink, SyncerProcess
 from atoll.syncer.prometheus import MISSING, exposition
 from atoll.syncer.shards.coordinator import ShardsMissing
 from atoll.syncer.status import TOLD, status
 from atoll.tensors.codecs import F32
 from atoll.tensors.plan import FragmentPlan, settled_plan
 from atoll.tensors.robust_merge import unfit_in_fragment
-from atoll.transport.identity import IdentityMismatchError, Rejection, check_speaker, log_key, own_number
+from atoll.transport.auth import IdentityMismatchError, Rejection, check_speaker, log_key, own_number
 from atoll.transport.websocket import WebSocketConnection
 from atoll.transport.wire import (
     HEAD_BYTES,
@@ -237,7 +235,7 @@ class Paths:
         if type(raw) is not dict:
             raise WireError("metrics are a JSON object", "type")
         syncer, (learner, incarnation, _) = self.syncer, link.key
-        if syncer.core is not None and learner in syncer.core.members:
+        if syncer.core is not None and learner in syncer.core.state.members:
             told = {name: raw[name] for name in TOLD if _is_figure(raw.get(name, ""))}
             syncer.metrics.told(syncer.clock.now(), learner, incarnation, told)
 

@@ -12,16 +12,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from atoll.core.protocol import (
     Accumulate,
+    Body,
     ControlRequested,
+    Delivered,
     DiscardRound,
+    Envelope,
     FinishRequested,
     Halt,
     Hangup,
@@ -30,8 +34,10 @@ from atoll.core.protocol import (
     MergeRound,
     MessageArrived,
     Persist,
+    Published,
     Refuse,
     RefuseContribution,
+    Resync,
     Say,
     Send,
     SnapshotRecord,
@@ -47,20 +53,18 @@ from atoll.core.protocol import (
 from atoll.core.states import Stage
 from atoll.core.syncer.core import SyncerCore
 from atoll.core.syncer.state import Restored
-from atoll.core.types import SYNCER, FragmentId, Incarnation, LearnerId, Version
+from atoll.core.types import NOTHING, SYNCER, FragmentId, Incarnation, LearnerId, Version
 from atoll.logs import WARNINGS, Named, ReasonLog
 from atoll.store.fencing import BEAT_EVERY_S
 from atoll.store.run_settings import RunClock, RunSettings
 from atoll.store.tensor_file import StoreDamaged
 from atoll.store.version_store import CONTROLS, Fenced, Store
 from atoll.syncer.controls import Wishes
+from atoll.syncer.fragment_endpoints import MemoryGate
 from atoll.syncer.fragment_executor import FragmentExecutor, Payload
 from atoll.syncer.initial_model import INIT, warm_values
-from atoll.syncer.learner_connection import PinnableFragment, SyncerLink
-from atoll.syncer.metrics import SyncerMetrics
-from atoll.syncer.partial_uploads import MemoryGate
 from atoll.syncer.shards.coordinator import ShardCoordinator
-from atoll.syncer.status import SnapshotNews
+from atoll.syncer.status import SnapshotNews, SyncerMetrics
 from atoll.tape.files import TapeKeeper, new_header
 from atoll.tape.format import Actor, Entry
 from atoll.tensors.plan import FragmentPlan
@@ -68,6 +72,70 @@ from atoll.tensors.syncer_fragment import MergeStats, SyncerFragment
 from atoll.transport.auth import Access
 from atoll.transport.tls import ServerTls
 from atoll.transport.websocket import WebSocketConnection
+from atoll.transport.wire import encode_message
+
+
+class PinnableFragment(Protocol):
+    """A fragment whose versions can be kept for a learner that was told of them."""
+
+    def hold(self, version: Version) -> object | None: ...
+
+    def release(self, version: Version) -> None: ...
+
+
+class SyncerLink:
+    """What waits for a learner is bounded: a newer version of a fragment takes the place of an older notice.
+
+    A learner is told of one version of a fragment at a time, and that one is kept for it. If it were told of each: (1)
+    it hears of version 7, (2) when its request arrives, version 8 is the newest and 7 is gone, (3) it hears of version
+    8, and so on. Where versions come faster than a request travels, it would never get any.
+    """
+
+    def __init__(
+        self,
+        key: tuple[LearnerId, Incarnation, int],
+        connection: WebSocketConnection,
+        fragments: Mapping[FragmentId, PinnableFragment],
+    ) -> None:
+        self.key = key
+        self._fragments = fragments
+        self._told: dict[FragmentId, Version] = {}  # and kept, until the learner has it or wants another
+        self._untold: dict[FragmentId, Envelope] = {}  # the newest version of a fragment that is in `_told`
+        self.connection = connection
+
+    def post(self, envelope: Envelope) -> None:
+        if self.connection.is_closing:
+            return
+        body, key = envelope.body, None
+        if type(body) is Published:
+            if body.fragment in self._told:
+                self._untold[body.fragment] = envelope
+                return
+            key = ("published", body.fragment)
+            held = self._fragments.get(body.fragment)
+            if held is not None and held.hold(body.version) is not None:
+                self._told[body.fragment] = body.version
+        self.connection.post(partial(encode_message, envelope), key)
+
+    def heard(self, body: Body) -> None:
+        """The learner has the version that it was told of, or wants another one: it may be told of the next."""
+        if type(body) is not Delivered and type(body) is not Resync:
+            return
+        p = body.fragment
+        has = body.version if type(body) is Delivered else NOTHING
+        if p not in self._told or (type(body) is Delivered and has < self._told[p]):
+            return
+        self._fragments[p].release(self._told.pop(p))
+        envelope = self._untold.pop(p, None)
+        if envelope is not None and isinstance(envelope.body, Published) and envelope.body.version > has:
+            self.post(envelope)
+
+    def abandon(self) -> None:
+        self.connection.cancel()
+        for p, version in self._told.items():
+            self._fragments[p].release(version)
+        self._told.clear()
+
 
 RECEIVING_BYTES = 256 * 2**20
 """Of contributions that are being received at once, unless four of the largest fragments are more."""
@@ -208,7 +276,7 @@ class SyncerProcess:
         largest = max(plan.numel(p) for p in range(len(plan.fragments)))
         self.gate.most_bytes = max(RECEIVING_BYTES, 4 * 4 * largest)
         self.core = SyncerCore(config, self.store.epoch, restored)
-        self.merges_before = self.core.merges
+        self.merges_before = self.core.state.merges
         self.tell(Started())
         for event in self.wishes.events():  # before anybody can join
             self.tell(event)
@@ -242,9 +310,9 @@ class SyncerProcess:
         assert self.core is not None and self._tape is not None
         now = self.clock.now()
         if type(event) is MergeDone:
-            self.merged_contributions += len(self.core.fragments[event.round.fragment].contributions)
+            self.merged_contributions += len(self.core.state.fragments[event.round.fragment].contributions)
         effects = self.core.handle(now, event)
-        self._tape.write(Entry(now, Actor(SYNCER, self.store.epoch), self.core.tick, event, tuple(effects)))
+        self._tape.write(Entry(now, Actor(SYNCER, self.store.epoch), self.core.state.tick, event, tuple(effects)))
         for effect in effects:
             if self.shards is not None and _is_of_a_shard(effect):
                 self.shards.carry_out(effect)  # type: ignore[arg-type]
@@ -256,7 +324,7 @@ class SyncerProcess:
                 if carry_out is not None:
                     carry_out(effect)
         self._hold_versions(self.core)
-        if self.core.stage is Stage.FINISHED and not self.missing_end():
+        if self.core.state.stage is Stage.FINISHED and not self.missing_end():
             self.end_delivered.set()
         self._arm()
         return effects
@@ -317,9 +385,9 @@ class SyncerProcess:
         named: dict[str, Any] = {}
         if kind == "fragment":
             assert self.core is not None
-            named["version"] = self.core.fragments[number].version
-        elif kind == "learner" and self.core is not None and number in self.core.members:
-            named["incarnation"] = self.core.members[number].incarnation
+            named["version"] = self.core.state.fragments[number].version
+        elif kind == "learner" and self.core is not None and number in self.core.state.members:
+            named["incarnation"] = self.core.state.members[number].incarnation
         prefix = f"{kind} {number}: " if kind != "run" else "run: "
         self._reasons.write(effect.reason, effect.subject, prefix, **named)
 
@@ -355,7 +423,7 @@ class SyncerProcess:
 
     def _hold_versions(self, core: SyncerCore) -> None:
         """Those of a snapshot from its cut on: its parts may come later than the store keeps a version."""
-        cut = core.cut
+        cut = core.state.cut
         if cut is not None and cut.id != self._held:
             self._held = cut.id
             self.keeper.on_disk_later(self.store.hold, cut.id, cut.versions)
@@ -378,7 +446,7 @@ class SyncerProcess:
 
     def hand_out(self, wanted: LearnerId | None) -> tuple[LearnerId, Incarnation]:
         """An id, and an incarnation that is newer than every one that is known."""
-        members = self.core.members if self.core is not None else {}
+        members = self.core.state.members if self.core is not None else {}
         learner = wanted
         if learner is None:
             learner = 1
@@ -393,7 +461,7 @@ class SyncerProcess:
 
     def present(self) -> set[LearnerId]:
         """Learners that have a link, or a number and no link yet."""
-        members = self.core.members if self.core is not None else {}
+        members = self.core.state.members if self.core is not None else {}
         return {key[0] for key in self.links} | {learner for learner in self.handed if learner not in members}
 
     def attach(self, link: SyncerLink) -> None:
@@ -416,7 +484,7 @@ class SyncerProcess:
 
         False: the run was told to end while the wish waited for its turn."""
         async with self._controlling:
-            if self.core is None or self.core.stage is not Stage.RUNNING:
+            if self.core is None or self.core.state.stage is not Stage.RUNNING:
                 return False
             await self._keep_wishes(self.wishes.after(event, time.time()))
             self.tell(event)
@@ -443,29 +511,29 @@ class SyncerProcess:
 
     def take_snapshot(self, who: str = "") -> int | None:
         """The number of a snapshot that is being taken from now on, or is being taken already. None: not now."""
-        if self.core is None or self.core.stage is not Stage.RUNNING:
+        if self.core is None or self.core.state.stage is not Stage.RUNNING:
             return None
-        if self.core.cut is None:
-            before = self.core.marker
+        if self.core.state.cut is None:
+            before = self.core.state.marker
             self.tell(SnapshotRequested(who))
-            return self.core.marker if self.core.marker > before else None
-        return self.core.cut.id
+            return self.core.state.marker if self.core.state.marker > before else None
+        return self.core.state.cut.id
 
     # ---------------------------------------------------------------------------------------------------- showing
 
     @property
     def finished(self) -> bool:
-        return self.core is not None and self.core.stage is Stage.FINISHED
+        return self.core is not None and self.core.state.stage is Stage.FINISHED
 
     def missing_end(self) -> list[LearnerId]:
         """Return the learners that may come back and have not received the end of the run."""
-        missing = self.core.missing_end() if self.core is not None else []
+        missing = self.core.shutdown.missing_end() if self.core is not None else []
         return [learner for learner in missing if learner not in self._end_received | self._informed]
 
     def _write_end_received(self) -> None:
         """For a syncer that is started on the finished run: it serves the end only while a learner misses it."""
         assert self.core is not None
-        acknowledged = {member.id for member in self.core.members.values() if member.finish_acked}
+        acknowledged = {member.id for member in self.core.state.members.values() if member.finish_acked}
         try:
             self.store.write_end_received(self._end_received | acknowledged)
         except (Fenced, OSError, StoreDamaged) as error:
@@ -478,7 +546,7 @@ class SyncerProcess:
     async def gather(self) -> None:
         """For `published`: the final values, from wherever they are."""
         if self.shards is not None and self.core is not None and self.plan is not None:
-            versions = {p: f.version for p, f in self.core.fragments.items()}
+            versions = {p: f.version for p, f in self.core.state.fragments.items()}
             self._gathered = await self.shards.values(self.plan, versions)
 
     def published(self) -> dict[str, Tensor]:

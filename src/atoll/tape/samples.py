@@ -11,8 +11,7 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from atoll.core.data_leases import Key, count_of
-from atoll.core.ledger import Line
+from atoll.core.ledger import Key, Line, count_of
 from atoll.core.protocol import (
     AdoptFragment,
     DiscardRound,

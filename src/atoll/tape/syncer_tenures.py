@@ -121,7 +121,7 @@ class SyncerTenure:
 
     @property
     def stage(self) -> str:
-        return self._core.stage.value if self._core is not None else self._stage
+        return self._core.state.stage.value if self._core is not None else self._stage
 
     def end(self) -> None:
         """Give up its core: another syncer has taken over, and what this one may still write does not count."""
@@ -131,17 +131,17 @@ class SyncerTenure:
 
     def lines(self) -> list[Line]:
         """Its books, one line per fragment."""
-        return [self.core.ledger.line(p) for p in self.core.fragments]
+        return [self.core.state.ledger.line(p) for p in self.core.state.fragments]
 
     def take(self, entry: Entry) -> None:
         event, core = entry.event, self.core
         core.handle(entry.at, event)  # type: ignore[arg-type]  # a syncer's tape holds a syncer's events
         self.first, self.last = entry.at if self.first is None else self.first, entry.at
-        if core.paused:
+        if core.state.paused:
             if not self.is_paused:
                 self.pauses.append([entry.at, entry.at])
             self.pauses[-1][1] = entry.at
-        self.is_paused = core.paused
+        self.is_paused = core.state.paused
         if type(event) is MessageArrived:
             body = event.envelope.body
             self._note_standing(entry.at, event.envelope.learner)
@@ -151,12 +151,12 @@ class SyncerTenure:
             self._merged(entry.at, self._waiting.pop(event.key.number))
         elif type(event) is ShardBack:
             for p, version in event.held:
-                if p in self._waiting and self._waiting[p].version == version == core.fragments[p].version:
+                if p in self._waiting and self._waiting[p].version == version == core.state.fragments[p].version:
                     self._merged(entry.at, self._waiting.pop(p))
         else:
             if type(event) is PersistFailed:
                 self.failed_writes += 1
-            for learner in (event.learner,) if type(event) is LearnerDisconnected else core.members:
+            for learner in (event.learner,) if type(event) is LearnerDisconnected else core.state.members:
                 self._note_standing(entry.at, learner)
         for effect in entry.effects:
             if type(effect) is Send:
@@ -170,13 +170,13 @@ class SyncerTenure:
                     self.controls.append(LogLine(entry.at, effect.reason.code, effect.subject, str(effect.reason)))
             elif type(effect) is OpenGrace:
                 lasts_s = effect.quorum_s + effect.sync_s
-                slack_s = round_steps(core.config, lasts_s, effect.step_s) * effect.step_s - lasts_s
+                slack_s = round_steps(core.state.config, lasts_s, effect.step_s) * effect.step_s - lasts_s
                 self._graces[effect.round.fragment] = entry.at, slack_s
             elif type(effect) is MergeRound:
                 fragment = effect.round.fragment
                 opened = self._graces.get(fragment)
                 waited_s = entry.at - opened[0] if opened is not None else 0.0
-                self._sealed[fragment] = len(core.live), len(core.fragments[fragment].asked), waited_s
+                self._sealed[fragment] = len(core.state.live), len(core.state.fragments[fragment].asked), waited_s
             elif type(effect) is DiscardRound:
                 self._waiting.pop(effect.round.fragment, None)
             elif type(effect) is Persist and type(effect.record) is VersionRecord:
@@ -208,7 +208,7 @@ class SyncerTenure:
         )
 
     def _note_standing(self, at: float, learner: int) -> None:
-        member = self.core.members.get(learner)
+        member = self.core.state.members.get(learner)
         if member is None:
             return
         before = self.standings.setdefault(learner, [])
@@ -248,7 +248,7 @@ class SyncerSample(NamedTuple):
 
 
 def sample_of(tenure: SyncerTenure, at: float) -> SyncerSample:
-    config = tenure.core.config
+    config = tenure.core.state.config
     return SyncerSample(
         at,
         tenure.epoch,

@@ -106,7 +106,7 @@ class RunTimeline:
             _note(self._heard, key, envelope.tick, entry.at)
             if envelope.learner not in self.here:
                 body = envelope.body
-                member = tenure.core.members.get(envelope.learner)
+                member = tenure.core.state.members.get(envelope.learner)
                 is_live = member is not None and member.standing.value == "live"
                 process = self._process(self.seen, *key, entry.at)
                 process.is_clock_known = True
@@ -443,7 +443,7 @@ class RunTimeline:
         if not merges or not present_s or self.tenure is None:
             return None
         steps = sum(process.steps for process in processes) * self.wall_s() / present_s
-        return steps * len(self.tenure.core.config.fragment_ids()) / merges
+        return steps * len(self.tenure.core.state.config.fragment_ids()) / merges
 
     def progress_of(self, learner: int, at: float) -> tuple[int, float]:
         """Return the steps of its newest process and the tokens of all its processes, by then."""

@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from atoll.files import write_file
-from atoll.transport.identity import ANY, LEARNER, OF_SYNCER, OPERATOR
+from atoll.transport.auth import ANY, LEARNER, OF_SYNCER, OPERATOR
 from atoll.transport.tls import AUTHORITY, CERTIFICATE, KEY, REVOKED, SYNCER
 
 AUTHORITY_KEY = "authority.key"
@@ -118,8 +118,8 @@ class Authority:
         write(directory / AUTHORITY, _pem(certificate))
         write(directory / ISSUED, b'{"issued": []}\n')
         made = cls(directory)
-        made._issue(SYNCER, KeyHolder(hosts=_hosts(hosts)), days)
-        made._tell_revoked()
+        made.issue(SYNCER, KeyHolder(hosts=_hosts(hosts)), days)
+        made.write_revoked()
         return made
 
     # ----------------------------------------------------------------------------------------------------- changing
@@ -145,7 +145,7 @@ class Authority:
                 raise ValueError(f"learner {number} is named by the key of {taken[number]}: revoke that one first")
         if not learners and not is_any_learner and not is_operator:
             learners = (next(number for number in range(1, MOST_LEARNER) if number not in taken),)
-        return self._issue(name, KeyHolder(tuple(sorted(set(learners))), is_any_learner, is_operator), days)
+        return self.issue(name, KeyHolder(tuple(sorted(set(learners))), is_any_learner, is_operator), days)
 
     def renew(self, name: str, hosts: Sequence[str] = (), days: int = DAYS) -> Issued:
         """A new key for the same holder. The one before is good until it expires, or is revoked."""
@@ -155,7 +155,7 @@ class Authority:
         if before.revoked:
             raise ValueError(f"the key of {name} is revoked: add another one under another name")
         holder = before.holder._replace(hosts=_hosts(hosts)) if hosts else before.holder
-        return self._issue(name, holder, days)
+        return self.issue(name, holder, days)
 
     def renew_authority(self) -> str:
         """A new authority beside the old ones, which are trusted until `retire`. Its fingerprint."""
@@ -192,7 +192,7 @@ class Authority:
             replace(each, revoked=when) if each.name == name and not each.revoked else each for each in self.issued
         ]
         self._keep()
-        self._tell_revoked()
+        self.write_revoked()
         return [each for each in self.issued if each.name == name]
 
     # ------------------------------------------------------------------------------------------------------ showing
@@ -225,7 +225,7 @@ class Authority:
 
     # ------------------------------------------------------------------------------------------------------ writing
 
-    def _issue(self, name: str, holder: KeyHolder, days: int) -> Issued:
+    def issue(self, name: str, holder: KeyHolder, days: int) -> Issued:
         if not 1 <= days <= AUTHORITY_DAYS:
             raise ValueError(f"a key is good for 1 to {AUTHORITY_DAYS} days, got {days}")
         authority, signing = self._signing()
@@ -270,7 +270,7 @@ class Authority:
             if (self.directory / name).is_dir():
                 write(self.directory / name / AUTHORITY, bundle, again=True)
 
-    def _tell_revoked(self) -> None:
+    def write_revoked(self) -> None:
         lines = [f"{each.fingerprint} {each.name} {each.revoked}\n" for each in self.issued if each.revoked]
         if (self.directory / SYNCER).is_dir():
             write(self.directory / SYNCER / REVOKED, "".join(lines).encode(), again=True)

@@ -20,8 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from atoll.transport.auth import Access
-from atoll.transport.identity import HEADER, Rejection
+from atoll.transport.auth import HEADER, Access, Rejection
 from atoll.transport.tls import ALERT, tls_problem
 
 HANDSHAKE_S = 15.0

@@ -5,15 +5,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, NamedTuple
 
 from atoll.core.learner.connection import Connection
-from atoll.core.learner.data_leases import LearnerLeases
 from atoll.core.learner.joining import MOST_GIVING, Joining
-from atoll.core.learner.leaving import Departure
-from atoll.core.learner.rounds import LearnerRounds
-from atoll.core.learner.shutdown import LearnerShutdown
+from atoll.core.learner.leaving import Departure, LearnerShutdown
+from atoll.core.learner.rounds import LearnerLeases, LearnerRounds
 from atoll.core.learner.state import LearnerState
 from atoll.core.ledger import Line
 from atoll.core.protocol import (
@@ -42,7 +39,6 @@ from atoll.core.protocol import (
     Refuse,
     RefuseContribution,
     Report,
-    SnapshotPart,
     SnapshotSaved,
     SnapshotSaveFailed,
     Started,
@@ -52,9 +48,8 @@ from atoll.core.protocol import (
     TimerFired,
     Welcome,
 )
-from atoll.core.reasons import Reason
 from atoll.core.states import Link, Mode
-from atoll.core.types import NOTHING, FragmentId, Incarnation, Interval, LearnerId, RoundId, RunConfig
+from atoll.core.types import NOTHING, FragmentId, Incarnation, LearnerId, RunConfig
 
 
 class LearnerView(NamedTuple):
@@ -250,105 +245,15 @@ class LearnerCore:
         )
 
     @property
-    def rests(self) -> bool:
-        """A driver begins no step while this holds: the run is paused, or this learner has taken its last one."""
-        return self.state.rests
-
-    @property
     def has_boundary_work(self) -> bool:
         """Something has come that is answered, adopted, given or saved at a step boundary. A driver that stands still
         is at one: it tells of no steps, once for each time that something came."""
         state = self.state
         return bool(state.pulls or state.arrivals or state.cut_due or state.giving)
 
-    @property
-    def can_answer(self) -> bool:
-        """While it leaves: a pull that had to wait for the version that it builds on has to wait no longer."""
-        return self.leaving.can_answer()
-
-    def unmerged_tokens(self) -> int:
-        """Tokens that at least one fragment would lose if it left now."""
-        return self.leaving.unmerged_tokens()
-
     def hears(self, envelope: Envelope) -> bool:
         """Would this message be taken in now? A driver keeps no values that its core does not know of."""
         return self.state.link is Link.UP and self.connection.is_current(envelope)
-
-    @property
-    def id(self) -> LearnerId:
-        return self.state.id
-
-    @property
-    def incarnation(self) -> Incarnation:
-        return self.state.incarnation
-
-    @property
-    def config(self) -> RunConfig:
-        return self.state.config
-
-    @property
-    def now(self) -> float:
-        return self.state.now
-
-    @property
-    def tick(self) -> int:
-        return self.state.tick
-
-    @property
-    def mode(self) -> Mode:
-        return self.state.mode
-
-    @property
-    def link(self) -> Link:
-        return self.state.link
-
-    @property
-    def reason(self) -> Reason:
-        return self.state.reason
-
-    @property
-    def step(self) -> int:
-        return self.state.step
-
-    @property
-    def trained(self) -> int:
-        return self.state.trained
-
-    @property
-    def progress(self) -> float:
-        return self.state.progress
-
-    @property
-    def pulls(self) -> dict[FragmentId, RoundId]:
-        return self.state.pulls
-
-    @property
-    def arrivals(self) -> dict[FragmentId, None]:
-        return self.state.arrivals
-
-    @property
-    def part(self) -> SnapshotPart | None:
-        return self.state.part
-
-    @property
-    def leases(self) -> dict[int, Interval]:
-        return self.state.leases
-
-    @property
-    def taken(self) -> int:
-        return self.state.taken
-
-    @property
-    def refused_for(self) -> Incarnation | None:
-        return self.state.refused_for
-
-    @property
-    def fired(self) -> dict[tuple[StrEnum, str], int]:
-        return self.state.fired
-
-    @property
-    def said(self) -> dict[str, int]:
-        return self.state.said
 
     # ---------------------------------------------------------------------------------------------------- showing
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from atoll.core.learner.connection import Connection
-from atoll.core.learner.data_leases import LearnerLeases
 from atoll.core.learner.leaving import Departure
-from atoll.core.learner.rounds import LearnerRounds
+from atoll.core.learner.rounds import LearnerLeases, LearnerRounds
 from atoll.core.learner.state import Giving, LearnerState
 from atoll.core.policy import state_wait_s
 from atoll.core.protocol import (

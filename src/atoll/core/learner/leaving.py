@@ -1,15 +1,17 @@
-"""Leaving: at once, or after a last push, in which everything that this learner has trained reaches a version.
+"""The end at a learner: it leaves, at once or after a last push, or it stops with the final versions of the run.
 
-A learner that pushes takes no further step. It stands at its boundary as in a paused run, names the fragments of which
-something is in no version yet, answers the pulls that follow, and leaves when it has adopted versions that hold all of
-it. How long it may take is its driver's business: a second wish to leave, without a push, ends it at once.
+In a push everything that this learner has trained reaches a version. A learner that pushes takes no further step. It
+stands at its boundary as in a paused run, names the fragments of which something is in no version yet, answers the
+pulls that follow, and leaves when it has adopted versions that hold all of it. How long it
+may take is its driver's business: a second wish to leave, without a push, ends it at once.
 """
 
 from __future__ import annotations
 
+from atoll.core.learner.rounds import LearnerRounds
 from atoll.core.learner.state import LearnerState
 from atoll.core.policy import patience
-from atoll.core.protocol import Drain, Envelope, Leave, LeaveWanted, Leaving, Stop
+from atoll.core.protocol import Drain, Envelope, Finish, FinishAck, Leave, LeaveWanted, Leaving, Stop
 from atoll.core.reasons import Reason
 from atoll.core.states import Link, Mode
 from atoll.core.types import FragmentId
@@ -88,3 +90,38 @@ class Departure:
         state.move_mode("stopped")
         state.reason = state.note(Reason(code, (why, *lost)))
         state.effects.append(Stop(state.reason))
+
+
+class LearnerShutdown:
+    """Stop once the final versions are here."""
+
+    def __init__(self, state: LearnerState, rounds: LearnerRounds) -> None:
+        self._state = state
+        self._rounds = rounds
+
+    def has_final_versions(self) -> bool:
+        state = self._state
+        return all(state.received[p] >= v for p, v in zip(state.fragments, state.final, strict=True))
+
+    def on_finish(self, now: float, envelope: Envelope, body: Finish) -> None:
+        state = self._state
+        if state.mode is Mode.STOPPED:
+            state.send(FinishAck(body.merges))
+            return
+        if state.mode is not Mode.FINISHING:
+            state.move_mode("finish")
+            state.paused = False
+            state.final = body.versions
+            state.final_merges = body.merges
+            state.pulls.clear()
+            state.progress = 1.0
+        self.check_final()
+
+    def check_final(self) -> None:
+        state = self._state
+        if self.has_final_versions():
+            self._rounds.adopt_arrived()
+            state.move_mode("stopped")
+            state.send(FinishAck(state.final_merges))
+            state.reason = state.note(Reason("learner-finished"))
+            state.effects.append(Stop(state.reason))

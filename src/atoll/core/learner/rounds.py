@@ -1,13 +1,14 @@
-"""A learner's part in rounds and snapshots: copy, contribute, adopt, and save before adopting what is newer."""
+"""A learner's part in rounds and snapshots: copy, contribute, adopt, and save before adopting what is newer; and the
+leases of samples that it trains on."""
 
 from __future__ import annotations
 
 from msgspec.structs import replace
 
 from atoll.core.learner.state import Copy, LearnerState
-from atoll.core.messages import NO_RUN_DIRECTORY
-from atoll.core.policy import CODEC_SAMPLES, CODECS, codec_for, fragment_s
+from atoll.core.policy import CODEC_SAMPLES, CODECS, codec_for, fragment_s, patience
 from atoll.core.protocol import (
+    NO_RUN_DIRECTORY,
     AdoptFragment,
     Contribution,
     CopyFragment,
@@ -15,6 +16,8 @@ from atoll.core.protocol import (
     Envelope,
     FetchTime,
     FragmentDamaged,
+    Lease,
+    LeaseRequest,
     LinkMeasured,
     Marker,
     Published,
@@ -25,6 +28,7 @@ from atoll.core.protocol import (
     SnapshotPart,
     SnapshotSaved,
     SnapshotSaveFailed,
+    StepTaken,
 )
 from atoll.core.states import Link, Mode
 from atoll.core.types import FragmentId, RoundId
@@ -225,3 +229,86 @@ class LearnerRounds:
         state = self._state
         if state.part is not None and state.part.snapshot == body.snapshot and state.part_saved:
             state.send(state.part)
+
+
+class LearnerLeases:
+    """Request leases before they run out and count the samples that were taken from them."""
+
+    def __init__(self, state: LearnerState) -> None:
+        self._state = state
+
+    def add(self, now: float, body: Lease) -> bool:
+        """Add a lease. Return False for one that comes again, or before another: leases count from 0 within the
+        incarnation."""
+        state = self._state
+        if body.number != state.lease_count or not state.lease_samples or not 0 <= body.begin < body.end:
+            state.ignore("lease out of turn")
+            return False
+        state.leases[body.number] = (body.begin, body.end)
+        state.lease_count += 1
+        state.held += body.end - body.begin
+        if state.lease_tries == 1:
+            state.lease_time.add(now - state.lease_asked_at)
+        if not self._are_low():
+            state.lease_tries = 0
+        return True
+
+    def count_samples(self, now: float, event: StepTaken) -> None:
+        """Steps on samples that it has had already are told with none: training never waits for a lease. Whoever never
+        takes any brings data of its own."""
+        state = self._state
+        samples = event.samples
+        assert 0 <= samples <= state.held - state.taken, (
+            f"took {samples} samples of {state.held - state.taken} that it has"
+        )
+        if samples:
+            state.taken += samples
+            state.is_dry = False
+            while (
+                state.lease_passed + self._first_length() <= state.taken and state.lease_first + 1 < state.lease_count
+            ):
+                state.lease_passed += self._first_length()
+                del state.leases[state.lease_first]
+                state.lease_first += 1
+        elif event.steps and state.taken:
+            state.repeated += event.steps
+            if not state.is_dry:
+                state.is_dry = True
+                state.say("leases-dry", state.taken)
+        if not state.lease_tries and self._are_low():
+            self._send_request(now)
+
+    def _first_length(self) -> int:
+        state = self._state
+        begin, end = state.leases[state.lease_first]
+        return end - begin
+
+    def _are_low(self) -> bool:
+        state = self._state
+        return state.held - state.taken <= state.lease_low
+
+    def _send_request(self, now: float) -> None:
+        state = self._state
+        if state.link is not Link.UP or state.mode not in (Mode.JOINING, Mode.TRAINING):
+            return
+        state.lease_tries += 1
+        state.lease_asked_at = now
+        state.send(LeaseRequest(state.lease_count, state.taken))
+        wait = patience(state.lease_time, 4, state.limits) * 2.0 ** min(state.lease_tries - 1, 20)
+        state.lease_due = now + min(wait, state.limits.most_wait_s)
+        state.arm(state.lease_due, "lease")
+
+    def renew_request(self, now: float) -> None:
+        """On a new link: what was asked for on the old one may be lost."""
+        self._state.lease_tries = 0
+        if self._are_low():
+            self._send_request(now)
+
+    def on_timer(self, now: float, key: int) -> None:
+        state = self._state
+        if not state.lease_tries or now < state.lease_due:
+            return
+        if state.link is not Link.UP:
+            state.lease_tries = 0  # asked again with the next welcome
+            return
+        self._send_request(now)

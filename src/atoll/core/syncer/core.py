@@ -5,11 +5,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, NamedTuple
 
-from atoll.core.data_leases import LeaseSums
-from atoll.core.ledger import Line, SyncerLedger
+from atoll.core.ledger import LeaseSums, Line
 from atoll.core.policy import budget_progress
 from atoll.core.protocol import (
     Contribution,
@@ -26,7 +24,6 @@ from atoll.core.protocol import (
     LeaseRequest,
     Leave,
     Leaving,
-    ManifestRecord,
     MergeDone,
     MergeFailed,
     MessageArrived,
@@ -49,20 +46,15 @@ from atoll.core.protocol import (
 )
 from atoll.core.reasons import Reason
 from atoll.core.states import Phase, Stage, Standing
-from atoll.core.syncer.controls import Controls
+from atoll.core.syncer.controls import Controls, Finishing
 from atoll.core.syncer.data_leases import DataLeases
-from atoll.core.syncer.delivery import Delivery
-from atoll.core.syncer.finishing import Finishing
-from atoll.core.syncer.leaving import Leavers
 from atoll.core.syncer.membership import Membership
-from atoll.core.syncer.peers import Peers
-from atoll.core.syncer.reports import Reports
-from atoll.core.syncer.rounds import Rounds
+from atoll.core.syncer.rounds import Delivery, Leavers, Rounds
 from atoll.core.syncer.shards import SyncerShards
 from atoll.core.syncer.shutdown import Shutdown
 from atoll.core.syncer.snapshots import Snapshots
-from atoll.core.syncer.state import Cut, Fragment, LearnerFault, Member, Restored, SyncerState
-from atoll.core.types import FragmentId, LearnerId, RunConfig
+from atoll.core.syncer.state import Fragment, LearnerFault, Member, Restored, SyncerState
+from atoll.core.types import RunConfig
 
 
 class FragmentView(NamedTuple):
@@ -127,9 +119,7 @@ class SyncerParts:
     rounds: type[Rounds] = Rounds
     controls: type[Controls] = Controls
     finishing: type[Finishing] = Finishing
-    reports: type[Reports] = Reports
     membership: type[Membership] = Membership
-    peers: type[Peers] = Peers
     shards: type[SyncerShards] = SyncerShards
 
 
@@ -161,9 +151,9 @@ class SyncerCore:
         self.rounds = rounds = parts.rounds(state, delivery, leases, snapshots, leavers, shutdown)
         self.controls = controls = parts.controls(state, rounds)
         self.finishing = finishing = parts.finishing(state, rounds, controls, snapshots, shutdown)
-        self.reports = reports = parts.reports(state, rounds, leavers, finishing)
-        self.membership = parts.membership(state, rounds, delivery, leases, snapshots, controls, shutdown)
-        self.peers = peers = parts.peers(state)
+        self.membership = parts.membership(
+            state, rounds, delivery, leases, snapshots, leavers, controls, finishing, shutdown
+        )
         self.shards = parts.shards(state, rounds, delivery, snapshots, finishing, shutdown)
         self._events: dict[type[SyncerEvent], Callable[[float, Any], None]] = {
             Started: self._on_started,
@@ -182,16 +172,16 @@ class SyncerCore:
             ShardBack: self.shards.on_back,
         }
         self._bodies: dict[type, Callable[[float, Member, Envelope, Any], LearnerFault | None]] = {
-            Report: reports.on_report,
+            Report: self.membership.on_report,
             Contribution: rounds.on_contribution,
             Delivered: delivery.on_delivered,
             Resync: delivery.on_resync,
             SnapshotPart: snapshots.on_part,
-            StateRequest: peers.on_state_request,
-            InnerState: peers.on_inner_state,
-            Ready: reports.on_ready,
+            StateRequest: self.membership.on_state_request,
+            InnerState: self.membership.on_inner_state,
+            Ready: self.membership.on_ready,
             Leave: self.membership.on_leave,
-            Leaving: reports.on_leaving,
+            Leaving: self.membership.on_leaving,
             LeaseRequest: leases.on_request,
             Held: controls.on_held,
             FetchTime: rounds.on_fetch_time,
@@ -234,7 +224,8 @@ class SyncerCore:
         return effects
 
     def next_deadline(self) -> float | None:
-        return self.state.next_deadline()
+        timers = self.state.timers
+        return timers[0][0] if timers else None
 
     def _fire(self, now: float) -> None:
         state = self.state
@@ -319,72 +310,6 @@ class SyncerCore:
             else:
                 self.shutdown.send_finish(now, member)
         self.shutdown.check_acks()
-
-    # ---------------------------------------------------------------------------------------------------- reading
-
-    @property
-    def config(self) -> RunConfig:
-        """The configuration in force: an operator may have changed the quorum and the grace margin."""
-        return self.state.config
-
-    @property
-    def now(self) -> float:
-        return self.state.now
-
-    @property
-    def tick(self) -> int:
-        return self.state.tick
-
-    @property
-    def stage(self) -> Stage:
-        return self.state.stage
-
-    @property
-    def paused(self) -> bool:
-        return self.state.paused
-
-    @property
-    def merges(self) -> int:
-        return self.state.merges
-
-    @property
-    def marker(self) -> int:
-        return self.state.marker
-
-    @property
-    def cut(self) -> Cut | None:
-        return self.state.cut
-
-    @property
-    def manifest(self) -> ManifestRecord | None:
-        return self.state.manifest
-
-    @property
-    def fragments(self) -> dict[FragmentId, Fragment]:
-        return self.state.fragments
-
-    @property
-    def members(self) -> dict[LearnerId, Member]:
-        return self.state.members
-
-    @property
-    def live(self) -> dict[LearnerId, Member]:
-        return self.state.live
-
-    @property
-    def ledger(self) -> SyncerLedger:
-        return self.state.ledger
-
-    @property
-    def fired(self) -> dict[tuple[StrEnum, str], int]:
-        return self.state.fired
-
-    @property
-    def said(self) -> dict[str, int]:
-        return self.state.said
-
-    def missing_end(self) -> list[LearnerId]:
-        return self.shutdown.missing_end()
 
     # ---------------------------------------------------------------------------------------------------- showing
 

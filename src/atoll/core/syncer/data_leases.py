@@ -11,7 +11,7 @@ it known which of its samples are merged. Until then its successor gets no lease
 
 from __future__ import annotations
 
-from atoll.core.data_leases import MOST_AT_ONCE, Holder, Key
+from atoll.core.ledger import MOST_AT_ONCE, Holder, Key
 from atoll.core.policy import backoff_s
 from atoll.core.protocol import Contribution, Envelope, Lease, LeaseRequest, Persist
 from atoll.core.reasons import Reason

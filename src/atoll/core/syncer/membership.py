@@ -1,34 +1,42 @@
-"""Who is there: admission, links, silence, loss, return."""
+"""The learners of a run: admission, links, silence, loss and return; what they report of their training; and a peer's
+inner state for one that joins."""
 
 from __future__ import annotations
 
-from atoll.core.policy import backoff_s, patience
+from atoll.core.policy import Estimate, backoff_s, patience
 from atoll.core.protocol import (
     Envelope,
     Halt,
     Hangup,
     Hello,
+    InnerState,
     LearnerDisconnected,
     Leave,
+    Leaving,
     MembersRecord,
+    NoPeer,
+    PeerChosen,
     Persist,
     Ping,
     Pong,
     Pull,
+    Ready,
     Refuse,
+    Report,
+    StateRequest,
+    StateWanted,
     StoreFenced,
     Welcome,
 )
 from atoll.core.reasons import Reason
 from atoll.core.states import Phase, Stage, Standing
-from atoll.core.syncer.controls import Controls
+from atoll.core.syncer.controls import Controls, Finishing
 from atoll.core.syncer.data_leases import DataLeases
-from atoll.core.syncer.delivery import Delivery
-from atoll.core.syncer.rounds import Rounds
+from atoll.core.syncer.rounds import Delivery, Leavers, Rounds
 from atoll.core.syncer.shutdown import Shutdown
 from atoll.core.syncer.snapshots import Snapshots
 from atoll.core.syncer.state import CONNECTED, LearnerFault, Member, SyncerState
-from atoll.core.types import MOST_TOKENS, MOST_TOKENS_PER_STEP, NOTHING, LearnerId, first_difference
+from atoll.core.types import MOST_SECONDS, MOST_TOKENS, MOST_TOKENS_PER_STEP, NOTHING, LearnerId, first_difference
 
 STRANGERS = ("refused-id", "refused-run", "refused-fingerprint")
 MEASURED_GAPS = 4
@@ -36,7 +44,7 @@ MEASURED_GAPS = 4
 
 
 class Membership:
-    """Admit learners, notice when they are gone, and let them return."""
+    """Admit learners, record what they report, notice when they are gone, and let them return."""
 
     def __init__(
         self,
@@ -45,7 +53,9 @@ class Membership:
         delivery: Delivery,
         leases: DataLeases,
         snapshots: Snapshots,
+        leavers: Leavers,
         controls: Controls,
+        finishing: Finishing,
         shutdown: Shutdown,
     ) -> None:
         self._state = state
@@ -53,7 +63,9 @@ class Membership:
         self._delivery = delivery
         self._leases = leases
         self._snapshots = snapshots
+        self._leavers = leavers
         self._controls = controls
+        self._finishing = finishing
         self._shutdown = shutdown
 
     # ---------------------------------------------------------------------------------------------------- hello
@@ -504,3 +516,96 @@ class Membership:
 
     def on_fenced(self, now: float, event: StoreFenced) -> None:
         self._superseded(event.epoch)
+
+    # ---------------------------------------------------------------------------------------------------- training
+
+    def on_report(self, now: float, member: Member, envelope: Envelope, body: Report) -> LearnerFault | None:
+        state = self._state
+        steps = body.step - member.step
+        if steps <= 0:
+            return None
+        plausible = state.is_plausible(member, body.step, body.trained) and 0 <= body.step_time_s < MOST_SECONDS
+        if steps > state.limits.most_steps_per_report or not plausible:
+            return LearnerFault(member, state.note(Reason("report-wild", (steps, body.trained, body.step_time_s))))
+        if member.standing is Standing.JOINING:
+            self._start_training(member, state.note(Reason("moments-kept")))  # its word that it is ready was lost
+        member.step = body.step
+        member.reported_at = now
+        member.quick_s = min(body.step_time_s, 1.1 * member.quick_s) if member.pace.count else body.step_time_s
+        state.ledger.tell(member.id, body.trained)
+        member.pace.add(body.step_time_s)
+        if member.standing is Standing.LIVE:
+            if state.stage is Stage.RUNNING:
+                self._finishing.check_budget(now)
+            self._rounds.pull_late_learner(now, member)
+            self._rounds.open_ripe(now)
+        return None
+
+    def on_ready(self, now: float, member: Member, envelope: Envelope, body: Ready) -> None:
+        if member.standing is not Standing.JOINING:
+            self._state.ignore("ready twice")
+            return
+        self._start_training(member, body.moments)
+        self._rounds.open_ripe(now)
+
+    def on_leaving(self, now: float, member: Member, envelope: Envelope, body: Leaving) -> LearnerFault | None:
+        """Its newest word counts: one that was delayed or doubled must not bring back what is merged. Neither must one
+        that was said before it heard of a version that holds the rest."""
+        state = self._state
+        if envelope.tick <= member.leaving_tick:
+            state.ignore("an older word of one who leaves")
+            return None
+        steps = body.step - member.step
+        if steps > state.limits.most_steps_per_report or not state.is_plausible(member, body.step, body.trained):
+            return LearnerFault(member, state.note(Reason("report-wild", (steps, body.trained, 0.0))))
+        member.leaving_tick = envelope.tick
+        member.step = max(member.step, body.step)
+        state.ledger.tell(member.id, body.trained)
+        if member.standing is Standing.JOINING:
+            self._start_training(member, state.note(Reason("moments-kept")))  # its word that it is ready was lost
+        self._leavers.record(member, body.unmerged)
+        self._rounds.pull_late_learner(now, member)
+        for f in list(state.pulling.values()):
+            if member.id in f.asked:
+                self._rounds.check_round(now, f)  # it waits no longer for what is not named any more
+        self._rounds.open_ripe(now)
+        return None
+
+    def _start_training(self, member: Member, moments: Reason) -> None:
+        state = self._state
+        state.move_member(member, "ready")
+        member.training = True
+        member.gap = Estimate()  # the pace of joining says nothing about the pace of training
+        state.say("learner", member.id, "member-ready", member.incarnation, str(moments))
+
+    # ---------------------------------------------------------------------------------------------------- inner state
+
+    def on_state_request(self, now: float, member: Member, envelope: Envelope, body: StateRequest) -> None:
+        state = self._state
+        peer = self._choose_peer(member, body.tried)
+        if peer is None:
+            new_run = state.merges == 0 and not body.tried
+            reason = Reason("peer-new-run") if new_run else Reason("peer-none")
+            state.send(member, NoPeer(state.note(reason), new_run))
+            return
+        state.say("learner", member.id, "peer-chosen", peer.id, member.id)
+        state.send(member, PeerChosen(peer.id))
+        state.send(peer, StateWanted(member.id, member.incarnation, state.versions()))
+
+    def _choose_peer(self, member: Member, tried: tuple[LearnerId, ...]) -> Member | None:
+        """A live learner that trains, and rather one that stays; of those the one that lags least behind what is
+        published, then the lowest id."""
+        candidates = [m for m in self._state.live.values() if m.id != member.id and m.id not in tried and m.step > 0]
+        return min(candidates, key=self._lag, default=None)
+
+    def _lag(self, member: Member) -> tuple[bool, int, LearnerId]:
+        behind = sum(1 for p, f in self._state.fragments.items() if member.received.get(p, NOTHING) < f.version)
+        return member.leaving, behind, member.id
+
+    def on_inner_state(self, now: float, member: Member, envelope: Envelope, body: InnerState) -> None:
+        state = self._state
+        to = state.members.get(body.to)
+        if to is None or to.incarnation != body.to_incarnation or to.standing is not Standing.JOINING:
+            state.ignore("inner state for nobody")
+            return
+        state.send(to, body)

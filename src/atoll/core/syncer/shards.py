@@ -17,9 +17,8 @@ from __future__ import annotations
 from atoll.core.protocol import ShardBack, ShardLost
 from atoll.core.reasons import Reason
 from atoll.core.states import Phase, Stage
-from atoll.core.syncer.delivery import Delivery
-from atoll.core.syncer.finishing import Finishing
-from atoll.core.syncer.rounds import Rounds
+from atoll.core.syncer.controls import Finishing
+from atoll.core.syncer.rounds import Delivery, Rounds
 from atoll.core.syncer.shutdown import Shutdown
 from atoll.core.syncer.snapshots import Snapshots
 from atoll.core.syncer.state import Fragment, SyncerState

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from msgspec.structs import astuple
 
-from atoll.core.messages import NO_RUN_DIRECTORY
 from atoll.core.policy import patience
 from atoll.core.protocol import (
+    NO_RUN_DIRECTORY,
     Contribution,
     Envelope,
     Marker,

@@ -10,8 +10,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from atoll.core.codec import Scalar
-from atoll.core.data_leases import Key, LeaseBooks
-from atoll.core.ledger import SyncerLedger
+from atoll.core.ledger import Key, LeaseBooks, SyncerLedger
 from atoll.core.policy import Estimate, budget_progress, flight_limit, middle, patience
 from atoll.core.protocol import (
     Body,
@@ -429,9 +428,6 @@ class SyncerState:
         """A timer is not cancelled: when it fires, its handler looks whether it still means something."""
         self._timer_serial += 1
         heapq.heappush(self.timers, (at, self._timer_serial, kind, key))
-
-    def next_deadline(self) -> float | None:
-        return self.timers[0][0] if self.timers else None
 
     # ---------------------------------------------------------------------------------------------------- reading
 

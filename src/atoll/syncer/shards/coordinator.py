@@ -327,7 +327,7 @@ class ShardCoordinator:
         """Versions that were durable there when the run ended without them: nobody was told of them, and it goes back
         to those that the manifest names. Whatever else differs is not of this run's making."""
         core = self.syncer.core
-        manifest = core.manifest if core is not None else self.syncer.store.manifest()
+        manifest = core.state.manifest if core is not None else self.syncer.store.manifest()
         if manifest is None:
             return ()
         final = dict(enumerate(manifest.versions))

@@ -7,8 +7,10 @@ was not durable when a link to the syncer broke is forgotten, on both sides: the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from typing import Any
 
 import aiohttp
 import torch
+from aiohttp import web
 from msgspec.structs import asdict
 from torch import Tensor
 
@@ -34,8 +37,9 @@ from atoll.logs import Named
 from atoll.store.fencing import BEAT_EVERY_S
 from atoll.store.run_settings import RunSettings
 from atoll.store.version_store import Fenced, Store, StoreDamaged
+from atoll.syncer.fragment_endpoints import Bulk, MemoryGate, guard_of
 from atoll.syncer.fragment_executor import FragmentExecutor, Payload
-from atoll.syncer.partial_uploads import MemoryGate
+from atoll.syncer.main import Superseded, bound, first, stop_on_signals, written
 from atoll.syncer.process import RECEIVING_BYTES, LinkKey
 from atoll.syncer.shards.messages import (
     MOST_WORD_BYTES,
@@ -59,11 +63,14 @@ from atoll.syncer.shards.messages import (
 )
 from atoll.tensors.plan import FragmentPlan
 from atoll.tensors.syncer_fragment import SyncerFragment
-from atoll.transport.auth import Access
+from atoll.transport.auth import Access, check_access
+from atoll.transport.buffers import READ_BYTES
+from atoll.transport.endpoint import Endpoint
 from atoll.transport.http_client import why
-from atoll.transport.tls import ClientTls, ServerTls
+from atoll.transport.listener import Listener
+from atoll.transport.tls import ClientTls, KeyFiles, ServerTls
 from atoll.transport.websocket import WebSocketConnection
-from atoll.transport.wire import FrameHead, FrameParser, Kind, WireError, as_bytes, decode_header
+from atoll.transport.wire import MOST_MESSAGE_BYTES, FrameHead, FrameParser, Kind, WireError, as_bytes, decode_header
 
 RETRY_S = 0.5
 SAY_EVERY_S = 10.0
@@ -374,3 +381,95 @@ class ShardProcess:
     async def stop(self) -> None:
         await self.keeper.stop()
         self.store.close()
+
+
+def build_shard_app(shard: ShardProcess) -> tuple[web.Application, Bulk]:
+    (shard.directory / "spool").mkdir(parents=True, exist_ok=True)
+    bulk = Bulk(shard)
+    app = web.Application(middlewares=[guard_of(shard)], client_max_size=MOST_MESSAGE_BYTES)
+    app.router.add_put("/v1/slice", bulk.slice)
+    app.router.add_put("/v1/contribution", bulk.contribution)
+    app.router.add_get("/v1/fragment/{fragment:[0-9]+}/{version:[0-9]+}", bulk.fragment)
+    return app, bulk
+
+
+def serve_shard(
+    directory: Path,
+    shard: int,
+    shards: int,
+    head: Endpoint,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str | None = None,
+    advertise: str | None = None,
+    on_ready: Callable[[str], None] | None = None,
+    keys: KeyFiles | None = None,
+    plain_text: bool = False,
+) -> None:
+    """Until a signal. `advertise`: the address at which learners reach this process, where that is another one."""
+    if not 0 <= shard < shards:
+        raise ValueError(f"shard {shard} of {shards}; they are numbered from 0")
+    tls = ServerTls(keys) if keys is not None else None
+    check_access(host, token, tls, plain_text)
+    asyncio.run(_serve(directory, shard, shards, head, host, port, token, advertise, on_ready, tls))
+
+
+async def _serve(
+    directory: Path,
+    number: int,
+    shards: int,
+    head: Endpoint,
+    host: str,
+    port: int,
+    token: str | None,
+    advertise: str | None,
+    on_ready: Callable[[str], None] | None,
+    tls: ServerTls | None,
+) -> None:
+    stopped = asyncio.Event()
+    sock = bound(host, port)  # before the directory is created: a port in use must not leave one behind
+    try:
+        shard = ShardProcess(directory, number, shards, head.addresses, token=token, tls=tls, client_tls=head.tls)
+    except BaseException:
+        sock.close()
+        raise
+    unheard = logging.getLogger("atoll.shard.http")
+    unheard.setLevel(logging.CRITICAL)  # of aiohttp, as in `serving`
+    app, bulk = build_shard_app(shard)
+    runner = web.AppRunner(app, access_log=None, logger=unheard, shutdown_timeout=2.0, read_bufsize=READ_BYTES)
+    signals = stop_on_signals(stopped)
+    listener: Listener | None = None
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        await shard.start()
+        await runner.setup()
+        assert runner.server is not None
+        listener = Listener(sock, runner.server, shard.access)
+        shard.on_proved = listener.proved
+        listener.start()
+        shard.address = advertise or written(sock)
+        shard.log.info("listening on %s", shard.address)
+        if on_ready is not None:
+            on_ready(shard.address)
+        loop = asyncio.get_running_loop()
+        tasks = [loop.create_task(shard.run()), loop.create_task(shard.watch_fence())]
+        if tls is not None:
+            tasks.append(loop.create_task(shard.access.watch(tuple)))
+        await first(stopped.wait(), shard.over.wait(), tasks[0])
+        if tasks[0].done() and not tasks[0].cancelled():
+            tasks[0].result()  # our bug
+        if shard.superseded:
+            raise Superseded(shard.superseded)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        bulk.arrivals.close()
+        await shard.stop()
+        if listener is not None:
+            await listener.stop()
+        sock.close()
+        await runner.cleanup()
+        for each, handler in signals.items():
+            with contextlib.suppress(ValueError):
+                signal.signal(each, handler)
