@@ -16,24 +16,16 @@ import re
 import resource
 import shutil
 import stat
-import subprocess
 from pathlib import Path
 
-COMMAND_WAIT_S = 20.0
+from atoll.chaos.netns import works
+
 DISK_BYTES = 256 * 2**20
 FILLING = ".filling"
 FREE_WHEN_LIMITED = 4096
 """Without root: no file of the process grows beyond so much. Notes of one line still fit, versions and tapes do not."""
 
 _SOURCE = re.compile(r"atoll-disk-(\d+)")
-
-
-def _done(*words: str) -> bool:
-    try:
-        done = subprocess.run(words, capture_output=True, timeout=COMMAND_WAIT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0
 
 
 class Disk:
@@ -50,7 +42,7 @@ class Disk:
         if try_mount and os.geteuid() == 0:
             source = f"atoll-disk-{os.getpid()}"
             size = f"size={DISK_BYTES}"
-            self._is_mounted = _done("mount", "-t", "tmpfs", "-o", size, source, str(self.folder))
+            self._is_mounted = works("mount", "-t", "tmpfs", "-o", size, source, str(self.folder))
 
     @property
     def how_full(self) -> str:
@@ -111,7 +103,7 @@ class Disk:
     def protect(self) -> bool:
         """Nothing that is opened from now on can be written."""
         if self._is_mounted:
-            self._covered = _done("mount", "--bind", "-o", "ro", str(self.folder), str(self.folder))
+            self._covered = works("mount", "--bind", "-o", "ro", str(self.folder), str(self.folder))
             return self._covered
         if os.geteuid() == 0:
             return False  # root may write everywhere, and there is no mount to say no
@@ -122,7 +114,7 @@ class Disk:
 
     def unprotect(self) -> None:
         if self._covered:
-            self._covered = not _done("umount", "-l", str(self.folder))
+            self._covered = not works("umount", "-l", str(self.folder))
         for folder, mode in self._modes.items():
             with contextlib.suppress(FileNotFoundError):
                 folder.chmod(mode)
@@ -139,8 +131,8 @@ class Disk:
         kept = self.folder.with_name(f".{self.folder.name}.kept")
         shutil.rmtree(kept, ignore_errors=True)
         shutil.copytree(self.folder, kept, symlinks=True)
-        if not _done("umount", str(self.folder)):
-            _done("umount", "-l", str(self.folder))
+        if not works("umount", str(self.folder)):
+            works("umount", "-l", str(self.folder))
         self._is_mounted = False
         shutil.rmtree(self.folder)
         kept.rename(self.folder)
@@ -163,6 +155,6 @@ def sweep() -> list[str]:
     swept = []
     for maker, where in reversed(mounts()):
         if not Path(f"/proc/{maker}").exists():
-            _done("umount", "-l", where)
+            works("umount", "-l", where)
             swept.append(where)
     return swept

@@ -43,7 +43,8 @@ def run(*words: str) -> str:
     return done.stdout
 
 
-def _works(*words: str) -> bool:
+def works(*words: str) -> bool:
+    """Run one command; return whether it succeeded."""
     try:
         run(*words)
     except (NetnsError, OSError, subprocess.TimeoutExpired):
@@ -120,7 +121,7 @@ class Namespaces:
         run("ip", "-n", name, "link", "set", there, "up")
         run("ip", "-n", name, "route", "add", f"{self.address}/32", "via", ours)
         if index == 1:
-            self.has_netem = _works("tc", "qdisc", "replace", "dev", here, "root", "netem", "delay", "1ms")
+            self.has_netem = works("tc", "qdisc", "replace", "dev", here, "root", "netem", "delay", "1ms")
             self.heal(learner)
         return _FOLDER / name
 
@@ -144,8 +145,8 @@ class Namespaces:
     def heal(self, learner: int) -> None:
         """As it was: without a queue of ours. Whoever heals a link that is whole does no harm."""
         here, there = self._ends(learner)
-        _works("tc", "qdisc", "del", "dev", here, "root")
-        _works("tc", "-n", self._links[learner], "qdisc", "del", "dev", there, "root")
+        works("tc", "qdisc", "del", "dev", here, "root")
+        works("tc", "-n", self._links[learner], "qdisc", "del", "dev", there, "root")
 
     def _shape(self, learner: int, way: str, *what: str) -> None:
         """What leaves the namespace goes up, what leaves this side goes down."""
@@ -170,10 +171,10 @@ class Namespaces:
             return
         self._is_closed = True
         for learner, name in self._links.items():
-            _works("ip", "link", "del", self._ends(learner)[0])
-            _works("ip", "netns", "del", name)
+            works("ip", "link", "del", self._ends(learner)[0])
+            works("ip", "netns", "del", name)
         self._links.clear()
-        _works("ip", "addr", "del", f"{self.address}/32", "dev", "lo")
+        works("ip", "addr", "del", f"{self.address}/32", "dev", "lo")
 
 
 def enter(namespace: Path) -> None:
@@ -200,12 +201,12 @@ def sweep() -> list[str]:
         found = _NAME.fullmatch(name)
         assert found is not None
         if not Path(f"/proc/{found[1]}").exists():
-            _works("ip", "link", "del", f"at{int(found[1]):06x}h{found[2]}")
-            _works("ip", "netns", "del", name)
+            works("ip", "link", "del", f"at{int(found[1]):06x}h{found[2]}")
+            works("ip", "netns", "del", name)
             swept.append(name)
     for owner, address in addresses():
         if not Path(f"/proc/{owner}").exists():
-            _works("ip", "addr", "del", address, "dev", "lo")
+            works("ip", "addr", "del", address, "dev", "lo")
             swept.append(address)
     return swept
 

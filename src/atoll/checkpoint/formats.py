@@ -34,7 +34,7 @@ NO_TRANSFORMERS = (
 )
 
 
-class Published(NamedTuple):
+class ExportedModel(NamedTuple):
     """A model of a run, by name, and which one it is, in words."""
 
     tensors: dict[str, Tensor]
@@ -49,14 +49,14 @@ class Published(NamedTuple):
 # Out
 
 
-def model_of(run: Path, snapshot: int | None = None) -> Published:
+def model_of(run: Path, snapshot: int | None = None) -> ExportedModel:
     """The final model, or the newest published one of a run that goes on, or that of a snapshot."""
     if not run.is_dir():
         raise ValueError(f"{run}: no such run directory")
     if snapshot is not None:
         return _of_snapshot(run, snapshot)
     if (run / MODEL).is_file():
-        return Published(_read_safetensors(run / MODEL), "the final model")
+        return ExportedModel(_read_safetensors(run / MODEL), "the final model")
     for left in reversed(range(MOST_TRIES)):
         try:
             found = published_tensors(run)
@@ -64,10 +64,10 @@ def model_of(run: Path, snapshot: int | None = None) -> Published:
         except FileNotFoundError:  # the syncer has removed an old version between two looks
             if not left:
                 raise
-    return Published(found, "the newest published version of each fragment; the run is not over")
+    return ExportedModel(found, "the newest published version of each fragment; the run is not over")
 
 
-def _of_snapshot(run: Path, number: int) -> Published:
+def _of_snapshot(run: Path, number: int) -> ExportedModel:
     there = [info.number for info in list_snapshots(run) if info.record is not None]
     if number not in there:
         known = ", ".join(map(str, there)) or "none"
@@ -75,10 +75,10 @@ def _of_snapshot(run: Path, number: int) -> Published:
     plan = plan_of(run)
     paths = [version_of_snapshot(run, number, p) for p in range(len(plan.fragments))]
     values = ((p, read_tensor_file(read_file(path))[1]["published"]) for p, path in enumerate(paths))
-    return Published(assembled(plan, values), f"snapshot {number}")
+    return ExportedModel(assembled(plan, values), f"snapshot {number}")
 
 
-def export(model: Published, to: str, out: Path) -> None:
+def export(model: ExportedModel, to: str, out: Path) -> None:
     """Write it where nothing is yet."""
     if to not in FORMATS:
         raise ValueError(f"there is no format {to!r}; give one of {', '.join(FORMATS)}")

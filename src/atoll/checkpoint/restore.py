@@ -43,7 +43,7 @@ BEGINNING = "beginning"
 """Within a run that was restored: what it began with."""
 
 
-class Job(Protocol):
+class RestorableJob(Protocol):
     """The settings of the new run, as far as its directory depends on them."""
 
     @property
@@ -94,7 +94,7 @@ def find_source(text: str) -> Source:
     return Source(run, info, kept)
 
 
-def restore(source: Source, run: Path, settings: Job, run_id: str, say: Callable[[str], None]) -> int:
+def restore(source: Source, run: Path, settings: RestorableJob, run_id: str, say: Callable[[str], None]) -> int:
     """Make the directory of the new run. Returns the tokens that it has done already. Leaves nothing if it fails."""
     check_new(run)
     fragments = [_fragment(source, p) for p in range(len(source.info.record.versions))] if source.info.record else []
@@ -139,7 +139,7 @@ def _fragment(source: Source, p: FragmentId) -> tuple[VersionRecord | None, dict
 def _write_store(
     source: Source,
     run: Path,
-    settings: Job,
+    settings: RestorableJob,
     run_id: str,
     fragments: list[tuple[VersionRecord | None, dict[str, Tensor]]],
     done: int,

@@ -45,7 +45,7 @@ OWN, PLACES, READ = "own", "places", "read"
 batches of the epoch were read by then."""
 
 
-class AtollCallback(Callback):
+class LightningCallback(Callback):
     """Makes an island of this trainer.
 
     `syncer` and `settings` are those of `atoll.Learner` (token, keys, learner, run_directory and so on); what is not
@@ -292,4 +292,6 @@ def _places(trainer: Trainer) -> list[Any]:
     return [place_of(loader) if _knows_its_place(loader) else None for loader in _loaders(trainer)]
 
 
-__all__ = ["AtollCallback"]
+AtollCallback = LightningCallback
+
+__all__ = ["AtollCallback", "LightningCallback"]

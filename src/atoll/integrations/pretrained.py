@@ -76,9 +76,9 @@ def _at_home(model: nn.Module, mine: Mapping[str, Tensor], frozen: Mapping[str, 
     still = {id(mine[name]) for name in frozen if name in mine}
     kept: set[int] = set()
     for module in model.modules():
-        own = [id(parameter) for parameter in module._parameters.values() if parameter is not None]
+        own = [id(parameter) for parameter in module.parameters(recurse=False)]
         if own and still.issuperset(own):
-            kept.update(id(buffer) for buffer in module._buffers.values())
+            kept.update(id(buffer) for buffer in module.buffers(recurse=False))
     return {name for name, tensor in mine.items() if id(tensor) in kept}
 
 

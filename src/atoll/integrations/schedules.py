@@ -73,7 +73,7 @@ class ProgressSchedule(LRScheduler):
 
     def set_now(self) -> None:
         """The rates of this moment, whether or not the trainer thinks that a step of the schedule is due."""
-        _set(self, self.get_lr())
+        self._last_lr = _set(self.optimizer, self.get_lr())
 
     def get_lr(self) -> list[float | Tensor]:
         if self.learner is None:
@@ -122,21 +122,23 @@ class FollowedSchedule:
     def set_now(self) -> None:
         made = self._scheduler
         rates = zip(made.base_lrs, made.lr_lambdas, strict=True)
-        _set(made, [base * rate(made.last_epoch) for base, rate in rates])
+        last = _set(made.optimizer, [base * rate(made.last_epoch) for base, rate in rates])
+        made.load_state_dict({"_last_lr": last, "lr_lambdas": [None] * len(last)})  # what `get_last_lr` returns
 
     def undo(self) -> None:
         self._scheduler.lr_lambdas = self._own
 
 
-def _set(scheduler: LRScheduler, rates: list[float | Tensor]) -> None:
-    """A rate that is a tensor stays the same one: a compiled step has it by its address."""
-    groups = scheduler.optimizer.param_groups
+def _set(optimizer: Optimizer, rates: list[float | Tensor]) -> list[float | Tensor]:
+    """Set the rates and return copies. A rate that is a tensor stays the same object: a compiled step has its
+    address."""
+    groups = optimizer.param_groups
     for group, rate in zip(groups, rates, strict=True):
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
-    scheduler._last_lr = [group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"] for group in groups]
+    return [group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"] for group in groups]
 
 
 __all__ = ["Followed", "FollowedSchedule", "ProgressSchedule", "Shape", "by_progress", "cosine", "linear"]

@@ -119,16 +119,20 @@ class Store:
                     f"{path} is in use by the process {sign.pid} on {sign.host}: stop that syncer, or wait for its"
                     " end with --standby"
                 )
-            for folder in ("fragments", "snapshots", "claims"):
-                make_folder(path / folder)
-            store._raise_epoch()  # before it looks: whoever was here writes nothing any more
-            store._sweep()
-            store._settle_epoch()
-            store.beat()
+            store.begin_epoch()
         except BaseException:
             store.close()
             raise
         return store
+
+    def begin_epoch(self) -> None:
+        """Fence every earlier syncer, and find what it has left. Called once, by `open`."""
+        for folder in ("fragments", "snapshots", "claims"):
+            make_folder(self.directory / folder)
+        self._raise_epoch()  # before it looks: an earlier syncer writes nothing any more
+        self._sweep()
+        self._settle_epoch()
+        self.beat()
 
     def close(self) -> None:
         """Let the directory go. Closing twice is no mistake."""

@@ -267,8 +267,7 @@ def _sources(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
     owners = {
         id(buffer): (module, name)
         for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
     }
     made: dict[str, Callable[[], Tensor]] = {}
     for name, tensor in named_tensors(model).items():

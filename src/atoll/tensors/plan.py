@@ -308,10 +308,9 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     names: dict[int, tuple[str, Tensor]] = {}
     found: list[tuple[str, Tensor]] = list(model.named_parameters(remove_duplicate=False))
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module._buffers.items():
-            if buffer is None or name in module._non_persistent_buffers_set:
-                continue
-            if buffer.is_floating_point() or buffer.is_complex():
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            is_persistent = name not in module._non_persistent_buffers_set
+            if is_persistent and (buffer.is_floating_point() or buffer.is_complex()):
                 found.append((f"{prefix}.{name}" if prefix else name, buffer))
     for name, tensor in found:
         if is_lazy(tensor):
@@ -359,7 +358,9 @@ def tensors_of(model: nn.Module, embeddings: Sequence[str] = ()) -> tuple[Tensor
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if any(fnmatchcase(plain_name(name), pattern) for pattern in embeddings):
             looked_up.add(id(parameter))
-    at_home = {id(buffer) for module in model.modules() if _is_frozen(module) for buffer in module._buffers.values()}
+    at_home = {
+        id(buffer) for module in model.modules() if _is_frozen(module) for buffer in module.buffers(recurse=False)
+    }
     infos = []
     for name, tensor in tensors.items():
         if id(tensor) in at_home:
@@ -389,7 +390,7 @@ def _refused_dtype(name: str, dtype: str, kind: str) -> str:
 
 
 def _is_frozen(module: nn.Module) -> bool:
-    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    own = list(module.parameters(recurse=False))
     return bool(own) and not any(parameter.requires_grad for parameter in own)
 
 
