@@ -19,8 +19,6 @@ from atoll.cli.output import JsonOption, print_json
 if TYPE_CHECKING:
     from atoll.tensors.plan import FragmentPlan, TensorInfo
 
-EXAMPLE = "atoll fragments 1m --fragments 24 --plan rows"
-
 EMBEDDINGS = ("*embed*", "*wte*")
 """Names of embeddings in a file, which does not say what its tensors are for."""
 

@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from atoll.cli.output import ExitCode, JsonOption, print_json
-from atoll.cli.progress import reading
-from atoll.cli.story import RunArgument
+from atoll.cli.check import RunArgument
+from atoll.cli.output import ExitCode, JsonOption, print_json, reading
 
 if TYPE_CHECKING:
     from atoll.core.ledger import Line
     from atoll.tape.files import RunTapes
     from atoll.tape.samples import DataHistory, Range, Stay
-
-EXAMPLE = "atoll ledger runs/first"
 
 
 class Sums(NamedTuple):

@@ -1,27 +1,26 @@
-"""`atoll replay`: does the core, told the same again, do the same? And does training end with the same bits?
+"""`atoll replay`: derive every effect again from the tapes, and train the model again to the same bits.
 
-Tapes of a simulated run have no bits to compare with; a model can be trained on them, see `replay_simulated`.
+Tapes of a simulated run have no bits to compare with. A model can be trained on them.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atoll.cli import job_options as options
-from atoll.cli import replay_simulated
-from atoll.cli.output import ExitCode, JsonOption, print_json
-from atoll.cli.progress import reading, training_again
-from atoll.cli.story import RunArgument
+from atoll.cli import options
+from atoll.cli.check import RunArgument
+from atoll.cli.options import FLAGS, PROTOCOL, SHARED, is_given, make_settings
+from atoll.cli.output import ExitCode, JsonOption, print_json, progress, reading, training_again
 
 if TYPE_CHECKING:
+    from atoll.reference.job_settings import JobSettings
     from atoll.reference.replaying import Replayed
     from atoll.reference.synthetic import Trained
+    from atoll.tape.files import RunTapes
     from atoll.tape.replay import ReplayDifference
-
-EXAMPLE = "atoll replay runs/first"
 
 
 # long: the list of options
@@ -69,7 +68,7 @@ def run(
     from atoll.tape.replay import ReplayDifference, replay
 
     tapes = RunTapes(run)
-    wished = replay_simulated.settings_for(context, tapes)
+    wished = _settings_for(context, tapes)
     entries = 0
     found: ReplayDifference | None = None
     with reading("replaying", tapes) as watched:
@@ -95,7 +94,7 @@ def run(
     simulated: Trained | None = None
     why = ""
     if found is None and wished is not None:
-        simulated = replay_simulated.train(tapes, wished)
+        simulated = _train_simulated(tapes, wished)
     elif found is None and not effects_only:
         trained, why = _train(run)
     if as_json:
@@ -107,12 +106,12 @@ def run(
                 "difference": found and _fields(found),
                 "complete": not gaps,
                 "incomplete": gaps,
-                "training": training if simulated is None else replay_simulated.fields(simulated),
+                "training": training if simulated is None else _simulated_fields(simulated),
                 "not_trained": why or None,
             }
         )
     elif simulated is not None:
-        for line in replay_simulated.told(simulated):
+        for line in _simulated_lines(simulated):
             print(line)
     elif trained is not None:
         print(_told(trained))
@@ -128,7 +127,7 @@ def _train(run: Path) -> tuple[Replayed | None, str]:
 
     tapes = RunTapes(run)  # from the beginning
     if tapes.is_simulated:
-        return None, replay_simulated.what_to_add(tapes)
+        return None, _what_to_add(tapes)
     try:
         from atoll.reference.replaying import CannotReplay, can_replay, replay_training
     except ModuleNotFoundError:  # the tools that need no tensors are installed alone
@@ -182,3 +181,80 @@ def _show(difference: ReplayDifference) -> None:
         print(f"  {word:<9} {len(effects)} effects")
         for place, effect in enumerate(effects):
             print(f"  {'>' if place == first else ' '} {place + 1:>3}     {canonical(effect)}")
+
+
+WHAT_TO_TRAIN = ("seed", *(name for name in SHARED if name not in PROTOCOL))
+"""Parameters of the command that describe a model and its training; the protocol is that of the tapes."""
+
+
+def _settings_for(context: typer.Context, tapes: RunTapes) -> JobSettings | None:
+    """What the options ask to train; None where none is given.
+
+    Raises `ValueError` before anything long begins: where the tapes are of a run that has a model of its own, or are
+    too coarse for one.
+    """
+    given = [name for name in WHAT_TO_TRAIN if is_given(context, name)]
+    if not given:
+        return None
+    flag = "--" + FLAGS.get(given[0], given[0]).replace("_", "-")
+    if not tapes.is_simulated:
+        raise ValueError(
+            f"{flag} is for tapes of atoll simulate, and {tapes.run} is none of them: a run is trained again by its own"
+            " settings; leave it out"
+        )
+    if context.params["effects_only"]:
+        raise ValueError(f"--effects-only trains nothing, and {flag} says what to train; give one of them")
+    wished = {name: context.params[name] for name in WHAT_TO_TRAIN}
+    settings = make_settings({**wished, "learners": len(tapes.learners())})
+    try:
+        from atoll.reference.synthetic import check_simulated, with_fitting_plan
+    except ModuleNotFoundError as missing:
+        raise ValueError(
+            f"training needs {missing.name}, which comes with the extra 'train': pip install 'atoll[train]'"
+        ) from None
+    if wished["plan"] is None:
+        settings = with_fitting_plan(settings, tapes.config.fragments)
+    check_simulated(tapes, settings)
+    return settings
+
+
+def _train_simulated(tapes: RunTapes, settings: JobSettings) -> Trained:
+    from atoll.reference.synthetic import train_simulated
+
+    with progress("training", settings.tokens, True) as tell:
+        return train_simulated(tapes, settings, tell)
+
+
+def _what_to_add(tapes: RunTapes) -> str:
+    """For whoever has not said what to train."""
+    return (
+        "the tapes are simulated and have no model; to train one under their failures, say which:"
+        f" atoll replay {tapes.run} --model 100k --batch 2 --tokens 2M"
+    )
+
+
+def _simulated_fields(trained: Trained) -> dict[str, Any]:
+    learners = {str(learner): one._asdict() for learner, one in trained.learners.items()}
+    return {**trained._asdict(), "learners": learners, "contributions_per_merge": trained.contributions_per_merge}
+
+
+def _simulated_lines(trained: Trained) -> list[str]:
+    per_merge = f"{trained.contributions_per_merge:.2f}"
+    why = {
+        "tokens": f"all {trained.wished_tokens:,} tokens that were wished for are trained",
+        "tapes": f"the tapes are over, before the {trained.wished_tokens:,} tokens that were wished for",
+    }
+    steps = ", ".join(f"learner {learner}: {_steps(one)}" for learner, one in trained.learners.items())
+    return [
+        f"trained on simulated tapes: {trained.tokens:,} tokens in {trained.steps:,} steps and"
+        f" {trained.simulated_s / 60.0:.1f} simulated minutes; {why[trained.ended_by]}",
+        f"{trained.merges:,} merges of {trained.contributions:,} contributions, {per_merge} each; steps of {steps}",
+        f"held-out loss {trained.loss:.4f}, before {trained.loss_before:.4f}, on {trained.eval_tokens:,} tokens;"
+        f" digest {trained.digest}",
+    ]
+
+
+def _steps(one: Any) -> str:
+    also = f" in {one.starts} incarnations" if one.starts > 1 else ""
+    empty = f" ({one.empty_steps:,} without a sample)" if one.empty_steps else ""
+    return f"{one.steps:,}{also}{empty}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
-from functools import cache
 from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -69,9 +68,14 @@ class Declared(NamedTuple):
         return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-@cache
+_hints: dict[type, dict[str, Any]] = {}
+
+
 def type_hints(owner: type) -> dict[str, Any]:
-    return get_type_hints(owner)
+    """Return the types of the fields, resolved once per class: resolving takes longer than a check."""
+    if owner not in _hints:
+        _hints[owner] = get_type_hints(owner)
+    return _hints[owner]
 
 
 def declared_settings(owner: type) -> Iterator[Declared]:
@@ -135,7 +139,12 @@ def _is_within(value: float, declared: Setting) -> bool:
 
 def _range(declared: Setting) -> str:
     """
-    >>> _range(Setting(min=1)), _range(Setting(min=0, below=1)), _range(Setting(min=1, max=16)), _range(Setting(above=0))
+    >>> (
+    ...     _range(Setting(min=1)),
+    ...     _range(Setting(min=0, below=1)),
+    ...     _range(Setting(min=1, max=16)),
+    ...     _range(Setting(above=0)),
+    ... )
     ('of at least 1', 'from 0 up to, not with, 1', 'from 1 to 16', 'above 0')
     """
     if declared.above is not None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from atoll.core.codec import Number, Value
-
 from atoll.core.settings import check_settings, setting
 
 LearnerId = int

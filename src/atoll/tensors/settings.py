@@ -36,8 +36,8 @@ class Numerics:
     # radial is for weights: embeddings are averaged then; buffers have a rule of their own
     merge: MergeHow = setting(
         "average",
-        "average; radial: mean direction and mean length apart; trimmed: per value without the smallest and the largest, "
-        "against a learner gone wild.",
+        "average; radial: mean direction and mean length apart; trimmed: per value without the smallest and the "
+        "largest, against a learner gone wild.",
         metavar="HOW",
     )
     outer: str = setting("nesterov", "Outer optimizer: nesterov, sgd, adam or torch's name.", metavar="NAME")

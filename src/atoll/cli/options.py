@@ -1,11 +1,12 @@
-"""The options that describe a training job, shared by `atoll train` and `atoll syncer`, and what they become.
-
-An option that is not given is None here: its default depends on the method, and is the one of `JobSettings`.
-"""
+"""Options that several commands share. An option that is not given is None where its default depends on others."""
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,85 @@ import typer
 
 if TYPE_CHECKING:
     from atoll.reference.job_settings import JobSettings
+
+
+def port_option(flag: str, help: str) -> Any:
+    """Declare an option for a TCP port. All commands refuse the same numbers."""
+    return typer.Option(flag, metavar="PORT", callback=_check_port, help=help)
+
+
+def _check_port(port: int | None) -> int | None:
+    if port is not None and not 0 <= port <= 65535:
+        raise typer.BadParameter(f"{port} is not a port; give a number from 0 to 65535 (0: a free port)")
+    return port
+
+
+Token = Annotated[
+    str | None,
+    typer.Option(
+        "--token",
+        envvar="ATOLL_TOKEN",
+        metavar="SECRET",
+        help="What learners must know to take part. Better in the environment: others can read a command line.",
+    ),
+]
+
+Keys = Annotated[
+    Path | None,
+    typer.Option(
+        "--keys",
+        envvar="ATOLL_KEYS",
+        metavar="DIR",
+        help="TLS with this key, as atoll keys add has made it: the directory of one key.",
+    ),
+]
+
+Ca = Annotated[
+    Path | None,
+    typer.Option(
+        "--ca",
+        metavar="FILE",
+        help="TLS, with the token and without a key: the authority of the syncer's certificate, in PEM. "
+        "https://HOST:PORT alone trusts those of this system.",
+    ),
+]
+
+
+LogFormat = Annotated[
+    str,
+    typer.Option(
+        "--log-format",
+        envvar="ATOLL_LOG_FORMAT",
+        metavar="text|json",
+        help="Logs for people, or a JSON object per line that names run, learner, incarnation, fragment and version.",
+    ),
+]
+
+
+@contextmanager
+def of_children(log_format: str) -> Iterator[None]:
+    """Processes that are started meanwhile write their logs so."""
+    from atoll.logs import VARIABLE
+
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = log_format
+    try:
+        yield
+    finally:
+        del os.environ[VARIABLE]
+        if before is not None:
+            os.environ[VARIABLE] = before
+
+
+def say(log_format: str, sentence: str) -> None:
+    """One line on stderr between those of the log, and in its format."""
+    if log_format != "json":
+        print(sentence, file=sys.stderr, flush=True)
+        return
+    import logging
+
+    logging.getLogger("atoll.command").info("%s", sentence)
+
 
 # --------------------------------------------------------------------------------------------------------------------
 # Options
