@@ -10,7 +10,6 @@ import select
 import signal
 import subprocess
 import sys
-from dataclasses import fields
 
 import pytest
 
@@ -18,6 +17,7 @@ from atoll.checkpoint.model_file import model_digest
 from atoll.cli import options, train
 from atoll.cli.check import judge
 from atoll.cli.main import main
+from atoll.core.settings import declared_settings
 from atoll.dashboard.terminal import LiveView
 from atoll.reference.children import JobFailed
 from atoll.reference.job import AlreadyFinished, resume_job, start_job
@@ -415,22 +415,17 @@ def test_help_tells_the_defaults_that_a_job_has(capsys):
     assert main(["train", "--help"]) == 0
     told = re.sub(r" --no-\S+", "", " ".join(capsys.readouterr().out.split()))  # a flag's other half
     settings = JobSettings()
-    renamed = {name: option for option, name in options.RENAMED.items()}
     shown: dict[str, object] = {"tokens": f"{settings.tokens / 1e6:g}M", "norm_clip": 0}
     shown["snapshot_every"] = f"{SNAPSHOT_PASSES} of each fragment"
     shown["max_rate"] = "no bound"
     shown["streams"] = 4
-    values = {each.name: getattr(settings, each.name) for each in fields(settings)}
-    values |= {each.name: getattr(settings.numerics, each.name) for each in fields(settings.numerics)}
     missing = []
-    for name, value in values.items():
-        option = renamed.get(name, name)
-        if option not in options.SHARED or option in ("context_tokens", "data", "speeds", "step_time"):
+    for each in declared_settings(JobSettings):
+        if not each.setting.help or each.name in ("context", "data", "speeds", "step_time_s"):
             continue
-        flag = "--" + option.replace("_", "-")
-        part = told.partition(f" {flag} ")[2].partition(" --")[0]
-        if f"[default: {shown.get(name, value)}" not in part:
-            missing.append((flag, value, part))
+        part = told.partition(f" {each.flag} ")[2].partition(" --")[0]
+        if f"[default: {shown.get(each.name, each.default)}" not in part:
+            missing.append((each.flag, each.default, part))
     assert missing == []
 
 

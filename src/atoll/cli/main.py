@@ -35,6 +35,7 @@ from atoll.cli import (
     syncer,
     train,
 )
+from atoll.cli.options import expand
 from atoll.cli.output import (
     ExitCode,
     JsonOption,
@@ -151,7 +152,7 @@ _STYLE: dict[str, Any] = {
 def build_command(name: str, command: Command) -> Any:
     """Return the parser of one subcommand, with its options and its help, which ends with the example."""
     app = typer.Typer(**_STYLE)
-    app.command(name, epilog=f"Example: {command.example}")(interruptible(command.run))
+    app.command(name, epilog=f"Example: {command.example}")(interruptible(expand(command.run)))
     return typer.main.get_command(app)
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial, wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 if TYPE_CHECKING:
+    from atoll.core.settings import Declared
     from atoll.reference.job_settings import JobSettings
 
 
@@ -97,7 +100,6 @@ def say(log_format: str, sentence: str) -> None:
 # --------------------------------------------------------------------------------------------------------------------
 # Options
 
-Seed = Annotated[int, typer.Option("--seed", metavar="S", help="Fixes the initial model and the order of the data.")]
 Init = Annotated[
     Path | None,
     typer.Option(
@@ -107,247 +109,6 @@ Init = Annotated[
         "it reads.",
     ),
 ]
-Tokens = Annotated[
-    str | None,
-    typer.Option(
-        "--tokens",
-        metavar="N",
-        help="To train on, all learners together: 500k or 20M. [default: 0.8M]",
-    ),
-]
-Model = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        metavar="SIZE",
-        help="Parameters of the byte-level GPT: 100k, 360k, 1m, 5m, 10m; or moe. [default: 1m]",
-    ),
-]
-Experts = Annotated[
-    int | None,
-    typer.Option(
-        "--experts",
-        metavar="N",
-        help="Make it a mixture of so many experts, two per token. [default: 0]",
-    ),
-]
-Context = Annotated[
-    int | None,
-    typer.Option(
-        "--context",
-        metavar="N",
-        help="Tokens of one sequence. [default: by the model]",
-    ),
-]
-Data = Annotated[
-    Path | None,
-    typer.Option(
-        "--data",
-        metavar="PATH",
-        help="A folder of text, a text file or a token file (.bin, .npy). "
-        "[default: the sources of Python's standard library]",
-    ),
-]
-Batch = Annotated[
-    int | None,
-    typer.Option(
-        "--batch",
-        metavar="B",
-        help="Sequences in one step of one learner. [default: 8]",
-    ),
-]
-Inner = Annotated[
-    str | None,
-    typer.Option(
-        "--inner",
-        metavar="NAME",
-        help="Optimizer of the inner steps: muon, adamw or sgd. [default: muon]",
-    ),
-]
-Lr = Annotated[
-    float | None,
-    typer.Option(
-        "--lr",
-        metavar="RATE",
-        help="Highest learning rate of the inner steps. [default: 0.012; with --inner adamw: 0.004]",
-    ),
-]
-Beta2 = Annotated[
-    float | None,
-    typer.Option(
-        "--beta2",
-        metavar="BETA",
-        help="Second beta of AdamW inside. [default: 0.95; with --inner adamw: 0.99]",
-    ),
-]
-EvalTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--eval-tokens",
-        metavar="N",
-        help="Held-out tokens that judge the final model. [default: 65536]",
-    ),
-]
-Shards = Annotated[
-    int | None,
-    typer.Option(
-        "--shards",
-        metavar="N",
-        help="Processes that hold the fragments, merge and serve them beside the syncer. [default: 0]",
-    ),
-]
-Fragments = Annotated[
-    int | None,
-    typer.Option(
-        "--fragments",
-        metavar="P",
-        help="Fragments of the model. [default: 24; streaming: 4]",
-    ),
-]
-Every = Annotated[
-    int | None,
-    typer.Option("--every", metavar="H", help="Steps between two exchanges of the same fragment. [default: 24]"),
-]
-Tau = Annotated[
-    int | None, typer.Option("--tau", metavar="TAU", help="Steps under which one exchange is hidden. [default: 4]")
-]
-Quorum = Annotated[
-    int | None, typer.Option("--quorum", metavar="K", help="Contributions that a merge needs. [default: 1]")
-]
-Grace = Annotated[
-    float | None,
-    typer.Option(
-        "--grace",
-        metavar="GAMMA",
-        help="Share of the slack to wait for more; 0: off. [default: 0.9]",
-    ),
-]
-SnapshotEvery = Annotated[
-    int | None,
-    typer.Option(
-        "--snapshot-every",
-        metavar="N",
-        help="Merges between two snapshots of the whole run; 0: only on request. [default: 10 of each fragment]",
-    ),
-]
-Adopt = Annotated[
-    str | None,
-    typer.Option(
-        "--adopt",
-        metavar="HOW",
-        help="carry keeps steps that are not merged; overwrite and blend do not. [default: carry; streaming: blend]",
-    ),
-]
-Merge = Annotated[
-    str | None,
-    typer.Option(
-        "--merge",
-        metavar="HOW",
-        help="average; radial: mean direction and mean length apart; trimmed: per value without the smallest and the "
-        "largest, against a learner gone wild. [default: average; with --inner adamw: radial]",
-    ),
-]
-NormClip = Annotated[
-    float | None,
-    typer.Option(
-        "--norm-clip",
-        metavar="C",
-        help="Scale contributions down to C times their usual size; 0: never. [default: 0]",
-    ),
-]
-Plan = Annotated[
-    str | None,
-    typer.Option(
-        "--plan",
-        metavar="HOW",
-        help="Fragments balanced, by layers or by rows. [default: balanced]",
-    ),
-]
-Outer = Annotated[
-    str | None,
-    typer.Option(
-        "--outer",
-        metavar="NAME",
-        help="Outer optimizer: nesterov, sgd, adam or torch's name. [default: nesterov]",
-    ),
-]
-OuterLr = Annotated[
-    float | None,
-    typer.Option(
-        "--outer-lr",
-        metavar="RATE",
-        help="Its learning rate. [default: 0.7; with --inner adamw: 0.4]",
-    ),
-]
-OuterMomentum = Annotated[
-    float | None,
-    typer.Option(
-        "--outer-momentum",
-        metavar="MU",
-        help="Its momentum. [default: 0.6; with --inner adamw: 0.85; diloco and streaming: 0.9]",
-    ),
-]
-OuterRamp = Annotated[
-    int | None,
-    typer.Option(
-        "--outer-ramp",
-        metavar="MERGES",
-        help="Merges of a fragment in which both rise from plain averaging. [default: 0; with --inner adamw: 20]",
-    ),
-]
-OuterBreadth = Annotated[
-    bool | None,
-    typer.Option(
-        "--outer-breadth/--no-outer-breadth",
-        help="A merge from which learners are missing is a smaller step. [default: True]",
-    ),
-]
-Up = Annotated[
-    str | None,
-    typer.Option(
-        "--up",
-        metavar="CODEC",
-        help="How deltas travel to the syncer: f32, bf16, int8 or int4; auto: bf16, and int8 or int4 while a learner's "
-        "link does not carry that. [default: auto]",
-    ),
-]
-Down = Annotated[
-    str | None,
-    typer.Option(
-        "--down",
-        metavar="CODEC",
-        help="How updates travel back, the same; auto: by the link of the learner in the middle. [default: auto]",
-    ),
-]
-MaxRate = Annotated[
-    str | None,
-    typer.Option(
-        "--max-rate",
-        metavar="RATE",
-        help="Most that values take of a learner's link, each way: 2gbit, 500mbit, 10MB/s. [default: no bound]",
-    ),
-]
-Streams = Annotated[
-    int | None,
-    typer.Option(
-        "--streams",
-        metavar="N",
-        help="Connections over which a large value goes, from 1 to 16. [default: 4]",
-    ),
-]
-StepTime = Annotated[
-    str | None,
-    typer.Option(
-        "--step-time",
-        metavar="TIME",
-        help="A step takes at least this long, 50ms or 0.05s: unequal accelerators on a few cores.",
-    ),
-]
-Speeds = Annotated[
-    str | None,
-    typer.Option("--speeds", metavar="LIST", help="Speed of each learner beside --step-time, as in 1,1,0.5,0.8."),
-]
-
 # --------------------------------------------------------------------------------------------------------------------
 # What they become
 
@@ -358,68 +119,11 @@ _OF_METHOD: dict[str, dict[str, Any]] = {
 }
 """Where a method is better off with another default than the decoupled one."""
 
-SHARED = (
-    "tokens",
-    "model",
-    "experts",
-    "context_tokens",
-    "data",
-    "batch",
-    "inner",
-    "lr",
-    "beta2",
-    "max_rate",
-    "streams",
-    "step_time",
-    "speeds",
-    "shards",
-    "fragments",
-    "every",
-    "tau",
-    "quorum",
-    "grace",
-    "snapshot_every",
-    "adopt",
-    "merge",
-    "norm_clip",
-    "plan",
-    "outer",
-    "outer_lr",
-    "outer_momentum",
-    "outer_ramp",
-    "outer_breadth",
-    "up",
-    "down",
-    "eval_tokens",
-)
-"""Names of the parameters that `train` and `syncer` have."""
-
-PROTOCOL = (
-    "max_rate",
-    "streams",
-    "step_time",
-    "speeds",
-    "shards",
-    "fragments",
-    "every",
-    "tau",
-    "quorum",
-    "grace",
-    "snapshot_every",
-    "adopt",
-)
-"""Those of them that say how learners and syncer work together; the rest says what is trained."""
-
-FLAGS = {"context_tokens": "context"}
-"""Parameters whose flag is another word."""
-
-RENAMED = {  # parameters whose setting is called otherwise
-    "context_tokens": "context",
-    "every": "every_steps",
-    "tau": "overlap_steps",
-    "grace": "grace_margin",
-    "step_time": "step_time_s",
+PROTOCOL = {
+    *("max_rate", "streams", "step_time_s", "speeds", "shards", "fragments", "every_steps", "overlap_steps", "quorum"),
+    *("grace_margin", "snapshot_every", "adopt"),
 }
+"""Settings of a job that say how learners and syncer work together; the rest says what is trained."""
 
 
 def is_given(context: typer.Context, name: str) -> bool:
@@ -427,18 +131,23 @@ def is_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
+def flag_of(context: typer.Context, name: str) -> str:
+    """Return the option that sets this parameter of the command."""
+    return next(each.opts[0] for each in context.command.params if each.name == name)
+
+
 def refuse_with_resume(context: typer.Context, allowed: set[str], word: str = "--resume") -> None:
     """Whoever gives an option believes that it matters; a run that goes on has settings of its own."""
     ignored = sorted(name for name in context.params if name not in allowed and is_given(context, name))
     if ignored:
-        flag = "--" + FLAGS.get(ignored[0], ignored[0]).replace("_", "-")
-        raise ValueError(f"{flag} means nothing with {word}: a run goes on by its own settings")
+        raise ValueError(f"{flag_of(context, ignored[0])} means nothing with {word}: a run goes on by its own settings")
 
 
-def make_settings(given: dict[str, Any]) -> JobSettings:
-    """The job that these options describe; those that are None were not given."""
+def make_settings(given: Mapping[str, Any]) -> JobSettings:
+    """Return the job that these options describe, by the names of settings; those that are None were not given."""
     from dataclasses import asdict, replace
 
+    from atoll.core.settings import declared_settings
     from atoll.reference.job_settings import ADAMW_BETA2, ADAMW_LR, FOR_ADAMW, JobSettings, Kill
 
     method = given.get("method") or "decoupled"
@@ -447,57 +156,92 @@ def make_settings(given: dict[str, Any]) -> JobSettings:
         values = {"lr": ADAMW_LR, "beta2": ADAMW_BETA2} | asdict(FOR_ADAMW)
     values |= _OF_METHOD.get(method, {})
     values |= {name: value for name, value in given.items() if value is not None}
-    if "tokens" in values:
-        values["tokens"] = read_count("--tokens", values["tokens"])
-    if "step_time" in values:
-        values["step_time"] = read_seconds("--step-time", values["step_time"])
-    if "speeds" in values:
-        values["speeds"] = read_speeds(values["speeds"])
+    for each in declared_settings(JobSettings):
+        if each.setting.parse is not None and each.name in values:
+            values[each.name] = each.setting.parse(values[each.name])
     if "kills" in values:
         values["kills"] = tuple(Kill.parse(each) for each in values["kills"])
-    if "data" in values:
-        values["data"] = str(Path(values["data"]).absolute())
     if method == "single":
         values.setdefault("learners", 1)
     numeric = {name: values.pop(name) for name in asdict(FOR_ADAMW) if name in values}
-    values = {RENAMED.get(name, name): value for name, value in values.items()}
     return JobSettings(**values, numerics=replace(JobSettings().numerics, **numeric))
 
 
-def read_count(option: str, text: str) -> int:
-    """
-    >>> read_count("--tokens", "1.5M"), read_count("--tokens", "1_000")
-    (1500000, 1000)
-    """
-    found = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?)\s*([kKmMgG]?)", text.strip())
-    if found is None:
-        raise ValueError(f"{option} {text!r} is not a count; give one such as 2000000, 500k or 20M")
-    factor = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}[found[2].lower()]
-    return round(float(found[1].replace("_", "")) * factor)
+# --------------------------------------------------------------------------------------------------------------------
+# Options that are derived from a dataclass of settings
 
 
-def read_seconds(option: str, text: str) -> float:
-    """
-    >>> read_seconds("--step-time", "50ms"), read_seconds("--step-time", "0.2")
-    (0.05, 0.2)
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(ms|s)?", text.strip())
-    if found is None:
-        raise ValueError(f"{option} {text!r} is not a time; give one such as 50ms or 0.05s")
-    return float(found[1]) / (1000.0 if found[2] == "ms" else 1.0)
+@dataclass(frozen=True, slots=True)
+class DerivedOptions:
+    """Mark a parameter of a command as a dict of options, by the name of their setting."""
+
+    parameters: Callable[[], Sequence[Parameter]]
 
 
-def read_speeds(text: str) -> tuple[float, ...]:
-    """
-    >>> read_speeds("1,1,0.5x2")
-    (1.0, 1.0, 0.5, 0.5)
-    """
-    speeds: list[float] = []
-    for part in text.split(","):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:x\s*(\d{1,4}))?\s*", part)
-        if found is None:
-            raise ValueError(
-                f"--speeds {text!r} is not understood; give a speed per learner, as in 1,1,0.5,0.8 or 1x4,0.5x4"
-            )
-        speeds += [float(found[1])] * int(found[2] or 1)
-    return tuple(speeds)
+def expand(run: Callable[..., None]) -> Callable[..., None]:
+    """Return the command with the options in place of the parameters that `DerivedOptions` marks."""
+    parameters = signature(run, eval_str=True).parameters
+    derived = {
+        name: mark.parameters()
+        for name, each in parameters.items()
+        for mark in getattr(each.annotation, "__metadata__", ())
+        if isinstance(mark, DerivedOptions)
+    }
+
+    @wraps(run)
+    def expanded(**values: Any) -> None:
+        for name, options in derived.items():
+            values[name] = {each.name: values.pop(each.name) for each in options}
+        run(**values)
+
+    flat = [option for name, each in parameters.items() for option in derived.get(name, (each,))]
+    expanded.__signature__ = Signature(  # type: ignore[attr-defined]
+        [each.replace(kind=Parameter.KEYWORD_ONLY) for each in flat]
+    )
+    return expanded
+
+
+def option_of(declared: Declared, default_text: str) -> Parameter:
+    """Return the parameter of a command for this setting. It is None where the option is not given."""
+    setting, flag = declared.setting, declared.flag
+    kind = str if setting.parse is not None else next(k for k in (bool, int, float, str) if _is_of(declared.type, k))
+    words = f"{flag}/{flag[:2]}no-{flag[2:]}" if kind is bool else flag
+    text = f"{setting.help} [default: {default_text}]" if default_text else setting.help
+    option = typer.Option(words, metavar=setting.metavar or None, help=text)
+    return Parameter(declared.name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])
+
+
+def _is_of(hint: Any, kind: type) -> bool:
+    """Say whether values of this type, or of this type and None, are of this kind. A literal is text."""
+    members = get_args(hint) or (hint,)
+    return kind in members or (kind is str and isinstance(members[0], str))
+
+
+def _job_parameters(left_out: Collection[str] = ()) -> list[Parameter]:
+    """Derive the options of a job. Their help names the defaults of other methods and of AdamW where they differ."""
+    from atoll.core.settings import declared_settings
+    from atoll.reference.job_settings import JobSettings
+
+    def defaults(job: JobSettings) -> dict[str, Any]:
+        return {each.name: getattr(job if hasattr(job, each.name) else job.numerics, each.name) for each in declared}
+
+    declared = [each for each in declared_settings(JobSettings) if each.setting.help and each.name not in left_out]
+    cases = {"with --inner adamw": defaults(make_settings({"inner": "adamw"}))}
+    cases |= {method: defaults(make_settings({"method": method})) for method in _OF_METHOD}
+
+    def default_text(each: Declared) -> str:
+        if each.setting.default_text is not None:
+            return each.setting.default_text
+        others: dict[str, list[str]] = {}
+        for case, values in cases.items():
+            if values[each.name] != each.default:
+                others.setdefault(each.shown_default(values[each.name]), []).append(case)
+        parts = [f"{' and '.join(names)}: {value}" for value, names in others.items()]
+        return "; ".join([each.shown_default(each.default), *parts])
+
+    return [option_of(each, default_text(each)) for each in declared]
+
+
+JobOptions = Annotated[dict[str, Any], DerivedOptions(_job_parameters)]
+TrainedModelOptions = Annotated[dict[str, Any], DerivedOptions(partial(_job_parameters, PROTOCOL))]
+"""Options of a job without those of its protocol."""

@@ -12,7 +12,6 @@ import typer
 
 from atoll.cli import options
 from atoll.cli.check import RunArgument
-from atoll.cli.options import FLAGS, PROTOCOL, SHARED, is_given, make_settings
 from atoll.cli.output import ExitCode, JsonOption, print_json, progress, reading, training_again
 
 if TYPE_CHECKING:
@@ -25,32 +24,13 @@ if TYPE_CHECKING:
 
 # long: the list of options
 def run(
-    context: typer.Context,
+    ctx: typer.Context,
     run: RunArgument,
     effects_only: Annotated[
         bool, typer.Option("--effects-only", help="Do not train again: compare only what the processes did.")
     ] = False,
-    tokens: options.Tokens = None,
-    model: options.Model = None,
-    experts: options.Experts = None,
-    context_tokens: options.Context = None,
-    data: options.Data = None,
-    batch: options.Batch = None,
-    seed: options.Seed = 0,
-    inner: options.Inner = None,
-    lr: options.Lr = None,
-    beta2: options.Beta2 = None,
-    merge: options.Merge = None,
-    norm_clip: options.NormClip = None,
-    plan: options.Plan = None,
-    outer: options.Outer = None,
-    outer_lr: options.OuterLr = None,
-    outer_momentum: options.OuterMomentum = None,
-    outer_ramp: options.OuterRamp = None,
-    outer_breadth: options.OuterBreadth = None,
-    up: options.Up = None,
-    down: options.Down = None,
-    eval_tokens: options.EvalTokens = None,
+    *,
+    job: options.TrainedModelOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Derive every effect of a run anew from its tapes, and train its model again to the last bit.
@@ -62,13 +42,13 @@ def run(
 
     Tapes of atoll simulate have no model. Say what to train, and a real model is trained under the failures of the
     simulated chips: --model 100k --batch 2 --tokens 2M. The batch is that of an island with all its slices. Training
-    ends after the tokens or with the tapes. All options from --tokens to --eval-tokens are for such tapes only.
+    ends after the tokens or with the tapes. Options that say what to train are for such tapes only.
     """
     from atoll.tape.files import RunTapes
     from atoll.tape.replay import ReplayDifference, replay
 
     tapes = RunTapes(run)
-    wished = _settings_for(context, tapes)
+    wished = _settings_for(ctx, job, tapes)
     entries = 0
     found: ReplayDifference | None = None
     with reading("replaying", tapes) as watched:
@@ -183,36 +163,31 @@ def _show(difference: ReplayDifference) -> None:
             print(f"  {'>' if place == first else ' '} {place + 1:>3}     {canonical(effect)}")
 
 
-WHAT_TO_TRAIN = ("seed", *(name for name in SHARED if name not in PROTOCOL))
-"""Parameters of the command that describe a model and its training; the protocol is that of the tapes."""
-
-
-def _settings_for(context: typer.Context, tapes: RunTapes) -> JobSettings | None:
+def _settings_for(ctx: typer.Context, job: dict[str, Any], tapes: RunTapes) -> JobSettings | None:
     """What the options ask to train; None where none is given.
 
     Raises `ValueError` before anything long begins: where the tapes are of a run that has a model of its own, or are
     too coarse for one.
     """
-    given = [name for name in WHAT_TO_TRAIN if is_given(context, name)]
+    given = [name for name in job if options.is_given(ctx, name)]
     if not given:
         return None
-    flag = "--" + FLAGS.get(given[0], given[0]).replace("_", "-")
+    flag = options.flag_of(ctx, given[0])
     if not tapes.is_simulated:
         raise ValueError(
             f"{flag} is for tapes of atoll simulate, and {tapes.run} is none of them: a run is trained again by its own"
             " settings; leave it out"
         )
-    if context.params["effects_only"]:
+    if ctx.params["effects_only"]:
         raise ValueError(f"--effects-only trains nothing, and {flag} says what to train; give one of them")
-    wished = {name: context.params[name] for name in WHAT_TO_TRAIN}
-    settings = make_settings({**wished, "learners": len(tapes.learners())})
+    settings = options.make_settings({**job, "learners": len(tapes.learners())})
     try:
         from atoll.reference.synthetic import check_simulated, with_fitting_plan
     except ModuleNotFoundError as missing:
         raise ValueError(
             f"training needs {missing.name}, which comes with the extra 'train': pip install 'atoll[train]'"
         ) from None
-    if wished["plan"] is None:
+    if job["plan"] is None:
         settings = with_fitting_plan(settings, tapes.config.fragments)
     check_simulated(tapes, settings)
     return settings

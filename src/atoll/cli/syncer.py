@@ -52,7 +52,7 @@ TOKEN_NOTE = "token-required"
 
 # long: the list of options, with what each one means
 def run_syncer(
-    context: typer.Context,
+    ctx: typer.Context,
     out: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Directory of the run: every durable version, tape, model.")
     ],
@@ -114,39 +114,8 @@ def run_syncer(
         int | None,
         typer.Option("--learners", metavar="M", help="Learners among which the data is divided. [default: 4]"),
     ] = None,
-    tokens: options.Tokens = None,
-    model: options.Model = None,
-    experts: options.Experts = None,
-    context_tokens: options.Context = None,
-    data: options.Data = None,
-    batch: options.Batch = None,
-    seed: options.Seed = 0,
-    inner: options.Inner = None,
-    lr: options.Lr = None,
-    beta2: options.Beta2 = None,
-    max_rate: options.MaxRate = None,
-    streams: options.Streams = None,
-    step_time: options.StepTime = None,
-    speeds: options.Speeds = None,
-    shards: options.Shards = None,
-    fragments: options.Fragments = None,
-    every: options.Every = None,
-    tau: options.Tau = None,
-    quorum: options.Quorum = None,
-    grace: options.Grace = None,
-    snapshot_every: options.SnapshotEvery = None,
-    adopt: options.Adopt = None,
-    merge: options.Merge = None,
-    norm_clip: options.NormClip = None,
-    plan: options.Plan = None,
-    outer: options.Outer = None,
-    outer_lr: options.OuterLr = None,
-    outer_momentum: options.OuterMomentum = None,
-    outer_ramp: options.OuterRamp = None,
-    outer_breadth: options.OuterBreadth = None,
-    up: options.Up = None,
-    down: options.Down = None,
-    eval_tokens: options.EvalTokens = None,
+    *,
+    job: options.JobOptions,
     dash: Dash = False,
     dash_port: DashPort = None,
     rules: PageRules = None,
@@ -185,20 +154,19 @@ def run_syncer(
     check_format(log_format)
     page = Page(dash, dash_port, rules)
     page.check()
-    if options.is_given(context, "take_over_after") and not standby:
+    if options.is_given(ctx, "take_over_after") and not standby:
         raise ValueError("--take-over-after means nothing without --standby")
     if or_resume and (resume or standby):
         raise ValueError("--or-resume means nothing with --resume or --standby: leave one of them out")
     is_new = False
     if resume or standby:
-        options.refuse_with_resume(context, RESUMED)
+        options.refuse_with_resume(ctx, RESUMED)
         if not (out / CONFIG).is_file():
             raise ValueError(f"{out} holds no run (it has no {CONFIG}): leave --resume out to start one")
         settings = JobSettings.load(out / CONFIG)
         _check_shards(settings, files)
     else:
-        given = {"learners": learners, "seed": seed, **{name: context.params[name] for name in options.SHARED}}
-        settings = options.make_settings(given)
+        settings = options.make_settings({"learners": learners, **job})
         model_config(settings)  # refuses a model that there is not
         _check_shards(settings, files)
         if or_resume and (out / CONFIG).is_file():
@@ -215,7 +183,7 @@ def run_syncer(
         _check_token(out, token)
         stack.enter_context(page_beside(page, out, token))
         wait_s = take_over_after if standby else None
-        again = partial(_resume_command, context)
+        again = partial(_resume_command, ctx)
         _serve(out, settings, host, port, token, files, plain_text, wait_s, serve_end, sock, again, log_format, as_json)
 
 
@@ -282,22 +250,22 @@ def _check_token(out: Path, token: str | None) -> None:
         )
 
 
-def _resume_command(context: typer.Context, address: str | None) -> str:
+def _resume_command(ctx: typer.Context, address: str | None) -> str:
     """Return the command that goes on with this run where learners expect it, without its secrets."""
     import shlex
 
-    words = ["atoll", "syncer", "--out", str(context.params["out"]), "--resume"]
-    for option in context.command.params:
-        if option.name not in REPEATED or not options.is_given(context, option.name):
+    words = ["atoll", "syncer", "--out", str(ctx.params["out"]), "--resume"]
+    for option in ctx.command.params:
+        if option.name not in REPEATED or not options.is_given(ctx, option.name):
             continue
-        value = context.params[option.name]
+        value = ctx.params[option.name]
         if option.name == "token":
             value = option.metavar
         elif option.name == "port" and address is not None:
             value = address.rpartition(":")[2]  # learners know this one, also where --port 0 was given
         words += [option.opts[0]] if value is True else [option.opts[0], str(value)]
-    source = context.get_parameter_source("token")
-    from_environment = context.params["token"] and source is not None and source.name == "ENVIRONMENT"
+    source = ctx.get_parameter_source("token")
+    from_environment = ctx.params["token"] and source is not None and source.name == "ENVIRONMENT"
     return shlex.join(words) + (", with the same ATOLL_TOKEN" if from_environment else "")
 
 

@@ -32,7 +32,7 @@ SHOWN_KILL = "3@0.4"
 
 # long: the list of options, with what each one means
 def run(
-    context: typer.Context,
+    ctx: typer.Context,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="DIR", help="Directory of the run. [default: the first free runs/METHOD-N]"),
@@ -72,39 +72,8 @@ def run(
             f"nobody. [default: {SHOWN_KILL} where there are 3 learners]",
         ),
     ] = None,
-    tokens: options.Tokens = None,
-    model: options.Model = None,
-    experts: options.Experts = None,
-    context_tokens: options.Context = None,
-    data: options.Data = None,
-    batch: options.Batch = None,
-    seed: options.Seed = 0,
-    inner: options.Inner = None,
-    lr: options.Lr = None,
-    beta2: options.Beta2 = None,
-    max_rate: options.MaxRate = None,
-    streams: options.Streams = None,
-    step_time: options.StepTime = None,
-    speeds: options.Speeds = None,
-    shards: options.Shards = None,
-    fragments: options.Fragments = None,
-    every: options.Every = None,
-    tau: options.Tau = None,
-    quorum: options.Quorum = None,
-    grace: options.Grace = None,
-    snapshot_every: options.SnapshotEvery = None,
-    adopt: options.Adopt = None,
-    merge: options.Merge = None,
-    norm_clip: options.NormClip = None,
-    plan: options.Plan = None,
-    outer: options.Outer = None,
-    outer_lr: options.OuterLr = None,
-    outer_momentum: options.OuterMomentum = None,
-    outer_ramp: options.OuterRamp = None,
-    outer_breadth: options.OuterBreadth = None,
-    up: options.Up = None,
-    down: options.Down = None,
-    eval_tokens: options.EvalTokens = None,
+    *,
+    job: options.JobOptions,
     dash: Dash = False,
     dash_port: DashPort = None,
     rules: PageRules = None,
@@ -127,17 +96,16 @@ def run(
     if resume and restore is not None:
         raise ValueError("--resume goes on with a run, --restore starts a new one: give one of them")
     if resume:
-        out = _to_resume(context, out)
+        out = _to_resume(ctx, out)
     elif restore is not None:
-        out = _to_restore(context, out)
+        out = _to_restore(ctx, out)
     else:
         settings = options.make_settings(
             {
                 "method": method,
                 "learners": learners,
                 "kills": _kills(kill, method, learners),
-                "seed": seed,
-                **{name: context.params[name] for name in options.SHARED},
+                **job,
             }
         )
         if init is not None and method != "decoupled":
@@ -153,7 +121,7 @@ def run(
             if resume:
                 settings, report = _resumed(out, learners)
             elif restore is not None:
-                settings, report = _restored(restore, out, learners, tokens, kill)
+                settings, report = _restored(restore, out, learners, job["tokens"], kill)
             else:
                 settings, report = _started(settings, out, init)
     except AlreadyFinished:
@@ -212,12 +180,12 @@ def _restored(
 ) -> tuple[JobSettings, JobReport]:
     from atoll.dashboard.terminal import LiveView
     from atoll.reference.job import restore_job
-    from atoll.reference.job_settings import JobSettings, Kill
+    from atoll.reference.job_settings import JobSettings, Kill, read_count
     from atoll.store.run_settings import CONFIG
 
     changes: dict[str, Any] = {"kills": tuple(Kill.parse(each) for each in kill or () if each != "none")}
     if tokens is not None:
-        changes["tokens"] = options.read_count("--tokens", tokens)
+        changes["tokens"] = read_count("--tokens", tokens)
     report = restore_job(source, out, LiveView(), learners, changes)
     return JobSettings.load(out / CONFIG), report
 
@@ -229,19 +197,19 @@ def _kills(kill: list[str] | None, method: str, learners: int | None) -> list[st
     return [each for each in kill if each != "none"]
 
 
-def _to_resume(context: typer.Context, out: Path | None) -> Path:
+def _to_resume(ctx: typer.Context, out: Path | None) -> Path:
     """The run to go on with. Refuses what would be ignored: it has settings of its own."""
     if out is None:
         raise ValueError("say which run to go on with: --out runs/first --resume")
-    options.refuse_with_resume(context, {"out", "resume", "learners", *BESIDE})
+    options.refuse_with_resume(ctx, {"out", "resume", "learners", *BESIDE})
     return out
 
 
-def _to_restore(context: typer.Context, out: Path | None) -> Path:
+def _to_restore(ctx: typer.Context, out: Path | None) -> Path:
     from atoll.store.run_settings import check_new
 
     allowed = {"out", "restore", "learners", "tokens", "kill", *BESIDE}
-    options.refuse_with_resume(context, allowed, "--restore")
+    options.refuse_with_resume(ctx, allowed, "--restore")
     out = out if out is not None else next_run(RUNS, "decoupled")
     check_new(out)
     return out

@@ -28,6 +28,7 @@ class Setting:
     parse: Callable[[str], Any] | None = None  # reads what a user writes, where that is no plain number or text
     show: Callable[[Any], str] | None = None  # the opposite, for the default in help
     default_text: str | None = None  # in help, in place of the default; empty: show none
+    advice: str = ""  # ends the sentence about a value that is out of bounds
 
 
 def setting(default: Any, help: str = "", **declared: Any) -> Any:
@@ -83,9 +84,9 @@ def declared_settings(owner: type) -> Iterator[Declared]:
 
     >>> @dataclass(frozen=True)
     ... class Pace:
-    ...     steps: int = setting(3, "Steps of one round.", min=1)
+    ...     every: int = setting(3, "Steps of one round.", min=1)
     >>> [(each.flag, each.default) for each in declared_settings(Pace)]
-    [('--steps', 3)]
+    [('--every', 3)]
     """
     return _declared(owner())
 
@@ -110,19 +111,20 @@ def check_settings(instance: Any) -> None:
 
 def _check(name: str, value: Any, hint: Any, declared: Setting) -> None:
     kinds = [kind for kind in get_args(hint) if kind is not NoneType] if NoneType in get_args(hint) else [hint]
-    if value is None and len(kinds) < len(get_args(hint)):
+    if value is None and NoneType in get_args(hint):
         return
     kind = kinds[0]
     if get_origin(kind) is Literal:
         choices = get_args(kind)
         if not isinstance(value, str) or value not in choices:
-            raise ValueError(f"{name} is {value!r}; give one of {', '.join(choices)}")
+            raise ValueError(f"{name} is {value!r}; give {', '.join(choices[:-1])} or {choices[-1]}")
     elif kind is int:
         if type(value) is not int or not _is_within(value, declared):
             raise ValueError(f"{name} must be a whole number {_range(declared)}, got {value!r}")
     elif kind is float:
         if not isinstance(value, int | float) or isinstance(value, bool) or not _is_within(value, declared):
-            raise ValueError(f"{name} is {value!r}; give a number {_range(declared)}")
+            advice = f": {declared.advice}" if declared.advice else ""
+            raise ValueError(f"{name} is {value!r}; give a number {_range(declared)}{advice}")
     elif kind in (str, bool) and type(value) is not kind:
         raise ValueError(f"{name} is {value!r}; give {'a text' if kind is str else 'true or false'}")
 

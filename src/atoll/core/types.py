@@ -140,7 +140,13 @@ class RunConfig:
     overlap_steps: int = setting(2, "Steps that overlap with one exchange.", metavar="TAU", flag="tau", min=1)
     quorum: int = setting(1, "Contributions that a merge needs.", metavar="K", min=1)
     grace_margin: float = setting(
-        0.5, "Share of the slack to wait for more contributions; 0: off.", metavar="GAMMA", flag="grace", min=0, below=1
+        0.5,
+        "Share of the slack to wait for more contributions; 0: off.",
+        metavar="GAMMA",
+        flag="grace",
+        min=0,
+        below=1,
+        advice="0 turns the grace window off",
     )
     adopt: AdoptHow = setting(
         "carry", "carry keeps steps that are not merged; overwrite and blend do not.", metavar="HOW"

@@ -41,7 +41,7 @@ class Numerics:
         metavar="HOW",
     )
     outer: str = setting("nesterov", "Outer optimizer: nesterov, sgd, adam or torch's name.", metavar="NAME")
-    outer_lr: float = setting(1.0, "Its learning rate.", metavar="RATE", above=0)  # eta
+    outer_lr: float = setting(1.0, "Its learning rate.", metavar="RATE", above=0, advice="for example 0.4")  # eta
     outer_momentum: float = setting(0.0, "Its momentum; of adam the first beta.", metavar="MU", min=0, below=1)  # mu
     # outer steps in which eta goes from 1 and mu from 0 to their values
     outer_ramp: int = setting(
