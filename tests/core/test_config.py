@@ -45,7 +45,7 @@ CASES: list[tuple[dict, str]] = [
         {"grace_margin": float("nan")},
         f"grace_margin is nan; {GRACE}",
     ),
-    ({"adopt": "replace"}, "adopt is 'replace'; give carry, overwrite or blend"),
+    ({"adopt": "replace"}, "adopt is 'replace'; give one of carry, overwrite or blend"),
     ({"blend_alpha": 1.1}, "blend_alpha is 1.1; give a number from 0 to 1"),
     ({"blend_alpha": -0.1}, "blend_alpha is -0.1; give a number from 0 to 1"),
     ({"blend_alpha": float("nan")}, "blend_alpha is nan; give a number from 0 to 1"),

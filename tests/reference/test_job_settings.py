@@ -72,7 +72,7 @@ def test_a_damaged_file_is_named(tmp_path):
         ({"grace_margin": 1.5}, "grace_margin is 1.5; give a number from 0 up to"),
         ({"warmup": 1.0}, "warmup is 1"),
         ({"lr": float("nan")}, "lr is nan"),
-        ({"adopt": "steal"}, "adopt is 'steal'; give carry, overwrite or blend"),
+        ({"adopt": "steal"}, "adopt is 'steal'; give one of carry, overwrite or blend"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_the_fix(changes, sentence):

@@ -117,7 +117,7 @@ def _check(name: str, value: Any, hint: Any, declared: Setting) -> None:
     if get_origin(kind) is Literal:
         choices = get_args(kind)
         if not isinstance(value, str) or value not in choices:
-            raise ValueError(f"{name} is {value!r}; give {', '.join(choices[:-1])} or {choices[-1]}")
+            raise ValueError(f"{name} is {value!r}; give one of {', '.join(choices[:-1])} or {choices[-1]}")
     elif kind is int:
         if type(value) is not int or not _is_within(value, declared):
             raise ValueError(f"{name} must be a whole number {_range(declared)}, got {value!r}")
