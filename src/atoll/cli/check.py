@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.output import ExitCode, JsonOption, complain, print_json, reading
+from atoll.cli.output import ExitCode, JsonOption, Result, complain, print_json, reading
 
 if TYPE_CHECKING:
     from atoll.sim.check_tapes import CheckResult
@@ -130,7 +131,7 @@ def run_check(
         int, typer.Option("--last", metavar="LINES", min=1, help="Lines of the story of a violation.")
     ] = 40,
     as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Check every invariant over the tapes of a run.
 
     Tells the story of the first violation, and ends with exit code 1 if there is one. Tapes that are cut, lost or still
@@ -143,12 +144,9 @@ def run_check(
     checkers = all_checkers(tapes.config)
     verdict = judge(tapes, checkers)
     lines = [] if verdict.violation is None else story_of(tapes, verdict.violation, last)
-    if as_json:
-        print_json(_verdict_fields(tapes, checkers, verdict, lines))
-    else:
-        _show_verdict(tapes, checkers, verdict, lines)
-    if verdict.violation is not None:
-        raise typer.Exit(ExitCode.FAILED)
+    found = tapes, checkers, verdict, lines
+    code = ExitCode.OK if verdict.violation is None else ExitCode.FAILED
+    return Result(partial(_verdict_fields, *found), partial(_show_verdict, *found), code)
 
 
 def judge(tapes: RunTapes, checkers: Sequence[Checker]) -> CheckResult:

@@ -6,12 +6,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.output import ExitCode, JsonOption, complain, print_json
+from atoll.cli.output import ExitCode, JsonOption, Result, complain, print_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -219,7 +220,7 @@ def run_down(
         raise typer.Exit(ExitCode.FAILED)
 
 
-def run_status(file: File, as_json: JsonOption = False) -> None:
+def run_status(file: File, as_json: JsonOption = False) -> Result:
     """Show how the units of a run are: standing, restarts, and why.
 
     The exit code is 0 where nothing has failed. An engine that does not answer is no sign that its units are lost: they
@@ -231,13 +232,12 @@ def run_status(file: File, as_json: JsonOption = False) -> None:
     read = IslandsFile.load(file)
     looks = Fleet(read).looks()
     wrong = any(look.is_wrong for look in looks)
-    if as_json:
+
+    def fields() -> dict[str, object]:
         units = [look.to_json() for look in looks]
-        print_json({"run": read.run, "directory": str(read.directory), "well": not wrong, "units": units})
-    else:
-        print_looks(looks)
-    if wrong:
-        raise typer.Exit(ExitCode.FAILED)
+        return {"run": read.run, "directory": str(read.directory), "well": not wrong, "units": units}
+
+    return Result(fields, partial(print_looks, looks), ExitCode.FAILED if wrong else ExitCode.OK)
 
 
 READ_S = 0.5

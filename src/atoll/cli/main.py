@@ -39,12 +39,12 @@ from atoll.cli.options import expand
 from atoll.cli.output import (
     ExitCode,
     JsonOption,
+    Result,
     complain,
     flush_stdout,
     give_up_stdout,
     interruptible,
     open_streams,
-    print_json,
 )
 
 EXTRA_OF = {
@@ -69,7 +69,7 @@ EXTRA_OF = {
 class Command(NamedTuple):
     """A subcommand: its function, with options as annotated parameters and help as docstring, and one command line."""
 
-    run: Callable[..., None]
+    run: Callable[..., Result | None]
     example: str  # shown at the end of the help
 
 
@@ -80,14 +80,13 @@ class Session:
     traceback: bool = False
 
 
-def _run_version(as_json: JsonOption = False) -> None:
+def _run_version(as_json: JsonOption = False) -> Result:
     """Show the versions of Atoll and of the Python that runs it."""
     import platform
 
-    if as_json:
-        print_json({"atoll": __version__, "python": platform.python_version()})
-    else:
-        print(f"atoll {__version__} on Python {platform.python_version()}")
+    python = platform.python_version()
+    fields = {"atoll": __version__, "python": python}
+    return Result(lambda: fields, lambda: print(f"atoll {__version__} on Python {python}"))
 
 
 COMMANDS = {

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 if TYPE_CHECKING:
+    from atoll.cli.output import Result
     from atoll.core.settings import Declared
     from atoll.reference.job_settings import JobSettings
 
@@ -178,7 +179,7 @@ class DerivedOptions:
     parameters: Callable[[], Sequence[Parameter]]
 
 
-def expand(run: Callable[..., None]) -> Callable[..., None]:
+def expand(run: Callable[..., Result | None]) -> Callable[..., Result | None]:
     """Return the command with the options in place of the parameters that `DerivedOptions` marks."""
     parameters = signature(run, eval_str=True).parameters
     derived = {
@@ -189,10 +190,10 @@ def expand(run: Callable[..., None]) -> Callable[..., None]:
     }
 
     @wraps(run)
-    def expanded(**values: Any) -> None:
+    def expanded(**values: Any) -> Result | None:
         for name, options in derived.items():
             values[name] = {each.name: values.pop(each.name) for each in options}
-        run(**values)
+        return run(**values)
 
     flat = [option for name, each in parameters.items() for option in derived.get(name, (each,))]
     expanded.__signature__ = Signature(  # type: ignore[attr-defined]

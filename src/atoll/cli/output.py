@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequen
 from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, ParamSpec, TypeVar
 
 import typer
 
@@ -33,6 +33,14 @@ class ExitCode(IntEnum):
     USAGE = 2  # the user asked for something that cannot be done; stderr has one line that says what
     INTERRUPTED = 130  # Ctrl-C
     NO_READER = 141  # whoever read our output has gone, as in `atoll story run | head`
+
+
+class Result(NamedTuple):
+    """The result of a command. `atoll.cli.main` shows it: one JSON object with `--json`, text otherwise."""
+
+    fields: Callable[[], Mapping[str, object]]
+    show: Callable[[], None]  # prints the text
+    code: ExitCode = ExitCode.OK
 
 
 def print_json(fields: Mapping[str, object]) -> None:
@@ -78,8 +86,8 @@ def flush_stdout() -> None:
         raise
 
 
-def interruptible(run: Callable[_P, None]) -> Callable[_P, None]:
-    """Wrap a command: Ctrl-C ends in one line, a reader that went away ends in silence.
+def interruptible(run: Callable[_P, Result | None]) -> Callable[_P, None]:
+    """Wrap a command: show its result, end Ctrl-C in one line, and a reader that went away in silence.
 
     Typer would turn both into exit codes before `main` could tell them from anything else. Errors pass through.
     """
@@ -87,7 +95,12 @@ def interruptible(run: Callable[_P, None]) -> Callable[_P, None]:
     @functools.wraps(run)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> None:
         try:
-            run(*args, **kwargs)
+            result = run(*args, **kwargs)
+            if result is not None:
+                if kwargs["as_json"]:
+                    print_json(result.fields())
+                else:
+                    result.show()
             flush_stdout()
         except KeyboardInterrupt:
             complain("interrupted")
@@ -95,6 +108,8 @@ def interruptible(run: Callable[_P, None]) -> Callable[_P, None]:
         except BrokenPipeError:
             give_up_stdout()
             raise typer.Exit(ExitCode.NO_READER) from None
+        if result is not None and result.code:
+            raise typer.Exit(result.code)
 
     return wrapped
 
