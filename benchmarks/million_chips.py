@@ -32,8 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from atoll.cli.simulate_run import simulate_run
-from atoll.cli.simulate_wish import Wish
+from atoll.cli.simulate_run import Wish, simulate_run
 from atoll.reference.job_settings import ADAMW_BETA2, ADAMW_LR, FOR_ADAMW, JobSettings
 from atoll.reference.loop import model_config
 from atoll.reference.synthetic import Trained, train_simulated, with_fitting_plan

@@ -12,9 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import typer.main
-
-from atoll.cli.main import COMMANDS, build_app
+from atoll.cli.main import COMMANDS, build_command
 
 SOURCES = Path(__file__).resolve().parent.parent / "src/atoll"
 SHOWN_METHODS = ("__init__",)  # with underscores; entering and leaving is told by the class
@@ -73,17 +71,15 @@ def _arguments(arguments: ast.arguments) -> str:
 
 def commands() -> str:
     """Every command of `atoll` with its options, as `--help` tells them."""
-    app: Any = typer.main.get_command(build_app(COMMANDS))
     lines = ["# The `atoll` command", ""]
     lines += [
         "Made from the commands themselves; `atoll COMMAND --help` says the same. Exit codes: 0 fine; 1 something"
     ]
     lines += ["was found; 2 it cannot be carried out; 130 interrupted; 141 nobody reads the output.", ""]
-    for name, module in COMMANDS.items():
-        command = app.commands[name]
-        lines += [f"## `atoll {name}`", "", inspect.cleandoc(module.run.__doc__ or ""), ""]
-        lines += ["```sh", module.EXAMPLE, "```", ""]
-        lines += _options(name, command)
+    for name, command in COMMANDS.items():
+        lines += [f"## `atoll {name}`", "", inspect.cleandoc(command.run.__doc__ or ""), ""]
+        lines += ["```sh", command.example, "```", ""]
+        lines += _options(name, build_command(name, command))
     return "\n".join(lines)
 
 

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import typer
 
 from atoll.chaos.scenario import shipped
 from atoll.cli.keys import ACTIONS
-from atoll.cli.main import COMMANDS, build_app
+from atoll.cli.main import COMMANDS, build_command
 from atoll.core import protocol
 from atoll.core.learner.core import LearnerCore
 from atoll.core.reasons import REASONS, Reason
@@ -383,7 +382,7 @@ def test_every_fault_has_tests_and_a_scenario_that_there_are():
 
 OPTIONS = {
     name: {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
-    for name, command in typer.main.get_command(build_app(COMMANDS)).commands.items()  # type: ignore[attr-defined]
+    for name, command in ((name, build_command(name, each)) for name, each in COMMANDS.items())
 }
 OF_ANY = set().union(*OPTIONS.values()) | {"--help", "--traceback", "--version"}
 COMMAND = re.compile(r"(?<![\w./-])atoll ([a-z]+)((?:\\\n|[^\n`|;&#\")])*)")

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 
 from atoll.cli import fragments
-from atoll.cli.main import CommandModule, main
+from atoll.cli.main import Command, main
 
-COMMANDS: dict[str, CommandModule] = {"fragments": fragments, "rest": fragments}
+COMMANDS = {name: Command(fragments.run, "atoll fragments 1m") for name in ("fragments", "rest")}
 SIZES = ("100k", "1m", "moe")
 
 
@@ -123,8 +123,9 @@ def test_fewer_fragments_than_asked_for_are_pointed_out(model, capsys):
 
 def test_it_needs_neither_a_terminal_nor_its_alphabet(model):
     script = (
-        "import sys; from atoll.cli.main import CommandModule, main; from atoll.cli import fragments\n"
-        f"code = main(['fragments', {str(model)!r}], {{'fragments': fragments, 'rest': fragments}})\n"
+        "import sys; from atoll.cli.main import Command, main; from atoll.cli import fragments\n"
+        "command = Command(fragments.run, '')\n"
+        f"code = main(['fragments', {str(model)!r}], {{'fragments': command, 'rest': command}})\n"
         "assert 'torch' not in sys.modules, 'a file is read without torch'\n"
         "sys.exit(code)"
     )

@@ -6,12 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
 from atoll import __version__
-from atoll.cli.main import COMMANDS, main
+from atoll.cli.main import COMMANDS, Command, main
 from atoll.cli.output import print_json
 
 HEAVY = ("atoll.core", "atoll.sim", "hypothesis", "matplotlib", "multiprocessing", "numpy", "torch")
@@ -24,7 +23,7 @@ def command_that(action):
         """Act."""
         action()
 
-    return {"act": SimpleNamespace(run=run, EXAMPLE="atoll act"), "rest": COMMANDS["version"]}
+    return {"act": Command(run, "atoll act"), "rest": COMMANDS["version"]}
 
 
 def failing_with(error):
@@ -56,8 +55,8 @@ def test_help_of_a_command_says_what_it_does_and_ends_with_an_example(name, caps
     doc = COMMANDS[name].run.__doc__
     assert doc
     assert doc.split("\n")[0].strip() in told
-    assert COMMANDS[name].EXAMPLE.startswith(f"atoll {name}")
-    assert told.endswith(f"Example: {COMMANDS[name].EXAMPLE}")
+    assert COMMANDS[name].example.startswith(f"atoll {name}")
+    assert told.endswith(f"Example: {COMMANDS[name].example}")
 
 
 def test_help_lists_every_command(capsys):

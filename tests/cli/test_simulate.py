@@ -9,8 +9,8 @@ from functools import partial
 
 import pytest
 
-from atoll.cli import processes
 from atoll.cli.main import main
+from atoll.cli.output import run_all
 from atoll.tape.files import RunTapes
 
 SHORT = ("--learners", "4", "--chips", "400000", "--days", "0.01")
@@ -367,7 +367,7 @@ def test_results_come_in_the_order_of_the_tasks():
 
     tasks = [partial(square, number) for number in range(7)]
     for jobs in (1, 3):
-        assert processes.run_all("", tasks, jobs) == [0, 1, 4, 9, 16, 25, 36]
+        assert run_all("", tasks, jobs) == [0, 1, 4, 9, 16, 25, 36]
 
 
 def test_what_goes_wrong_in_a_process_goes_wrong_here():
@@ -376,14 +376,14 @@ def test_what_goes_wrong_in_a_process_goes_wrong_here():
         raise ValueError("four is too few")
 
     with pytest.raises(ValueError, match="four is too few") as caught:
-        processes.run_all("", [bad, lambda tell: 1], jobs=2)
+        run_all("", [bad, lambda tell: 1], jobs=2)
     assert "in bad" in str(caught.value.__cause__)
 
 
 def test_ctrl_c_ends_every_process():
     script = (
         "import multiprocessing, os, signal, sys\n"
-        "from atoll.cli.processes import run_all\n"
+        "from atoll.cli.output import run_all\n"
         "def interrupt(tell):\n"
         "    os.kill(os.getppid(), signal.SIGINT)\n"
         "    signal.pause()\n"
@@ -398,7 +398,7 @@ def test_ctrl_c_ends_every_process():
 def test_a_process_that_was_killed_is_reported():
     script = (
         "import os, signal\n"
-        "from atoll.cli.processes import run_all\n"
+        "from atoll.cli.output import run_all\n"
         "try:\n"
         "    run_all('', [lambda tell: os.kill(os.getpid(), signal.SIGKILL), lambda tell: 1], jobs=2)\n"
         "except OSError as wrong:\n"

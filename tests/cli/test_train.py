@@ -10,14 +10,14 @@ import select
 import signal
 import subprocess
 import sys
-from dataclasses import fields
 
 import pytest
 
 from atoll.checkpoint.model_file import model_digest
-from atoll.cli import job_options, train
+from atoll.cli import options, train
 from atoll.cli.check import judge
 from atoll.cli.main import main
+from atoll.core.settings import declared_settings
 from atoll.dashboard.terminal import LiveView
 from atoll.reference.children import JobFailed
 from atoll.reference.job import AlreadyFinished, resume_job, start_job
@@ -163,7 +163,7 @@ def test_a_finished_run_says_so(finished, capsys):
 
 
 def test_the_summary_is_for_a_newcomer(finished):
-    from atoll.cli.train_summary import summary
+    from atoll.cli.train import summary
     from atoll.reference.report import Bytes, IslandReport, JobReport, Paced, ProcessFault, Tokens
 
     run, told, _ = finished
@@ -417,37 +417,32 @@ def test_help_tells_the_defaults_that_a_job_has(capsys):
     assert main(["train", "--help"]) == 0
     told = re.sub(r" --no-\S+", "", " ".join(capsys.readouterr().out.split()))  # a flag's other half
     settings = JobSettings()
-    renamed = {name: option for option, name in job_options.RENAMED.items()}
     shown: dict[str, object] = {"tokens": f"{settings.tokens / 1e6:g}M", "norm_clip": 0}
     shown["snapshot_every"] = f"{SNAPSHOT_PASSES} of each fragment"
     shown["max_rate"] = "no bound"
     shown["streams"] = 4
-    values = {each.name: getattr(settings, each.name) for each in fields(settings)}
-    values |= {each.name: getattr(settings.numerics, each.name) for each in fields(settings.numerics)}
     missing = []
-    for name, value in values.items():
-        option = renamed.get(name, name)
-        if option not in job_options.SHARED or option in ("context_tokens", "data", "speeds", "step_time"):
+    for each in declared_settings(JobSettings):
+        if not each.setting.help or each.name in ("context", "data", "speeds", "step_time_s"):
             continue
-        flag = "--" + option.replace("_", "-")
-        part = told.partition(f" {flag} ")[2].partition(" --")[0]
-        if f"[default: {shown.get(name, value)}" not in part:
-            missing.append((flag, value, part))
+        part = told.partition(f" {each.flag} ")[2].partition(" --")[0]
+        if f"[default: {shown.get(each.name, each.default)}" not in part:
+            missing.append((each.flag, each.default, part))
     assert missing == []
 
 
 def test_a_method_has_defaults_of_its_own():
-    assert job_options.make_settings({"method": "diloco"}).numerics.outer_lr == 0.7
-    assert job_options.make_settings({"method": "streaming"}).adopt == "blend"
-    assert job_options.make_settings({"inner": "adamw"}).numerics == FOR_ADAMW
-    assert job_options.make_settings({"inner": "adamw"}).lr == 0.004
-    assert job_options.make_settings({"inner": "adamw"}).beta2 == 0.99
-    mixed = job_options.make_settings({"inner": "adamw", "method": "diloco", "outer_lr": 0.3}).numerics
+    assert options.make_settings({"method": "diloco"}).numerics.outer_lr == 0.7
+    assert options.make_settings({"method": "streaming"}).adopt == "blend"
+    assert options.make_settings({"inner": "adamw"}).numerics == FOR_ADAMW
+    assert options.make_settings({"inner": "adamw"}).lr == 0.004
+    assert options.make_settings({"inner": "adamw"}).beta2 == 0.99
+    mixed = options.make_settings({"inner": "adamw", "method": "diloco", "outer_lr": 0.3}).numerics
     assert (mixed.merge, mixed.outer_lr, mixed.outer_momentum, mixed.outer_ramp) == ("average", 0.3, 0.9, 0)
-    assert job_options.make_settings({"method": "streaming", "adopt": "carry"}).adopt == "carry"
-    assert job_options.make_settings({"method": "single"}).learners == 1
-    assert not job_options.make_settings({"outer_breadth": False}).numerics.outer_breadth
-    assert job_options.make_settings({}) == JobSettings()
+    assert options.make_settings({"method": "streaming", "adopt": "carry"}).adopt == "carry"
+    assert options.make_settings({"method": "single"}).learners == 1
+    assert not options.make_settings({"outer_breadth": False}).numerics.outer_breadth
+    assert options.make_settings({}) == JobSettings()
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -29,15 +29,26 @@ def test_optional_counts_are_whole_numbers_of_at_least_1_or_not_given(name, valu
     assert str(caught.value) == WHOLE.format(name, repr(value))
 
 
+GRACE = "give a number from 0 up to, not with, 1: 0 turns the grace window off"
+
 CASES: list[tuple[dict, str]] = [
     ({"quorum": 3, "limits": Limits(most_learners=2)}, "quorum 3 exceeds the most learners of a run, 2"),
-    ({"grace_margin": 1.0}, "grace_margin must be in [0, 1), got 1.0: 0 turns the grace window off"),
-    ({"grace_margin": -0.1}, "grace_margin must be in [0, 1), got -0.1: 0 turns the grace window off"),
-    ({"grace_margin": float("nan")}, "grace_margin must be in [0, 1), got nan: 0 turns the grace window off"),
-    ({"adopt": "replace"}, "adopt must be carry, overwrite or blend, got 'replace'"),
-    ({"blend_alpha": 1.1}, "blend_alpha must be in [0, 1], got 1.1"),
-    ({"blend_alpha": -0.1}, "blend_alpha must be in [0, 1], got -0.1"),
-    ({"blend_alpha": float("nan")}, "blend_alpha must be in [0, 1], got nan"),
+    (
+        {"grace_margin": 1.0},
+        f"grace_margin is 1.0; {GRACE}",
+    ),
+    (
+        {"grace_margin": -0.1},
+        f"grace_margin is -0.1; {GRACE}",
+    ),
+    (
+        {"grace_margin": float("nan")},
+        f"grace_margin is nan; {GRACE}",
+    ),
+    ({"adopt": "replace"}, "adopt is 'replace'; give one of carry, overwrite or blend"),
+    ({"blend_alpha": 1.1}, "blend_alpha is 1.1; give a number from 0 to 1"),
+    ({"blend_alpha": -0.1}, "blend_alpha is -0.1; give a number from 0 to 1"),
+    ({"blend_alpha": float("nan")}, "blend_alpha is nan; give a number from 0 to 1"),
     ({"owned": ()}, "owned must name at least one fragment, each once"),
     ({"owned": (1, 1)}, "owned must name at least one fragment, each once"),
     ({"fragments": 4, "owned": (4,)}, "owned names a fragment outside 0..3"),

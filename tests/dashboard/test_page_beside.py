@@ -9,8 +9,8 @@ from urllib.request import urlopen
 
 import pytest
 
+from atoll.cli.dash import Page, page_beside
 from atoll.cli.main import main
-from atoll.cli.page_beside import Page, page_beside
 from tests.tiny_run import TinyRun
 
 WAIT_S = 300.0

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from atoll.cli import down, logs
-from atoll.cli import up as commands_up
+from atoll.cli import fleet as fleet_commands
+from atoll.cli.fleet import run_down, run_logs, run_up
 from atoll.launch import engine as engines
 from atoll.launch import fleet as of_fleet
 from atoll.launch.engine import UnitStanding
@@ -23,7 +23,7 @@ TWO = '[islands.a]\ncommand = "x"\n[islands.b]\ncommand = "x"\n'
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch, tmp_path):
     use_fakes(monkeypatch, tmp_path)
-    for module, name in ((of_fleet, "LOOK_S"), (of_fleet, "LOOK_FAR_S"), (logs, "READ_S")):
+    for module, name in ((of_fleet, "LOOK_S"), (of_fleet, "LOOK_FAR_S"), (fleet_commands, "READ_S")):
         monkeypatch.setattr(module, name, 0.0)
 
 
@@ -106,9 +106,9 @@ def test_islands_of_one_table_are_submitted_together_where_the_engine_takes_that
 
 def test_up_warns_of_an_address_that_leads_nowhere_from_other_machines(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(engines.ENGINES, "slurm", engines.ENGINES["fake"])
-    commands_up.run(fleet_of(tmp_path, engine="slurm").file.path, dry_run=True)
+    run_up(fleet_of(tmp_path, engine="slurm").file.path, dry_run=True)
     assert capsys.readouterr().err.startswith("atoll: syncer.address is 127.0.0.1:7400, which every machine takes for")
-    commands_up.run(fleet_of(tmp_path).file.path, dry_run=True)
+    run_up(fleet_of(tmp_path).file.path, dry_run=True)
     assert capsys.readouterr().err == ""
 
 
@@ -126,9 +126,9 @@ def test_a_unit_on_a_machine_that_is_gone_for_good_can_be_forgotten(tmp_path, ca
     assert said == {"a": f"cannot be stopped: nobody answers; {how}"}
 
     with pytest.raises(ValueError, match=r"which units are gone for good\? Name them"):
-        down.run(path, forget=True)
+        run_down(path, forget=True)
     FakeEngine.silent.append("a")
-    down.run(path, ["a"], forget=True)
+    run_down(path, ["a"], forget=True)
     assert (
         "a: forgotten: cannot be asked: nobody answers; if it still runs there, end it there" in capsys.readouterr().out
     )
@@ -172,6 +172,6 @@ def test_logs_are_followed_on_when_an_engine_does_not_answer_once(tmp_path, caps
             return UnitStanding.ENDED
 
     FakeEngine.standings = Ends()
-    logs.run(fleet.file.path, ["a"], follow=True)
+    run_logs(fleet.file.path, ["a"], follow=True)
     assert capsys.readouterr().out == "a | first\na | last\n"
     assert FakeEngine.asked == ["a", "a"], "nobody else is asked about"

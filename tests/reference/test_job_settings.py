@@ -69,10 +69,10 @@ def test_a_damaged_file_is_named(tmp_path):
         ({"speeds": (1.0, 1.0, 1.0, 0.5)}, "--step-time 50ms"),
         ({"kills": (Kill(5, 0.4),)}, "learner 5 of 4"),
         ({"kills": (Kill(3, 0.4),), "method": "ddp"}, "means nothing to ddp"),
-        ({"grace_margin": 1.5}, "grace_margin must be in"),
+        ({"grace_margin": 1.5}, "grace_margin is 1.5; give a number from 0 up to"),
         ({"warmup": 1.0}, "warmup is 1"),
         ({"lr": float("nan")}, "lr is nan"),
-        ({"adopt": "steal"}, "adopt must be carry, overwrite or blend"),
+        ({"adopt": "steal"}, "adopt is 'steal'; give one of carry, overwrite or blend"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_the_fix(changes, sentence):

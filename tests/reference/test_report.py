@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.cli.train_summary import summary
+from atoll.cli.train import summary
 from atoll.core.types import SYNCER
 from atoll.reference import report as reports
 from atoll.reference.job_settings import JobSettings

@@ -1,6 +1,6 @@
-"""The subcommands of `atoll`, one module each.
+"""The subcommands of `atoll`.
 
-A command module has two names that `atoll.cli.main` reads: `run`, the function with its options and its help text, and
-`EXAMPLE`, the one command line that teaches it. `version` is the shortest one to copy. Whatever takes time to import is
-imported inside `run`, so that `atoll --help` stays quick; a test watches that.
+`atoll.cli.main` has the table of commands: the function of each, with options as annotated parameters and help as its
+docstring, and one command line that teaches it. Whatever takes time to import is imported inside the function, so that
+`atoll --help` stays quick; a test watches that.
 """

@@ -1,34 +1,137 @@
-"""`atoll check`: every invariant checker over the tapes of a run."""
+"""`atoll story` and `atoll check`: what the tapes of a run say, and whether every invariant holds over them."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.output import ExitCode, JsonOption, print_json
-from atoll.cli.progress import reading
-from atoll.cli.story import RunArgument, as_fields, indented
+from atoll.cli.output import ExitCode, JsonOption, Result, complain, print_json, reading
 
 if TYPE_CHECKING:
     from atoll.sim.check_tapes import CheckResult
     from atoll.sim.checkers import Checker, Violation
     from atoll.tape.files import RunTapes
     from atoll.tape.format import Entry
-    from atoll.tape.story import StoryLine
+    from atoll.tape.story import StoryLine, Subject
 
-EXAMPLE = "atoll check runs/first"
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run, with its folder of tapes.")]
 
 
-def run(
+def run_story(
+    run: RunArgument,
+    learner: Annotated[int | None, typer.Option("--learner", metavar="ID", help="Tell of this learner.")] = None,
+    fragment: Annotated[int | None, typer.Option("--fragment", metavar="P", help="Tell of this fragment.")] = None,
+    whole: Annotated[bool, typer.Option("--run", help="Tell of the run: who came and went, and its end.")] = False,
+    since: Annotated[
+        float | None, typer.Option("--since", metavar="SECONDS", help="From this time on, in seconds.")
+    ] = None,
+    until: Annotated[
+        float | None, typer.Option("--until", metavar="SECONDS", help="Up to this time, in seconds.")
+    ] = None,
+    last: Annotated[
+        int | None, typer.Option("--last", metavar="LINES", min=1, help="Only the last so many lines.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Tell what happened in a run, in plain sentences.
+
+    Of one learner, of one fragment or of the run as a whole, from its tapes.
+    """
+    from atoll.tape.files import RunTapes
+    from atoll.tape.story import story
+
+    subject = _subject(learner, fragment, whole)
+    tapes = RunTapes(run)
+    _check_known(tapes, subject)
+    told: Iterator[StoryLine] = (
+        line
+        for line in story(tapes.merged(), subject, tapes.config)
+        if (since is None or line.at >= since) and (until is None or line.at <= until)
+    )
+    lines = told if last is None else iter(deque(told, maxlen=last))
+    if as_json:
+        print_json({"subject": list(subject), "lines": [as_fields(line) for line in lines]})
+        return
+    silent = True
+    for line in lines:
+        silent = False
+        print(indented(line))
+    if silent:
+        complain("nothing was said in that time")
+
+
+def indented(line: StoryLine) -> str:
+    """A line with its time in a column."""
+    time, _, sentence = str(line).partition("  ")
+    return f"{time:>14}  {sentence}"
+
+
+def as_fields(line: StoryLine) -> dict[str, object]:
+    return {
+        "at": line.at,
+        "actor": str(line.actor),
+        "tick": line.tick,
+        "subject": list(line.subject),
+        "sentence": line.sentence,
+    }
+
+
+def _subject(learner: int | None, fragment: int | None, whole: bool) -> Subject:
+    if (learner is not None) + (fragment is not None) + whole != 1:
+        raise ValueError("say whose story: --learner 3, --fragment 7 or --run, one of them")
+    if learner is not None:
+        return ("learner", learner)
+    if fragment is not None:
+        return ("fragment", fragment)
+    return ("run", 0)
+
+
+def _check_known(tapes: RunTapes, subject: Subject) -> None:
+    kind, number = subject
+    fragments = tapes.config.fragment_ids()
+    if kind == "fragment" and number not in fragments:
+        raise ValueError(f"no fragment {number} in this run: it has {_listed(fragments)}")
+    if kind == "learner" and number not in tapes.learners() and not _was_heard(tapes, number):
+        raise ValueError(f"no learner {number} in this run: it has {_listed(tapes.learners())}")
+
+
+def _was_heard(tapes: RunTapes, learner: int) -> bool:
+    """A learner whose tape was lost still has a story on the syncer's."""
+    from atoll.core.protocol import MessageArrived
+
+    return any(
+        type(entry.event) is MessageArrived and entry.event.envelope.learner == learner
+        for actor, reader in tapes.readers.items()
+        if actor.learner == 0
+        for entry in reader
+    )
+
+
+def _listed(numbers: list[int] | tuple[int, ...]) -> str:
+    """
+    >>> _listed([1, 2, 3, 4]), _listed([1, 3])
+    ('1 to 4', '1 and 3')
+    """
+    if not numbers:
+        return "none"
+    if len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]} to {numbers[-1]}"
+    *front, end = map(str, numbers)
+    return f"{', '.join(front)} and {end}" if front else end
+
+
+def run_check(
     run: RunArgument,
     last: Annotated[
         int, typer.Option("--last", metavar="LINES", min=1, help="Lines of the story of a violation.")
     ] = 40,
     as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Check every invariant over the tapes of a run.
 
     Tells the story of the first violation, and ends with exit code 1 if there is one. Tapes that are cut, lost or still
@@ -41,12 +144,9 @@ def run(
     checkers = all_checkers(tapes.config)
     verdict = judge(tapes, checkers)
     lines = [] if verdict.violation is None else story_of(tapes, verdict.violation, last)
-    if as_json:
-        print_json(_fields(tapes, checkers, verdict, lines))
-    else:
-        _show(tapes, checkers, verdict, lines)
-    if verdict.violation is not None:
-        raise typer.Exit(ExitCode.FAILED)
+    found = tapes, checkers, verdict, lines
+    code = ExitCode.OK if verdict.violation is None else ExitCode.FAILED
+    return Result(partial(_verdict_fields, *found), partial(_show_verdict, *found), code)
 
 
 def judge(tapes: RunTapes, checkers: Sequence[Checker]) -> CheckResult:
@@ -72,7 +172,7 @@ def _up_to(entries: Iterator[Entry], end: Entry | None) -> Iterator[Entry]:
             return
 
 
-def _fields(
+def _verdict_fields(
     tapes: RunTapes, checkers: Sequence[Checker], verdict: CheckResult, lines: Sequence[StoryLine]
 ) -> dict[str, object]:
     violation = verdict.violation
@@ -103,7 +203,9 @@ def _fields(
     return fields
 
 
-def _show(tapes: RunTapes, checkers: Sequence[Checker], verdict: CheckResult, lines: Sequence[StoryLine]) -> None:
+def _show_verdict(
+    tapes: RunTapes, checkers: Sequence[Checker], verdict: CheckResult, lines: Sequence[StoryLine]
+) -> None:
     from atoll.tape.story import shown
 
     violation = verdict.violation

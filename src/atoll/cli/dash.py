@@ -1,19 +1,102 @@
-"""`atoll dash`: a page in the browser that shows a run, live or finished, or two side by side."""
+"""`atoll dash` and `atoll watch`: a run in the browser and in the terminal. Also `--dash` of other commands."""
 
 from __future__ import annotations
 
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from atoll.cli.access_options import Token, port_option
-from atoll.cli.page_beside import RulesFile
+from atoll.cli.options import Token, port_option
+from atoll.cli.output import JsonOption, complain, print_json, progress
 
-EXAMPLE = "atoll dash runs/first"
+if TYPE_CHECKING:
+    from atoll.dashboard.picture import RunPicture
+
+Dash = Annotated[
+    bool, typer.Option("--dash", help="Show the run on a page in the browser while it goes, as atoll dash does.")
+]
+DashPort = Annotated[int | None, port_option("--dash-port", "Of that page. [default: free one from 7410]")]
+
+RulesFile = Annotated[
+    Path | None, typer.Option("--rules", metavar="FILE", help="TOML with limits for alerts; docs/dash.md has them.")
+]
+PageRules = Annotated[
+    Path | None, typer.Option("--rules", metavar="FILE", help="With --dash: TOML with limits for its alerts.")
+]
+
+ENDS_S = 5.0
 
 
-def run(
+class Page(NamedTuple):
+    """What was said of it on a command line."""
+
+    wanted: bool
+    port: int | None = None
+    rules: Path | None = None
+
+    def check(self) -> None:
+        """Before anything is begun: whoever waits for alerts of an hour must not learn of a slip in them then."""
+        from atoll.dashboard.alerts import Rules
+
+        for name, value in (("--dash-port", self.port), ("--rules", self.rules)):
+            if value is not None and not self.wanted:
+                raise ValueError(f"{name} means nothing without --dash")
+        if self.rules is not None:
+            Rules.load(self.rules)
+
+    def words(self) -> list[str]:
+        given = (("--port", self.port), ("--rules", self.rules))
+        return [word for name, value in given if value is not None for word in (name, str(value))]
+
+
+@contextmanager
+def page_beside(page_wanted: Page, run: Path, token: str | None, own_token: bool = False) -> Iterator[None]:
+    """A page that cannot be shown is no reason not to train: it is told, and the job goes on.
+
+    `own_token`: the token is for this page alone, and may stand in a log; that of a run may not.
+    """
+    if not page_wanted.wanted:
+        yield
+        return
+    command = [sys.executable, "-m", "atoll", "dash", str(run), "--wait", "--while-stdin", *page_wanted.words()]
+    if own_token:
+        command.append("--own-token")
+    # The token is in the environment: others can read a command line.
+    environment = {name: value for name, value in os.environ.items() if name != "ATOLL_TOKEN"}
+    if token is not None:
+        environment["ATOLL_TOKEN"] = token
+    page = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, start_new_session=True
+    )
+    assert page.stdin is not None and page.stdout is not None
+    try:
+        first = page.stdout.readline().strip()
+        if first:
+            if not own_token and not sys.stderr.isatty():
+                first = first.partition("#")[0]
+            print(first, file=sys.stderr, flush=True)
+        else:
+            complain("the page cannot be shown; the run goes on without it")
+        yield
+    finally:
+        page.stdin.close()  # it ends with that; so it does when this process is killed
+        try:
+            page.wait(ENDS_S)
+        except subprocess.TimeoutExpired:
+            page.kill()
+            page.wait()
+        page.stdout.close()
+
+
+def run_dash(
     runs: Annotated[
         list[Path], typer.Argument(metavar="RUN [RUN]", help="Directory of a run; a second one is shown beside it.")
     ],
@@ -50,3 +133,72 @@ def run(
     except ModuleNotFoundError as missing:
         raise ValueError(f"the page needs {missing.name}: pip install 'atoll[dash]'") from None
     serve(runs, host, port, token or None, rules, wait, while_stdin, own_token, open_browser, keys, plain_text)
+
+
+POLL_INTERVAL_S = 1.0
+PLAIN_INTERVAL_S = 10.0
+
+
+def run_watch(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run: live, finished or simulated.")],
+    at: Annotated[
+        float | None, typer.Option("--at", metavar="SECONDS", help="Show the run as it was then, and end.")
+    ] = None,
+    rules: RulesFile = None,
+    once: Annotated[bool, typer.Option("--once", help="Show it as it is now, and end.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Watch a run in the terminal: islands, rounds, books and alerts, from its tapes, without disturbing it.
+
+    Ends with the run, or by Ctrl-C, which ends the watching only. Where stdout is no terminal it prints a line now and
+    then. With --json it prints the picture once, in the shape of docs/dash.md.
+    """
+    from atoll.dashboard.alerts import Rules
+    from atoll.dashboard.picture import RunPicture
+    from atoll.dashboard.view import picture_at
+
+    picture = RunPicture(run, Rules.load(rules) if rules is not None else None)
+    _catch_up(picture)
+    if as_json:
+        print_json(picture_at(picture, at))
+    elif at is not None or once or not picture_at(picture)["live"]:
+        _show_once(picture, at)
+    else:
+        _show_live(picture)
+
+
+def _catch_up(picture: RunPicture) -> None:
+    """Read what there is, with a bar where it takes long."""
+    shown = sys.stderr.isatty()
+    with progress("reading", 1000, shown) as tell:
+        while picture.grow(0.25):
+            tell(round(1000 * (picture.loading() or 1.0)))
+
+
+def _shown(picture: RunPicture, at: float | None = None) -> dict[str, Any]:
+    from atoll.dashboard.view import picture_at
+
+    return {"title": picture.run.resolve().name, **picture_at(picture, at)}
+
+
+def _show_once(picture: RunPicture, at: float | None) -> None:
+    from rich.console import Console
+
+    from atoll.dashboard.terminal import rendered
+
+    console = Console()
+    console.print(rendered(_shown(picture, at), console.width, picture.bands))
+
+
+def _show_live(picture: RunPicture) -> None:
+    from atoll.dashboard.terminal import LiveView
+
+    shown = _shown(picture)
+    with LiveView(sys.stdout, PLAIN_INTERVAL_S, transient=False) as view:
+        view.show(shown, picture.bands)
+        while shown["live"]:
+            time.sleep(POLL_INTERVAL_S)
+            while picture.grow(0.5):
+                pass
+            shown = _shown(picture)
+            view.show(shown, picture.bands, None if shown["live"] else math.inf)  # how it ended is always shown

@@ -9,17 +9,16 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from atoll.cli.output import JsonOption, print_json
+from atoll.cli.output import JsonOption, Result
 
 if TYPE_CHECKING:
     from atoll.tensors.plan import FragmentPlan, TensorInfo
-
-EXAMPLE = "atoll fragments 1m --fragments 24 --plan rows"
 
 EMBEDDINGS = ("*embed*", "*wte*")
 """Names of embeddings in a file, which does not say what its tensors are for."""
@@ -74,7 +73,7 @@ def run(
         ),
     ] = None,
     as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Show how a model is cut into fragments.
 
     One line per fragment: its tensors, parameters and bytes, and a bar that shows what they are. Balance is the largest
@@ -85,10 +84,8 @@ def run(
     tensors = read_tensors(model, embeddings)
     plan = make_plan(tensors, fragments, how)
     shares = [_shares(plan, fragment) for fragment in range(len(plan.fragments))]
-    if as_json:
-        print_json(_fields(model, fragments, plan, shares))
-    else:
-        _show(model, fragments, plan, shares)
+    found = model, fragments, plan, shares
+    return Result(partial(_fields, *found), partial(_show, *found))
 
 
 # ---------------------------------------------------------------------------------------------------------- the model

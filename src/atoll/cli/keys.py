@@ -12,8 +12,6 @@ from atoll.cli.output import JsonOption, print_json
 if TYPE_CHECKING:
     from atoll.transport.keys import Authority, Issued
 
-EXAMPLE = "atoll keys init keys --host head"
-
 ACTIONS = ("init", "add", "show", "renew", "revoke", "retire")
 SOON_DAYS = 30
 

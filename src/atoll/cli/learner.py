@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.access_options import Ca, Keys, Token
-from atoll.cli.log_format import LogFormat, say
+from atoll.cli.options import Ca, Keys, LogFormat, Token, say
 from atoll.cli.output import ExitCode, JsonOption, complain, print_json
 
 if TYPE_CHECKING:
     from atoll.learner.api import Learner
     from atoll.reference.loop import Step
-
-EXAMPLE = "atoll learner --syncer head:7400 --keys keys/far"
 
 SAY_EVERY_S = 5.0
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from atoll.cli.output import ExitCode, JsonOption, print_json
-from atoll.cli.progress import reading
-from atoll.cli.story import RunArgument
+from atoll.cli.check import RunArgument
+from atoll.cli.output import ExitCode, JsonOption, Result, reading
 
 if TYPE_CHECKING:
     from atoll.core.ledger import Line
     from atoll.tape.files import RunTapes
     from atoll.tape.samples import DataHistory, Range, Stay
-
-EXAMPLE = "atoll ledger runs/first"
 
 
 class Sums(NamedTuple):
@@ -37,7 +35,7 @@ def run(
     run: RunArgument,
     rows: Annotated[int, typer.Option("--rows", metavar="N", min=1, help="Rows of the table, at most.")] = 40,
     as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Say of every sample who trained it and where it was merged, and whether the books balance.
 
     The data of a run is one line of numbered samples, of which the syncer leases stretches to its learners. A sample is
@@ -55,12 +53,8 @@ def run(
     ranges, tokens = history.ranges(), history.tokens()
     sums = sums_of(history, ranges)
     balanced = sums.balanced() and not history.problems and all(line.balanced() for line in tokens.values())
-    if as_json:
-        print_json(_fields(tapes, history, ranges, tokens, sums, balanced))
-    else:
-        _show(tapes, history, ranges, tokens, sums, balanced, rows)
-    if not balanced:
-        raise typer.Exit(ExitCode.FAILED)
+    found = tapes, history, ranges, tokens, sums, balanced
+    return Result(partial(_fields, *found), partial(_show, *found, rows), ExitCode.OK if balanced else ExitCode.FAILED)
 
 
 def read_history(tapes: RunTapes) -> DataHistory:

@@ -1,4 +1,4 @@
-"""The `atoll` command: a list of subcommands, and what happens when one of them goes wrong.
+"""The `atoll` command: the table of its subcommands, and what happens when one of them fails.
 
 A command raises `ValueError` with a sentence and the fix when the user asked for something that cannot be done; that
 sentence becomes one line on stderr and exit code 2. It raises `typer.Exit(ExitCode.FAILED)` when it did its work and
@@ -7,44 +7,45 @@ found something wrong. Anything else is our bug and shows its traceback.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from textwrap import shorten
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from typer.core import TyperGroup
 
 from atoll import __version__
 from atoll.cli import (
     chaos,
     check,
     control,
-    curves,
     dash,
-    down,
-    export,
+    fleet,
     fragments,
-    generate,
-    import_checkpoint,
     keys,
     learner,
     ledger,
-    logs,
+    models,
     plan,
     replay,
     report,
-    shard,
     simulate,
-    snapshot,
-    status,
-    story,
     swarm,
     syncer,
     train,
-    up,
-    version,
-    watch,
 )
-from atoll.cli.output import ExitCode, complain, flush_stdout, give_up_stdout, interruptible, open_streams
+from atoll.cli.options import expand
+from atoll.cli.output import (
+    ExitCode,
+    JsonOption,
+    Result,
+    complain,
+    flush_stdout,
+    give_up_stdout,
+    interruptible,
+    open_streams,
+)
 
 EXTRA_OF = {
     "accelerate": "transformers",
@@ -65,13 +66,11 @@ EXTRA_OF = {
 """Which extra of the package brings a module that is not always there."""
 
 
-class CommandModule(Protocol):
-    """Interface of a command module in `atoll.cli`."""
+class Command(NamedTuple):
+    """A subcommand: its function, with options as annotated parameters and help as docstring, and one command line."""
 
-    EXAMPLE: str  # one command line, shown at the end of the help
-
-    @property
-    def run(self) -> Callable[..., None]: ...  # options as annotated parameters, help as docstring
+    run: Callable[..., Result | None]
+    example: str  # shown at the end of the help
 
 
 @dataclass(slots=True)
@@ -81,36 +80,45 @@ class Session:
     traceback: bool = False
 
 
-COMMANDS: dict[str, CommandModule] = {
+def _run_version(as_json: JsonOption = False) -> Result:
+    """Show the versions of Atoll and of the Python that runs it."""
+    import platform
+
+    python = platform.python_version()
+    fields = {"atoll": __version__, "python": python}
+    return Result(lambda: fields, lambda: print(f"atoll {__version__} on Python {python}"))
+
+
+COMMANDS = {
     # in the order in which --help lists them
-    "train": train,
-    "up": up,
-    "down": down,
-    "status": status,
-    "logs": logs,
-    "syncer": syncer,
-    "shard": shard,
-    "learner": learner,
-    "keys": keys,
-    "dash": dash,
-    "watch": watch,
-    "report": report,
-    "curves": curves,
-    "snapshot": snapshot,
-    "control": control,
-    "generate": generate,
-    "export": export,
-    "import": import_checkpoint,
-    "fragments": fragments,
-    "chaos": chaos,
-    "plan": plan,
-    "simulate": simulate,
-    "swarm": swarm,
-    "check": check,
-    "story": story,
-    "ledger": ledger,
-    "replay": replay,
-    "version": version,
+    "train": Command(train.run, "atoll train --out runs/first"),
+    "up": Command(fleet.run_up, "atoll up examples/islands.toml"),
+    "down": Command(fleet.run_down, "atoll down examples/islands.toml"),
+    "status": Command(fleet.run_status, "atoll status examples/islands.toml"),
+    "logs": Command(fleet.run_logs, "atoll logs examples/islands.toml -f --tail 20"),
+    "syncer": Command(syncer.run_syncer, "atoll syncer --host 0.0.0.0 --keys keys/syncer --out runs/two-hosts"),
+    "shard": Command(syncer.run_shard, "atoll shard --syncer head:7400 --shard 0 --shards 4 --out shards/0"),
+    "learner": Command(learner.run, "atoll learner --syncer head:7400 --keys keys/far"),
+    "keys": Command(keys.run, "atoll keys init keys --host head"),
+    "dash": Command(dash.run_dash, "atoll dash runs/first"),
+    "watch": Command(dash.run_watch, "atoll watch runs/first"),
+    "report": Command(report.run_report, "atoll report runs/first --html first.html"),
+    "curves": Command(report.run_curves, "atoll curves runs/first --tensorboard boards"),
+    "snapshot": Command(control.run_snapshot, "atoll snapshot runs/first"),
+    "control": Command(control.run_control, "atoll control runs/first pause"),
+    "generate": Command(models.run_generate, 'atoll generate runs/first "def main():"'),
+    "export": Command(models.run_export, "atoll export runs/first --to dcp --out first-dcp"),
+    "import": Command(models.run_import, "atoll import first-dcp --out start.safetensors"),
+    "fragments": Command(fragments.run, "atoll fragments 1m --fragments 24 --plan rows"),
+    "chaos": Command(chaos.run, "atoll chaos kill-one --duration 30s"),
+    "plan": Command(plan.run, "atoll plan --params 5e9 --step-time 1s --sites 8 --rate 2gbit"),
+    "simulate": Command(simulate.run, "atoll simulate --learners 8 --chips 1200000 --days 30 --seed 0"),
+    "swarm": Command(swarm.run, "atoll swarm --seeds 5000"),
+    "check": Command(check.run_check, "atoll check runs/first"),
+    "story": Command(check.run_story, "atoll story runs/first --learner 3"),
+    "ledger": Command(ledger.run, "atoll ledger runs/first"),
+    "replay": Command(replay.run, "atoll replay runs/first"),
+    "version": Command(_run_version, "atoll version --json"),
 }
 
 
@@ -132,26 +140,47 @@ def _before_any_command(
     context.obj.traceback = traceback
 
 
-def build_app(commands: dict[str, CommandModule]) -> typer.Typer:
-    """An application of these commands. Each help text ends with its example."""
-    app = typer.Typer(
-        add_completion=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
-        no_args_is_help=True,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,  # its panels print a value type behind every flag, as if the flag took one
-    )
-    app.callback(epilog="Example: atoll COMMAND --help")(_before_any_command)
-    for name, module in commands.items():
-        app.command(name, epilog=f"Example: {module.EXAMPLE}")(interruptible(module.run))
-    return app
+_STYLE: dict[str, Any] = {
+    "add_completion": False,
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+    "pretty_exceptions_enable": False,
+    "rich_markup_mode": None,  # its panels print a value type behind every flag, as if the flag took one
+}
 
 
-def main(argv: Sequence[str] | None = None, commands: dict[str, CommandModule] | None = None) -> int:
+def build_command(name: str, command: Command) -> Any:
+    """Return the parser of one subcommand, with its options and its help, which ends with the example."""
+    app = typer.Typer(**_STYLE)
+    app.command(name, epilog=f"Example: {command.example}")(interruptible(expand(command.run)))
+    return typer.main.get_command(app)
+
+
+def build_app(commands: Mapping[str, Command]) -> Any:
+    """Return the parser of all subcommands. A subcommand is built on request, because options take long to build."""
+
+    class Subcommands(TyperGroup):
+        def list_commands(self, ctx: Any) -> list[str]:
+            return list(commands)
+
+        def get_command(self, ctx: Any, cmd_name: str) -> Any:
+            return build_command(cmd_name, commands[cmd_name]) if cmd_name in commands else None
+
+        def format_commands(self, ctx: Any, formatter: Any) -> None:
+            room = formatter.width - 6 - max(map(len, commands))
+            first = {name: (each.run.__doc__ or "").partition("\n\n")[0] for name, each in commands.items()}
+            with formatter.section("Commands"):
+                formatter.write_dl([(name, shorten(text, room, placeholder="...")) for name, text in first.items()])
+
+    app = typer.Typer(no_args_is_help=True, **_STYLE)
+    app.callback(cls=Subcommands, epilog="Example: atoll COMMAND --help")(_before_any_command)
+    return typer.main.get_command(app)
+
+
+def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = COMMANDS) -> int:
     """Run one command line and return its exit code. Both arguments are for tests."""
     open_streams()
     session = Session()
-    app = build_app(COMMANDS if commands is None else commands)
+    app = build_app(commands)
     try:
         app(args=None if argv is None else list(argv), prog_name="atoll", obj=session)
         code = int(ExitCode.OK)
@@ -160,10 +189,10 @@ def main(argv: Sequence[str] | None = None, commands: dict[str, CommandModule] |
     except KeyboardInterrupt:  # before a command began
         complain("interrupted")
         return ExitCode.INTERRUPTED
-    except (ValueError, OSError) as wrong:
+    except (ValueError, OSError) as error:
         if session.traceback:
             raise
-        complain(_sentence(wrong))
+        complain(_sentence(error))
         return ExitCode.USAGE
     except ModuleNotFoundError as missing:
         name = (missing.name or "").partition(".")[0]
@@ -176,13 +205,13 @@ def main(argv: Sequence[str] | None = None, commands: dict[str, CommandModule] |
     except BrokenPipeError:  # help is printed outside any command
         give_up_stdout()
         return ExitCode.NO_READER
-    except OSError as wrong:
-        complain(_sentence(wrong))
+    except OSError as error:
+        complain(_sentence(error))
         return ExitCode.USAGE
     return code
 
 
-def _sentence(wrong: ValueError | OSError) -> str:
-    if isinstance(wrong, OSError) and wrong.filename is not None:
-        return f"{wrong.filename}: {wrong.strerror}"
-    return str(wrong) or type(wrong).__name__
+def _sentence(error: ValueError | OSError) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__

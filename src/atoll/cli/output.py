@@ -1,4 +1,4 @@
-"""What every command shares: the `--json` option, one JSON object on stdout, one line on stderr, the exit codes."""
+"""What every command shares: `--json`, exit codes, one line on stderr, progress bars, work over processes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
-from typing import Annotated, ParamSpec
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, ParamSpec, TypeVar
 
 import typer
+
+if TYPE_CHECKING:
+    from atoll.tape.files import RunTapes
+    from atoll.tape.format import Entry
+
+    Watched = Callable[[Iterable[Entry]], Iterator[Entry]]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout, for scripts.")]
 
@@ -25,6 +33,14 @@ class ExitCode(IntEnum):
     USAGE = 2  # the user asked for something that cannot be done; stderr has one line that says what
     INTERRUPTED = 130  # Ctrl-C
     NO_READER = 141  # whoever read our output has gone, as in `atoll story run | head`
+
+
+class Result(NamedTuple):
+    """The result of a command. `atoll.cli.main` shows it: one JSON object with `--json`, text otherwise."""
+
+    fields: Callable[[], Mapping[str, object]]
+    show: Callable[[], None]  # prints the text
+    code: ExitCode = ExitCode.OK
 
 
 def print_json(fields: Mapping[str, object]) -> None:
@@ -70,8 +86,8 @@ def flush_stdout() -> None:
         raise
 
 
-def interruptible(run: Callable[_P, None]) -> Callable[_P, None]:
-    """Wrap a command: Ctrl-C ends in one line, a reader that went away ends in silence.
+def interruptible(run: Callable[_P, Result | None]) -> Callable[_P, None]:
+    """Wrap a command: show its result, end Ctrl-C in one line, and a reader that went away in silence.
 
     Typer would turn both into exit codes before `main` could tell them from anything else. Errors pass through.
     """
@@ -79,7 +95,12 @@ def interruptible(run: Callable[_P, None]) -> Callable[_P, None]:
     @functools.wraps(run)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> None:
         try:
-            run(*args, **kwargs)
+            result = run(*args, **kwargs)
+            if result is not None:
+                if kwargs["as_json"]:
+                    print_json(result.fields())
+                else:
+                    result.show()
             flush_stdout()
         except KeyboardInterrupt:
             complain("interrupted")
@@ -87,5 +108,135 @@ def interruptible(run: Callable[_P, None]) -> Callable[_P, None]:
         except BrokenPipeError:
             give_up_stdout()
             raise typer.Exit(ExitCode.NO_READER) from None
+        if result is not None and result.code:
+            raise typer.Exit(result.code)
 
     return wrapped
+
+
+LONG_BYTES = 8 * 1024 * 1024
+"""Tapes of this size take a few seconds to read."""
+
+_ENTRIES_PER_LOOK = 512
+
+
+@contextmanager
+def progress(title: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
+    """Yields a function that is told how much of `total` is done. Nothing is drawn where nobody watches."""
+    if not shown or not sys.stderr.isatty():
+        yield lambda done: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
+def reading(title: str, tapes: RunTapes) -> AbstractContextManager[Watched]:
+    """Yields a function through which entries are read while the bar shows how much of the tapes is behind us."""
+    return _watching(title, tapes, tapes.size_bytes() >= LONG_BYTES, _ENTRIES_PER_LOOK)
+
+
+def training_again(tapes: RunTapes) -> AbstractContextManager[Watched]:
+    """The same, where an entry may be an inner step: it is long, however short the tapes are."""
+    return _watching("training again", tapes, True, 16)
+
+
+@contextmanager
+def _watching(title: str, tapes: RunTapes, shown: bool, every: int) -> Iterator[Watched]:
+    with progress(title, tapes.size_bytes(), shown) as tell:
+
+        def watched(entries: Iterable[Entry]) -> Iterator[Entry]:
+            for number, entry in enumerate(entries):
+                if number % every == 0:
+                    tell(tapes.bytes_read())
+                yield entry
+
+        yield watched
+
+
+R = TypeVar("R")
+Tell = Callable[[float], None]
+Task = Callable[[Tell], R]
+
+_UNITS = 1_000  # of the bar
+_LOOK_S = 0.2  # how often the bar is brought up to date
+
+
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def run_all(
+    title: str, tasks: Sequence[Task[R]], jobs: int, weights: Sequence[float] = (), shown: bool = True
+) -> list[R]:
+    """The results of all tasks. The first one that fails ends the rest; so does Ctrl-C.
+
+    `weights` say how long each task takes beside the others, for the bar; all alike, if they are left out.
+    """
+    weights = weights or [1.0] * len(tasks)
+    jobs = min(jobs, len(tasks))
+    if jobs > 1:
+        return _in_processes(title, tasks, jobs, weights, shown)
+    shares = [0.0] * len(tasks)
+    results: list[R] = []
+    with progress(title, _UNITS, shown) as tell:
+        for number, task in enumerate(tasks):
+
+            def told(share: float, number: int = number) -> None:
+                shares[number] = share
+                tell(_done(weights, shares))
+
+            results.append(task(told))
+            told(1.0)
+    return results
+
+
+def _done(weights: Sequence[float], shares: Sequence[float]) -> int:
+    return round(_UNITS * sum(w * s for w, s in zip(weights, shares, strict=True)) / sum(weights))
+
+
+def _in_processes(
+    title: str, tasks: Sequence[Task[Any]], jobs: int, weights: Sequence[float], shown: bool
+) -> list[Any]:
+    from concurrent.futures import FIRST_EXCEPTION, wait
+    from concurrent.futures.process import BrokenProcessPool
+    from multiprocessing import RawArray
+
+    from atoll.sim.swarm import forks
+
+    shares = RawArray("d", len(tasks))  # each process writes the places of its own tasks
+    try:
+        with forks(jobs, _take, tasks, shares) as pool:
+            # Submitted, and so forked, before the bar starts: its thread must not be copied into the processes.
+            futures = [pool.submit(_do, number) for number in range(len(tasks))]
+            with progress(title, _UNITS, shown) as tell:
+                waiting = set(futures)
+                while waiting:
+                    done, waiting = wait(waiting, timeout=_LOOK_S, return_when=FIRST_EXCEPTION)
+                    for future in done:
+                        future.result()
+                    tell(_done(weights, shares))
+            return [future.result() for future in futures]
+    except BrokenProcessPool:
+        raise OSError("a process of the simulation was killed, perhaps for lack of memory") from None
+
+
+_tasks: Sequence[Task[Any]] = ()
+_shares: MutableSequence[float] = []
+
+
+def _take(tasks: Sequence[Task[Any]], shares: MutableSequence[float]) -> None:
+    """In a new process: what it was forked with. A task is then named by its number, and need not be picklable."""
+    global _tasks, _shares
+    _tasks, _shares = tasks, shares
+
+
+def _do(number: int) -> Any:
+    result = _tasks[number](partial(_shares.__setitem__, number))
+    _shares[number] = 1.0
+    return result

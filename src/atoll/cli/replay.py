@@ -1,57 +1,36 @@
-"""`atoll replay`: does the core, told the same again, do the same? And does training end with the same bits?
+"""`atoll replay`: derive every effect again from the tapes, and train the model again to the same bits.
 
-Tapes of a simulated run have no bits to compare with; a model can be trained on them, see `replay_simulated`.
+Tapes of a simulated run have no bits to compare with. A model can be trained on them.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atoll.cli import job_options as options
-from atoll.cli import replay_simulated
-from atoll.cli.output import ExitCode, JsonOption, print_json
-from atoll.cli.progress import reading, training_again
-from atoll.cli.story import RunArgument
+from atoll.cli import options
+from atoll.cli.check import RunArgument
+from atoll.cli.output import ExitCode, JsonOption, print_json, progress, reading, training_again
 
 if TYPE_CHECKING:
+    from atoll.reference.job_settings import JobSettings
     from atoll.reference.replaying import Replayed
     from atoll.reference.synthetic import Trained
+    from atoll.tape.files import RunTapes
     from atoll.tape.replay import ReplayDifference
-
-EXAMPLE = "atoll replay runs/first"
 
 
 # long: the list of options
 def run(
-    context: typer.Context,
+    ctx: typer.Context,
     run: RunArgument,
     effects_only: Annotated[
         bool, typer.Option("--effects-only", help="Do not train again: compare only what the processes did.")
     ] = False,
-    tokens: options.Tokens = None,
-    model: options.Model = None,
-    experts: options.Experts = None,
-    context_tokens: options.Context = None,
-    data: options.Data = None,
-    batch: options.Batch = None,
-    seed: options.Seed = 0,
-    inner: options.Inner = None,
-    lr: options.Lr = None,
-    beta2: options.Beta2 = None,
-    merge: options.Merge = None,
-    norm_clip: options.NormClip = None,
-    plan: options.Plan = None,
-    outer: options.Outer = None,
-    outer_lr: options.OuterLr = None,
-    outer_momentum: options.OuterMomentum = None,
-    outer_ramp: options.OuterRamp = None,
-    outer_breadth: options.OuterBreadth = None,
-    up: options.Up = None,
-    down: options.Down = None,
-    eval_tokens: options.EvalTokens = None,
+    *,
+    job: options.TrainedModelOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Derive every effect of a run anew from its tapes, and train its model again to the last bit.
@@ -63,13 +42,13 @@ def run(
 
     Tapes of atoll simulate have no model. Say what to train, and a real model is trained under the failures of the
     simulated chips: --model 100k --batch 2 --tokens 2M. The batch is that of an island with all its slices. Training
-    ends after the tokens or with the tapes. All options from --tokens to --eval-tokens are for such tapes only.
+    ends after the tokens or with the tapes. Options that say what to train are for such tapes only.
     """
     from atoll.tape.files import RunTapes
     from atoll.tape.replay import ReplayDifference, replay
 
     tapes = RunTapes(run)
-    wished = replay_simulated.settings_for(context, tapes)
+    wished = _settings_for(ctx, job, tapes)
     entries = 0
     found: ReplayDifference | None = None
     with reading("replaying", tapes) as watched:
@@ -95,7 +74,7 @@ def run(
     simulated: Trained | None = None
     why = ""
     if found is None and wished is not None:
-        simulated = replay_simulated.train(tapes, wished)
+        simulated = _train_simulated(tapes, wished)
     elif found is None and not effects_only:
         trained, why = _train(run)
     if as_json:
@@ -107,12 +86,12 @@ def run(
                 "difference": found and _fields(found),
                 "complete": not gaps,
                 "incomplete": gaps,
-                "training": training if simulated is None else replay_simulated.fields(simulated),
+                "training": training if simulated is None else _simulated_fields(simulated),
                 "not_trained": why or None,
             }
         )
     elif simulated is not None:
-        for line in replay_simulated.told(simulated):
+        for line in _simulated_lines(simulated):
             print(line)
     elif trained is not None:
         print(_told(trained))
@@ -128,7 +107,7 @@ def _train(run: Path) -> tuple[Replayed | None, str]:
 
     tapes = RunTapes(run)  # from the beginning
     if tapes.is_simulated:
-        return None, replay_simulated.what_to_add(tapes)
+        return None, _what_to_add(tapes)
     try:
         from atoll.reference.replaying import CannotReplay, can_replay, replay_training
     except ModuleNotFoundError:  # the tools that need no tensors are installed alone
@@ -182,3 +161,75 @@ def _show(difference: ReplayDifference) -> None:
         print(f"  {word:<9} {len(effects)} effects")
         for place, effect in enumerate(effects):
             print(f"  {'>' if place == first else ' '} {place + 1:>3}     {canonical(effect)}")
+
+
+def _settings_for(ctx: typer.Context, job: dict[str, Any], tapes: RunTapes) -> JobSettings | None:
+    """What the options ask to train; None where none is given.
+
+    Raises `ValueError` before anything long begins: where the tapes are of a run that has a model of its own, or are
+    too coarse for one.
+    """
+    given = [name for name in job if options.is_given(ctx, name)]
+    if not given:
+        return None
+    flag = options.flag_of(ctx, given[0])
+    if not tapes.is_simulated:
+        raise ValueError(
+            f"{flag} is for tapes of atoll simulate, and {tapes.run} is none of them: a run is trained again by its own"
+            " settings; leave it out"
+        )
+    if ctx.params["effects_only"]:
+        raise ValueError(f"--effects-only trains nothing, and {flag} says what to train; give one of them")
+    settings = options.make_settings({**job, "learners": len(tapes.learners())})
+    try:
+        from atoll.reference.synthetic import check_simulated, with_fitting_plan
+    except ModuleNotFoundError as missing:
+        raise ValueError(
+            f"training needs {missing.name}, which comes with the extra 'train': pip install 'atoll[train]'"
+        ) from None
+    if job["plan"] is None:
+        settings = with_fitting_plan(settings, tapes.config.fragments)
+    check_simulated(tapes, settings)
+    return settings
+
+
+def _train_simulated(tapes: RunTapes, settings: JobSettings) -> Trained:
+    from atoll.reference.synthetic import train_simulated
+
+    with progress("training", settings.tokens, True) as tell:
+        return train_simulated(tapes, settings, tell)
+
+
+def _what_to_add(tapes: RunTapes) -> str:
+    """For whoever has not said what to train."""
+    return (
+        "the tapes are simulated and have no model; to train one under their failures, say which:"
+        f" atoll replay {tapes.run} --model 100k --batch 2 --tokens 2M"
+    )
+
+
+def _simulated_fields(trained: Trained) -> dict[str, Any]:
+    learners = {str(learner): one._asdict() for learner, one in trained.learners.items()}
+    return {**trained._asdict(), "learners": learners, "contributions_per_merge": trained.contributions_per_merge}
+
+
+def _simulated_lines(trained: Trained) -> list[str]:
+    per_merge = f"{trained.contributions_per_merge:.2f}"
+    why = {
+        "tokens": f"all {trained.wished_tokens:,} tokens that were wished for are trained",
+        "tapes": f"the tapes are over, before the {trained.wished_tokens:,} tokens that were wished for",
+    }
+    steps = ", ".join(f"learner {learner}: {_steps(one)}" for learner, one in trained.learners.items())
+    return [
+        f"trained on simulated tapes: {trained.tokens:,} tokens in {trained.steps:,} steps and"
+        f" {trained.simulated_s / 60.0:.1f} simulated minutes; {why[trained.ended_by]}",
+        f"{trained.merges:,} merges of {trained.contributions:,} contributions, {per_merge} each; steps of {steps}",
+        f"held-out loss {trained.loss:.4f}, before {trained.loss_before:.4f}, on {trained.eval_tokens:,} tokens;"
+        f" digest {trained.digest}",
+    ]
+
+
+def _steps(one: Any) -> str:
+    also = f" in {one.starts} incarnations" if one.starts > 1 else ""
+    empty = f" ({one.empty_steps:,} without a sample)" if one.empty_steps else ""
+    return f"{one.steps:,}{also}{empty}"

@@ -10,9 +10,7 @@ import typer
 from atoll.cli.output import JsonOption, print_json
 
 if TYPE_CHECKING:
-    from atoll.cli.simulate_wish import Wish
-
-EXAMPLE = "atoll simulate --learners 8 --chips 1200000 --days 30 --seed 0"
+    from atoll.cli.simulate_run import Wish
 
 METHODS = ("decoupled", "data-parallel", "elastic", "diloco", "streaming")
 
@@ -171,8 +169,8 @@ def run(
     over seeds. The same seed gives the same figures. Figures that have no meaning for a method are null in the JSON:
     one job has neither merges nor staleness, and only decoupled keeps a ledger of merged, pending and dropped tokens.
     """
-    from atoll.cli.simulate_table import TABLE_DAYS, TABLE_SEEDS
-    from atoll.cli.simulate_wish import Wish, read_extras, read_slow_downs, read_speeds
+    from atoll.cli.simulate_run import Wish, read_extras, read_slow_downs, read_speeds
+    from atoll.cli.simulate_show import TABLE_DAYS, TABLE_SEEDS
     from atoll.sim.decoupled import DecoupledConfig
     from atoll.sim.fleet import FleetConfig
     from atoll.sim.goodput import BarrierConfig
@@ -225,11 +223,17 @@ def run(
 
 
 def _simulate(wish: Wish, table: bool, mixed: bool, plot: Path | None, as_json: bool) -> None:
-    from atoll.cli.simulate_mixed import compare_mixed
-    from atoll.cli.simulate_plot import check_plot, draw_plot
     from atoll.cli.simulate_run import outcome_fields, simulate_run
-    from atoll.cli.simulate_show import show_outcome
-    from atoll.cli.simulate_table import show_tables, simulate_cells, table_fields, wish_for_plot
+    from atoll.cli.simulate_show import (
+        check_plot,
+        compare_mixed,
+        draw_plot,
+        show_outcome,
+        show_tables,
+        simulate_cells,
+        table_fields,
+        wish_for_plot,
+    )
 
     if plot is not None:
         check_plot(plot)

@@ -1,28 +1,247 @@
-"""One simulated run over seeds: the work, its figures, and how they are shown."""
+"""A simulation: its options, the work over seeds and processes, its figures and its tapes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
-from atoll.cli.processes import Task, Tell, run_all
-from atoll.cli.simulate_tape import TapesWritten, check_directory, tapes_of
-from atoll.cli.simulate_wish import ONE_JOB, Wish
+from atoll.cli.output import Task, Tell, run_all, usable_cores
+from atoll.core.syncer.state import Restored
+from atoll.core.types import SYNCER, RunConfig
 from atoll.sim.decoupled import (
     MOST_EVENTS,
     MOST_TAPE_EVENTS,
+    DecoupledConfig,
     DecoupledResult,
     DecoupledRun,
     Detail,
     choose_detail,
     span,
 )
-from atoll.sim.fleet import FleetConfig
-from atoll.sim.goodput import Figure, GoodputResult, over_seeds, simulate
-from atoll.sim.published import Metric, published_percent
-from atoll.tape.files import Simulated
+from atoll.sim.fleet import ExtraLearners, FleetConfig, build_islands, parse_speed_classes
+from atoll.sim.goodput import BarrierConfig, Figure, GoodputResult, over_seeds, simulate
+from atoll.sim.published import Method, Metric, published_percent
+from atoll.tape.files import SIMULATED_NOTE, Simulated, TapeWriter, new_header, tape_path
+from atoll.tape.format import Actor, Entry
+
+ONE_JOB = ("data-parallel", "elastic")
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """One call of the command. Raises `ValueError` with the fix where it cannot be done."""
+
+    method: Method
+    learners: int
+    chips: int
+    days: float
+    seed: int
+    count: int  # of seeds
+    jobs: int | None
+    fleet: FleetConfig
+    protocol: DecoupledConfig
+    barrier: BarrierConfig | None = None
+    speeds: tuple[float, ...] = ()
+    extras: tuple[ExtraLearners, ...] = ()
+    full: bool = False
+    protocol_hours: float | None = None
+    tape: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.days < math.inf:
+            raise ValueError(f"days is {self.days:g}; give a number above 0")
+        if self.count < 1:
+            raise ValueError(f"{self.count} seeds say nothing; give at least 1, and 2 for an interval")
+        if self.jobs is not None and self.jobs < 1:
+            raise ValueError(f"{self.jobs} jobs do nothing; give at least 1")
+        if self.tape is not None and self.count != 1:
+            raise ValueError(f"a tape is of one run, and {self.count} seeds are {self.count} runs; give --seeds 1")
+        build_islands(self.fleet, self.learners, self.chips, 0, speeds=self.speeds, extras=self.extras)
+        if self.method == "decoupled":
+            self.protocol.run_config()
+            if self.protocol.quorum > self.learners:
+                raise ValueError(
+                    f"quorum {self.protocol.quorum} with {self.learners} learners never merges;"
+                    f" give at most {self.learners}"
+                )
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(range(self.seed, self.seed + self.count))
+
+    @property
+    def processes(self) -> int:
+        return self.jobs or usable_cores()
+
+    def learner_steps_per_s(self) -> float:
+        """Steps that all learners take together in a second without trouble."""
+        speeds = sum(self.speeds) if self.speeds else float(self.learners)
+        horizon_s = self.days * 86_400.0
+        for extra in self.extras:
+            present_s = sum(max(0.0, min(leave, horizon_s) - join) for join, leave in extra.windows)
+            speeds += extra.count * extra.speed * present_s / horizon_s
+        return speeds / self.fleet.step_time_s
+
+    def settings(self) -> dict[str, object]:
+        """Everything that shaped the result, for the JSON."""
+        fleet, protocol = self.fleet, self.protocol
+        fields: dict[str, object] = {
+            "step_time_s": fleet.step_time_s,
+            "mtbi_days": _finite(fleet.mtbi_s / 86_400.0),
+            "slice_chips": fleet.slice_chips,
+            "repair_mean_s": fleet.repair.mean_s,
+            "downscale_s": fleet.downscale_s,
+            "upscale_s": fleet.upscale_s,
+            "upscale_delay_s": fleet.upscale_delay_s,
+            "restart_s": fleet.restart_s,
+            "tokens_per_chip_step": fleet.tokens_per_chip_step,
+            "chip_variance": fleet.chip_time_sigma,
+            "slow_downs_per_hour": fleet.slowdowns_per_hour,
+            "slow_down_factor": fleet.slowdown_factor if fleet.slowdowns_per_hour else None,
+            "slow_down_mean_s": fleet.slowdown_mean_s if fleet.slowdowns_per_hour else None,
+            "speeds": list(self.speeds) or None,
+            "extra": [
+                {
+                    "count": extra.count,
+                    "speed": extra.speed,
+                    "windows_s": [[_finite(s) for s in window] for window in extra.windows],
+                }
+                for extra in self.extras
+            ],
+        }
+        if self.method == "decoupled":
+            fields |= {
+                "quorum": protocol.quorum,
+                "grace": protocol.grace_margin,
+                "every_steps": protocol.every_steps,
+                "fragments": protocol.fragments,
+                "tau_steps": protocol.overlap_steps,
+                "adopt": protocol.adopt,
+                "delay_s": protocol.delay_s,
+                "fragment_time_s": protocol.fragment_s,
+                "merge_s": protocol.merge_s,
+                "disk_s": protocol.disk_s,
+                "jitter": protocol.jitter,
+                "lockstep": protocol.lockstep,
+            }
+        elif self.barrier is not None:
+            fields |= {
+                "every_steps": self.barrier.h_steps,
+                "fragments": self.barrier.fragments if self.method == "streaming" else 1,
+                "tau_steps": self.barrier.tau_steps if self.method == "streaming" else 0,
+                "exchange_time_s": self.barrier.comm_s,
+            }
+        return fields
+
+
+def _finite(value: float) -> float | None:
+    """For JSON, which has no infinity."""
+    return value if math.isfinite(value) else None
+
+
+def read_speeds(text: str | None) -> tuple[float, ...]:
+    return () if text is None else parse_speed_classes(text)
+
+
+def read_extras(texts: Sequence[str] | None) -> tuple[ExtraLearners, ...]:
+    return tuple(ExtraLearners.parse(text) for text in texts or ())
+
+
+class SlowDowns(NamedTuple):
+    """As `FleetConfig` has them."""
+
+    per_hour: float = 0.0
+    factor: float = 0.5
+    mean_s: float = 60.0
+
+
+def read_slow_downs(text: str | None) -> SlowDowns:
+    """
+    >>> read_slow_downs("0.5:0.6:120")
+    SlowDowns(per_hour=0.5, factor=0.6, mean_s=120.0)
+    """
+    if text is None:
+        return SlowDowns()
+    try:
+        rate, factor, seconds = (float(part) for part in text.split(":"))
+    except ValueError:
+        raise ValueError(f"slow-downs {text!r} are not readable; write RATE:FACTOR:SECONDS, as 0.5:0.6:120") from None
+    return SlowDowns(rate, factor, seconds)
+
+
+class TapesWritten(NamedTuple):
+    """What is in the directory of the run now."""
+
+    directory: str
+    tapes: int
+    entries: int
+    size_bytes: int
+    finished: bool  # the run came to its orderly end after the simulated time
+    merges: int  # up to that end
+
+
+class Tapes:
+    """One open tape per process that is running."""
+
+    def __init__(self, directory: Path, config: RunConfig, seed: int, note: str = SIMULATED_NOTE) -> None:
+        self._directory = directory
+        self._config = config
+        self._seed = seed
+        self._note = note
+        self._writers: dict[Actor, TapeWriter] = {}
+        self.finished = False
+        self.merges = 0
+
+    def start(self, actor: Actor, restored: Restored | None) -> None:
+        before = self._writers.get(Actor(actor.learner, actor.start - 1))
+        if before is not None and actor.learner != SYNCER:
+            before.close()  # an incarnation ends before the next one starts; a syncer that was cut off may live on
+        header = new_header(actor, self._config, self._seed, restored, self._note)
+        self._writers[actor] = TapeWriter(tape_path(self._directory, actor), header)
+
+    def write(self, entry: Entry) -> None:
+        self._writers[entry.actor].write(entry)
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+    def written(self) -> TapesWritten:
+        writers = self._writers.values()
+        return TapesWritten(
+            str(self._directory),
+            len(writers),
+            sum(writer.tick for writer in writers),
+            sum(writer.path.stat().st_size for writer in writers),
+            self.finished,
+            self.merges,
+        )
+
+
+@contextmanager
+def tapes_of(directory: Path | None, config: RunConfig, seed: int) -> Iterator[Tapes | None]:
+    """The tapes to write, if any; all of them are closed at the end."""
+    if directory is None:
+        yield None
+        return
+    tapes = Tapes(directory, config, seed)
+    try:
+        yield tapes
+    finally:
+        tapes.close()
+
+
+def check_directory(directory: Path) -> None:
+    """A tape is never overwritten, so its directory is new or empty."""
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"{directory} is a file; give --tape a directory")
+    if directory.is_dir() and any(directory.iterdir()):
+        raise ValueError(f"{directory} is not empty, and a tape is never overwritten; remove it or choose another")
 
 
 class CoreRun(NamedTuple):

@@ -10,14 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.output import ExitCode, JsonOption, print_json
-from atoll.cli.processes import usable_cores
-from atoll.cli.progress import progress
+from atoll.cli.output import ExitCode, JsonOption, print_json, progress, usable_cores
 
 if TYPE_CHECKING:
     from atoll.sim.swarm import Coverage, SeedResult
-
-EXAMPLE = "atoll swarm --seeds 5000"
 
 STORY_LINES = 60
 MOST_SEEDS = 10**9
@@ -169,7 +165,7 @@ def _fields(
 def _tell_story(result: SeedResult, small: bool) -> None:
     from collections import deque
 
-    from atoll.cli.story import indented
+    from atoll.cli.check import indented
     from atoll.sim.swarm import story_entries
     from atoll.tape.story import story
 
@@ -181,7 +177,7 @@ def _tell_story(result: SeedResult, small: bool) -> None:
 
 
 def _write_tape(seed: int, small: bool, run_dir: Path) -> None:
-    from atoll.cli.simulate_tape import Tapes, check_directory
+    from atoll.cli.simulate_run import Tapes, check_directory
     from atoll.sim.checkers import Violation
     from atoll.sim.draws import draw
     from atoll.sim.world import SwarmWorld

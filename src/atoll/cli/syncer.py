@@ -1,4 +1,4 @@
-"""`atoll syncer`: the syncer of a run whose learners are anywhere."""
+"""`atoll syncer` and `atoll shard`: processes that merge what learners send, for learners on any machine."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli import job_options as options
-from atoll.cli.access_options import Token, port_option
-from atoll.cli.log_format import LogFormat, say
+from atoll.cli import options
+from atoll.cli.dash import Dash, DashPort, Page, PageRules, page_beside
+from atoll.cli.options import Keys, LogFormat, Token, port_option, say
 from atoll.cli.output import ExitCode, JsonOption, complain, print_json
-from atoll.cli.page_beside import Dash, DashPort, Page, PageRules, page_beside
 
 if TYPE_CHECKING:
     from socket import socket
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from atoll.reference.job_settings import JobSettings
     from atoll.syncer.process import SyncerProcess
     from atoll.transport.tls import KeyFiles
-
-EXAMPLE = "atoll syncer --host 0.0.0.0 --keys keys/syncer --out runs/two-hosts"
 
 RESUMED = {
     "out",
@@ -54,8 +51,8 @@ TOKEN_NOTE = "token-required"
 
 
 # long: the list of options, with what each one means
-def run(
-    context: typer.Context,
+def run_syncer(
+    ctx: typer.Context,
     out: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Directory of the run: every durable version, tape, model.")
     ],
@@ -117,39 +114,8 @@ def run(
         int | None,
         typer.Option("--learners", metavar="M", help="Learners among which the data is divided. [default: 4]"),
     ] = None,
-    tokens: options.Tokens = None,
-    model: options.Model = None,
-    experts: options.Experts = None,
-    context_tokens: options.Context = None,
-    data: options.Data = None,
-    batch: options.Batch = None,
-    seed: options.Seed = 0,
-    inner: options.Inner = None,
-    lr: options.Lr = None,
-    beta2: options.Beta2 = None,
-    max_rate: options.MaxRate = None,
-    streams: options.Streams = None,
-    step_time: options.StepTime = None,
-    speeds: options.Speeds = None,
-    shards: options.Shards = None,
-    fragments: options.Fragments = None,
-    every: options.Every = None,
-    tau: options.Tau = None,
-    quorum: options.Quorum = None,
-    grace: options.Grace = None,
-    snapshot_every: options.SnapshotEvery = None,
-    adopt: options.Adopt = None,
-    merge: options.Merge = None,
-    norm_clip: options.NormClip = None,
-    plan: options.Plan = None,
-    outer: options.Outer = None,
-    outer_lr: options.OuterLr = None,
-    outer_momentum: options.OuterMomentum = None,
-    outer_ramp: options.OuterRamp = None,
-    outer_breadth: options.OuterBreadth = None,
-    up: options.Up = None,
-    down: options.Down = None,
-    eval_tokens: options.EvalTokens = None,
+    *,
+    job: options.JobOptions,
     dash: Dash = False,
     dash_port: DashPort = None,
     rules: PageRules = None,
@@ -188,20 +154,19 @@ def run(
     check_format(log_format)
     page = Page(dash, dash_port, rules)
     page.check()
-    if options.is_given(context, "take_over_after") and not standby:
+    if options.is_given(ctx, "take_over_after") and not standby:
         raise ValueError("--take-over-after means nothing without --standby")
     if or_resume and (resume or standby):
         raise ValueError("--or-resume means nothing with --resume or --standby: leave one of them out")
     is_new = False
     if resume or standby:
-        options.refuse_with_resume(context, RESUMED)
+        options.refuse_with_resume(ctx, RESUMED)
         if not (out / CONFIG).is_file():
             raise ValueError(f"{out} holds no run (it has no {CONFIG}): leave --resume out to start one")
         settings = JobSettings.load(out / CONFIG)
         _check_shards(settings, files)
     else:
-        given = {"learners": learners, "seed": seed, **{name: context.params[name] for name in options.SHARED}}
-        settings = options.make_settings(given)
+        settings = options.make_settings({"learners": learners, **job})
         model_config(settings)  # refuses a model that there is not
         _check_shards(settings, files)
         if or_resume and (out / CONFIG).is_file():
@@ -218,7 +183,7 @@ def run(
         _check_token(out, token)
         stack.enter_context(page_beside(page, out, token))
         wait_s = take_over_after if standby else None
-        again = partial(_resume_command, context)
+        again = partial(_resume_command, ctx)
         _serve(out, settings, host, port, token, files, plain_text, wait_s, serve_end, sock, again, log_format, as_json)
 
 
@@ -285,22 +250,22 @@ def _check_token(out: Path, token: str | None) -> None:
         )
 
 
-def _resume_command(context: typer.Context, address: str | None) -> str:
+def _resume_command(ctx: typer.Context, address: str | None) -> str:
     """Return the command that goes on with this run where learners expect it, without its secrets."""
     import shlex
 
-    words = ["atoll", "syncer", "--out", str(context.params["out"]), "--resume"]
-    for option in context.command.params:
-        if option.name not in REPEATED or not options.is_given(context, option.name):
+    words = ["atoll", "syncer", "--out", str(ctx.params["out"]), "--resume"]
+    for option in ctx.command.params:
+        if option.name not in REPEATED or not options.is_given(ctx, option.name):
             continue
-        value = context.params[option.name]
+        value = ctx.params[option.name]
         if option.name == "token":
             value = option.metavar
         elif option.name == "port" and address is not None:
             value = address.rpartition(":")[2]  # learners know this one, also where --port 0 was given
         words += [option.opts[0]] if value is True else [option.opts[0], str(value)]
-    source = context.get_parameter_source("token")
-    from_environment = context.params["token"] and source is not None and source.name == "ENVIRONMENT"
+    source = ctx.get_parameter_source("token")
+    from_environment = ctx.params["token"] and source is not None and source.name == "ENVIRONMENT"
     return shlex.join(words) + (", with the same ATOLL_TOKEN" if from_environment else "")
 
 
@@ -436,3 +401,57 @@ def _serve(
     with suppress(ValueError):  # learners with loops of their own train models of their own
         load_model(out)
         print(f'Ask it: atoll generate {out} "def main():"')
+
+
+def run_shard(
+    syncer: Annotated[
+        str,
+        typer.Option("--syncer", metavar="HOST:PORT", help="Where atoll syncer --shards N listens; A:PORT,B:PORT."),
+    ],
+    shard: Annotated[int, typer.Option("--shard", metavar="K", min=0, help="Which one this is, from 0.")],
+    shards: Annotated[int, typer.Option("--shards", metavar="N", min=1, help="How many there are.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Its directory; the same one when it comes back.")],
+    host: Annotated[str, typer.Option("--host", metavar="HOST", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, port_option("--port", "Port to listen on; 0: a free one.")] = 7401,
+    advertise: Annotated[
+        str | None,
+        typer.Option("--advertise", metavar="HOST:PORT", help="Where learners reach it, if that is another address."),
+    ] = None,
+    token: Token = None,
+    keys: Keys = None,
+    plain_text: Annotated[
+        bool, typer.Option("--plain-text", help="Nobody else is on this network: no keys are needed.")
+    ] = False,
+    log_format: LogFormat = "text",
+) -> None:
+    """Hold some fragments of a run: learners bring and fetch them here, the syncer decides.
+
+    With n shards fragment p is at shard p % n. Put one at every site: what a site sends over the wide network is then
+    that of a ring, and the syncer's own links carry nothing but words. A shard that is killed stops its own fragments
+    until it is back with its directory; everything else goes on.
+    """
+    import logging
+
+    from atoll.logs import check_format, set_up
+    from atoll.store.version_store import InUse
+    from atoll.syncer.main import Superseded
+    from atoll.syncer.shards.process import serve_shard
+    from atoll.transport.endpoint import address, place
+    from atoll.transport.tls import key_files
+
+    check_format(log_format)
+    head = place(syncer, keys)
+    head.check()
+    if advertise is not None:
+        address(advertise)
+    set_up(log_format, logging.WARNING)
+    logging.getLogger("atoll.shard").setLevel(logging.INFO)
+    files = key_files(keys, of_syncer=True) if keys is not None else None
+
+    def ready(where: str) -> None:
+        complain(f"shard {shard} of {shards} listens on {where}")
+
+    try:
+        serve_shard(out, shard, shards, head, host, port, token or None, advertise, ready, files, plain_text)
+    except (InUse, Superseded) as wrong:
+        raise ValueError(str(wrong)) from None

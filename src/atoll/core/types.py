@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from atoll.core.codec import Number, Value
+from atoll.core.settings import check_settings, setting
 
 LearnerId = int
 FragmentId = int
@@ -134,43 +135,38 @@ class RunConfig:
     """The settings of a run, the same for the syncer and every learner (symbols as in docs/protocol.md)."""
 
     run_id: str = "run"
-    fragments: int = 24  # P
-    every_steps: int = 24  # H
-    overlap_steps: int = 2  # tau
-    quorum: int = 1  # K
-    grace_margin: float = 0.5  # gamma; 0 turns the grace window off
-    adopt: AdoptHow = "carry"
-    blend_alpha: float = 0.5
-    budget_tokens: int | None = None
-    budget_merges: int | None = None
+    fragments: int = setting(24, "Fragments of the model.", metavar="P", min=1)
+    every_steps: int = setting(24, "Steps between two rounds of the same fragment.", metavar="H", flag="every", min=1)
+    overlap_steps: int = setting(2, "Steps that overlap with one exchange.", metavar="TAU", flag="tau", min=1)
+    quorum: int = setting(1, "Contributions that a merge needs.", metavar="K", min=1)
+    grace_margin: float = setting(
+        0.5,
+        "Share of the slack to wait for more contributions; 0: off.",
+        metavar="GAMMA",
+        flag="grace",
+        min=0,
+        below=1,
+        advice="0 turns the grace window off",
+    )
+    adopt: AdoptHow = setting(
+        "carry", "carry keeps steps that are not merged; overwrite and blend do not.", metavar="HOW"
+    )
+    blend_alpha: float = setting(0.5, min=0, max=1)
+    budget_tokens: int | None = setting(None, min=1)
+    budget_merges: int | None = setting(None, min=1)
     snapshot_every_merges: int = 0  # 0: only on request
     warmup_steps: int = 100  # for a learner that found no peer to take inner state from
-    rounds_in_flight: int | None = None  # None: tau, more where the measured latency asks for it
+    rounds_in_flight: int | None = setting(None, min=1)  # None: tau, more where the measured latency asks for it
     owned: tuple[FragmentId, ...] | None = None  # the fragments of this syncer; None: all
-    lease_samples: int = 0  # length of one lease; 0: learners bring their own data
-    leases_ahead: int = 4  # leases that a learner holds beyond the one it is in
+    lease_samples: int = setting(0, min=0)  # length of one lease; 0: learners bring their own data
+    leases_ahead: int = setting(4, min=1)  # leases that a learner holds beyond the one it is in
     fingerprint: tuple[str, ...] = ()  # one line per tensor: name, shape, dtype
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
-        _at_least("fragments", self.fragments, 1)
-        _at_least("every_steps", self.every_steps, 1)
-        _at_least("overlap_steps", self.overlap_steps, 1)
-        _at_least("quorum", self.quorum, 1)
-        _at_least("lease_samples", self.lease_samples, 0)
-        _at_least("leases_ahead", self.leases_ahead, 1)
+        check_settings(self)
         if self.quorum > self.limits.most_learners:
             raise ValueError(f"quorum {self.quorum} exceeds the most learners of a run, {self.limits.most_learners}")
-        if not 0 <= self.grace_margin < 1:
-            raise ValueError(f"grace_margin must be in [0, 1), got {self.grace_margin}: 0 turns the grace window off")
-        if self.adopt not in ("carry", "overwrite", "blend"):
-            raise ValueError(f"adopt must be carry, overwrite or blend, got {self.adopt!r}")
-        if not 0 <= self.blend_alpha <= 1:
-            raise ValueError(f"blend_alpha must be in [0, 1], got {self.blend_alpha}")
-        for name in ("budget_tokens", "budget_merges", "rounds_in_flight"):
-            value = getattr(self, name)
-            if value is not None:
-                _at_least(name, value, 1)
         if self.owned is not None:
             if not self.owned or len(set(self.owned)) != len(self.owned):
                 raise ValueError("owned must name at least one fragment, each once")
@@ -213,11 +209,6 @@ def _difference(here: str | None, there: str | None) -> str:
         return ", which is frozen with other values than in the run"
     at_learner, in_run = (" ".join(side) for side in zip(*words, strict=True))
     return f", {at_learner} at the learner and {in_run} in the run"
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
 
 
 def weight_of(tokens: int, steps: int) -> float:

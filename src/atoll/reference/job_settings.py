@@ -12,9 +12,11 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from atoll.core.settings import check_settings, same_setting, setting
 from atoll.core.types import AdoptHow, RunConfig
 from atoll.files import write_text
 from atoll.tensors.settings import Numerics
@@ -85,74 +87,142 @@ class Kill:
             ) from None
 
 
+def read_count(option: str, text: str) -> int:
+    """
+    >>> read_count("--tokens", "1.5M"), read_count("--tokens", "1_000")
+    (1500000, 1000)
+    """
+    found = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?)\s*([kKmMgG]?)", text.strip())
+    if found is None:
+        raise ValueError(f"{option} {text!r} is not a count; give one such as 2000000, 500k or 20M")
+    factor = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}[found[2].lower()]
+    return round(float(found[1].replace("_", "")) * factor)
+
+
+def read_seconds(option: str, text: str) -> float:
+    """
+    >>> read_seconds("--step-time", "50ms"), read_seconds("--step-time", "0.2")
+    (0.05, 0.2)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(ms|s)?", text.strip())
+    if found is None:
+        raise ValueError(f"{option} {text!r} is not a time; give one such as 50ms or 0.05s")
+    return float(found[1]) / (1000.0 if found[2] == "ms" else 1.0)
+
+
+def read_speeds(text: str) -> tuple[float, ...]:
+    """
+    >>> read_speeds("1,1,0.5x2")
+    (1.0, 1.0, 0.5, 0.5)
+    """
+    speeds: list[float] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:x\s*(\d{1,4}))?\s*", part)
+        if found is None:
+            raise ValueError(
+                f"--speeds {text!r} is not understood; give a speed per learner, as in 1,1,0.5,0.8 or 1x4,0.5x4"
+            )
+        speeds += [float(found[1])] * int(found[2] or 1)
+    return tuple(speeds)
+
+
 @dataclass(frozen=True, slots=True)
 class JobSettings:
     """One training job. Learners differ only in their number, and by it in their data and their speed."""
 
     method: Method = "decoupled"
-    learners: int = 4  # M; `single` has one
-    seed: int = 0  # of the initial model and of the order of the data
-    tokens: int = 800_000  # of all learners together
+    learners: int = setting(4, min=1)  # M; `single` has one
+    seed: int = setting(0, "Fixes the initial model and the order of the data.", metavar="S", min=0)
+    tokens: int = setting(
+        800_000,
+        "To train on, all learners together: 500k or 20M.",
+        metavar="N",
+        min=1,
+        parse=partial(read_count, "--tokens"),
+        show=lambda tokens: f"{tokens / 1e6:g}M",
+    )
     # the model and its data
-    model: str = "1m"  # a name of `models.SIZES`
-    experts: int = 0  # above 0: a mixture of so many experts
-    context: int | None = None  # tokens of one sequence; None: what the model's size has
-    vocabulary: int = 256  # bytes; more where the data is a file of other tokens
-    data: str | None = None  # a folder of text or a file of tokens; None: the standard library's sources
-    batch: int = 8  # sequences of one step of one learner
-    eval_tokens: int = 65_536  # held-out tokens on which the final model is judged
-    evaluations: int = 10  # of the published model while the run goes, evenly spread, on fewer tokens
+    # a name of `models.SIZES`
+    model: str = setting("1m", "Parameters of the byte-level GPT: 100k, 360k, 1m, 5m, 10m; or moe.", metavar="SIZE")
+    experts: int = setting(0, "Make it a mixture of so many experts, two per token.", metavar="N", min=0)
+    context: int | None = setting(None, "Tokens of one sequence.", metavar="N", min=1, default_text="by the model")
+    vocabulary: int = setting(256, min=2)  # bytes; more where the data is a file of other tokens
+    data: str | None = setting(
+        None,
+        "A folder of text, a text file or a token file (.bin, .npy).",
+        metavar="PATH",
+        parse=lambda path: str(Path(path).absolute()),
+        default_text="the sources of Python's standard library",
+    )
+    batch: int = setting(8, "Sequences in one step of one learner.", metavar="B", min=1)
+    eval_tokens: int = setting(65_536, "Held-out tokens that judge the final model.", metavar="N", min=1)
+    evaluations: int = setting(10, min=0)  # of the published model while the run goes, on fewer tokens
     # inner steps
-    inner: str = "muon"
-    lr: float = 0.012
-    beta2: float = 0.95  # of AdamW, also of the part that Muon leaves to it
-    warmup: float = 0.05  # share of the run in which the learning rate rises
-    weight_decay: float = 0.1
-    clip: float = 1.0  # largest norm of a gradient; 0: not clipped
-    threads: int = 1  # of torch in each learner; more threads than cores in all make everything slower
+    inner: str = setting(
+        "muon", "Optimizer of the inner steps: muon, adamw or sgd.", metavar="NAME", default_text="muon"
+    )
+    lr: float = setting(0.012, "Highest learning rate of the inner steps.", metavar="RATE", min=0)
+    beta2: float = setting(0.95, "Second beta of AdamW inside.", metavar="BETA", min=0, below=1)  # also with Muon
+    warmup: float = setting(0.05, min=0, below=1)  # share of the run in which the learning rate rises
+    weight_decay: float = setting(0.1, min=0)
+    clip: float = setting(1.0, min=0)  # largest norm of a gradient; 0: not clipped
+    threads: int = setting(1, min=1)  # of torch in each learner; more threads than cores make everything slower
     # pace
-    max_rate: str | None = None  # of the values on a learner's link, each way, as 2gbit
-    streams: int | None = None  # connections that carry a large value; None: the default of a learner
-    step_time_s: float = 0.0  # a step takes at least this long at speed 1
-    speeds: tuple[float, ...] = ()  # one per learner; empty: all 1
+    max_rate: str | None = setting(
+        None,
+        "Largest rate of values on a learner's link, each way: 2gbit, 500mbit, 10MB/s.",
+        metavar="RATE",
+        default_text="no bound",
+    )
+    # None: the default of a learner
+    streams: int | None = setting(
+        None, "Connections over which a large value goes, from 1 to 16.", metavar="N", default_text="4"
+    )
+    step_time_s: float = setting(
+        0.0,
+        "A step takes at least this long, 50ms or 0.05s: unequal accelerators on a few cores.",
+        metavar="TIME",
+        flag="step_time",
+        min=0,
+        parse=partial(read_seconds, "--step-time"),
+        default_text="",
+    )
+    # empty: all 1
+    speeds: tuple[float, ...] = setting(
+        (),
+        "Speed of each learner beside --step-time, as in 1,1,0.5,0.8.",
+        metavar="LIST",
+        parse=read_speeds,
+        default_text="",
+    )
     kills: tuple[Kill, ...] = ()
     # the protocol
-    shards: int = 0  # processes that hold the fragments beside the syncer; 0: it holds them itself
-    fragments: int = 24  # P
-    every_steps: int = 24  # H
-    overlap_steps: int = 4  # tau; with 2 the grace is so short that a merge has 2.7 of 4 contributions
-    quorum: int = 1  # K
-    grace_margin: float = 0.9  # gamma
-    snapshot_every: int | None = None  # merges; 0: only on request; None: SNAPSHOT_PASSES of each fragment
-    adopt: AdoptHow = "carry"
-    blend_alpha: float = 0.5
+    shards: int = setting(
+        0, "Processes that hold the fragments, merge and serve them beside the syncer.", metavar="N", min=0
+    )
+    fragments: int = same_setting(RunConfig, "fragments")
+    every_steps: int = same_setting(RunConfig, "every_steps")
+    # with 2 the grace is so short that a merge has 2.7 of 4 contributions
+    overlap_steps: int = same_setting(RunConfig, "overlap_steps", 4)
+    quorum: int = same_setting(RunConfig, "quorum")
+    grace_margin: float = same_setting(RunConfig, "grace_margin", 0.9)
+    snapshot_every: int | None = setting(
+        None,
+        "Merges between two snapshots of the whole run; 0: only on request.",
+        metavar="N",
+        min=0,
+        default_text=f"{SNAPSHOT_PASSES} of each fragment",
+    )
+    adopt: AdoptHow = same_setting(RunConfig, "adopt")
+    blend_alpha: float = same_setting(RunConfig, "blend_alpha")
     numerics: Numerics = field(default_factory=lambda: Numerics(outer_lr=0.7, outer_momentum=0.6))
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"there is no method {self.method!r}; give one of {', '.join(METHODS)}")
-        for name in ("learners", "tokens", "batch", "eval_tokens", "threads", "fragments", "every_steps"):
-            _at_least(name, getattr(self, name), 1)
-        for name in ("overlap_steps", "quorum"):
-            _at_least(name, getattr(self, name), 1)
-        _at_least("experts", self.experts, 0)
-        _at_least("shards", self.shards, 0)
-        _at_least("vocabulary", self.vocabulary, 2)
-        _at_least("seed", self.seed, 0)
-        _at_least("evaluations", self.evaluations, 0)
-        if self.context is not None:
-            _at_least("context", self.context, 1)
-        if self.snapshot_every is not None:
-            _at_least("snapshot_every", self.snapshot_every, 0)
+        check_settings(self)
         if self.learners > MOST_LEARNERS:
             raise ValueError(f"{self.learners} learners on one machine; give at most {MOST_LEARNERS}")
-        for name in ("lr", "step_time_s", "weight_decay", "clip"):
-            if not 0.0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name):g}; give a number of 0 or more")
-        if not 0.0 <= self.beta2 < 1.0:
-            raise ValueError(f"beta2 is {self.beta2:g}; give a number from 0 up to 1")
-        if not 0.0 <= self.warmup < 1.0:
-            raise ValueError(f"warmup is {self.warmup:g}; give a share of the run from 0 up to 1")
         if self.max_rate is not None:
             rate_of(self.max_rate)
         check_streams(self.streams)
@@ -310,8 +380,3 @@ def _fits(name: str, value: object) -> bool:
 
 def _are_numbers(values: list[object]) -> bool:
     return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")

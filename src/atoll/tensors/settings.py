@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Literal, get_args
+from typing import Literal
 
 from atoll.core import policy
+from atoll.core.settings import check_settings, setting
 
 PlanHow = Literal["balanced", "layers", "rows"]
 MergeHow = Literal["average", "radial", "trimmed"]
@@ -16,9 +16,9 @@ CodecWish = Literal["auto", "f32", "bf16", "int8", "int4"]
 RAMPED = ("nesterov", "sgd")
 """Outer optimizers that are the plain average at eta = 1 and mu = 0."""
 
-MOST_RAMP = 1_000_000
+MAX_RAMP = 1_000_000
 
-MOST_PATTERNS = 100
+MAX_PATTERNS = 100
 """Of embedding names. Each is matched against every parameter."""
 
 
@@ -32,41 +32,50 @@ class Numerics:
     True
     """
 
-    plan: PlanHow = "balanced"
-    merge: MergeHow = "average"  # radial is for weights: embeddings are averaged then; buffers have a rule of their own
-    outer: str = "nesterov"  # nesterov, sgd, adam, or the name of a class of torch.optim
-    outer_lr: float = 1.0  # eta
-    outer_momentum: float = 0.0  # mu; of Adam the first beta
-    outer_ramp: int = 0  # outer steps in which eta goes from 1 and mu from 0 to their values; 0: they are there at once
-    outer_breadth: bool = True  # a merge from which learners are missing is a smaller step, in proportion
-    up: CodecWish = "auto"  # deltas, from learner to syncer; auto: what the learner's link carries (`policy.codec_for`)
-    down: CodecWish = "auto"  # updates, from syncer to learner; auto: what the link in the middle carries
+    plan: PlanHow = setting("balanced", "Fragments balanced, by layers or by rows.", metavar="HOW")
+    # radial is for weights: embeddings are averaged then; buffers have a rule of their own
+    merge: MergeHow = setting(
+        "average",
+        "average; radial: mean direction and mean length apart; trimmed: per value without the smallest and the "
+        "largest, against a learner gone wild.",
+        metavar="HOW",
+    )
+    outer: str = setting("nesterov", "Outer optimizer: nesterov, sgd, adam or torch's name.", metavar="NAME")
+    outer_lr: float = setting(1.0, "Its learning rate.", metavar="RATE", above=0, advice="for example 0.4")  # eta
+    outer_momentum: float = setting(0.0, "Its momentum; of adam the first beta.", metavar="MU", min=0, below=1)  # mu
+    # outer steps in which eta goes from 1 and mu from 0 to their values
+    outer_ramp: int = setting(
+        0, "Merges of a fragment in which both rise from plain averaging.", metavar="MERGES", min=0, max=MAX_RAMP
+    )
+    outer_breadth: bool = setting(True, "A merge from which learners are missing is a smaller step.")
+    up: CodecWish = setting(  # auto: `policy.codec_for`
+        "auto",
+        "Codec of deltas to the syncer: f32, bf16, int8 or int4; auto: bf16, and int8 or int4 while a learner's link "
+        "does not carry that.",
+        metavar="CODEC",
+    )
+    down: CodecWish = setting(
+        "auto", "Codec of updates to learners, the same; auto: by the link of the median learner.", metavar="CODEC"
+    )
     embeddings: tuple[str, ...] = ()  # patterns of names that count as embeddings beside the weights of nn.Embedding
-    norm_clip: float = 0.0  # a contribution is scaled down to so many times the usual size; 0: as it comes
+    norm_clip: float = setting(
+        0.0, "Scale contributions down to C times their usual size, C from 1 on; 0: never.", metavar="C", min=0
+    )
 
     def __post_init__(self) -> None:
-        for name, choices in (("plan", PlanHow), ("merge", MergeHow), ("up", CodecWish), ("down", CodecWish)):
-            _check_choice(name, getattr(self, name), get_args(choices))
-        if not (isinstance(self.outer, str) and self.outer.isidentifier() and len(self.outer) <= 100):
+        check_settings(self)
+        if not (self.outer.isidentifier() and len(self.outer) <= 100):
             raise ValueError(
                 f"outer is {self.outer!r}; give nesterov, sgd, adam or a class of torch.optim, such as 'AdamW'"
             )
-        if not (_is_number(self.outer_lr) and math.isfinite(self.outer_lr) and self.outer_lr > 0.0):
-            raise ValueError(f"outer_lr is {self.outer_lr!r}; give a number above 0, such as 0.4")
-        if not (_is_number(self.outer_momentum) and 0.0 <= self.outer_momentum < 1.0):
-            raise ValueError(f"outer_momentum is {self.outer_momentum!r}; give a number from 0 up to, not with, 1")
-        if not (type(self.outer_ramp) is int and 0 <= self.outer_ramp <= MOST_RAMP):
-            raise ValueError(f"outer_ramp is {self.outer_ramp!r}; give a number of merges, such as 20, or 0 for none")
         if self.outer_ramp and self.outer not in RAMPED:
             raise ValueError(
                 f"outer_ramp begins with plain averaging, which {self.outer} is not; give {' or '.join(RAMPED)}"
             )
-        if type(self.outer_breadth) is not bool:
-            raise ValueError(f"outer_breadth is {self.outer_breadth!r}; give true or false")
-        if not (_is_number(self.norm_clip) and (self.norm_clip == 0.0 or 1.0 <= self.norm_clip < math.inf)):
+        if 0.0 < self.norm_clip < 1.0:
             raise ValueError(f"norm_clip is {self.norm_clip!r}; give a number from 1 on, such as 3, or 0 for none")
-        if not isinstance(self.embeddings, tuple) or len(self.embeddings) > MOST_PATTERNS:
-            raise ValueError(f"embeddings must be a tuple of at most {MOST_PATTERNS} patterns, such as ('wte*',)")
+        if not isinstance(self.embeddings, tuple) or len(self.embeddings) > MAX_PATTERNS:
+            raise ValueError(f"embeddings must be a tuple of at most {MAX_PATTERNS} patterns, such as ('wte*',)")
         for pattern in self.embeddings:
             if not (isinstance(pattern, str) and 0 < len(pattern) <= 1000):
                 raise ValueError(f"embeddings holds {pattern!r}; give patterns of parameter names, such as 'wte*'")
@@ -104,12 +113,3 @@ class Numerics:
         if not isinstance(embeddings, list):
             raise ValueError("embeddings of the numeric settings is not a list of patterns")
         return cls(**{**raw, "embeddings": tuple(embeddings)})
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}; give one of {', '.join(choices)}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,292 @@
+"""`atoll up`, `down`, `status` and `logs`: the syncer and the islands of a run that one file describes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from atoll.cli.output import ExitCode, JsonOption, Result, complain, print_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from atoll.launch.fleet import Fleet, Look
+    from atoll.launch.units import Placed
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="TOML with the syncer and the islands: docs/engines.md.")]
+
+COLOURS = {"running": "green", "failed": "red", "gone": "red", "unknown": "yellow", "waiting": "yellow"}
+
+
+def table_of(looks: Sequence[Look]) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("unit", "engine", "standing", "restarts", ""):
+        table.add_column(
+            title, justify="right" if title == "restarts" else "left", no_wrap=title in ("unit", "standing")
+        )
+    for look in looks:
+        restarts = str(look.status.restarts) if look.status is not None else ""
+        standing = Text(look.standing, style=COLOURS.get(look.standing, ""))
+        table.add_row(Text(look.name), Text(look.engine), standing, restarts, Text(look.why))
+    return table
+
+
+def line_of(look: Look) -> str:
+    restarts = look.status.restarts if look.status is not None else 0
+    again = f", restarts: {restarts}" if restarts else ""
+    why = f" ({look.why})" if look.why else ""
+    return f"{look.name}: {look.standing}{again}{why}"
+
+
+def print_looks(looks: Sequence[Look]) -> None:
+    if not sys.stdout.isatty():
+        for look in looks:
+            print(line_of(look))
+        return
+    from rich.console import Console
+
+    Console().print(table_of(looks))
+
+
+@contextmanager
+def shown(quiet: bool) -> Iterator[Callable[[list[Look]], None]]:
+    """Yields a function that is given how everybody is, again and again."""
+    if quiet:
+        yield lambda looks: None
+    elif sys.stdout.isatty():
+        from rich.console import Console
+        from rich.live import Live
+
+        with Live(console=Console(), auto_refresh=False) as live:
+            yield lambda looks: live.update(table_of(looks), refresh=True)
+    else:
+        before: dict[str, tuple[str, int]] = {}
+
+        def changes(looks: list[Look]) -> None:
+            for look in looks:
+                now = look.standing, look.status.restarts if look.status is not None else 0
+                if before.get(look.name) != now:
+                    before[look.name] = now
+                    print(f"{time.strftime('%H:%M:%S')} {line_of(look)}", flush=True)
+
+        yield changes
+
+
+def run_up(
+    file: File,
+    units: Annotated[
+        list[str] | None, typer.Argument(metavar="UNIT", help="Only these: syncer, an island. [default: all]")
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Return as soon as everything is started; it goes on.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be submitted, without secrets, and start nothing.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Bring up a run that a file describes, and follow it until its islands have ended.
+
+    Everything is checked before anything is started. What runs already is left alone; what has failed, was stopped or
+    has left a run that goes on is started again: the same command once more does no harm, and goes on with a run that
+    was taken down. Ctrl-C ends the following only, the run goes on; come back with atoll up, status or logs, and stop
+    it with atoll down.
+    """
+    from atoll.launch.fleet import Fleet
+    from atoll.launch.islands_file import IslandsFile
+    from atoll.launch.units import stays_here, token_of, units_of
+
+    read = IslandsFile.load(file)
+    fleet = Fleet(read)
+    names = fleet.names(units or ())
+    placed = [each for each in units_of(read, token_of(read, make=False)) if each.unit.name in names]
+    fleet.check(placed)
+    if warning := stays_here(read):
+        complain(warning)
+    if dry_run:
+        _show_rendered(fleet, placed, as_json)
+        return
+    with fleet.alone("atoll up"):  # two who make a token at once would not have the same
+        token = token_of(read, make=True)
+    placed = [each for each in units_of(read, token) if each.unit.name in names]
+    said: dict[str, str] = {}
+
+    def say(unit: str, words: str) -> None:
+        said[unit] = words
+        if not as_json:
+            print(f"{unit}: {words}", flush=True)
+
+    come_back = f"atoll status {file}, atoll logs {file} -f, atoll down {file}"
+    try:
+        started = fleet.up(placed, say)
+        if detach:
+            looks = fleet.looks()
+        else:
+            with shown(quiet=as_json) as show:
+                looks = fleet.follow(show)
+    except KeyboardInterrupt:
+        complain(f"detached; the run goes on: {come_back}")
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
+    if as_json:
+        shown_units = [look.to_json() for look in looks]
+        print_json({"run": read.run, "directory": str(read.directory), "started": started, "units": shown_units})
+    elif detach:
+        print(f"It goes on by itself: {come_back}")
+    else:
+        _tell_end(fleet, looks)
+    wrong = [look for look in looks if look.is_wrong]
+    if wrong:
+        if not as_json:
+            print_looks(wrong)
+        names = [look.name for look in wrong]
+        complain(f"not well: {', '.join(names)}; what they printed: atoll logs {file} {names[0]}")
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def _tell_end(fleet: Fleet, looks: list[Look]) -> None:
+    left = [look.name for look in looks if not look.is_over and not look.is_island]
+    if left:
+        print(f"All islands have ended, and {', '.join(left)} goes on: atoll down {fleet.file.path}")
+    elif not any(look.is_wrong for look in looks):
+        print(f"The run in {fleet.file.directory} has ended.")
+
+
+def _show_rendered(fleet: Fleet, placed: list[Placed], as_json: bool) -> None:
+    if as_json:
+        rendered = [{"name": each.unit.name, "engine": each.engine, "submitted": fleet.render(each)} for each in placed]
+        print_json({"run": fleet.file.run, "directory": str(fleet.file.directory), "units": rendered})
+        return
+    for place, each in enumerate(placed):
+        if place:
+            print()
+        print(fleet.render(each).rstrip("\n"))
+
+
+def run_down(
+    file: File,
+    units: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="UNIT", help="Only these: an island, syncer. [default: all, the syncer last]"),
+    ] = None,
+    forget: Annotated[
+        bool, typer.Option("--forget", help="Stop nothing; the named units are on a machine that is gone for good.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Stop a run that can go on later: atoll up on the same file goes on from its store.
+
+    Islands are told by SIGTERM and have their notice to send what is not merged yet; what is left then is killed. The
+    syncer is stopped after them. What is stopped already stays so. A unit whose machine or cluster does not answer any
+    more is forgotten by its name with --forget, and can then be started elsewhere.
+    """
+    from atoll.launch.fleet import Fleet
+    from atoll.launch.islands_file import IslandsFile
+
+    read = IslandsFile.load(file)
+    fleet = Fleet(read)
+    names = fleet.names(units or ())
+    if forget and not units:
+        raise ValueError(f"which units are gone for good? Name them: atoll down {file} UNIT --forget")
+    said: dict[str, str] = {}
+
+    def say(unit: str, words: str) -> None:
+        said[unit] = words
+        if not as_json:
+            print(f"{unit}: {words}", flush=True)
+
+    if not fleet.known():
+        said = dict.fromkeys(names, "was not started")
+        is_down = True
+        if not as_json:
+            print(f"Nothing of {file} was started.")
+    else:
+        is_down = fleet.forget(names, say) if forget else fleet.down(names, say)
+    if as_json:
+        print_json({"run": read.run, "directory": str(read.directory), "down": is_down, "units": said})
+    if not is_down:
+        left = "not everything was forgotten" if forget else "not everything could be stopped"
+        complain(f"{left}; ask again with atoll down")
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def run_status(file: File, as_json: JsonOption = False) -> Result:
+    """Show how the units of a run are: standing, restarts, and why.
+
+    The exit code is 0 where nothing has failed. An engine that does not answer is no sign that its units are lost: they
+    are shown as unknown, with what it says. What the run itself does is shown by atoll watch and atoll dash.
+    """
+    from atoll.launch.fleet import Fleet
+    from atoll.launch.islands_file import IslandsFile
+
+    read = IslandsFile.load(file)
+    looks = Fleet(read).looks()
+    wrong = any(look.is_wrong for look in looks)
+
+    def fields() -> dict[str, object]:
+        units = [look.to_json() for look in looks]
+        return {"run": read.run, "directory": str(read.directory), "well": not wrong, "units": units}
+
+    return Result(fields, partial(print_looks, looks), ExitCode.FAILED if wrong else ExitCode.OK)
+
+
+READ_S = 0.5
+
+
+def run_logs(
+    file: File,
+    units: Annotated[list[str] | None, typer.Argument(metavar="UNIT", help="Only these. [default: all]")] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with what is printed from now on, until all have ended.")
+    ] = False,
+    tail: Annotated[
+        int | None, typer.Option("--tail", metavar="N", min=0, help="Begin with the last N lines of each.")
+    ] = None,
+) -> None:
+    """Show what the units of a run have printed, each line with the name of its unit before it.
+
+    Starts of one unit come one after the other; a line of [atoll] between them says why there was another. Ctrl-C ends
+    the reading only.
+    """
+    from atoll.launch.fleet import LOOK_FAR_S, LOOK_S, NOT_STARTED, Fleet, FleetLogs, PrintedLine
+    from atoll.launch.islands_file import IslandsFile
+
+    fleet = Fleet(IslandsFile.load(file))
+    names = fleet.names(units or ())
+    if not fleet.known():
+        raise ValueError(f"nothing of {file} was started yet: atoll up {file}")
+    logs = FleetLogs(fleet, names, tail)
+    width = max(map(len, names))
+
+    def show(line: PrintedLine) -> None:
+        sys.stdout.write(f"{line.unit:{width}} | {line.text}\n")
+
+    ended, next_look = not follow, 0.0
+    while True:
+        if not ended and time.monotonic() >= next_look:
+            looks = fleet.looks(names)
+            ended = all(look.is_over or look.standing == NOT_STARTED for look in looks)
+            is_near = all(look.engine == "local" for look in looks)
+            next_look = time.monotonic() + (LOOK_S if is_near else LOOK_FAR_S)
+        for line in logs.new():
+            show(line)
+        if ended:
+            break
+        sys.stdout.flush()
+        time.sleep(READ_S)
+    for line in logs.rest():
+        show(line)
+    for unit, problem in logs.problems.items():
+        complain(f"what {unit} has printed cannot be read: {problem}")
+    if logs.problems:
+        raise typer.Exit(ExitCode.FAILED)
