@@ -134,7 +134,7 @@ class JobSettings:
     learners: int = setting(4, min=1)  # M; `single` has one
     seed: int = setting(0, "Fixes the initial model and the order of the data.", metavar="S", min=0)
     tokens: int = setting(
-        800_000,
+        600_000,
         "To train on, all learners together: 500k or 20M.",
         metavar="N",
         min=1,
