@@ -322,6 +322,7 @@ def test_links_in_the_kernel(text, tmp_path):
 # Ctrl-C
 
 
+@pytest.mark.long
 def test_ctrl_c_heals_everything_and_leaves_a_verdict(text, tmp_path):
     scenario = small_scenario(
         tmp_path / "long.toml",

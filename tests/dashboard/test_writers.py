@@ -199,6 +199,7 @@ def leads_to(port: int) -> dict[str, str]:
     return known | dict.fromkeys(names, here) | settings
 
 
+@pytest.mark.long
 def test_weights_and_biases_gets_an_offline_run_and_dials_nobody(run, tmp_path):
     pytest.importorskip("wandb", reason="the extra wandb is not installed")
     listener = Listener()

@@ -67,6 +67,7 @@ def another_base() -> Any:
     return with_lora(base)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("other", "why"),
     [

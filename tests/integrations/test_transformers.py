@@ -237,6 +237,7 @@ class UntilMerged(TrainerCallback):
         control.should_training_stop = control.should_save = self._run.status()["merges"] >= self._merges
 
 
+@pytest.mark.long
 def test_a_trainer_that_resumes_takes_the_model_of_the_run_and_all_else_of_its_checkpoint(tmp_path):
     """Nobody is left in the run to give inner state, and this island keeps no parts."""
     with Run(tmp_path / "run", endless()) as run:

@@ -125,6 +125,7 @@ def test_a_leader_without_memory_for_the_rows_of_its_ranks_trains_on(tmp_path):
         run.verdict()
 
 
+@pytest.mark.long
 def test_an_island_comes_back_with_another_number_of_ranks(tmp_path):
     """Nobody else is there to take inner state from: it goes on from its own part of the last snapshot."""
     with Run(tmp_path, endless(quorum=1)) as run:

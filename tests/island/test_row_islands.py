@@ -99,6 +99,7 @@ def test_a_leader_that_believes_everything_is_found(tmp_path):
             run.assert_same(load_file(tmp_path / "published.safetensors"), 1)
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_while_it_sends_ends_its_island_and_no_other(tmp_path):
     with Run(tmp_path, endless(quorum=1)) as run:
         (alone,) = run.joined(LearnerSpec(1, "tall"))

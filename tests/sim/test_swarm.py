@@ -95,6 +95,7 @@ def test_a_seed_gives_the_same_digest_in_another_process_under_another_hash_seed
     assert answers[0].strip() == str([digest_of(s) for s in (0, 7, 42, 133)])
 
 
+@pytest.mark.long
 def test_two_processes_find_what_one_finds() -> None:
     alone = list(sweep(range(40), processes=1, small=True))
     shared = list(sweep(range(40), processes=2, small=True))

@@ -58,6 +58,7 @@ def shard_file(directory: Path, number: int, rank: int) -> Path:
     return shards_path(part_path(directory, 1, number)) / f"__{rank}_0.distcp"
 
 
+@pytest.mark.long
 def test_an_island_of_any_shape_starts_with_the_very_bits_that_another_shape_has_saved(tmp_path):
     with Run(tmp_path, endless(quorum=1, limits=PATIENT)) as run:
         island = RankedIsland(run, IslandSpec(1, "fsdp"))

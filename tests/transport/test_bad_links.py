@@ -132,6 +132,7 @@ def test_a_reset_in_the_middle_of_everything_is_dialled_again(tmp_path):
         run.assert_clean()
 
 
+@pytest.mark.long
 def test_a_black_hole_is_noticed_by_both_sides_and_healed(tmp_path):
     impatient = Limits(first_wait_s=0.5, backoff_first_s=0.05, backoff_most_s=0.5)
     with Run(tmp_path, endless(limits=impatient)) as run, relay_to(run.address) as relay:
