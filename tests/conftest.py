@@ -10,6 +10,7 @@ other programs no longer understand us, and that the wire version has to rise.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.programs import FIXTURES, MARKERS, missing
+
+# Read when torch is loaded, here and in every process that a test starts. Several workers share the cores, and threads
+# that wait for each other would take them from the other workers.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # How long an example takes to draw says how busy the machine is, and nothing about the code.
 settings.register_profile(

@@ -22,6 +22,7 @@ from atoll.dashboard.run_files import RunFiles
 from atoll.logs import ABOUT, FORMATS, VARIABLE, JsonLines, Named, about, set_up
 from atoll.reference.children import JobFailed
 from atoll.reference.job import start_job
+from tests.cli.test_train import train_with_kill
 from tests.reference.small_jobs import corpus_of, silent_view, small_settings, small_text
 from tests.shared_runs import made_once
 
@@ -58,24 +59,15 @@ def parsed(text: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def logs(text, tmp_path_factory):
-    """Of a run of two learners of which one is killed on the way, by the name of the process."""
-    folder, _ = made_once(tmp_path_factory, "logged", lambda folder: train_logged(text, folder / "run"))
+    """Logs of a run of three learners of which one is killed on the way, by the name of the process."""
+    folder, _ = made_once(tmp_path_factory, "finished", lambda folder: train_with_kill(text, folder / "run"))
     run = folder / "run"
     return run, {path.stem: parsed(path.read_text()) for path in (run / "logs").iterdir()}
 
 
-def train_logged(text: Path, run: Path) -> None:
-    words = [*small(text, 2 * 300 * STEP), "--learners", "2", "--kill", "2@0.15+0.1", "--log-format", "json", "--json"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "stdout", io.StringIO())
-        patch.setattr(sys, "stderr", io.StringIO())
-        assert main(["train", "--out", str(run), *words]) == 0
-    assert VARIABLE not in os.environ
-
-
 def test_every_line_of_a_run_is_a_record_that_names_what_it_is_about(logs):
     _, found = logs
-    assert found.keys() == {"syncer", "learner-1", "learner-2"}
+    assert found.keys() == {"syncer", "learner-1", "learner-2", "learner-3"}
     (run,) = {record["run"] for record in found["syncer"] if "run" in record}
     for record in found["syncer"]:
         if record["logger"] == "atoll.syncer":
@@ -86,7 +78,7 @@ def test_every_line_of_a_run_is_a_record_that_names_what_it_is_about(logs):
             assert record["code"] in REASONS
             assert ("incarnation" if subject[1] == "learner" else "version") in record
     assert {record.get("incarnation") for record in found["syncer"] if record.get("learner") == 2} == {1, 2}
-    for number in (1, 2):
+    for number in (1, 2, 3):
         own = [record for record in found[f"learner-{number}"] if record["logger"] == "atoll.learner"]
         assert own
         assert {record["learner"] for record in own} == {number}

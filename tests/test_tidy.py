@@ -165,6 +165,11 @@ def test_sim_imports_with_core_and_tapes_alone():
     assert done.returncode == 0, done.stderr
 
 
+def test_commands_that_start_islands_load_no_torch():
+    done = import_in_a_bare_house("atoll.launch.fleet", "atoll", "msgspec", "aiohttp", "rich", "cryptography")
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("planted", ["numpy", "rich", "torch", "atoll.cli"])
 def test_the_bare_house_keeps_a_planted_import_out(tmp_path, planted):
     (tmp_path / "planted").mkdir()

@@ -19,6 +19,7 @@ from atoll.cli.check import judge
 from atoll.cli.main import main
 from atoll.core.settings import declared_settings
 from atoll.dashboard.terminal import LiveView
+from atoll.logs import VARIABLE
 from atoll.reference.children import JobFailed
 from atoll.reference.job import AlreadyFinished, resume_job, start_job
 from atoll.reference.job_settings import FOR_ADAMW, SNAPSHOT_PASSES, JobSettings, Kill
@@ -74,7 +75,8 @@ def train_with_kill(text, run):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdout", out)
         patch.setattr(sys, "stderr", err)
-        assert main(["train", "--out", str(run), *words]) == 0, err.getvalue()
+        assert main(["train", "--out", str(run), "--log-format", "json", *words]) == 0, err.getvalue()
+    assert VARIABLE not in os.environ
     return json.loads(out.getvalue()), err.getvalue()
 
 

@@ -297,7 +297,7 @@ def test_a_trainer_under_its_older_name_will_do(tmp_path):
     with Run(tmp_path, config(budget_merges=4)) as run:
         island = island_of(run)
         quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-        trainer = pytorch_lightning.Trainer(max_epochs=-1, accelerator="cpu", callbacks=[island], **quiet)  # type: ignore[arg-type]
+        trainer = pytorch_lightning.Trainer(max_epochs=-1, accelerator="cpu", callbacks=[island], **quiet)
         trainer.fit(Older(), loader())
         assert island.learner.finished
 

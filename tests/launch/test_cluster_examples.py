@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
-from atoll.learner import arguments
+from atoll.learner import environment
 from tests.test_docs import unknown_commands
 from tests.test_examples import EXAMPLES
 
 TEXTS = {name: (EXAMPLES / f"{name}.yaml").read_text() for name in ("kubernetes", "skypilot")}
-VARIABLES = {value for name, value in vars(arguments).items() if name.isupper() and isinstance(value, str)}
+VARIABLES = {value for name, value in vars(environment).items() if name.isupper() and isinstance(value, str)}
 
 
 def kubernetes() -> dict[str, Any]:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from atoll.launch.engine import BY_PLACE, Unit
 from atoll.launch.islands_file import SHARD, SYNCER, IslandsFile, IslandTable, SyncerTable
-from atoll.learner.arguments import JOIN_TIMEOUT_S, KEYS, LEARNER, NOTICE_S, RUN_DIRECTORY, TOKEN
-from atoll.learner.arguments import SYNCER as SYNCER_TOLD
+from atoll.learner.environment import JOIN_TIMEOUT_S, KEYS, LEARNER, NOTICE_S, RUN_DIRECTORY, TOKEN
+from atoll.learner.environment import SYNCER as SYNCER_TOLD
 from atoll.transport.endpoint import PLAIN
 
 UNITS = "units"

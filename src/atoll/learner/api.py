@@ -33,23 +33,25 @@ from atoll.island.leader import Leader
 from atoll.island.stats import LearnerStats, LearnerStatus
 from atoll.island.topology import meet
 from atoll.learner.arguments import (
-    KEYS,
-    RUN_DIRECTORY,
-    TOKEN,
-    away_timeout_from_env,
     check_directory,
     check_learner,
     check_model,
     check_path,
     check_seconds,
+    whole_number,
+)
+from atoll.learner.background import Background
+from atoll.learner.environment import (
+    KEYS,
+    RUN_DIRECTORY,
+    TOKEN,
+    away_timeout_from_env,
     env,
     join_timeout_from_env,
     learner_from_env,
     notice_from_env,
     syncer_from_env,
-    whole_number,
 )
-from atoll.learner.background import Background
 from atoll.learner.leading_rank import LeadingRank
 from atoll.learner.loop_check import LoopCheck, TrainedParameters
 from atoll.learner.preemption import Interrupts, Notice
