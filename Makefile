@@ -20,8 +20,9 @@ help: ## list the targets
 
 setup: $(READY) ## create .venv and install Atoll with its development tools
 
-# pip unpacks on one core, so two of them install half of the pinned versions each; the last one finds everything there and
-# resolves nothing. No bytecode is compiled: Python does it at the first import, for the few modules that are used.
+# pip unpacks on one core, so three of them install a third of the pinned versions each; the last one finds everything there and
+# resolves nothing. No bytecode is compiled: Python does it at the first import, for the few modules that are used. What
+# every process of the tests imports is imported meanwhile, or all of them would compile it at once.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
 
 define install
@@ -29,14 +30,17 @@ define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Atoll needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) -V 2>&1). Name another: make PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "set-up: creating .venv with $$($(PYTHON) -V)"; $(PYTHON) -m venv .venv; }
 	@echo "set-up: installing atoll[$(1)] with the versions of constraints.txt ($(2))"
-	@awk '/^# --- $(3)/ { exit } /==/ { print > (".venv/pins." n++ % 2) }' constraints.txt
-	@$(PIP) --no-deps -r .venv/pins.0 & $(PIP) --no-deps -r .venv/pins.1 && wait $$!
-	@$(PIP) --no-build-isolation -c constraints.txt -e '.[$(1)]'
+	@awk '/^# --- $(3)/ { exit } /==/ { print > (".venv/pins." n++ % 3) }' constraints.txt
+	@$(PIP) --no-deps -r .venv/pins.0 & first=$$!; $(PIP) --no-deps -r .venv/pins.1 & second=$$!; \
+		$(PIP) --no-deps -r .venv/pins.2 && wait $$first && wait $$second
+	@$(if $(4),$(BIN)/python -W ignore -c 'import $(4)' & )$(PIP) --no-build-isolation -c constraints.txt -e '.[$(1)]' && wait
 	@touch $@
 endef
 
+USED_BY_TESTS := torch._dynamo, torch.distributed.checkpoint, transformers.trainer, lightning, datasets, hypothesis
+
 $(READY): pyproject.toml constraints.txt
-	$(call install,train$(COMMA)dev,about a minute,end)
+	$(call install,train$(COMMA)dev,about a minute,end,$(USED_BY_TESTS))
 
 $(READY_TO_TRAIN): pyproject.toml constraints.txt
 	$(call install,train$(COMMA)dash,half a minute,development)
