@@ -6,7 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from atoll.tensors.codecs import Blocks, Codec, codec
 from atoll.tensors.plan import FragmentPlan, TensorInfo, make_plan
+from atoll.tensors.robust_merge import RunningSums
 
 
 def normal(seed: int, numel: int, spread: float = 0.0) -> Tensor:
@@ -24,3 +26,19 @@ def plan_of(*tensors: tuple[str, int]) -> FragmentPlan:
     """One fragment: (kind, values) of tensors that lie in it in this order."""
     infos = [TensorInfo(f"t{place:02}", (numel,), "float32", kind) for place, (kind, numel) in enumerate(tensors)]
     return make_plan(infos, 1, "balanced")
+
+
+def add(sums: RunningSums, delta: Tensor, weight: float, scale: float = 1.0) -> None:
+    """Add a contribution that travelled in f32."""
+    sums.add_encoded(codec("f32"), codec("f32").encode(delta), weight, scale)
+
+
+def quantum(coder: Codec, x: Tensor) -> Tensor:
+    """For each value the bound of |x - decode(encode(x))|."""
+    if coder.name == "f32":
+        return torch.zeros_like(x)
+    if coder.name == "bf16":  # one rounding to 8 bits, or half the smallest denormal
+        return x.abs().mul_(2.0**-8).clamp_(min=2.0**-133)
+    assert isinstance(coder, Blocks)  # half a scale, and a little for the rounding of scale and products
+    scales = coder.scales(coder.encode(x), x.numel()).float()
+    return (scales * (0.5 + 2.0**-12)).repeat_interleave(coder.block)[: x.numel()]

@@ -17,7 +17,7 @@ from atoll.tensors.outer import LOOKED_AT, OuterStep, PublishedValue
 from atoll.tensors.plan import FragmentPlan
 from atoll.tensors.robust_merge import sums_of
 from atoll.tensors.settings import Numerics
-from tests.tensors.drawn import normal, plan_of
+from tests.tensors.drawn import add, normal, plan_of
 
 seeds = st.integers(0, 2**32 - 1)
 weights = st.lists(st.floats(0.1, 10.0), min_size=2, max_size=6)
@@ -64,7 +64,7 @@ def directly(plan: FragmentPlan, how: str, deltas: list[Tensor], weights: list[f
 def added(plan: FragmentPlan, how: str, deltas: list[Tensor], weights: list[float]) -> Accumulator:
     sums = Accumulator(plan, 0, how)
     for delta, weight in zip(deltas, weights, strict=True):
-        sums.add(delta, weight)
+        add(sums, delta, weight)
     sums.result()
     return sums
 

@@ -285,7 +285,7 @@ def learners_follow(coder, seed: int, numel: int, rounds: int) -> tuple[Publishe
         precise += normal(seed + 1 + turn, numel) * 0.1
         update = published.advance(precise)
         assert update.numel() == coder.size(numel)
-        assert coder.problem(update, numel) is None
+        assert coder.examine(update, numel)[0] is None
         PublishedValue.apply(coder, in_place, update, in_place)
         other = PublishedValue.apply(coder, other, update, torch.empty(numel))
         assert same_bits(in_place, published.value)

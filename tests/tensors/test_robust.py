@@ -13,7 +13,7 @@ from torch import Tensor
 from atoll.tensors.codecs import CHUNK, CODECS, codec
 from atoll.tensors.merge import Accumulator, norm
 from atoll.tensors.robust_merge import LEAST_ROUNDS, WILD, NormTracker, Trimmed, sums_of
-from tests.tensors.drawn import normal, plan_of
+from tests.tensors.drawn import add, normal, plan_of
 
 PLAN = plan_of(("weight", 60), ("embedding", 37))
 NUMEL = 97
@@ -25,7 +25,7 @@ wild = st.floats(-1e18, 1e18, allow_nan=False)
 def trimmed(deltas: list[Tensor]) -> Tensor:
     sums = Trimmed(deltas[0].numel())
     for delta in deltas:
-        sums.add(delta, 1.0)
+        add(sums, delta, 1.0)
     return sums.result().clone()
 
 
@@ -49,7 +49,7 @@ def test_the_same_property_fails_for_the_average_and_for_one_that_subtracts():
     far = torch.full((NUMEL,), 1e9)
     average = Accumulator(PLAN, 0, "average")
     for delta in (*others, far):
-        average.add(delta, 1.0)
+        add(average, delta, 1.0)
     assert not within(average.result(), others)
     stacked = torch.stack([*others, far])  # in f32, as somebody might write it
     subtracting = (stacked.sum(0) - stacked.amin(0) - stacked.amax(0)) / 2
@@ -80,9 +80,9 @@ def test_what_came_encoded_is_merged_as_it_decodes(name, scale):
     for delta in deltas:
         data = coder.encode(delta)
         encoded.add_encoded(coder, data, 1.0, scale)
-        decoded.add(coder.decode(data, numel), 1.0, scale)
+        add(decoded, coder.decode(data, numel), 1.0, scale)
     assert torch.equal(encoded.result(), decoded.result())
-    with pytest.raises(ValueError, match="bytes in"):
+    with pytest.raises(ValueError, match="flat bytes in"):
         encoded.add_encoded(coder, data[:-1], 1.0)
 
 
@@ -91,7 +91,7 @@ def test_memory_does_not_grow_with_learners():
     held = [sums._low.data_ptr(), sums._high.data_ptr(), sums._between.data_ptr()]
     for round_number in range(3):
         for n in range(50):
-            sums.add(normal(n + round_number, NUMEL), 1.0)
+            add(sums, normal(n + round_number, NUMEL), 1.0)
         sums.result()
         assert [sums._low.data_ptr(), sums._high.data_ptr(), sums._between.data_ptr()] == held
         sums.reset()

@@ -25,7 +25,7 @@ from atoll.syncer.process import SyncerLink, SyncerProcess
 from atoll.syncer.prometheus import MISSING, exposition
 from atoll.syncer.shards.coordinator import ShardsMissing
 from atoll.syncer.status import TOLD, status
-from atoll.tensors.codecs import F32
+from atoll.tensors.codecs import codec
 from atoll.tensors.plan import FragmentPlan, settled_plan
 from atoll.tensors.robust_merge import unfit_in_fragment
 from atoll.transport.auth import IdentityMismatchError, Rejection, check_speaker, log_key, own_number
@@ -171,7 +171,7 @@ class Paths:
 
         await frames.next(Kind.MODEL, accept)
         if not torch.isfinite(value.sum()):
-            named = unfit_in_fragment(plan, p, F32(), value.view(torch.uint8))
+            named = unfit_in_fragment(plan, p, codec("f32"), value.view(torch.uint8))
             raise WireError(
                 f"the model holds values that are not finite: {named}; initialize it before joining, and register"
                 " constants such as attention masks as buffers with persistent=False, which are not sent",

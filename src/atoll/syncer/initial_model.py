@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from atoll.tensors.codecs import F32
+from atoll.tensors.codecs import codec
 from atoll.tensors.plan import FragmentPlan
 from atoll.tensors.robust_merge import unfit_in_fragment
 
@@ -43,7 +43,7 @@ def warm_values(directory: Path, plan: FragmentPlan) -> list[Tensor] | None:
         raise ValueError(f"{path} is damaged: {wrong}") from None
     for p, value in enumerate(values):
         if not torch.isfinite(value.sum()):
-            named = unfit_in_fragment(plan, p, F32(), value.view(torch.uint8))
+            named = unfit_in_fragment(plan, p, codec("f32"), value.view(torch.uint8))
             raise ValueError(f"{path} holds values that are not finite: {named}")
     return values
 

@@ -32,8 +32,6 @@ CHUNK = 1 << 18
 """Values per chunk; a multiple of every block. 1 MiB of f32: it stays in the cache and hides what calls cost."""
 
 _TINY = 2.0**-126  # the smallest normal f32
-_BF16_QUANTUM = 2.0**-8  # relative, of one rounding to 8 bits: half the distance of two neighbours, at most
-_BF16_TINY = 2.0**-133  # the smallest denormal bf16
 
 
 Told: TypeAlias = Callable[[int, int], None]
@@ -72,6 +70,7 @@ class Codec(ABC):
     name: str
     number: int  # on the wire
     block: int = 1  # values that share a scale
+    is_exact = False  # nothing is rounded: the values themselves travel
     tells_norm = False  # `examine` finds the norm itself, not a bound of it
 
     @abstractmethod
@@ -93,10 +92,6 @@ class Codec(ABC):
     @abstractmethod
     def values_in(self, numel: int, first_bytes: int) -> int:
         """How many values can be read of the first so many bytes: whole blocks, or all."""
-
-    @abstractmethod
-    def quantum(self, x: Tensor) -> Tensor:
-        """For each value the bound of |x - decode(encode(x))|."""
 
     @abstractmethod
     def _square_sum(self, data: Tensor, numel: int) -> float:
@@ -126,16 +121,12 @@ class Codec(ABC):
             self.read(data, numel, begin, out[begin:end], scratch)
         return out
 
-    def problem(self, data: Tensor, numel: int) -> str | None:
-        """Why these bytes must not be merged, as a sentence, or None.
+    def examine(self, data: Tensor, numel: int) -> tuple[str | None, float]:
+        """Return why these bytes must not be merged, or None, and a bound of their norm, a few times it at most.
 
         Found are a wrong size, and values whose squares do not add up to a finite f32: NaN, inf, and numbers from about
         1e19 on. The latter are finite, but neither a norm nor a weighted sum of them would be.
         """
-        return self.examine(data, numel)[0]
-
-    def examine(self, data: Tensor, numel: int) -> tuple[str | None, float]:
-        """The problem, and the norm of the values as far as one pass tells it: at least it, at most some times it."""
         if data.dtype != torch.uint8 or data.dim() != 1:
             return f"flat bytes are needed, this is {data.dtype} of shape {tuple(data.shape)}", 0.0
         if data.numel() != self.size(numel):
@@ -186,64 +177,39 @@ def finished(out: Tensor, target: Tensor, numel: int, told: Told | None) -> Tens
     return out
 
 
-class F32(Codec):
-    """The values themselves."""
+class Floats(Codec):
+    """The values in a floating-point dtype. In bf16 values beyond 3.39e38 become inf, which `examine` finds."""
 
-    name = "f32"
-    number = 0
     tells_norm = True
 
-    def size(self, numel: int) -> int:
-        return 4 * numel
-
-    def write(self, x: Tensor, data: Tensor, numel: int, begin: int, scratch: Scratch) -> None:
-        data.view(torch.float32)[begin : begin + x.numel()].copy_(x)
-
-    def read(self, data: Tensor, numel: int, begin: int, out: Tensor, scratch: Scratch) -> None:
-        out.copy_(data.view(torch.float32)[begin : begin + out.numel()])
-
-    def places(self, numel: int, begin: int, end: int) -> list[tuple[int, int]]:
-        return [(4 * begin, 4 * end)]
-
-    def values_in(self, numel: int, first_bytes: int) -> int:
-        return first_bytes // 4
-
-    def quantum(self, x: Tensor) -> Tensor:
-        return torch.zeros_like(x)
-
-    def _square_sum(self, data: Tensor, numel: int) -> float:
-        return square_sum(data.view(torch.float32))
-
-
-class BF16(Codec):
-    """The upper halves. Values beyond 3.39e38 become inf, which `problem` finds."""
-
-    name = "bf16"
-    number = 1
-    tells_norm = True
+    def __init__(self, name: str, number: int, dtype: torch.dtype) -> None:
+        self.name = name
+        self.number = number
+        self.dtype = dtype
+        self.is_exact = dtype == torch.float32
 
     def size(self, numel: int) -> int:
-        return 2 * numel
+        return self.dtype.itemsize * numel
 
     def write(self, x: Tensor, data: Tensor, numel: int, begin: int, scratch: Scratch) -> None:
-        data.view(torch.bfloat16)[begin : begin + x.numel()].copy_(x)
+        data.view(self.dtype)[begin : begin + x.numel()].copy_(x)
 
     def read(self, data: Tensor, numel: int, begin: int, out: Tensor, scratch: Scratch) -> None:
-        out.copy_(data.view(torch.bfloat16)[begin : begin + out.numel()])
+        out.copy_(data.view(self.dtype)[begin : begin + out.numel()])
 
     def places(self, numel: int, begin: int, end: int) -> list[tuple[int, int]]:
-        return [(2 * begin, 2 * end)]
+        return [(self.size(begin), self.size(end))]
 
     def values_in(self, numel: int, first_bytes: int) -> int:
-        return first_bytes // 2
-
-    def quantum(self, x: Tensor) -> Tensor:
-        return x.abs().mul_(_BF16_QUANTUM).clamp_(min=_BF16_TINY)
+        return first_bytes // self.dtype.itemsize
 
     def _square_sum(self, data: Tensor, numel: int) -> float:
-        halves, values, total = data.view(torch.bfloat16), torch.empty(min(CHUNK, numel)), 0.0
+        held = data.view(self.dtype)
+        if self.is_exact:
+            return square_sum(held)
+        values, total = torch.empty(min(CHUNK, numel)), 0.0
         for begin, end in chunks(0, numel):
-            part = values[: end - begin].copy_(halves[begin:end])
+            part = values[: end - begin].copy_(held[begin:end])
             total += float(torch.dot(part, part))
         return total
 
@@ -384,21 +350,13 @@ class Blocks(Codec):
         of_integers = max(0, first_bytes - self.scale_bytes(numel))
         return of_integers // self.integers.size(self.block) * self.block
 
-    def quantum(self, x: Tensor) -> Tensor:
-        """Half a scale, and a little for the rounding of scale and products."""
-        rows = -(-x.numel() // self.block)
-        padded = torch.zeros(rows * self.block)
-        padded[: x.numel()] = x
-        scales = self._scales_of(padded.abs().view(rows, self.block).amax(1)).to(self.scale_dtype).float()
-        return (scales * (0.5 + 2.0**-12)).repeat_interleave(self.block)[: x.numel()]
-
     def _square_sum(self, data: Tensor, numel: int) -> float:
         return square_sum(self.scales(data, numel).float()) * float(self.levels + 1) ** 2 * self.block
 
 
 CODECS: tuple[Codec, ...] = (
-    F32(),
-    BF16(),
+    Floats("f32", 0, torch.float32),
+    Floats("bf16", 1, torch.bfloat16),
     Blocks("int8", 2, 256, torch.float32, 127, 2.0**-22, SignedBytes(), block_may_be_short=True),  # 8.125 bits each
     Blocks("int4", 3, 64, torch.bfloat16, 7, 2.0**-8, HalfBytes(), block_may_be_short=False),  # 4.25 bits each
 )
@@ -427,7 +385,7 @@ class Feedback:
     def __init__(self, codec: Codec, numel: int) -> None:
         self.codec = codec
         self.numel = numel
-        self.rounds = not isinstance(codec, F32)
+        self.rounds = not codec.is_exact
         self.residual = torch.zeros(numel if self.rounds else 0)
         self._next = torch.zeros_like(self.residual)
         self._pending = False
@@ -438,7 +396,7 @@ class Feedback:
         if _flat(x) != self.numel:
             raise ValueError(f"the fragment has {self.numel} values, {x.numel()} were given")
         by = self.codec if by is None else by
-        if self.rounds is isinstance(by, F32):
+        if self.rounds is by.is_exact:
             raise ValueError(
                 f"a feedback of {self.codec.name} cannot send in {by.name}: one of them leaves nothing out"
             )

@@ -89,18 +89,16 @@ def squares(chunk: Tensor) -> float:
 class Accumulator:
     """One fragment's round at the syncer.
 
-    Takes one f32 per value (`buffer`, if the caller has it) and a scratch of one chunk, whatever the number of
-    contributions. Each costs a pass for the norms and one that adds. Contributions must be finite: ask `Codec.problem`
-    first, one NaN would be in the sums for good.
+    Takes one f32 per value and a scratch of one chunk, whatever the number of contributions. Each costs a pass for the
+    norms and one that adds. Contributions must be finite: call `Codec.examine` first, one NaN would be in the sums for
+    good.
     """
 
-    def __init__(self, plan: FragmentPlan, p: int, how: str, buffer: Tensor | None = None) -> None:
+    def __init__(self, plan: FragmentPlan, p: int, how: str) -> None:
         if how not in ("average", "radial"):
             raise ValueError(f"no merge is called {how!r}; there are average, radial")
         self.numel = plan.numel(p)
-        if buffer is not None and (buffer.shape != (self.numel,) or buffer.dtype != torch.float32):
-            raise ValueError(f"a buffer of {self.numel} f32 values is needed, got {buffer.dtype} {tuple(buffer.shape)}")
-        self._sums = torch.empty(self.numel) if buffer is None else buffer
+        self._sums = torch.empty(self.numel)
         self._runs = _runs(plan, p, how)
         self._scratch: Scratch | None = None
         self.merged_norm = 0.0  # |D| of the last result
@@ -116,19 +114,6 @@ class Accumulator:
         for run in self._runs:
             run.weighted_norms = run.factors = run.squared_factors = 0.0
 
-    def add(self, delta: Tensor, weight: float, scale: float = 1.0) -> None:
-        """Adds one contribution, `scale` times as large; `delta` may be overwritten afterwards."""
-        if delta.shape != (self.numel,) or delta.dtype != torch.float32:
-            raise ValueError(f"{self.numel} f32 values are needed, got {delta.dtype} {tuple(delta.shape)}")
-        w, total = self._relative(weight), 0.0
-        for run in self._runs:
-            v = delta[run.begin : run.end]
-            size = norm(v)
-            factor = self._factor(run, w, size, scale) if run.radial else w * scale
-            self._axpy(run.begin, v, factor)
-            total += self._noted(run, w, size, scale)
-        self._counted(w, total)
-
     def add_encoded(
         self, codec: Codec, data: Tensor, weight: float, scale: float = 1.0, size: float | None = None
     ) -> None:
@@ -138,10 +123,7 @@ class Accumulator:
         memory but the bytes and the sums. Against writing a decoded copy and reading it twice it is a fifth faster for
         bf16; int8 and int4, which cost more to decode, lose a tenth and a fifth, and save the memory.
         """
-        if data.numel() != codec.size(self.numel):
-            raise ValueError(
-                f"{self.numel} values are {codec.size(self.numel)} bytes in {codec.name}, got {data.numel()}"
-            )
+        codec.check_size(data, self.numel)
         data = aligned(data)
         w, total = self._relative(weight), 0.0
         known = size if len(self._runs) == 1 else None  # of all of it, where that is one run
@@ -164,7 +146,7 @@ class Accumulator:
         self._counted(w, total)
 
     def result(self) -> Tensor:
-        """The merged delta D. It is the accumulator's own buffer: use it before the next `add`, then `reset`."""
+        """Return the merged delta D, in the accumulator's own buffer: use it before the next contribution, then `reset`."""
         if not self.count:
             raise ValueError("nothing was added to this round; there is no mean of no contributions")
         total, cosines, numel = 0.0, 0.0, 0
@@ -234,7 +216,7 @@ class Accumulator:
 
     def _decoded(self, codec: Codec, data: Tensor, begin: int, end: int) -> Tensor:
         """Values [begin, end), at most a chunk of them, until the next call."""
-        if codec.name == "f32":
+        if codec.is_exact:
             return data.view(torch.float32)[begin:end]
         if self._scratch is None:
             self._scratch = Scratch(self.numel)

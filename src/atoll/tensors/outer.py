@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from atoll.tensors.codecs import CHUNK, F32, Codec, Scratch, aligned, chunks
+from atoll.tensors.codecs import CHUNK, Codec, Scratch, aligned, chunks
 from atoll.tensors.merge import squares
 from atoll.tensors.plan import FragmentPlan
 from atoll.tensors.settings import Numerics
@@ -330,7 +330,7 @@ class PublishedValue:
         for begin, end in chunks(0, numel):
             part, moved, goal = value[begin:end], scratch.values[: end - begin], precise[begin:end]
             torch.sub(goal, part, out=moved)
-            if isinstance(codec, F32):  # the value itself travels
+            if codec.is_exact:  # the value itself travels
                 stepped += squares(moved)
                 codec.write(goal, target, numel, begin, scratch)
                 part.copy_(goal)
@@ -362,7 +362,7 @@ class Applying:
 
     def __init__(self, codec: Codec, old_value: Tensor | None, update: Tensor, out: Tensor) -> None:
         self.numel = out.numel()
-        is_whole = isinstance(codec, F32)
+        is_whole = codec.is_exact
         if out.dtype != torch.float32 or (old_value is not None and out.shape != old_value.shape):
             needed = old_value.numel() if old_value is not None else self.numel
             raise ValueError(f"{needed} f32 values are needed, got {out.dtype} {tuple(out.shape)}")

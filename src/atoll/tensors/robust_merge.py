@@ -148,7 +148,7 @@ class Unfit(NamedTuple):
 
 
 def unfit_in_fragment(plan: FragmentPlan, p: int, by: Codec, data: Tensor) -> str:
-    """Name the tensors of encoded values that `Codec.problem` refuses."""
+    """Name the tensors of encoded values that `Codec.examine` refuses."""
     numel, data = plan.numel(p), aligned(data)
     scratch = Scratch(numel)
     counted: dict[str, Unfit] = {}
@@ -202,19 +202,10 @@ class Trimmed:
         self.count = 0
         self.norms = []
 
-    def add(self, delta: Tensor, weight: float, scale: float = 1.0) -> None:
-        for begin, end in chunks(0, self.numel):
-            self._take(begin, delta[begin:end] * scale if scale != 1.0 else delta[begin:end])
-        self.norms.append(norm(delta))
-        self.count += 1
-
     def add_encoded(
         self, codec: Codec, data: Tensor, weight: float, scale: float = 1.0, size: float | None = None
     ) -> None:
-        if data.numel() != codec.size(self.numel):
-            raise ValueError(
-                f"{self.numel} values are {codec.size(self.numel)} bytes in {codec.name}, got {data.numel()}"
-            )
+        codec.check_size(data, self.numel)
         data = aligned(data)
         if self._scratch is None:
             self._scratch = Scratch(self.numel)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from atoll.tensors.codecs import CHUNK, F32, Codec, Feedback, Scratch
+from atoll.tensors.codecs import CHUNK, Codec, Feedback, Scratch
 from atoll.tensors.plan import FragmentPlan, TensorInfo
 from atoll.tensors.sharding import Boxes, windows
 
@@ -273,7 +273,7 @@ def apply_rows(
 
     `old` None: they are the values themselves.
     """  # fmt: skip
-    if old is None and not isinstance(by, F32):
+    if old is None and not by.is_exact:
         raise ValueError(f"an update in {by.name} needs the value that it is added to")
     scratch = Scratch(max((strip.end - strip.begin for strip in strips), default=0))
     for strip, start in zip(strips, laid.starts, strict=True):
@@ -284,7 +284,7 @@ def apply_rows(
             by.read(encoded, count, begin, came, scratch)
             for low, high, first in _within(stretches, strip.begin + begin, strip.begin + begin + came.numel()):
                 part, at = came[low:high], slice(first, first + high - low)
-                if old is None or isinstance(by, F32):
+                if old is None or by.is_exact:
                     out[at].copy_(part)
                 else:
                     torch.add(old[at], part, out=out[at])
