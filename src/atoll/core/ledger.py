@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from atoll.core.protocol import LeaseRecord
@@ -38,16 +39,14 @@ class Line(NamedTuple):
         return self.pending >= 0 and self.trained == self.merged + self.pending + sum(self.dropped.values())
 
 
+@dataclass(slots=True, eq=False)
 class Account:
     """What the syncer knows of one incarnation's tokens."""
 
-    __slots__ = ("dropped", "incarnation", "merged", "trained")
-
-    def __init__(self, incarnation: Incarnation) -> None:
-        self.incarnation = incarnation
-        self.trained = 0  # tokens that this incarnation has told of, never falling
-        self.merged: dict[FragmentId, int] = {}  # of those, tokens in a durable version of the fragment
-        self.dropped: dict[FragmentId, int] = {}  # of those, tokens that adopting threw away (overwrite, blend)
+    incarnation: Incarnation
+    trained: int = 0  # tokens that this incarnation has told of, never falling
+    merged: dict[FragmentId, int] = field(default_factory=dict)  # of those, tokens in a durable version of the fragment
+    dropped: dict[FragmentId, int] = field(default_factory=dict)  # of those, thrown away by adopting (overwrite, blend)
 
 
 class SyncerLedger:
@@ -160,21 +159,19 @@ class LeaseSums(NamedTuple):
         return min(self) >= 0 and self.leased == self.pool + self.held + self.merged
 
 
+@dataclass(slots=True, eq=False)
 class Holder:
     """One incarnation's leases, as the syncer knows them."""
 
-    __slots__ = ("before", "count", "durable", "first", "incarnation", "intervals", "learner", "merged", "total")
-
-    def __init__(self, learner: LearnerId, incarnation: Incarnation) -> None:
-        self.learner = learner
-        self.incarnation = incarnation
-        self.count = 0  # leases it was ever given: the number of the next one
-        self.durable = 0  # of those, leases that are durable and may be sent
-        self.first = 0  # number of the first interval that is listed; all before it are merged
-        self.before = 0  # samples of leases that are no longer listed
-        self.intervals: list[Interval] = []
-        self.total = 0  # samples of all its leases
-        self.merged = 0  # of those, from the beginning, in a durable version
+    learner: LearnerId
+    incarnation: Incarnation
+    count: int = 0  # leases it was ever given: the number of the next one
+    durable: int = 0  # of those, leases that are durable and may be sent
+    first: int = 0  # number of the first interval that is listed; all before it are merged
+    before: int = 0  # samples of leases that are no longer listed
+    intervals: list[Interval] = field(default_factory=list)
+    total: int = 0  # samples of all its leases
+    merged: int = 0  # of those, from the beginning, in a durable version
 
     def forget_merged(self) -> None:
         """Leases that are merged to their end are no longer listed, so that records stay small."""

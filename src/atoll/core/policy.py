@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from atoll.core.reasons import Reason, because
 from atoll.core.types import Limits, RunConfig
 
 
+@dataclass(slots=True, eq=False)
 class Estimate:
     """Exponential moving average of a duration and of its deviation (the estimator of TCP's retransmission timer).
 
@@ -20,12 +22,9 @@ class Estimate:
     1.0
     """
 
-    __slots__ = ("count", "deviation", "mean")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.mean = 0.0
-        self.deviation = 0.0
+    count: int = 0
+    mean: float = 0.0
+    deviation: float = 0.0
 
     def add(self, sample: float) -> None:
         if self.count:

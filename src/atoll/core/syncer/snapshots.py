@@ -60,7 +60,8 @@ class Snapshots:
         state.marker += 1
         wanted = {m.id for m in state.live.values()}
         deadline = now + max((self._part_patience(m) for m in state.live.values()), default=0.0)
-        state.cut = Cut(state.marker, state.versions(), state.leases, wanted, deadline)
+        leases = state.leases
+        state.cut = Cut(state.marker, state.versions(), leases.next, leases.unmerged(), wanted, deadline)
         if who:
             state.say("run", 0, "snapshot-asked", state.marker, len(wanted), who)
         else:

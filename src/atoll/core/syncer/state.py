@@ -34,6 +34,7 @@ from atoll.core.types import (
     Accepted,
     FragmentId,
     Incarnation,
+    Interval,
     LearnerId,
     Mark,
     RoundId,
@@ -64,170 +65,91 @@ class Owed(NamedTuple):
     tries: int  # sendings; 0: its shard is away, and it waits for that
 
 
+@dataclass(slots=True, eq=False)
 class Fragment:
     """A fragment in the syncer's hands."""
 
-    __slots__ = (
-        "asked",
-        "attempt",
-        "away",
-        "contributions",
-        "final",
-        "final_tries",
-        "grace_until",
-        "id",
-        "in_turn",
-        "last_contributors",
-        "latest_round",
-        "marks",
-        "merge_s",
-        "merged",
-        "missed",
-        "need_steps",
-        "open_steps",
-        "opened_at",
-        "phase",
-        "published_at",
-        "pull_again_at",
-        "pull_tries",
-        "quorum",
-        "reason",
-        "round",
-        "round_is_final",
-        "save_tries",
-        "sealed_at",
-        "turned_at",
-        "version",
-    )
-
-    def __init__(self, fragment: FragmentId, offset_steps: int) -> None:
-        self.id = fragment
-        self.version: Version = 0  # newest durable version
-        self.phase = Phase.IDLE
-        self.away = False  # the shard that holds it cannot be reached
-        self.round: RoundId | None = None  # the open round; None exactly while IDLE
-        self.latest_round: RoundId | None = None  # the last one that was opened in this epoch, open or not
-        self.attempt = 0  # openings on this version in this epoch
-        self.opened_at = 0.0
-        self.turned_at = -math.inf  # the same, of the last one in turn: steps towards the next count from there
-        self.in_turn = True  # the last one that was opened, was; one for a learner that leaves is not
-        self.need_steps = (
-            offset_steps  # steps that make it ripe: first its offset, then H, few after an abandoned round
-        )
-        self.open_steps: dict[LearnerId, int] = {}  # local step of each live or suspected learner at the last opening
-        self.asked: dict[LearnerId, float] = {}  # learners pulled in the open round: when first asked
-        self.contributions: dict[LearnerId, Accepted] = {}  # accepted in the open round
-        self.missed: dict[LearnerId, float] = {}  # awaited in vain by the last merge: when first asked
-        self.pull_tries = 0
-        self.pull_again_at = 0.0
-        self.grace_until = 0.0
-        self.quorum = 0  # K when the open round had its quorum; an operator may change it later
-        self.sealed_at = 0.0  # when the open round was sealed
-        self.merge_s = 0.0  # from the seal of the newest version to its publication
-        self.published_at = -1.0  # of the newest version, in this epoch
-        self.save_tries = 0
-        self.merged = False  # the outer step of the open round is done
-        self.marks: dict[LearnerId, Mark] = {}  # last merged contribution of every learner
-        self.last_contributors: tuple[LearnerId, ...] = ()
-        self.final = False  # its last merge is done or given up
-        self.round_is_final = False  # the open round was opened after the budget was reached
-        self.final_tries = 0
-        self.reason: Reason | None = None
+    id: FragmentId
+    need_steps: int  # steps that make it ripe: first its offset, then H, few after an abandoned round
+    version: Version = 0  # newest durable version
+    phase: Phase = Phase.IDLE
+    away: bool = False  # the shard that holds it cannot be reached
+    round: RoundId | None = None  # the open round; None exactly while IDLE
+    latest_round: RoundId | None = None  # the last one that was opened in this epoch, open or not
+    attempt: int = 0  # openings on this version in this epoch
+    opened_at: float = 0.0
+    turned_at: float = -math.inf  # the same, of the last one in turn: steps towards the next count from there
+    in_turn: bool = True  # the last one that was opened, was; one for a learner that leaves is not
+    open_steps: dict[LearnerId, int] = field(
+        default_factory=dict
+    )  # of each live or suspected learner, at the last opening
+    asked: dict[LearnerId, float] = field(default_factory=dict)  # learners pulled in the open round: when first asked
+    contributions: dict[LearnerId, Accepted] = field(default_factory=dict)  # accepted in the open round
+    missed: dict[LearnerId, float] = field(default_factory=dict)  # awaited in vain by the last merge: when first asked
+    pull_tries: int = 0
+    pull_again_at: float = 0.0
+    grace_until: float = 0.0
+    quorum: int = 0  # K when the open round had its quorum; an operator may change it later
+    sealed_at: float = 0.0  # when the open round was sealed
+    merge_s: float = 0.0  # from the seal of the newest version to its publication
+    published_at: float = -1.0  # of the newest version, in this epoch
+    save_tries: int = 0
+    merged: bool = False  # the outer step of the open round is done
+    marks: dict[LearnerId, Mark] = field(default_factory=dict)  # last merged contribution of every learner
+    last_contributors: tuple[LearnerId, ...] = ()
+    final: bool = False  # its last merge is done or given up
+    round_is_final: bool = False  # the open round was opened after the budget was reached
+    final_tries: int = 0
+    reason: Reason | None = None
 
 
+@dataclass(slots=True, eq=False)
 class Member:
     """A learner in the syncer's eyes."""
 
-    __slots__ = (
-        "ack",
-        "admitted_by",
-        "answer",
-        "answers_s",
-        "away_since",
-        "back_at",
-        "control_due",
-        "control_tries",
-        "counted",
-        "drained_by",
-        "fetch_s",
-        "finish_acked",
-        "finish_due",
-        "finish_tries",
-        "gap",
-        "gone_at",
-        "gone_timer",
-        "heard_rounds",
-        "held",
-        "hello",
-        "first_step",
-        "id",
-        "incarnation",
-        "last_heard",
-        "leaving",
-        "leaving_tick",
-        "owed",
-        "pace",
-        "publish_timer",
-        "pushes",
-        "quick_s",
-        "reason",
-        "received",
-        "reported_at",
-        "seen",
-        "session",
-        "silence_at",
-        "standing",
-        "step",
-        "strikes",
-        "sync",
-        "training",
-        "unmerged",
-    )
-
-    def __init__(self, learner: LearnerId, incarnation: Incarnation, session: int) -> None:
-        self.id = learner
-        self.incarnation = incarnation
-        self.session = session
-        self.standing = Standing.UNKNOWN
-        self.step = 0  # newest local step that it told of
-        self.first_step = 0  # local step when it joined: its count begins there for fragments not opened since
-        self.counted = False  # it has been welcomed in this epoch
-        self.gone_at = 0.0  # when it was last lost
-        self.away_since = 0.0  # the same, and later by as long as the syncer itself stood still since
-        self.back_at = 0.0  # when it was last welcomed, or heard again after a silence
-        self.reported_at = -1.0  # when it told of that step
-        self.quick_s = 0.0  # a low estimate of its step time: one long step hardly raises it
-        self.training = False  # it has said that it trains
-        self.fetch_s = 0.0  # how long it fetches the largest fragment in bf16, as it says; 0: unknown
-        self.last_heard = 0.0
-        self.received: dict[FragmentId, Version] = {}  # newest version that it has acknowledged
-        self.owed: dict[FragmentId, Owed] = {}  # sent and not acknowledged
-        self.heard_rounds: dict[FragmentId, RoundId] = {}  # newest contribution that arrived, accepted or not
-        self.hello: Hello | None = None  # waiting for its admission to be durable
-        self.admitted_by = 0  # serial of the members record that admits it, or says that it is lost
-        self.gap = Estimate()  # between two of its messages
-        self.pace = Estimate()  # its step time
-        self.answer = Estimate()  # from a pull to its contribution
-        self.answers_s = 0.0  # what an answer takes at least: none of the newest was much quicker
-        self.ack = Estimate()  # from sending a version to its acknowledgement
-        self.sync = Estimate()  # from the seal of a round to its acknowledgement of the version
-        self.strikes = 0
-        self.reason: Reason | None = None  # why it is away, out or in quarantine
-        self.finish_acked = False
-        self.finish_tries = 0  # on this link
-        self.finish_due = 0.0  # when it is told again
-        self.held = 0  # serial of the newest word about a pause that it has heard, as it said on this link
-        self.drained_by = ""  # who has asked it to leave
-        self.control_tries = 0  # sendings of what it has not answered
-        self.control_due = 0.0  # when it is told again
-        self.leaving = False  # it has taken its last step, and leaves when all that it trained is merged
-        self.leaving_tick = 0  # of its newest word about that
-        self.unmerged: dict[FragmentId, None] = {}  # of which it has something to be merged, as it says
-        self.pushes: dict[FragmentId, int] = {}  # rounds in which it was asked for that
-        self.seen = 0  # its newest tick that reached us
-        self.silence_at: float | None = None  # when its silence is looked at next
-        self.publish_timer = False
-        self.gone_timer = False  # it is looked at whether it was away for too long
+    id: LearnerId
+    incarnation: Incarnation
+    session: int
+    standing: Standing = Standing.UNKNOWN
+    step: int = 0  # newest local step that it told of
+    first_step: int = 0  # local step when it joined: its count begins there for fragments not opened since
+    counted: bool = False  # it has been welcomed in this epoch
+    gone_at: float = 0.0  # when it was last lost
+    away_since: float = 0.0  # the same, and later by as long as the syncer itself stood still since
+    back_at: float = 0.0  # when it was last welcomed, or heard again after a silence
+    reported_at: float = -1.0  # when it told of that step
+    quick_s: float = 0.0  # a low estimate of its step time: one long step hardly raises it
+    training: bool = False  # it has said that it trains
+    fetch_s: float = 0.0  # how long it fetches the largest fragment in bf16, as it says; 0: unknown
+    last_heard: float = 0.0
+    received: dict[FragmentId, Version] = field(default_factory=dict)  # newest version that it has acknowledged
+    owed: dict[FragmentId, Owed] = field(default_factory=dict)  # sent and not acknowledged
+    heard_rounds: dict[FragmentId, RoundId] = field(default_factory=dict)  # of the newest contribution, accepted or not
+    hello: Hello | None = None  # waiting for its admission to be durable
+    admitted_by: int = 0  # serial of the members record that admits it, or says that it is lost
+    gap: Estimate = field(default_factory=Estimate)  # between two of its messages
+    pace: Estimate = field(default_factory=Estimate)  # its step time
+    answer: Estimate = field(default_factory=Estimate)  # from a pull to its contribution
+    answers_s: float = 0.0  # what an answer takes at least: none of the newest was much quicker
+    ack: Estimate = field(default_factory=Estimate)  # from sending a version to its acknowledgement
+    sync: Estimate = field(default_factory=Estimate)  # from the seal of a round to its acknowledgement of the version
+    strikes: int = 0
+    reason: Reason | None = None  # why it is away, out or in quarantine
+    finish_acked: bool = False
+    finish_tries: int = 0  # on this link
+    finish_due: float = 0.0  # when it is told again
+    held: int = 0  # serial of the newest word about a pause that it has heard, as it said on this link
+    drained_by: str = ""  # who has asked it to leave
+    control_tries: int = 0  # sendings of what it has not answered
+    control_due: float = 0.0  # when it is told again
+    leaving: bool = False  # it has taken its last step, and leaves when all that it trained is merged
+    leaving_tick: int = 0  # of its newest word about that
+    unmerged: dict[FragmentId, None] = field(default_factory=dict)  # of which it has something to be merged, as it says
+    pushes: dict[FragmentId, int] = field(default_factory=dict)  # rounds in which it was asked for that
+    seen: int = 0  # its newest tick that reached us
+    silence_at: float | None = None  # when its silence is looked at next
+    publish_timer: bool = False
+    gone_timer: bool = False  # it is looked at whether it was away for too long
 
 
 class LearnerFault(NamedTuple):
@@ -238,31 +160,21 @@ class LearnerFault(NamedTuple):
     drops_link: bool = False  # the link is given up at once; otherwise the fault counts as a strike
 
 
+@dataclass(slots=True, eq=False)
 class Cut:
     """A snapshot that is being taken."""
 
-    __slots__ = (
-        "deadline", "id", "in_flight", "left_out", "next_sample", "parts", "saving", "unmerged", "versions", "wanted",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        snapshot: int,
-        versions: tuple[Version, ...],
-        leases: LeaseBooks,
-        wanted: set[LearnerId],
-        deadline: float,
-    ) -> None:
-        self.id = snapshot
-        self.versions = versions  # of every owned fragment at the syncer's cut
-        self.next_sample = leases.next  # at the syncer's cut, as all that follows
-        self.unmerged = leases.unmerged()
-        self.wanted = wanted  # learners whose part is not complete
-        self.parts: dict[LearnerId, SnapshotPart] = {}
-        self.in_flight: dict[tuple[LearnerId, RoundId], None] = {}  # arrived after our cut, sent before the learner's
-        self.left_out: list[LearnerId] = []
-        self.deadline = deadline
-        self.saving = False
+    id: int
+    versions: tuple[Version, ...]  # of every owned fragment at the syncer's cut
+    next_sample: int  # at the syncer's cut, as all that follows
+    unmerged: tuple[Interval, ...]
+    wanted: set[LearnerId]  # learners whose part is not complete
+    deadline: float
+    parts: dict[LearnerId, SnapshotPart] = field(default_factory=dict)
+    # arrived after our cut, sent before the learner's
+    in_flight: dict[tuple[LearnerId, RoundId], None] = field(default_factory=dict)
+    left_out: list[LearnerId] = field(default_factory=list)
+    saving: bool = False
 
 
 class SyncerState:
