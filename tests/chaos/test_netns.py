@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,7 @@ class Inside:
 
 @pytest.fixture
 def inside() -> Iterator[Inside]:
-    with Namespaces() as made:
+    with closing(Namespaces()) as made:
         found = Inside(made)
         yield found
         found.close()
@@ -126,7 +127,7 @@ def test_closing_twice_and_an_error_inside_leave_nothing():
     made.close()
     made.close()
     assert_nothing_is_left(os.getpid())
-    with pytest.raises(netns.NetnsError, match="File exists"), Namespaces() as made:
+    with pytest.raises(netns.NetnsError, match="File exists"), closing(Namespaces()) as made:
         made.add(1).with_name(made.add(1).name)  # the second one cannot be made
     assert_nothing_is_left(os.getpid())
 

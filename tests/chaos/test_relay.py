@@ -64,7 +64,7 @@ def echo():
 
 @pytest.fixture
 def relay(echo):
-    with Relays() as relays:
+    with contextlib.closing(Relays()) as relays:
         yield relays.open(echo.address, seed=3)
 
 
@@ -171,7 +171,7 @@ def test_damage_changes_about_as_many_bytes_as_asked(relay, echo):
 def test_damage_is_drawn_by_the_seed(echo):
     def damaged() -> bytes:
         echo.got.clear()
-        with Relays() as relays:
+        with contextlib.closing(Relays()) as relays:
             relay = relays.open(echo.address, seed=9)
             relay.damage(100, "up")
             with dialled(relay) as link:
@@ -196,7 +196,7 @@ def test_a_reset_ends_connections_and_new_ones_work(relay):
 
 def test_nobody_behind_it_ends_the_connection(echo):
     echo.close()
-    with Relays() as relays, dialled(relays.open(echo.address)) as link:  # noqa: SIM117
+    with contextlib.closing(Relays()) as relays, dialled(relays.open(echo.address)) as link:  # noqa: SIM117
         with pytest.raises((ConnectionError, AssertionError)):
             received(link, 1)
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from atoll.chaos.relay import relay_to
 from atoll.errors import JoinTimeout, LearnerRefused, SyncerUnreachable
 from atoll.learner.api import Learner
+from tests.chaos.relays import relay_to
 from tests.learner.in_process import learner_of, train
 from tests.learner.runs import LIMIT_S, Child, LearnerSpec, Run, config
 from tests.learner.small_models import values, work

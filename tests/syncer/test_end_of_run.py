@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import atoll
-from atoll.chaos.relay import relay_to
 from atoll.checkpoint.published import learners_without_end
 from atoll.reference.job_settings import JobSettings
 from atoll.store.run_settings import CONFIG
+from tests.chaos.relays import relay_to
 from tests.learner.in_process import learner_of, train
 from tests.learner.runs import Child, LearnerSpec, Run, endless
 from tests.learner.small_models import values, work

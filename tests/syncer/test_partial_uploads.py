@@ -13,7 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.chaos.relay import relay_to
 from atoll.core.protocol import Pull
 from atoll.core.types import RoundId
 from atoll.learner.api import Learner
@@ -22,6 +21,7 @@ from atoll.tensors.settings import Numerics
 from atoll.transport.buffers import ByteBuffers, Spans, StreamingBuffer
 from atoll.transport.pacing import BURST_S, FIRST_SLICE, MAX_SLICE, Direction, Pace, check_streams, rate_of
 from atoll.transport.wire import Kind, SliceHeader, WireError, frame_head
+from tests.chaos.relays import relay_to
 from tests.learner.runs import LearnerSpec, Run, endless
 from tests.learner.small_models import work
 from tests.syncer.stranger import Stranger

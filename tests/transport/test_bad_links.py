@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from atoll.chaos.relay import relay_to
 from atoll.core.protocol import FragmentDamaged, Published, Report, Resync
 from atoll.core.types import Limits
 from atoll.tensors.settings import Numerics
+from tests.chaos.relays import relay_to
 from tests.learner.planted import struck
 from tests.learner.runs import LearnerSpec, Run, config, endless
 from tests.learner.tapes_of_runs import events, heard, sent_together
@@ -177,7 +177,7 @@ def test_a_byte_that_changes_on_the_way_is_noticed_and_the_bytes_are_fetched_aga
         one, two = run.start(1, relay.address), run.start(2)
         for learner in (one, two):
             learner.hear("joined")
-        relay.change(flip, "down")
+        relay.change_down(flip)
         run.go(one, two)
         run.until(lambda _: flip.left == 0, "bytes were changed")
         merges = run.status()["merges"]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from atoll.chaos.relay import relay_to
 from atoll.errors import KeysRefused, LearnerRefused
 from atoll.learner.api import Learner
 from atoll.transport.tls import key_files
+from tests.chaos.relays import relay_to
 from tests.learner.runs import LIMIT_S, Child, LearnerSpec, Run, endless
 from tests.learner.small_models import BATCH, work
 from tests.transport.key_rings import Ring, days_ago

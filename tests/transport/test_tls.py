@@ -9,12 +9,13 @@ import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from atoll.chaos.relay import Relays, relay_to
+from atoll.chaos.relay import Relays
 from atoll.core.protocol import Contribution, Leave
 from atoll.core.types import RoundId
 from atoll.errors import KeysRefused, LearnerRefused
@@ -24,6 +25,7 @@ from atoll.transport.auth import check_access
 from atoll.transport.endpoint import TlsVerificationError, ask, read_address_file
 from atoll.transport.tls import ClientTls, KeyFiles, ServerTls
 from atoll.transport.wire import Kind, SliceHeader, frame_head
+from tests.chaos.relays import relay_to
 from tests.learner.in_process import learner_of, train
 from tests.learner.runs import LIMIT_S, LearnerSpec, Run, endless
 from tests.learner.small_models import work
@@ -146,7 +148,7 @@ def test_a_syncer_of_another_authority_is_not_spoken_to(run, other):
 
 @pytest.mark.usefixtures("unhurt")
 def test_a_syncer_by_another_name_is_not_spoken_to(run, ring):
-    with Relays() as relays, pytest.raises(KeysRefused, match="its certificate does not name this address"):
+    with closing(Relays()) as relays, pytest.raises(KeysRefused, match="its certificate does not name this address"):
         knock(run, relays.open(run.address, host="127.0.0.2").address, keys=ring["two"])
 
 
@@ -447,7 +449,11 @@ def test_a_name_that_leads_elsewhere_from_one_day_to_the_next(tmp_path, monkeypa
         return real(host, int(port), *rest, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", looked_up)
-    with Run(tmp_path / "run", endless(), keys=ring.syncer) as run, Relays() as before, Relays() as after:
+    with (
+        Run(tmp_path / "run", endless(), keys=ring.syncer) as run,
+        closing(Relays()) as before,
+        closing(Relays()) as after,
+    ):
         leads_to.append(before.open(run.address, host="127.0.0.2").address)
         job = work()
         with learner_of(run, job, 1, keys=ring["one"], address="head.test:7400") as learner:

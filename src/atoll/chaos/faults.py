@@ -29,96 +29,79 @@ class FaultKind:
     targets: tuple[TargetKind, ...]
     sentence: str
     options: tuple[Option, ...] = ()
-    lasts: str | None = None  # the option that says how long it goes on; None: it is done at once
 
     def option(self, name: str) -> Option | None:
         return next((each for each in self.options if each.name == name), None)
+
+    @property
+    def lasts(self) -> str | None:
+        """The option that says how long it goes on; None: it is done at once."""
+        return next((each.name for each in self.options if each.name in ("for", "away")), None)
 
 
 def _for(seconds: float) -> Option:
     return Option("for", "seconds", seconds, "how long it goes on")
 
 
+def _count(meaning: str) -> Option:
+    return Option("count", "count", 3, meaning)
+
+
 _WAY = Option("way", "word", "both", "up is towards the syncer", WAYS)
+_AWAY = Option("away", "seconds", 3.0, "until it is started again")
+_RATE = Option("rate", "bytes_per_s", 50_000.0, "bytes per second, as in 50 kB/s")
+_EVERY = Option("every", "count", 20_000, "bytes between two damaged ones, on average")
+_FACTOR = Option("factor", "count", 1_000_000, "by which they are too large")
+_PROCESSES: tuple[TargetKind, ...] = ("learner", "syncer", "shard")
 
 KINDS: dict[str, FaultKind] = {
     kind.name: kind
     for kind in (
-        FaultKind(
-            "kill",
-            ("learner", "syncer", "shard"),
-            "SIGKILL; the supervisor starts it again after `away`",
-            (Option("away", "seconds", 3.0, "until it is started again"),),
-            lasts="away",
-        ),
-        FaultKind(
-            "stop", ("learner", "syncer", "shard"), "SIGSTOP, and SIGCONT after `for`", (_for(3.0),), lasts="for"
-        ),
+        FaultKind("kill", _PROCESSES, "SIGKILL; the supervisor starts it again after `away`", (_AWAY,)),
+        FaultKind("stop", _PROCESSES, "SIGSTOP, and SIGCONT after `for`", (_for(3.0),)),
         FaultKind("join", ("learner",), "a new learner comes, with a number that nobody had"),
         FaultKind("leave", ("learner",), "SIGTERM: the learner says goodbye and never comes back"),
-        FaultKind("cut", ("link",), "nothing comes through, and nobody is told", (_for(4.0), _WAY), lasts="for"),
-        FaultKind(
-            "thin",
-            ("link",),
-            "at most `rate` bytes per second in each direction",
-            (_for(8.0), Option("rate", "bytes_per_s", 50_000.0, "bytes per second, as in 50 kB/s")),
-            lasts="for",
-        ),
+        FaultKind("cut", ("link",), "nothing comes through, and nobody is told", (_for(4.0), _WAY)),
+        FaultKind("thin", ("link",), "at most `rate` bytes per second in each direction", (_for(8.0), _RATE)),
         FaultKind(
             "delay",
             ("link",),
             "everything arrives later by `delay`",
             (_for(8.0), Option("delay", "seconds", 0.2, "in each direction")),
-            lasts="for",
         ),
         FaultKind(
             "flap",
             ("link",),
             "cut and whole in turn, each for `period`",
             (_for(6.0), Option("period", "seconds", 0.5, "of one state")),
-            lasts="for",
         ),
         FaultKind(
             "damage",
             ("link",),
             "one byte in about `every` bytes is another one when it arrives",
-            (_for(4.0), Option("every", "count", 20_000, "bytes between two damaged ones, on average"), _WAY),
-            lasts="for",
+            (_for(4.0), _EVERY, _WAY),
         ),
-        FaultKind("full", ("disk",), "no byte more fits", (_for(4.0),), lasts="for"),
-        FaultKind("read-only", ("disk",), "nothing can be written", (_for(4.0),), lasts="for"),
+        FaultKind("full", ("disk",), "no byte more fits", (_for(4.0),)),
+        FaultKind("read-only", ("disk",), "nothing can be written", (_for(4.0),)),
         FaultKind(
             "slow",
             ("disk",),
             "every fsync takes `wait` longer",
             (_for(6.0), Option("wait", "seconds", 0.3, "added to each fsync")),
-            lasts="for",
         ),
-        FaultKind(
-            "nan", ("payload",), "contributions hold NaN", (Option("count", "count", 3, "contributions that do"),)
-        ),
-        FaultKind(
-            "infinity",
-            ("payload",),
-            "contributions hold infinities",
-            (Option("count", "count", 3, "contributions that do"),),
-        ),
+        FaultKind("nan", ("payload",), "contributions hold NaN", (_count("contributions that do"),)),
+        FaultKind("infinity", ("payload",), "contributions hold infinities", (_count("contributions that do"),)),
         FaultKind(
             "wild",
             ("payload",),
             "contributions are finite and `factor` times too large",
-            (
-                Option("count", "count", 3, "contributions that are"),
-                Option("factor", "count", 1_000_000, "by which they are too large"),
-            ),
+            (_count("contributions that are"), _FACTOR),
         ),
     )
 }
 
-DRAWN = ("any",)
 SEVERAL = ("all", "all-but-one")
-"""Words that stand for numbers of learners or shards. `any` is drawn by the seed, and so is the one that `all-but-one`
-spares."""
+"""Words that stand for several numbers of learners or shards. The seed draws the one that `all-but-one` spares."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -28,7 +28,6 @@ from atoll.tensors.codecs import Codec
 from atoll.tensors.learner_fragment import LearnerFragment
 
 FOLDER = "chaos"
-POISONS = ("nan", "infinity", "wild")
 
 
 @dataclass(frozen=True, slots=True)

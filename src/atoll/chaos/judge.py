@@ -30,16 +30,6 @@ from atoll.tape.timeline import Band, RunTimeline, read_timeline
 FORMAT = 1
 VERDICT = "verdict.json"
 
-ALWAYS = (
-    "ended",
-    "faults",
-    "unplanned ends",
-    "ledger",
-    "invariants",
-    "learned",
-)
-"""What is asked of every run under fault, whatever its scenario expects."""
-
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -380,12 +370,9 @@ def _invariants(run: Path) -> dict[str, Any]:
     }
 
 
-POISONS = ("nan", "infinity", "wild")
-
-
 def _unplanned(run: Path, plan: Plan) -> list[str]:
     """Processes that ended although nothing was to end them. A learner that is quarantined for poison has to."""
-    poisoned = {f"learner {f.target.number}" for f in plan.faults if f.fault in POISONS}
+    poisoned = {f"learner {f.target.number}" for f in plan.faults if f.target.kind == "payload"}
     return [
         f"{fault['who']} ended by {fault['what']}"
         for fault in read_faults(run)
@@ -467,23 +454,10 @@ def _learned(loss: Loss) -> Check:
     )
 
 
-_WORDS = {
-    "goodput": "goodput",
-    "goodput_up": "goodput while up",
-    "uptime": "uptime",
-    "merged_of_alive": "merged of alive",
-    "worst_pause_s": "worst pause",
-    "back_training_s": "back to training",
-    "back_merged_s": "back in a merge",
-    "loss_within": "loss",
-}
-
-
 def _expected(
     line: Expectation, figures: Mapping[str, float | None], faults: Sequence[FaultReport], ending: Ending
 ) -> Check:
-    value, side = figures[line.figure], EXPECTABLE[line.figure][0]
-    name = _WORDS[line.figure]
+    value, (side, name) = figures[line.figure], EXPECTABLE[line.figure]
     if line.figure.startswith("back_"):
         waiting = [f for f in faults if f.fault == "kill" and f.fired and getattr(f, line.figure) is None]
         waiting = [f for f in waiting if f.target.startswith("learner") or line.figure == "back_merged_s"]

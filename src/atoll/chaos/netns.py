@@ -17,8 +17,8 @@ import re
 import secrets
 import shutil
 import subprocess
+from contextlib import closing
 from pathlib import Path
-from types import TracebackType
 
 COMMAND_WAIT_S = 20.0
 MOST_LINKS = 60
@@ -62,7 +62,7 @@ def unavailable() -> str | None:
             return f"there is no command {command}"
     sweep()
     try:
-        with Namespaces() as tried:
+        with closing(Namespaces()) as tried:
             tried.add(1)
             tried.thin(1, 1e6)
             tried.cut(1, "both")
@@ -94,14 +94,6 @@ class Namespaces:
                 continue
             return net, address
         raise AssertionError("the last try returns or raises")
-
-    def __enter__(self) -> Namespaces:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def add(self, learner: int) -> Path:
         """A namespace for this learner: the file by which a process enters it."""

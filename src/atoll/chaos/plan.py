@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from random import Random
 from typing import Any
 
@@ -62,14 +62,7 @@ class Planned:
         return f"{first} {', '.join(told)}" if told else first
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "number": self.number,
-            "at_s": self.at_s,
-            "fault": self.fault,
-            "target": str(self.target),
-            "options": dict(self.options),
-            "origin": self.origin,
-        }
+        return {**asdict(self), "target": str(self.target)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Coroutine
 from random import Random
-from types import TracebackType
 from typing import Any, NamedTuple
 
 PIECE_BYTES = 4096
@@ -58,21 +55,6 @@ class Relays:
         self._thread.join()
         self._loop.close()
 
-    def __enter__(self) -> Relays:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-@contextmanager
-def relay_to(target: str) -> Iterator[Relay]:
-    """One relay alone, for as long as it is needed."""
-    with Relays() as relays:
-        yield relays.open(target)
-
 
 class Relay:
     """One link. Everything that is set applies to bytes that arrive from then on, and to new connections."""
@@ -88,14 +70,12 @@ class Relay:
         self._passing = {True: asyncio.Event(), False: asyncio.Event()}  # by direction; True is up
         for passing in self._passing.values():
             passing.set()
-        self._changes: dict[bool, Callable[[bytes], bytes]] = {}
         self._draw = Random(f"damage/{seed}")
+        self._damage_every: dict[bool, float] = {}  # bytes between two damaged ones, on average
         self._until_damage = {True: 0.0, False: 0.0}
         self._free_at = {True: 0.0, False: 0.0}  # when the link has sent what it was given
         self._counts = [0, 0, 0, 0, 0]
-        self._carried: dict[asyncio.StreamWriter, int] = {}  # by every end that is written to
-        self._break_after: float | None = None
-        self.broken = 0  # connections that broke because of it
+        self._ends: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -123,31 +103,15 @@ class Relay:
         """One byte in so many, on average, is another one when it arrives. None: no more."""
 
         def begin() -> None:
-            self._changes.clear()
-            if every_bytes is not None:
-                for up in _directions(way):
-                    self._until_damage[up] = self._draw.expovariate(1.0 / every_bytes)
-                    self._changes[up] = partial(self._damaged, up=up, every_bytes=every_bytes)
+            self._damage_every = {} if every_bytes is None else dict.fromkeys(_directions(way), every_bytes)
+            for up, every in self._damage_every.items():
+                self._until_damage[up] = self._draw.expovariate(1.0 / every)
 
         self._loop.call_soon_threadsafe(begin)
-
-    def change(self, how: Callable[[bytes], bytes], way: str = "both") -> None:
-        """Every piece arrives as `how` makes it: for damage at a place of one's own choice."""
-        for up in _directions(way):
-            self._loop.call_soon_threadsafe(self._changes.__setitem__, up, how)
 
     def reset(self) -> None:
         """Break every connection as it stands."""
         self.call(self._reset())
-
-    def break_after(self, bytes_each: float | None) -> None:
-        """Every connection breaks when it has carried so much one way from now on, as some boxes in between do it."""
-
-        def begin() -> None:
-            self._carried.update(dict.fromkeys(self._carried, 0))
-            self._break_after = bytes_each
-
-        self._loop.call_soon_threadsafe(begin)
 
     # ------------------------------------------------------------------------------------------ in the loop
 
@@ -169,7 +133,7 @@ class Relay:
         await asyncio.sleep(0)  # an abort is carried out at the next turn
 
     async def _reset(self) -> None:
-        for writer in list(self._carried):
+        for writer in list(self._ends):
             writer.transport.abort()
 
     async def _taken(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -177,13 +141,13 @@ class Relay:
         assert task is not None
         self._tasks.add(task)
         self._counts[0] += 1
-        self._carried[writer] = 0
+        self._ends.add(writer)
         onward: asyncio.StreamWriter | None = None
         try:
             for passing in self._passing.values():  # a handshake needs both directions
                 await passing.wait()
             back, onward = await asyncio.open_connection(*self._target)
-            self._carried[onward] = 0
+            self._ends.add(onward)
             async with asyncio.TaskGroup() as group:
                 self._lead(group, reader, onward, True)
                 self._lead(group, back, writer, False)
@@ -193,7 +157,7 @@ class Relay:
             for end in (writer, onward):
                 if end is not None:
                     end.transport.abort()
-                    self._carried.pop(end, None)
+                    self._ends.discard(end)
             self._tasks.discard(task)
 
     def _lead(
@@ -226,13 +190,8 @@ class Relay:
             if not data:
                 writer.write_eof()
                 return
-            if up in self._changes:
-                data = self._changes[up](data)
+            data = self.arriving(data, up)
             self._counts[1 if up else 2] += len(data)
-            self._carried[writer] = self._carried.get(writer, 0) + len(data)
-            if self._break_after is not None and self._carried[writer] > self._break_after:
-                self.broken += 1
-                raise ConnectionResetError
             writer.write(data)
             await writer.drain()
 
@@ -241,13 +200,16 @@ class Relay:
         if wait > 0:
             await asyncio.sleep(wait)
 
-    def _damaged(self, data: bytes, up: bool, every_bytes: float) -> bytes:
+    def arriving(self, data: bytes, up: bool) -> bytes:
+        """Return a piece as it arrives: with other bytes while the link damages them."""
+        if up not in self._damage_every:
+            return data
         changed = bytearray(data)
         at = self._until_damage[up]
         while at < len(changed):
             changed[int(at)] ^= 1 << self._draw.randrange(8)
             self._counts[3] += 1
-            at += 1.0 + self._draw.expovariate(1.0 / every_bytes)
+            at += 1.0 + self._draw.expovariate(1.0 / self._damage_every[up])
         self._until_damage[up] = at - len(changed)
         return bytes(changed)
 

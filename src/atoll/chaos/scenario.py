@@ -145,16 +145,16 @@ class Scenario:
 
 
 EXPECTABLE: dict[str, tuple[str, str]] = {
-    "goodput": ("at_least", "share of the islands' time that was spent in steps"),
-    "goodput_up": ("at_least", "share of the time in which learners were up that was spent in steps"),
-    "uptime": ("at_least", "share of the time in which somebody stepped"),
-    "merged_of_alive": ("at_least", "contributions in a merge, of the learners that were alive, on average"),
-    "worst_pause_s": ("at_most", "longest gap between two steps of a learner that was not itself struck"),
-    "back_training_s": ("at_most", "from a kill to the first step of the next process, the worst one"),
-    "back_merged_s": ("at_most", "from a kill to the first merged contribution of the next process, the worst one"),
-    "loss_within": ("at_most", "final loss above that of the run without faults, as a share of it"),
+    "goodput": ("at_least", "goodput"),  # share of the learners' time that was spent in steps
+    "goodput_up": ("at_least", "goodput while up"),  # the same, of the time in which they were up
+    "uptime": ("at_least", "uptime"),  # share of the time in which at least one learner stepped
+    "merged_of_alive": ("at_least", "merged of alive"),  # mean share of the live learners that took part in a merge
+    "worst_pause_s": ("at_most", "worst pause"),  # longest gap between two steps of a learner without a fault
+    "back_training_s": ("at_most", "back to training"),  # longest time from a kill to the next process's first step
+    "back_merged_s": ("at_most", "back in a merge"),  # the same, to its first merged contribution
+    "loss_within": ("at_most", "loss"),  # final loss above that of the run without faults, as a share of it
 }
-"""Figures that a scenario may draw a line for: which side of the line is good, and what the figure is."""
+"""Figures that a scenario may draw a line for: which side of the line is good, and the name in the verdict."""
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ class Accumulator:
         self._counted(w, total)
 
     def result(self) -> Tensor:
-        """Return the merged delta D, in the accumulator's own buffer: use it before the next contribution, then `reset`."""
+        """Return the merged delta D, in a buffer that the next contribution overwrites: use it, then `reset`."""
         if not self.count:
             raise ValueError("nothing was added to this round; there is no mean of no contributions")
         total, cosines, numel = 0.0, 0.0, 0
