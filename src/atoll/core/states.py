@@ -6,9 +6,13 @@ is not in a table is a bug of ours and stops the program.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, TypeVar
+
+from atoll.core.reasons import Reason
+from atoll.core.types import RunConfig
 
 
 class Phase(StrEnum):
@@ -150,6 +154,34 @@ TABLES: dict[str, Mapping[tuple[Any, str], StrEnum]] = {
 }
 
 S = TypeVar("S", bound=StrEnum)
+
+
+class CoreState:
+    """What both cores keep: the time, the timers, and counts of what was said, ignored and moved."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.limits = config.limits
+        self.now = 0.0
+        self.tick = 0
+        self.ignored: dict[str, int] = {}  # messages that were dropped, by cause
+        self.fired: dict[tuple[StrEnum, str], int] = {}  # rows of the transition tables that were taken
+        self.said: dict[str, int] = {}  # reason codes that were said
+        self.timers: list[tuple[float, int, str, int]] = []  # a heap
+        self._timer_serial = 0
+
+    def note(self, reason: Reason) -> Reason:
+        """Count a sentence that travels inside another effect or message."""
+        self.said[reason.code] = self.said.get(reason.code, 0) + 1
+        return reason
+
+    def ignore(self, cause: str) -> None:
+        self.ignored[cause] = self.ignored.get(cause, 0) + 1
+
+    def arm(self, at: float, kind: str, key: int = 0) -> None:
+        """A timer is not cancelled: when it fires, its handler looks whether it still means something."""
+        self._timer_serial += 1
+        heapq.heappush(self.timers, (at, self._timer_serial, kind, key))
 
 
 def moved(table: dict[tuple[S, str], S], state: S, trigger: str, fired: dict[tuple[StrEnum, str], int]) -> S:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from atoll.core.learner.connection import Connection
 from atoll.core.learner.leaving import Departure
 from atoll.core.learner.rounds import LearnerLeases, LearnerRounds
@@ -27,22 +29,15 @@ MOST_GIVING = 16
 """Joining learners that one peer serves at a time; the next one replaces the oldest, which asks another peer."""
 
 
+@dataclass(eq=False)
 class Joining:
     """Join the run, and give inner state to learners that join later."""
 
-    def __init__(
-        self,
-        state: LearnerState,
-        connection: Connection,
-        leases: LearnerLeases,
-        rounds: LearnerRounds,
-        leaving: Departure,
-    ) -> None:
-        self._state = state
-        self._connection = connection
-        self._leases = leases
-        self._rounds = rounds
-        self._leaving = leaving
+    _state: LearnerState
+    _connection: Connection
+    _leases: LearnerLeases
+    _rounds: LearnerRounds
+    _leaving: Departure
 
     def on_welcome(self, now: float, envelope: Envelope, body: Welcome) -> None:
         state = self._state

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import heapq
-from enum import StrEnum
 from typing import NamedTuple
 
 from atoll.core.codec import Scalar
 from atoll.core.policy import Estimate
 from atoll.core.protocol import Body, Envelope, LearnerEffect, Say, Send, SnapshotPart, StateWanted
 from atoll.core.reasons import Reason
-from atoll.core.states import LEARNER_TABLE, LINK_TABLE, Link, Mode, moved
+from atoll.core.states import LEARNER_TABLE, LINK_TABLE, CoreState, Link, Mode, moved
 from atoll.core.types import NOTHING, FragmentId, Incarnation, Interval, LearnerId, Mark, RoundId, RunConfig, Version
 
 
@@ -31,17 +29,14 @@ class Giving(NamedTuple):
     due: float  # whoever wanted it waits no longer
 
 
-class LearnerState:
+class LearnerState(CoreState):
     """The state that all components of a learner share. It changes only inside `LearnerCore.handle`."""
 
     # long: all that it remembers, a line each
     def __init__(self, config: RunConfig, learner: LearnerId, incarnation: Incarnation) -> None:
-        self.config = config
-        self.limits = config.limits
+        super().__init__(config)
         self.id = learner
         self.incarnation = incarnation
-        self.now = 0.0
-        self.tick = 0
         self.seen = 0  # newest tick of the syncer that reached us
         self.epoch = 0  # newest syncer that welcomed us
         self.session = 0
@@ -112,11 +107,6 @@ class LearnerState:
         self.quiet_at = 0.0  # when the syncer's silence is looked at next
         self.gap = Estimate()
         self.round_trip = Estimate()
-        self.ignored: dict[str, int] = {}
-        self.fired: dict[tuple[StrEnum, str], int] = {}
-        self.said: dict[str, int] = {}
-        self.timers: list[tuple[float, int, str, int]] = []  # a heap
-        self._timer_serial = 0
         self.effects: list[LearnerEffect] = []  # of the event that is being handled
 
     @property
@@ -134,17 +124,6 @@ class LearnerState:
         reason = self.note(Reason(code, args))
         self.effects.append(Say(("learner", self.id), reason))
         return reason
-
-    def note(self, reason: Reason) -> Reason:
-        self.said[reason.code] = self.said.get(reason.code, 0) + 1
-        return reason
-
-    def ignore(self, cause: str) -> None:
-        self.ignored[cause] = self.ignored.get(cause, 0) + 1
-
-    def arm(self, at: float, kind: str, key: int = 0) -> None:
-        self._timer_serial += 1
-        heapq.heappush(self.timers, (at, self._timer_serial, kind, key))
 
     def move_mode(self, trigger: str) -> None:
         self.mode = moved(LEARNER_TABLE, self.mode, trigger, self.fired)

@@ -7,7 +7,7 @@ answer after `publish_tries` sendings costs the learner its link, as with a vers
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from atoll.core.policy import budget_reason, control_problem
 from atoll.core.protocol import Body, ControlRequested, Drain, Envelope, FinishRequested, Held, Hold
@@ -150,17 +150,15 @@ class Controls:
             member.control_tries = 0
 
 
+@dataclass(eq=False)
 class Finishing:
     """Begin the end of the run and bound its last merges."""
 
-    def __init__(
-        self, state: SyncerState, rounds: Rounds, controls: Controls, snapshots: Snapshots, shutdown: Shutdown
-    ) -> None:
-        self._state = state
-        self._rounds = rounds
-        self._controls = controls
-        self._snapshots = snapshots
-        self._shutdown = shutdown
+    _state: SyncerState
+    _rounds: Rounds
+    _controls: Controls
+    _snapshots: Snapshots
+    _shutdown: Shutdown
 
     def check_budget(self, now: float) -> None:
         state = self._state

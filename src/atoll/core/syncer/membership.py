@@ -3,6 +3,8 @@ inner state for one that joins."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from atoll.core.policy import Estimate, backoff_s, patience
 from atoll.core.protocol import (
     Envelope,
@@ -43,30 +45,19 @@ MEASURED_GAPS = 4
 """Between messages of a learner, before its silence is judged by them."""
 
 
+@dataclass(eq=False)
 class Membership:
     """Admit learners, record what they report, notice when they are gone, and let them return."""
 
-    def __init__(
-        self,
-        state: SyncerState,
-        rounds: Rounds,
-        delivery: Delivery,
-        leases: DataLeases,
-        snapshots: Snapshots,
-        leavers: Leavers,
-        controls: Controls,
-        finishing: Finishing,
-        shutdown: Shutdown,
-    ) -> None:
-        self._state = state
-        self._rounds = rounds
-        self._delivery = delivery
-        self._leases = leases
-        self._snapshots = snapshots
-        self._leavers = leavers
-        self._controls = controls
-        self._finishing = finishing
-        self._shutdown = shutdown
+    _state: SyncerState
+    _rounds: Rounds
+    _delivery: Delivery
+    _leases: DataLeases
+    _snapshots: Snapshots
+    _leavers: Leavers
+    _controls: Controls
+    _finishing: Finishing
+    _shutdown: Shutdown
 
     # ---------------------------------------------------------------------------------------------------- hello
 

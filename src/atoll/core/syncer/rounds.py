@@ -3,6 +3,8 @@ receives the newest version, or loses its link."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from atoll.core.policy import CODECS, backoff_s, down_codec_for, flight_limit, grace_window
 from atoll.core.protocol import (
     Accumulate,
@@ -207,24 +209,16 @@ class Leavers:
                     del state.leavers[member.id]
 
 
+@dataclass(eq=False)
 class Rounds:
     """Open, seal and merge the rounds of all fragments."""
 
-    def __init__(
-        self,
-        state: SyncerState,
-        delivery: Delivery,
-        leases: DataLeases,
-        snapshots: Snapshots,
-        leavers: Leavers,
-        shutdown: Shutdown,
-    ) -> None:
-        self._state = state
-        self._delivery = delivery
-        self._leases = leases
-        self._snapshots = snapshots
-        self._leavers = leavers
-        self._shutdown = shutdown
+    _state: SyncerState
+    _delivery: Delivery
+    _leases: DataLeases
+    _snapshots: Snapshots
+    _leavers: Leavers
+    _shutdown: Shutdown
 
     # ---------------------------------------------------------------------------------------------------- opening
 
@@ -583,25 +577,31 @@ class Rounds:
         state.fetches_known = True
 
     def on_merge_done(self, now: float, event: MergeDone) -> None:
-        state = self._state
-        f = state.fragments[event.round.fragment]
-        if f.away:
-            state.ignore("the word of a shard that is away")
-            return
-        assert f.round == event.round and f.phase is Phase.MERGING, f"merge of {event.round} was not asked for"
-        state.move_round(f, "merged")
-        f.merged = True
-        f.reason = Reason("persisting", (f.version + 1,))
-        self._save_version(f)
+        f = self._merging(event.round)
+        if f is not None:
+            self._state.move_round(f, "merged")
+            f.merged = True
+            f.reason = Reason("persisting", (f.version + 1,))
+            self._save_version(f)
 
     def on_merge_failed(self, now: float, event: MergeFailed) -> None:
-        state = self._state
-        f = state.fragments[event.round.fragment]
+        f = self._merging(event.round)
+        if f is not None:
+            self.abandon(now, f, Reason("merge-failed", (event.why,)))
+
+    def _merging(self, round_id: RoundId) -> Fragment | None:
+        f = self._reachable(round_id.fragment)
+        asked = f is None or (f.round == round_id and f.phase is Phase.MERGING)
+        assert asked, f"merge of {round_id} was not asked for"
+        return f
+
+    def _reachable(self, fragment: FragmentId) -> Fragment | None:
+        """Return the fragment, or None while its shard is away."""
+        f = self._state.fragments[fragment]
         if f.away:
-            state.ignore("the word of a shard that is away")
-            return
-        assert f.round == event.round and f.phase is Phase.MERGING, f"merge of {event.round} was not asked for"
-        self.abandon(now, f, Reason("merge-failed", (event.why,)))
+            self._state.ignore("the word of a shard that is away")
+            return None
+        return f
 
     def _save_version(self, f: Fragment) -> None:
         state = self._state
@@ -615,10 +615,8 @@ class Rounds:
         state.effects.append(Persist(record))
 
     def on_persist_failed(self, now: float, event: PersistFailed) -> None:
-        f = self._state.fragments[event.key.number]
-        if f.away:
-            self._state.ignore("the word of a shard that is away")
-        else:
+        f = self._reachable(event.key.number)
+        if f is not None:
             self._on_version_not_saved(now, f, event.why)
 
     def _on_version_not_saved(self, now: float, f: Fragment, why: str) -> None:
@@ -647,9 +645,8 @@ class Rounds:
     def on_persisted(self, now: float, key: RecordKey) -> bool:
         """Publish a version that is durable. Return False if its shard is away: what that holds it says when it is
         back."""
-        f = self._state.fragments[key.number]
-        if f.away:
-            self._state.ignore("the word of a shard that is away")
+        f = self._reachable(key.number)
+        if f is None:
             return False
         assert f.phase is Phase.MERGING and f.merged and key.version == f.version + 1, f"unasked {key}"
         self.on_version_saved(now, f)

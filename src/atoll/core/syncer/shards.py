@@ -14,6 +14,8 @@ version that is merged a second time has the same key as the first. So the drive
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from atoll.core.protocol import ShardBack, ShardLost
 from atoll.core.reasons import Reason
 from atoll.core.states import Phase, Stage
@@ -25,24 +27,16 @@ from atoll.core.syncer.state import Fragment, SyncerState
 from atoll.core.types import Version
 
 
+@dataclass(eq=False)
 class SyncerShards:
     """Stop the fragments of a lost shard and resume them when it is back."""
 
-    def __init__(
-        self,
-        state: SyncerState,
-        rounds: Rounds,
-        delivery: Delivery,
-        snapshots: Snapshots,
-        finishing: Finishing,
-        shutdown: Shutdown,
-    ) -> None:
-        self._state = state
-        self._rounds = rounds
-        self._delivery = delivery
-        self._snapshots = snapshots
-        self._finishing = finishing
-        self._shutdown = shutdown
+    _state: SyncerState
+    _rounds: Rounds
+    _delivery: Delivery
+    _snapshots: Snapshots
+    _finishing: Finishing
+    _shutdown: Shutdown
 
     def on_lost(self, now: float, event: ShardLost) -> None:
         state = self._state

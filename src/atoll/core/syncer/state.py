@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import NamedTuple
 
 from atoll.core.codec import Scalar
@@ -26,7 +24,7 @@ from atoll.core.protocol import (
     VersionRecord,
 )
 from atoll.core.reasons import Reason
-from atoll.core.states import MEMBER_TABLE, ROUND_TABLE, RUN_TABLE, Phase, Stage, Standing, moved
+from atoll.core.states import MEMBER_TABLE, ROUND_TABLE, RUN_TABLE, CoreState, Phase, Stage, Standing, moved
 from atoll.core.types import (
     MOST_TOKENS,
     MOST_TOKENS_PER_STEP,
@@ -177,15 +175,12 @@ class Cut:
     saving: bool = False
 
 
-class SyncerState:
+class SyncerState(CoreState):
     """The state that all components of a syncer share. It changes only inside `SyncerCore.handle`."""
 
     def __init__(self, config: RunConfig, epoch: int, restored: Restored | None = None) -> None:
-        self.config = config
-        self.limits = config.limits
+        super().__init__(config)
         self.epoch = epoch
-        self.now = 0.0
-        self.tick = 0
         self.stage = Stage.RUNNING
         ids = config.fragment_ids()
         self.fragments: dict[FragmentId, Fragment] = {p: Fragment(p, config.offset_steps(p)) for p in ids}
@@ -227,11 +222,6 @@ class SyncerState:
         self.manifest: ManifestRecord | None = None
         self.manifest_tries = 0
         self.halted = False
-        self.ignored: dict[str, int] = {}  # messages that were dropped, by cause
-        self.fired: dict[tuple[StrEnum, str], int] = {}  # rows of the transition tables that were taken
-        self.said: dict[str, int] = {}  # reason codes that were said
-        self.timers: list[tuple[float, int, str, int]] = []  # a heap
-        self._timer_serial = 0
         self._progress_tick = -1
         self._progress_now = 0.0
         self.effects: list[SyncerEffect] = []  # of the event that is being handled
@@ -296,18 +286,9 @@ class SyncerState:
         self.effects.append(Send(envelope))
 
     def say(self, kind: str, number: int, code: str, *args: Scalar) -> Reason:
-        reason = Reason(code, args)
-        self.said[code] = self.said.get(code, 0) + 1
+        reason = self.note(Reason(code, args))
         self.effects.append(Say((kind, number), reason))
         return reason
-
-    def note(self, reason: Reason) -> Reason:
-        """Count a sentence that travels inside another effect or message."""
-        self.said[reason.code] = self.said.get(reason.code, 0) + 1
-        return reason
-
-    def ignore(self, cause: str) -> None:
-        self.ignored[cause] = self.ignored.get(cause, 0) + 1
 
     # ---------------------------------------------------------------------------------------------------- moving
 
@@ -333,13 +314,6 @@ class SyncerState:
 
     def advance(self, trigger: str) -> None:
         self.stage = moved(RUN_TABLE, self.stage, trigger, self.fired)
-
-    # ---------------------------------------------------------------------------------------------------- timers
-
-    def arm(self, at: float, kind: str, key: int = 0) -> None:
-        """A timer is not cancelled: when it fires, its handler looks whether it still means something."""
-        self._timer_serial += 1
-        heapq.heappush(self.timers, (at, self._timer_serial, kind, key))
 
     # ---------------------------------------------------------------------------------------------------- reading
 
