@@ -84,6 +84,10 @@ class Checker:
         if config.lease_samples or not self.is_of_leases:
             methods = [getattr(self, name) for name in dir(type(self))]
             self.handlers += [(method.watched, method) for method in methods if hasattr(method, "watched")]
+        self.setup()
+
+    def setup(self) -> None:
+        """Begin with nothing known."""
 
     def watch(self, table: Table, kind: type, handler: Handler) -> None:
         self.handlers.append((Watched(table, (kind,), False), handler))

@@ -34,7 +34,7 @@ from atoll.core.protocol import (
     Welcome,
 )
 from atoll.core.syncer.state import Restored
-from atoll.core.types import SYNCER, FragmentId, Interval, LearnerId, RunConfig, Version
+from atoll.core.types import SYNCER, FragmentId, Interval, LearnerId, Version
 from atoll.sim.checkers import Checker, DurableRecords, ignore_record, on
 from atoll.tape.format import Actor, Entry
 
@@ -49,8 +49,7 @@ class LedgerBalance(Checker):
     name = "ledger"
     sentence = "tokens trained = merged + pending + dropped with a reason, per fragment, at every moment"
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def setup(self) -> None:
         DurableRecords(self, on_durable=self._on_durable)
         self._trained: dict[Who, int] = {}
         self._merged: dict[tuple[Who, FragmentId], int] = {}  # as the learner knows it
@@ -119,8 +118,7 @@ class Independence(Checker):
         " own leaving"
     )
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def setup(self) -> None:
         self._last: dict[Actor, float] = {}
         self._rests: dict[Actor, bool] = {}  # told to stand still; False: told to go on, and no step since
 
@@ -171,8 +169,7 @@ class Recovery(Checker):
     name = "recovery"
     sentence = "a learner starts from everything that was published when it was welcomed, a peer gives what is as new"
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def setup(self) -> None:
         self._welcomed: dict[Actor, tuple[Version, ...]] = {}
         self._held: dict[Actor, dict[FragmentId, Version]] = {}
         self._wanted: dict[tuple[Actor, LearnerId], tuple[Version, ...]] = {}
@@ -208,8 +205,7 @@ class Clocks(Checker):
     name = "clocks"
     sentence = "a message arrives after it was sent, and nobody has seen what has not happened"
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def setup(self) -> None:
         self._ticks: dict[tuple[LearnerId, int], int] = {}
 
     @on("every")
@@ -240,8 +236,7 @@ class Stopped(Checker):
     name = "stopped"
     sentence = "after its stop a learner takes no step and contributes nothing"
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def setup(self) -> None:
         self._stopped: set[Actor] = set()
 
     @on("effects", Stop)
@@ -268,8 +263,7 @@ class Pushed(Checker):
         "its time was over"
     )
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def setup(self) -> None:
         DurableRecords(self, on_durable=self._on_durable)
         self._trained: dict[Who, int] = {}
         self._settled: dict[tuple[Who, FragmentId], int] = {}  # durable, or dropped in adopting
@@ -383,8 +377,7 @@ class LeaseDurable(Checker):
     sentence = "a lease is durable before it is sent"
     is_of_leases = True
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def setup(self) -> None:
         self._leases = LeaseRecords(self)
 
     @on("sent", Lease)
@@ -400,8 +393,7 @@ class LeasedOnce(Checker):
     sentence = "no sample is leased to two incarnations at the same time"
     is_of_leases = True
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def setup(self) -> None:
         self._leases = LeaseRecords(self, on_leased=self._on_leased, on_durable=self._on_durable)
         self._current: dict[int, int] = {}  # durable: incarnation of everybody who has not left
         self._serial = 0  # of the record that said so
@@ -443,8 +435,7 @@ class SamplesOnce(Checker):
     sentence = "no sample is merged twice, and none that was not leased"
     is_of_leases = True
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def setup(self) -> None:
         self._leases = LeaseRecords(self, on_merged=self._on_merged)
         self._in: list[Interval] = []  # merged, in order
 
@@ -473,8 +464,7 @@ class ReturnedFirst(Checker):
     sentence = "returned samples are leased again before new ones"
     is_of_leases = True
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def setup(self) -> None:
         LeaseRecords(self, on_save=self._on_save)
         self._next = 0
         self._pool: set[Interval] = set()  # of the last record, if nothing was returned since
@@ -505,8 +495,7 @@ class LeaseHeld(Checker):
     sentence = "a learner trains on nothing but what was leased to it, and says how far it has come"
     is_of_leases = True
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def setup(self) -> None:
         self._numbers: dict[Actor, int] = {}
         self._held: dict[Actor, int] = {}
         self._taken: dict[Actor, int] = {}

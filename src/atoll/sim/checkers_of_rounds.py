@@ -32,7 +32,7 @@ from atoll.core.protocol import (
     Welcome,
 )
 from atoll.core.syncer.state import Restored
-from atoll.core.types import SYNCER, Accepted, FragmentId, LearnerId, RoundId, RunConfig, Version
+from atoll.core.types import SYNCER, Accepted, FragmentId, LearnerId, RoundId, Version
 from atoll.sim.checkers import Checker, DurableRecords, SettingsInForce, on
 from atoll.tape.format import Actor, Entry
 
@@ -41,8 +41,7 @@ class Quorum(Checker):
     name = "quorum"
     sentence = "no merge with fewer than K contributions"
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def setup(self) -> None:
         self._settings = SettingsInForce(self)
         self._wanted: dict[tuple[Actor, FragmentId], int] = {}  # K when a round had its quorum; it may change later
 
@@ -69,8 +68,7 @@ class MergedOnce(Checker):
     name = "once"
     sentence = "a learner is at most once in a merge, and no step of it is ever merged twice into a fragment"
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def setup(self) -> None:
         DurableRecords(self, on_durable=self._on_durable)
         self._last: dict[tuple[LearnerId, int, FragmentId], Accepted] = {}
 
@@ -101,8 +99,7 @@ class Current(Checker):
         " lost comes back"
     )
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def setup(self) -> None:
         self._records = DurableRecords(self, on_save=self._on_save)
         self._newest: dict[LearnerId, int] = {}
         self._lost: set[tuple[LearnerId, int]] = set()
@@ -149,8 +146,7 @@ class Weights(Checker):
     name = "weights"
     sentence = "weights are finite, positive and made of the contribution's own counters"
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def setup(self) -> None:
         self._sent: dict[tuple[LearnerId, int, FragmentId], Contribution] = {}
         self._accumulated: dict[RoundId, dict[LearnerId, Accepted]] = {}
 
@@ -186,8 +182,7 @@ class Versions(Checker):
     name = "versions"
     sentence = "versions of a fragment rise by one and never fall, at learners and across restarts"
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def setup(self) -> None:
         self._records = DurableRecords(self, on_save=self._on_save)
         self._adopted: dict[tuple[Actor, FragmentId], Version] = {}
 
@@ -222,8 +217,7 @@ class DurableFirst(Checker):
     name = "durable-first"
     sentence = "nothing is published, welcomed or finished before it is durable"
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def setup(self) -> None:
         self._records = DurableRecords(self, on_durable=self._on_durable, on_late=self._on_late)
         self._admitted: dict[Actor, dict[LearnerId, int]] = {}  # as each syncer has made it durable
         self._manifest = False
@@ -269,8 +263,7 @@ class GraceBound(Checker):
         "missed the last merge, and is over when it is over"
     )
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def setup(self) -> None:
         self._settings = SettingsInForce(self)
         self._until: dict[RoundId, float] = {}
         self._due: dict[RoundId, float] = {}
@@ -351,8 +344,7 @@ class Paused(Checker):
         " one that it is in"
     )
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def setup(self) -> None:
         self._leavers: dict[tuple[Actor, LearnerId], tuple[FragmentId, ...]] = {}  # what they named, to each syncer
         self._since: dict[Actor, int] = {}  # syncers that are paused: the tick at which they were told
         self._ending: set[Actor] = set()  # syncers that have begun to end the run
@@ -414,16 +406,13 @@ class LostShards(Checker):
     name = "shards"
     sentence = "what was lost with a shard is in no version, and nothing is asked of a shard that is away"
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def setup(self) -> None:
         self._open: dict[FragmentId, RoundId] = {}  # rounds with contributions that are in no record yet
         self._lost: dict[FragmentId, tuple[RoundId, int]] = {}  # the newest that was lost with its shard, at this tick
         self._away: dict[FragmentId, int] = {}  # since this tick
 
     def on_syncer(self, restored: Restored | None) -> None:
-        self._open.clear()
-        self._lost.clear()
-        self._away.clear()
+        self.setup()
 
     @on("events", ShardLost, current=True)
     def _on_lost(self, entry: Entry, event: ShardLost) -> None:

@@ -43,7 +43,7 @@ from atoll.core.protocol import (
     Welcome,
 )
 from atoll.core.syncer.state import Restored
-from atoll.core.types import FragmentId, LearnerId, RoundId, RunConfig, Version
+from atoll.core.types import FragmentId, LearnerId, RoundId, Version
 from atoll.sim.checkers import Checker, DurableRecords, on
 from atoll.tape.format import Actor, Entry
 
@@ -52,8 +52,7 @@ class SnapshotCut(Checker):
     name = "snapshot"
     sentence = "a snapshot is a consistent cut: nothing in it is newer than the cut, nothing in flight is missing"
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def setup(self) -> None:
         self._held: dict[Actor, dict[FragmentId, Version]] = {}
         self._newest_cut = 0  # the snapshot whose marker the syncer has sent
         self._saved: dict[tuple[int, LearnerId], tuple[Entry, dict[FragmentId, Version]]] = {}  # at the learner's cut
@@ -141,8 +140,7 @@ class OneAnswer(Checker):
     name = "one-answer"
     sentence = "every effect that is waited for is answered by exactly one event"
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def setup(self) -> None:
         self._open: dict[tuple[Actor, object], int] = {}
 
     @on("effects", *_QUESTIONS)
@@ -192,18 +190,14 @@ class Bounds(Checker):
     name = "bounds"
     sentence = "rounds, askings and sendings are bounded"
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def setup(self) -> None:
         self._asked_again: dict[FragmentId, int] = {}
         self._open: dict[FragmentId, RoundId] = {}
         self._pulls: dict[FragmentId, dict[tuple[LearnerId, int, int], int]] = {}
         self._published: dict[tuple[LearnerId, FragmentId], tuple[tuple[int, int, Version], int]] = {}
 
     def on_syncer(self, restored: Restored | None) -> None:
-        self._open.clear()
-        self._pulls.clear()
-        self._published.clear()
-        self._asked_again.clear()
+        self.setup()
 
     @on("effects", Say, current=True)
     def _on_say(self, entry: Entry, effect: Say) -> None:
@@ -264,16 +258,14 @@ class RoundsEnd(Checker):
     name = "rounds-end"
     sentence = "a round that was opened is merged or abandoned within the time that its askings may take"
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def setup(self) -> None:
         self._opened: dict[FragmentId, float] = {}
         self._previous_s = 0.0
-        limits = config.limits
+        limits = self.config.limits
         self._most_s = 2 * limits.most_wait_s * 2.0**limits.pull_tries  # twice: its process may stand still meanwhile
 
     def on_syncer(self, restored: Restored | None) -> None:
-        self._opened.clear()
-        self._previous_s = 0.0
+        self.setup()
 
     @on("every", current=True)
     def _on_every(self, entry: Entry) -> None:
@@ -300,8 +292,7 @@ class TheEnd(Checker):
     name = "the-end"
     sentence = "the end comes after a last merge of every fragment, and everybody ends with the final versions"
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
+    def setup(self) -> None:
         self._records = DurableRecords(self, on_save=self._on_save, on_durable=self._on_durable)
         self._ending = False
         self._opened: set[RoundId] = set()  # rounds that were opened after the budget was reached

@@ -33,7 +33,7 @@ from atoll.sim.bandwidth import (
     streaming,
     wire_bits,
 )
-from atoll.sim.fleet import MAX_LEARNERS, FleetConfig
+from atoll.sim.fleet import MAX_LEARNERS, FleetConfig, demand
 from atoll.sim.goodput import DAY_S, BarrierConfig, simulate
 from atoll.sim.published import Method
 
@@ -63,24 +63,19 @@ class IslandSpec:
     price_per_gb: float | None = None  # of what is sent
 
     def __post_init__(self) -> None:
-        _demand(self, 0.0 < self.step_s < math.inf, "step time", self.step_s, "give seconds above 0")
-        _demand(self, self.chips is None or self.chips >= 1, "number of chips", self.chips, "give at least 1")
-        mtbf_s = self.mtbf_s
-        _demand(
-            self, mtbf_s is None or mtbf_s > 0.0, "mean time between failures", mtbf_s, "give a time above 0, or inf"
-        )
-        _demand(self, 0.0 <= self.delay_s < math.inf, "delay", self.delay_s, "give seconds, 0 or more")
+        demand(0.0 < self.step_s < math.inf, f"the step time of {self.name}", self.step_s, "give seconds above 0")
+        has_chips = self.chips is None or self.chips >= 1
+        demand(has_chips, f"the number of chips of {self.name}", self.chips, "give at least 1")
+        what, mtbf_s = f"the mean time between failures of {self.name}", self.mtbf_s
+        demand(mtbf_s is None or mtbf_s > 0.0, what, mtbf_s, "give a time above 0, or inf")
+        demand(0.0 <= self.delay_s < math.inf, f"the delay of {self.name}", self.delay_s, "give seconds, 0 or more")
         for what, value, least in (
             ("tokens per step", self.tokens_per_step, 1.0),
             ("rate", self.rate_bit_s, 1.0),
             ("price", self.price_per_gb, 0.0),
         ):
-            _demand(self, value is None or least <= value < math.inf, what, value, f"give {least:g} or more")
-
-
-def _demand(island: IslandSpec, fine: bool, what: str, value: object, remedy: str) -> None:
-    if not fine:
-        raise ValueError(f"the {what} of {island.name} is {value}; {remedy}")
+            fine = value is None or least <= value < math.inf
+            demand(fine, f"the {what} of {self.name}", value, f"give {least:g} or more")
 
 
 def step_from_flops(params: float, tokens: float, chips: int, flops: float, used: float) -> float:

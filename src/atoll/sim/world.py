@@ -34,7 +34,7 @@ from atoll.core.protocol import (
 )
 from atoll.core.states import Mode, Stage, Standing
 from atoll.core.syncer.core import SyncerCore
-from atoll.core.syncer.state import Restored
+from atoll.core.syncer.state import Restored, SyncerState
 from atoll.core.types import SYNCER, ControlWhat, FragmentId, LearnerId
 from atoll.sim.checkers import Violation, Watch, all_checkers
 from atoll.sim.draws import SwarmFault, SwarmPlan
@@ -78,7 +78,7 @@ class SwarmWorld:
         driver.after.append(self._check_sometimes)
         self.steps = Steps(driver, plan.step_times_s, plan.tokens, plan.samples)
         driver.on_start += [self.watch.started] if on_start is None else [self.watch.started, on_start]
-        driver.on_end.append(self._count)
+        driver.on_end.append(lambda proc: _count(proc, self.fired, self.said))
         self.gone: set[LearnerId] = set()  # left for good, or died
         self.died: set[LearnerId] = set()  # of those, without a word
         self.doubled: set[LearnerId] = set()  # started a second time beside a process that lived
@@ -91,7 +91,7 @@ class SwarmWorld:
         self._since_check = 0
         self._learner_faults: dict[str, OnProcess] = {  # of a learner that runs
             "kill learner": self._fault_kill_learner,
-            "pause learner": self._fault_pause_learner,
+            "pause learner": self._fault_pause,
             "second start": self._fault_second_start,
             "reset link": self._fault_reset,
             "leave": self._fault_leave,
@@ -103,16 +103,17 @@ class SwarmWorld:
         self._syncer_faults: dict[str, OnProcess] = {  # of a syncer that runs
             "kill syncer": self._fault_kill_syncer,
             "second syncer": self._fault_second_syncer,
-            "pause syncer": self._fault_pause_syncer,
+            "pause syncer": self._fault_pause,
             "stranger": self._fault_stranger,
-            "snapshot": self._fault_snapshot,
+            "snapshot": lambda fault, proc: driver.deliver(proc, SnapshotRequested()),
             "lose shard": self._fault_lose_shard,
         }
         self._other_faults: dict[str, OnWorld] = {  # of links, disks and clocks, or asked for by operators
-            "cut both ways": self._fault_cut_both,
-            "cut upwards": self._fault_cut_up,
-            "cut downwards": self._fault_cut_down,
-            "cut bulk": self._fault_cut_bulk,
+            "cut both ways": self._cut_both,
+            "cut upwards": lambda fault: self.links.cut(self.links.cut_up, fault.learner, fault.lasts_s),
+            "cut downwards": lambda fault: self.links.cut(self.links.cut_down, fault.learner, fault.lasts_s),
+            # The connection for fragments hangs while control messages pass: alive, and yet nothing comes of it.
+            "cut bulk": lambda fault: self.links.cut(self.links.cut_bulk, fault.learner, fault.lasts_s),
             "fail disk": self._fault_fail_disk,
             "slow disk": self._fault_slow_disk,
             "fail merge": self._fault_fail_merge,
@@ -120,8 +121,8 @@ class SwarmWorld:
             "poison": self._fault_poison,
             "join": self._fault_join,
             "pause run": self._fault_pause_run,
-            "quorum": self._fault_quorum,
-            "grace": self._fault_grace,
+            "quorum": lambda fault: self._control("quorum", int(fault.size)),
+            "grace": lambda fault: self._control("grace", fault.size),
         }
 
     # ---------------------------------------------------------------------------------------------------- the story
@@ -191,40 +192,30 @@ class SwarmWorld:
         core = self.syncer_core()
         return core is not None and len(core.state.live) < core.state.config.quorum
 
-    def _versions_reached(self) -> bool:
+    def _while_running(self, done: Callable[[SyncerState], bool]) -> bool:
+        """Return whether this holds at the syncer that runs, or whether the run is past it."""
         core = self.syncer_core()
-        if core is None:
-            return False
-        fragments = core.state.fragments
-        return core.state.stage is not Stage.RUNNING or all(fragments[p].version >= v for p, v in self._target.items())
+        return core is not None and (core.state.stage is not Stage.RUNNING or done(core.state))
+
+    def _versions_reached(self) -> bool:
+        return self._while_running(lambda s: all(s.fragments[p].version >= v for p, v in self._target.items()))
 
     def _dead_settled(self) -> bool:
-        """Nobody who died for good holds samples, nor has an open account."""
-        core = self.syncer_core()
-        if core is None:
-            return False
-        if core.state.stage is not Stage.RUNNING:
-            return True
-        holding = {key[0] for key in core.state.leases.holders} | set(core.state.ledger.accounts)
-        return not holding & self.died
+        """Return whether no learner that died for good holds samples or has an open account."""
+        return self._while_running(
+            lambda s: (
+                self.died.isdisjoint(s.ledger.accounts) and self.died.isdisjoint(key[0] for key in s.leases.holders)
+            )
+        )
 
     def _drained_left(self) -> bool:
-        core = self.syncer_core()
-        if core is None:
-            return False
-        return core.state.stage is not Stage.RUNNING or all(
-            not m.drained_by or m.standing is Standing.AWAY for m in core.state.members.values()
+        return self._while_running(
+            lambda s: all(not m.drained_by or m.standing is Standing.AWAY for m in s.members.values())
         )
 
     def _all_stopped(self) -> bool:
-        core = self.syncer_core()
-        return (
-            core is not None
-            and core.state.stage is Stage.FINISHED
-            and all(
-                proc.core.state.mode is Mode.STOPPED for i, proc in self.driver.learners.items() if i not in self.gone
-            )
-        )
+        staying = (proc for i, proc in self.driver.learners.items() if i not in self.gone)
+        return self._is_over() and all(proc.core.state.mode is Mode.STOPPED for proc in staying)
 
     def _stuck(self) -> tuple[tuple[str, int] | None, str]:
         core = self.syncer_core()
@@ -345,16 +336,11 @@ class SwarmWorld:
     def _processes(self) -> list[SimProcess]:
         return ([self.driver.syncer] if self.driver.syncer is not None else []) + self.driver.processes
 
-    def _count(self, proc: SimProcess) -> None:
-        self.fired.update(proc.core.state.fired)
-        self.said.update(proc.core.state.said)
-
     def coverage(self) -> tuple[Counter[tuple[Any, str]], Counter[str]]:
         """Rows of the transition tables and reason codes, of all processes that ever ran."""
         fired, said = Counter(self.fired), Counter(self.said)
         for proc in self._processes():
-            fired.update(proc.core.state.fired)
-            said.update(proc.core.state.said)
+            _count(proc, fired, said)
         return fired, said
 
     def _check_sometimes(self, proc: SimProcess, event: Event) -> None:
@@ -425,12 +411,6 @@ class SwarmWorld:
             return False
         return self._control("drain", fault.learner)
 
-    def _fault_quorum(self, fault: SwarmFault) -> bool:
-        return self._control("quorum", int(fault.size))
-
-    def _fault_grace(self, fault: SwarmFault) -> bool:
-        return self._control("grace", fault.size)
-
     # ---------------------------------------------------------------------------------------------------- faults
 
     def _inject(self, fault: SwarmFault) -> None:
@@ -447,7 +427,7 @@ class SwarmWorld:
         self.driver.kill(proc)
         self.engine.at(self.engine.now + fault.lasts_s, self._start_if_down, fault.learner)
 
-    def _fault_pause_learner(self, fault: SwarmFault, proc: SimProcess) -> None:
+    def _fault_pause(self, fault: SwarmFault, proc: SimProcess) -> None:
         proc.paused_until = max(proc.paused_until, self.engine.now + fault.lasts_s)
 
     def _fault_second_start(self, fault: SwarmFault, proc: SimProcess) -> None:
@@ -461,19 +441,9 @@ class SwarmWorld:
         self.links.close(proc.conn, tell_learner=True, tell_syncer=True, why="connection reset by peer")
         return True
 
-    def _fault_cut_both(self, fault: SwarmFault) -> None:
-        self._fault_cut_up(fault)
-        self._fault_cut_down(fault)
-
-    def _fault_cut_up(self, fault: SwarmFault) -> None:
+    def _cut_both(self, fault: SwarmFault) -> None:
         self.links.cut(self.links.cut_up, fault.learner, fault.lasts_s)
-
-    def _fault_cut_down(self, fault: SwarmFault) -> None:
         self.links.cut(self.links.cut_down, fault.learner, fault.lasts_s)
-
-    def _fault_cut_bulk(self, fault: SwarmFault) -> None:
-        """The connection for fragments hangs while control messages pass: alive, and yet nothing comes of it."""
-        self.links.cut(self.links.cut_bulk, fault.learner, fault.lasts_s)
 
     def _fault_kill_syncer(self, fault: SwarmFault, proc: SimProcess) -> None:
         self.driver.kill(proc)
@@ -503,9 +473,6 @@ class SwarmWorld:
         else:
             learner = -3
         self.driver.run(proc, MessageArrived(Envelope(learner, 1, 1, 0, 0, 0, 0, hello)))
-
-    def _fault_pause_syncer(self, fault: SwarmFault, proc: SimProcess) -> None:
-        proc.paused_until = max(proc.paused_until, self.engine.now + fault.lasts_s)
 
     def _fault_fail_disk(self, fault: SwarmFault) -> None:
         self.store.bad_until = max(self.store.bad_until, self.engine.now + fault.lasts_s)
@@ -565,7 +532,7 @@ class SwarmWorld:
         if fault.learner in self.doubled:  # an older process of it may live on
             return False
         if fault.size > 5:
-            self._fault_cut_both(replace(fault, lasts_s=self.plan.faulty_s))
+            self._cut_both(replace(fault, lasts_s=self.plan.faulty_s))
         self.gone.add(fault.learner)
         self.died.add(fault.learner)
         self.driver.kill(proc)
@@ -574,9 +541,6 @@ class SwarmWorld:
     def _come_back(self, learner: LearnerId) -> None:
         self.gone.discard(learner)
         self._start_if_down(learner)
-
-    def _fault_snapshot(self, fault: SwarmFault, proc: SimProcess) -> None:
-        self.driver.deliver(proc, SnapshotRequested())
 
     def _fault_lose_shard(self, fault: SwarmFault, proc: SimProcess) -> bool:
         if fault.learner in self.shards.away:
@@ -589,3 +553,8 @@ class SwarmWorld:
 
     def _fault_slow_down(self, fault: SwarmFault, proc: SimProcess) -> None:
         proc.slow = fault.size
+
+
+def _count(proc: SimProcess, fired: Counter[tuple[Any, str]], said: Counter[str]) -> None:
+    fired.update(proc.core.state.fired)
+    said.update(proc.core.state.said)
