@@ -12,12 +12,15 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import NamedTuple
 
 KEEP = 2048
 """Rows of a level. A month of steps of one second are some 20,000 rows."""
+
+USUAL_STEPS = 32
+"""Of a process, of which the median says what is usual."""
 
 Span = tuple[float, float]
 
@@ -108,42 +111,34 @@ class StepLog:
     # ---------------------------------------------------------------------------------------------------- sums
 
     def stepped_until(self, at: float) -> float:
-        done = bisect_right(self.ends, at)
-        whole = self.stepped_s[done - 1] if done else 0.0
-        if done == len(self.ends) or at <= self.begins[done]:
-            return whole
-        more = self.stepped_s[done] - whole
-        if done < self._downsampler.joined:
-            return whole + more * self._part(done, at)
-        return whole + min(at - self.begins[done], more)  # first the usual work, then what was more than usual
+        # Of a step under way: first the usual work, then what was more than usual.
+        return self._until(self.stepped_s, at, lambda row, whole: min(at - self.begins[row], whole))
 
     def stood_until(self, at: float) -> float:
-        done = bisect_right(self.ends, at)
-        whole = self.stood_s[done - 1] if done else 0.0
-        if done == len(self.ends) or at <= self.begins[done]:
-            return whole
-        more = self.stood_s[done] - whole
-        if done < self._downsampler.joined:
-            return whole + more * self._part(done, at)
-        return whole + max(0.0, more - (self.ends[done] - at))
+        return self._until(self.stood_s, at, lambda row, whole: max(0.0, whole - (self.ends[row] - at)))
 
     def tokens_until(self, at: float) -> float:
-        """Tokens of steps that had ended; within a joined row, as if its steps had been equally long."""
-        done = bisect_right(self.ends, at)
-        whole = self.tokens[done - 1] if done else 0.0
-        if done < self._downsampler.joined and at > self.begins[done]:
-            whole += (self.tokens[done] - whole) * self._part(done, at)
-        return whole
+        """Return the tokens of steps that had ended."""
+        return self._until(self.tokens, at)
 
     def steps_until(self, at: float) -> int:
-        done = bisect_right(self.ends, at)
-        whole = self.steps[done - 1] if done else 0
-        if done < self._downsampler.joined and at > self.begins[done]:
-            whole += int((self.steps[done] - whole) * self._part(done, at))
-        return whole
+        return int(self._until(self.steps, at))
 
-    def _part(self, row: int, at: float) -> float:
-        return (at - self.begins[row]) / (self.ends[row] - self.begins[row])
+    def _until(
+        self, sums: array[float] | array[int], at: float, of_row: Callable[[int, float], float] | None = None
+    ) -> float:
+        """Return a sum up to this moment; within a joined row, as if its steps had been equally long.
+
+        `of_row`: the part of a row under way, by its number and its whole amount; None: nothing before it has ended.
+        """
+        row = bisect_right(self.ends, at)
+        before = sums[row - 1] if row else 0
+        if row == len(self.ends) or at <= self.begins[row]:
+            return before
+        whole = sums[row] - before
+        if row < self._downsampler.joined:
+            return before + whole * ((at - self.begins[row]) / (self.ends[row] - self.begins[row]))
+        return before + of_row(row, whole) if of_row is not None else before
 
     # ---------------------------------------------------------------------------------------------------- durations
 
@@ -153,10 +148,10 @@ class StepLog:
             if self.begins[row] >= begin:
                 yield self._each_s(row), self._count(row)
 
-    def usual_s(self, at: float, most: int = 32) -> float | None:
+    def usual_s(self, at: float) -> float | None:
         """Return the median of the last steps before this moment."""
         done = bisect_right(self.ends, at)
-        return median(map(self._each_s, range(max(0, done - most), done))) if done else None
+        return median(map(self._each_s, range(max(0, done - USUAL_STEPS), done))) if done else None
 
     def _count(self, row: int) -> int:
         return self.steps[row] - (self.steps[row - 1] if row else 0)

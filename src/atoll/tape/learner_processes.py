@@ -19,14 +19,13 @@ from atoll.core.protocol import (
     StepTaken,
     Welcome,
 )
-from atoll.tape.bounded_logs import KEEP, Span, StepLog
+from atoll.tape.bounded_logs import KEEP, USUAL_STEPS, Span, StepLog
 from atoll.tape.format import Entry
 
 LONG_TIMES = 3.0
 LONG_S = 1.0
 """A step that takes more than three times, and a second more, than the steps before it: something else went on."""
 
-USUAL_STEPS = 32
 MIN_STEPS = 8
 """Of a process, before one can say what is usual."""
 
@@ -69,8 +68,7 @@ class LearnerProcess:
                 self.add_step(at, event.step_time_s * event.steps, event.steps, event.tokens)
             self._base = at
         elif type(event) is LinkClosed:
-            if self.alone_since is None:
-                self.alone_since = at
+            self.see_gone(at)
         elif type(event) is MessageArrived and self.alone_since is not None and type(event.envelope.body) is Welcome:
             self._is_back(at)
         for effect in entry.effects:

@@ -98,13 +98,12 @@ class ShardProcess:
         token: str | None = None,
         tls: ServerTls | None = None,
         client_tls: ClientTls | None = None,
-        log: logging.Logger | None = None,
     ) -> None:
         self.directory = directory
         self.shard = shard
         self.shards = shards
         self.address = ""  # where learners reach it
-        self.log = Named(log if log is not None else logging.getLogger("atoll.shard"), shard=shard)
+        self.log = Named(logging.getLogger("atoll.shard"), shard=shard)
         self.refused: Counter[str] = Counter()
         self.access = Access(token, tls, self.refused, self.log)
         self.on_proved: Callable[[asyncio.BaseTransport | None], None] = lambda transport: None
