@@ -15,13 +15,17 @@ from benchmarks.hostile import ATTACKS
 ROOT = Path(__file__).resolve().parent.parent.parent
 TEXT = (ROOT / "docs/security.md").read_text(encoding="utf-8")
 
+CODES = ["token", "no-key", "expired", "revoked", "identity", "role", "authority", "tls-version", "handshake"]
+CODES += ["plain-text", "tls-to-plain", "unfinished"]
+"""Of rejections before anything was read, as they are counted."""
+
 Check = Callable[[str], Iterator[str]]
 
 
 def every_code_is_told(text: str) -> Iterator[str]:
     told = re.findall(r"^\| `([\w-]+)` \| ", text.partition("## What is refused")[2], re.MULTILINE)
-    if told != list(auth.CODES):
-        yield f"the table has {told}, the code {auth.CODES}"
+    if told != CODES:
+        yield f"the table has {told}, the code {CODES}"
 
 
 def limits_are_those_of_the_code(text: str) -> Iterator[str]:
@@ -80,4 +84,4 @@ def test_the_check_sees_a_planted_mistake(check):
 def test_every_refusal_has_one_of_the_codes():
     source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src/atoll").rglob("*.py"))
     used = set(re.findall(r'Rejection\(\s*"([\w-]+)"', source)) | {auth.IdentityMismatchError.code}
-    assert used == set(auth.CODES)
+    assert used == set(CODES)

@@ -17,7 +17,7 @@ from atoll.core.protocol import LearnerBody, SyncerBody
 from atoll.tensors.codecs import CODECS
 from atoll.tensors.plan import FragmentPlan
 from atoll.transport.wire import (
-    CODES,
+    Code,
     Frame,
     FrameHead,
     FrameParser,
@@ -261,7 +261,9 @@ def test_every_kind_of_frame_has_a_vector():
 
 
 def test_every_error_has_a_vector():
-    assert {row["error"] for name in ("bad_messages.json", "bad_frames.json") for row in read(name)} == set(CODES)
+    assert {row["error"] for name in ("bad_messages.json", "bad_frames.json") for row in read(name)} == set(
+        get_args(Code)
+    )
 
 
 def test_names_are_given_once():

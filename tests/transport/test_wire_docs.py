@@ -72,8 +72,8 @@ def every_codec_is_told(text: str) -> Iterator[str]:
 
 def every_error_is_told(text: str) -> Iterator[str]:
     told = re.findall(r"^\| `(\w+)` \|", section(text, "Errors"), re.MULTILINE)
-    if told != list(wire.CODES):
-        yield f"the table of errors has {told}, the code {wire.CODES}"
+    if told != list(get_args(wire.Code)):
+        yield f"the table of errors has {told}, the code {get_args(wire.Code)}"
 
 
 def limits_are_those_of_the_code(text: str) -> Iterator[str]:

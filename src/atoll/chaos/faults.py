@@ -1,6 +1,6 @@
-"""The faults that can be asked for: what each strikes, its options, and what it does, in words.
+"""The faults that can be asked for: what each strikes, and its options.
 
-The scenario reader, the plan, `docs/chaos.md` and the page all read this table; injectors are in `injectors`.
+The scenario reader and the plan read this table, `docs/chaos.md` describes it, and injectors are in `injectors`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ class Option:
     name: str
     kind: Literal["seconds", "bytes_per_s", "count", "word"]
     default: float | str
-    meaning: str
     words: tuple[str, ...] = ()
 
 
@@ -27,7 +26,6 @@ class Option:
 class FaultKind:
     name: str
     targets: tuple[TargetKind, ...]
-    sentence: str
     options: tuple[Option, ...] = ()
 
     def option(self, name: str) -> Option | None:
@@ -40,63 +38,32 @@ class FaultKind:
 
 
 def _for(seconds: float) -> Option:
-    return Option("for", "seconds", seconds, "how long it goes on")
+    return Option("for", "seconds", seconds)
 
 
-def _count(meaning: str) -> Option:
-    return Option("count", "count", 3, meaning)
-
-
-_WAY = Option("way", "word", "both", "up is towards the syncer", WAYS)
-_AWAY = Option("away", "seconds", 3.0, "until it is started again")
-_RATE = Option("rate", "bytes_per_s", 50_000.0, "bytes per second, as in 50 kB/s")
-_EVERY = Option("every", "count", 20_000, "bytes between two damaged ones, on average")
-_FACTOR = Option("factor", "count", 1_000_000, "by which they are too large")
+_WAY = Option("way", "word", "both", WAYS)
+_COUNT = Option("count", "count", 3)  # contributions
 _PROCESSES: tuple[TargetKind, ...] = ("learner", "syncer", "shard")
 
 KINDS: dict[str, FaultKind] = {
     kind.name: kind
     for kind in (
-        FaultKind("kill", _PROCESSES, "SIGKILL; the supervisor starts it again after `away`", (_AWAY,)),
-        FaultKind("stop", _PROCESSES, "SIGSTOP, and SIGCONT after `for`", (_for(3.0),)),
-        FaultKind("join", ("learner",), "a new learner comes, with a number that nobody had"),
-        FaultKind("leave", ("learner",), "SIGTERM: the learner says goodbye and never comes back"),
-        FaultKind("cut", ("link",), "nothing comes through, and nobody is told", (_for(4.0), _WAY)),
-        FaultKind("thin", ("link",), "at most `rate` bytes per second in each direction", (_for(8.0), _RATE)),
-        FaultKind(
-            "delay",
-            ("link",),
-            "everything arrives later by `delay`",
-            (_for(8.0), Option("delay", "seconds", 0.2, "in each direction")),
-        ),
-        FaultKind(
-            "flap",
-            ("link",),
-            "cut and whole in turn, each for `period`",
-            (_for(6.0), Option("period", "seconds", 0.5, "of one state")),
-        ),
-        FaultKind(
-            "damage",
-            ("link",),
-            "one byte in about `every` bytes is another one when it arrives",
-            (_for(4.0), _EVERY, _WAY),
-        ),
-        FaultKind("full", ("disk",), "no byte more fits", (_for(4.0),)),
-        FaultKind("read-only", ("disk",), "nothing can be written", (_for(4.0),)),
-        FaultKind(
-            "slow",
-            ("disk",),
-            "every fsync takes `wait` longer",
-            (_for(6.0), Option("wait", "seconds", 0.3, "added to each fsync")),
-        ),
-        FaultKind("nan", ("payload",), "contributions hold NaN", (_count("contributions that do"),)),
-        FaultKind("infinity", ("payload",), "contributions hold infinities", (_count("contributions that do"),)),
-        FaultKind(
-            "wild",
-            ("payload",),
-            "contributions are finite and `factor` times too large",
-            (_count("contributions that are"), _FACTOR),
-        ),
+        FaultKind("kill", _PROCESSES, (Option("away", "seconds", 3.0),)),  # SIGKILL; started again after `away`
+        FaultKind("stop", _PROCESSES, (_for(3.0),)),  # SIGSTOP, and SIGCONT after `for`
+        FaultKind("join", ("learner",)),  # a new learner, with a number that no other learner had
+        FaultKind("leave", ("learner",)),  # SIGTERM: the learner leaves and never comes back
+        FaultKind("cut", ("link",), (_for(4.0), _WAY)),  # nothing comes through, and neither end is notified
+        FaultKind("thin", ("link",), (_for(8.0), Option("rate", "bytes_per_s", 50_000.0))),  # in each direction
+        FaultKind("delay", ("link",), (_for(8.0), Option("delay", "seconds", 0.2))),  # in each direction
+        FaultKind("flap", ("link",), (_for(6.0), Option("period", "seconds", 0.5))),  # cut and whole in turn
+        # one byte in `every` bytes, on average, is another one when it arrives
+        FaultKind("damage", ("link",), (_for(4.0), Option("every", "count", 20_000), _WAY)),
+        FaultKind("full", ("disk",), (_for(4.0),)),
+        FaultKind("read-only", ("disk",), (_for(4.0),)),
+        FaultKind("slow", ("disk",), (_for(6.0), Option("wait", "seconds", 0.3))),  # added to every fsync
+        FaultKind("nan", ("payload",), (_COUNT,)),
+        FaultKind("infinity", ("payload",), (_COUNT,)),
+        FaultKind("wild", ("payload",), (_COUNT, Option("factor", "count", 1_000_000))),  # finite, and too large
     )
 }
 

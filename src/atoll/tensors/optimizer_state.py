@@ -57,20 +57,9 @@ MOST_HEADER_BYTES = 64 << 20
 _DECIDES = ("amsgrad", "centered", "momentum")
 """Settings that decide which state an optimizer keeps: with others it would look for what the giver never had."""
 
-_SHAPED = {
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "ASGD",
-    "Muon",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
-}
+_SHAPED = frozenset(
+    ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+)
 """Optimizers of torch whose every state tensor is one of the counters below or has the shape of its parameter."""
 
 _COUNTERS = {"eta", "mu", "mu_product", "step"}

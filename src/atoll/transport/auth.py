@@ -46,23 +46,6 @@ OPERATORS_ONLY = ("/v1/control", "/v1/snapshot", "/v1/finish", "/v1/head", "/v1/
 LEARNERS_ONLY = ("/v1/model", "/v1/join", "/v1/link", "/v1/slice", "/v1/contribution", "/v1/state", "/v1/fragment")
 
 
-CODES = (
-    "token",
-    "no-key",
-    "expired",
-    "revoked",
-    "identity",
-    "role",
-    "authority",
-    "tls-version",
-    "handshake",
-    "plain-text",
-    "tls-to-plain",
-    "unfinished",
-)
-"""Why somebody is turned away before a word is read, as it is counted. docs/security.md tells what each means."""
-
-
 class IdentityMismatchError(ValueError):
     """Somebody speaks as a learner that the key does not name."""
 

@@ -38,7 +38,6 @@ LEAST_NUMBER, MOST_NUMBER = -(2**63), 2**63 - 1
 Code: TypeAlias = Literal[
     "magic", "version", "size", "json", "type", "digest", "codec", "kind", "truncated", "trailing"
 ]
-CODES: tuple[Code, ...] = get_args(Code)
 
 Buffer: TypeAlias = Any
 """Whatever has the buffer protocol in one contiguous piece, or a CPU tensor of a type that numpy knows."""
