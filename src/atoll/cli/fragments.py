@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from atoll.cli.output import JsonOption, Result
+from atoll.core.settings import Setting
 
 if TYPE_CHECKING:
     from atoll.tensors.plan import FragmentPlan, TensorInfo
@@ -54,23 +55,19 @@ def run(
             help="A size of the reference model (100k, 360k, 1m, 5m, 10m, moe), a .safetensors file, or a run.",
         ),
     ],
-    fragments: Annotated[int, typer.Option("--fragments", metavar="P", help="Fragments of the model.")] = 24,
+    fragments: Annotated[int, Setting("Fragments of the model.", "P")] = 24,
     how: Annotated[
         str,
-        typer.Option(
-            "--plan",
-            metavar="NAME",
-            help="balanced: whole tensors, by size. layers: layer i into fragment i mod P. "
+        Setting(
+            "balanced: whole tensors, by size. layers: layer i into fragment i mod P. "
             "rows: as balanced, with large tensors cut by rows.",
+            "NAME",
+            flag="plan",
         ),
     ] = "balanced",
     embeddings: Annotated[
         list[str] | None,
-        typer.Option(
-            "--embeddings",
-            metavar="PATTERN",
-            help=f"Names that count as embeddings. Repeatable. [default for files: {', '.join(EMBEDDINGS)}]",
-        ),
+        Setting(f"Names that count as embeddings. Repeatable. [default for files: {', '.join(EMBEDDINGS)}]", "PATTERN"),
     ] = None,
     as_json: JsonOption = False,
 ) -> Result:

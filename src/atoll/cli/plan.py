@@ -9,9 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from atoll.cli.output import JsonOption, print_json
+from atoll.core.settings import Setting
 
 if TYPE_CHECKING:
     from atoll.sim.plan import IslandSpec
@@ -19,88 +18,48 @@ if TYPE_CHECKING:
 
 # long: the list of options, with what each one means
 def run(
-    params: Annotated[str, typer.Option("--params", metavar="N", help="Parameters of the model: 5e9, 5B, 300M.")],
-    sites: Annotated[
-        int | None, typer.Option("--sites", metavar="D", help="Sites that are alike, one island each.")
-    ] = None,
-    step_time: Annotated[
-        str | None, typer.Option("--step-time", metavar="TIME", help="Of one inner step of an island: 1s, 800ms.")
-    ] = None,
+    params: Annotated[str, Setting("Parameters of the model: 5e9, 5B, 300M.", "N")],
+    sites: Annotated[int | None, Setting("Sites that are alike, one island each.", "D")] = None,
+    step_time: Annotated[str | None, Setting("Of one inner step of an island: 1s, 800ms.", "TIME")] = None,
     flops: Annotated[
         str | None,
-        typer.Option(
-            "--flops",
-            metavar="FLOP/S",
-            help="Instead of --step-time: peak of one chip, as 400T; needs --chips and --tokens-per-step.",
-        ),
+        Setting("Instead of --step-time: peak of one chip, as 400T; needs --chips and --tokens-per-step.", "FLOP/S"),
     ] = None,
-    mfu: Annotated[
-        float | None, typer.Option("--mfu", metavar="SHARE", help="Of --flops, what is used. [default: 0.4]")
-    ] = None,
-    tokens_per_step: Annotated[
-        str | None, typer.Option("--tokens-per-step", metavar="N", help="Of one island: 500k.")
-    ] = None,
-    tokens: Annotated[
-        str | None,
-        typer.Option("--tokens", metavar="N", help="The budget, of all islands: 1T. For days, bytes and cost."),
-    ] = None,
-    chips: Annotated[str | None, typer.Option("--chips", metavar="N", help="Of one island. For goodput.")] = None,
+    mfu: Annotated[float | None, Setting("Of --flops, what is used. [default: 0.4]", "SHARE")] = None,
+    tokens_per_step: Annotated[str | None, Setting("Of one island: 500k.", "N")] = None,
+    tokens: Annotated[str | None, Setting("The budget, of all islands: 1T. For days, bytes and cost.", "N")] = None,
+    chips: Annotated[str | None, Setting("Of one island. For goodput.", "N")] = None,
     mtbf: Annotated[
-        str | None,
-        typer.Option("--mtbf", metavar="TIME", help="Mean time between failures of one chip: 365d, 5y. For goodput."),
+        str | None, Setting("Mean time between failures of one chip: 365d, 5y. For goodput.", "TIME")
     ] = None,
-    slice_chips: Annotated[
-        int, typer.Option("--slice-chips", metavar="N", help="Chips that are out together when one of them fails.")
-    ] = 2_048,
-    rate: Annotated[
-        str | None,
-        typer.Option("--rate", metavar="RATE", help="Of a site's link, each direction: 2gbit, 500mbit."),
-    ] = None,
-    delay: Annotated[
-        str | None, typer.Option("--delay", metavar="TIME", help="Of a link, one way, half of what ping shows: 20ms.")
-    ] = None,
-    price: Annotated[
-        str | None, typer.Option("--price", metavar="PRICE", help="Of what a site sends: 0.05/GB.")
-    ] = None,
+    slice_chips: Annotated[int, Setting("Chips that are out together when one of them fails.", "N")] = 2_048,
+    rate: Annotated[str | None, Setting("Of a site's link, each direction: 2gbit, 500mbit.", "RATE")] = None,
+    delay: Annotated[str | None, Setting("Of a link, one way, half of what ping shows: 20ms.", "TIME")] = None,
+    price: Annotated[str | None, Setting("Of what a site sends: 0.05/GB.", "PRICE")] = None,
     island: Annotated[
         list[str] | None,
-        typer.Option(
-            "--island",
-            metavar="KEY=VALUE,...",
-            help="One island, or `count` of them, where they differ: name, count, chips, step-time, flops, mfu, "
+        Setting(
+            "One island, or `count` of them, where they differ: name, count, chips, step-time, flops, mfu, "
             "tokens-per-step, mtbf, rate, delay, price. The rest is as the options say. Repeatable.",
+            "KEY=VALUE,...",
         ),
     ] = None,
     islands: Annotated[
-        Path | None,
-        typer.Option("--islands", metavar="FILE", help="The same as TOML: a table [[island]] for each, the same keys."),
+        Path | None, Setting("The same as TOML: a table [[island]] for each, the same keys.", "FILE")
     ] = None,
-    every: Annotated[int, typer.Option("--every", metavar="H", help="Steps between two rounds of a fragment.")] = 24,
-    fragments: Annotated[int, typer.Option("--fragments", metavar="P", help="Fragments of the model.")] = 24,
-    tau: Annotated[
-        int, typer.Option("--tau", metavar="TAU", help="Steps under which one synchronisation is hidden.")
-    ] = 2,
+    every: Annotated[int, Setting("Steps between two rounds of a fragment.", "H")] = 24,
+    fragments: Annotated[int, Setting("Fragments of the model.", "P")] = 24,
+    tau: Annotated[int, Setting("Steps under which one synchronisation is hidden.", "TAU")] = 2,
     codec: Annotated[
         str,
-        typer.Option(
-            "--codec",
-            metavar="NAME",
-            help="f32, bf16, int8 or int4: of DiLoCo and Streaming DiLoCo, and of the warnings about links.",
-        ),
+        Setting("f32, bf16, int8 or int4: of DiLoCo and Streaming DiLoCo, and of the warnings about links.", "NAME"),
     ] = "bf16",
     star: Annotated[
-        bool,
-        typer.Option(
-            "--star", help="One syncer elsewhere, instead of a part of it at each site: other bytes per link."
-        ),
+        bool, Setting("One syncer elsewhere, instead of a part of it at each site: other bytes per link.")
     ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            "--plot",
-            metavar="FILE",
-            help="Draw utilisation against rate into FILE (.png, .svg or .pdf). Needs the extra 'plot'.",
-        ),
+        Setting("Draw utilisation against rate into FILE (.png, .svg or .pdf). Needs the extra 'plot'.", "FILE"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

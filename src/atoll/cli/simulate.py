@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atoll.cli.output import JsonOption, print_json
+from atoll.core.settings import Setting
 
 if TYPE_CHECKING:
     from atoll.cli.simulate_run import Wish
@@ -35,130 +36,89 @@ def run(
     context: typer.Context,
     method: Annotated[
         str,
-        typer.Option(
-            "--method",
-            metavar="NAME",
-            help="decoupled runs the cores of the protocol; data-parallel and elastic are one job with all chips; "
+        Setting(
+            "decoupled runs the cores of the protocol; data-parallel and elastic are one job with all chips; "
             "diloco and streaming wait for the slowest learner.",
+            "NAME",
         ),
     ] = "decoupled",
-    learners: Annotated[int, typer.Option("--learners", metavar="M", help="Learners, one per island.")] = 8,
-    chips: Annotated[int, typer.Option("--chips", metavar="N", help="Chips of all learners together.")] = 1_200_000,
+    learners: Annotated[int, Setting("Learners, one per island.", "M")] = 8,
+    chips: Annotated[int, Setting("Chips of all learners together.", "N")] = 1_200_000,
     days: Annotated[
-        float | None,
-        typer.Option("--days", metavar="DAYS", help="Simulated days. [default: 30; 4 with --table, 1/24 with --mixed]"),
+        float | None, Setting("Simulated days. [default: 30; 4 with --table, 1/24 with --mixed]", "DAYS")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="S", help="First seed. A seed fixes the whole world.")] = 0,
+    seed: Annotated[int, Setting("First seed. A seed fixes the whole world.", "S")] = 0,
     seeds: Annotated[
         int | None,
-        typer.Option(
-            "--seeds",
-            metavar="COUNT",
-            help="Seeds, counted up from the first; intervals are over them. "
+        Setting(
+            "Seeds, counted up from the first; intervals are over them. "
             "[default: 3; 5 with --table or --mixed, 1 with --tape]",
+            "COUNT",
         ),
     ] = None,
-    jobs: Annotated[
-        int | None, typer.Option("--jobs", metavar="COUNT", help="Processes to use. [default: all cores]")
-    ] = None,
+    jobs: Annotated[int | None, Setting("Processes to use. [default: all cores]", "COUNT")] = None,
     table: Annotated[
-        bool,
-        typer.Option("--table", help="Goodput and uptime of all methods and sizes, beside the published figures."),
+        bool, Setting("Goodput and uptime of all methods and sizes, beside the published figures.")
     ] = False,
     mixed: Annotated[
-        bool,
-        typer.Option("--mixed", help="The published comparison of quorum and grace on two hardware generations."),
+        bool, Setting("The published comparison of quorum and grace on two hardware generations.")
     ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            "--plot",
-            metavar="FILE",
-            help="Draw the figure of --table into FILE (.png, .svg or .pdf); without --table this run is marked in it. "
+        Setting(
+            "Draw the figure of --table into FILE (.png, .svg or .pdf); without --table this run is marked in it. "
             "Needs the extra 'plot'.",
+            "FILE",
         ),
     ] = None,
     tape: Annotated[
         Path | None,
-        typer.Option(
-            "--tape",
-            metavar="DIR",
-            help="Write the tapes of one decoupled run into DIR, for check, story and replay; replay can train a model "
+        Setting(
+            "Write the tapes of one decoupled run into DIR, for check, story and replay; replay can train a model "
             "on them, if they have every fragment: give --full for long ones.",
+            "DIR",
         ),
     ] = None,
     full: Annotated[
-        bool,
-        typer.Option("--full", help="Simulate every fragment and every step of the protocol, however long it takes."),
+        bool, Setting("Simulate every fragment and every step of the protocol, however long it takes.")
     ] = False,
     protocol_hours: Annotated[
         float | None,
-        typer.Option(
-            "--protocol-hours",
-            metavar="HOURS",
-            help="Simulate the cores of the protocol for the first so many hours only; goodput and uptime still cover "
+        Setting(
+            "Simulate the cores of the protocol for the first so many hours only; goodput and uptime still cover "
             "all days. [default: what takes some eight seconds per seed]",
+            "HOURS",
         ),
     ] = None,
-    quorum: Annotated[int, typer.Option("--quorum", metavar="K", help="Contributions that a merge needs.")] = 1,
-    grace: Annotated[
-        float, typer.Option("--grace", metavar="GAMMA", help="Share of the slack to wait for more; 0: off.")
-    ] = 0.5,
-    every: Annotated[int, typer.Option("--every", metavar="H", help="Steps between two rounds of a fragment.")] = 24,
-    fragments: Annotated[int, typer.Option("--fragments", metavar="P", help="Fragments of the model.")] = 24,
-    tau: Annotated[
-        int, typer.Option("--tau", metavar="TAU", help="Steps under which one synchronisation is hidden.")
-    ] = 2,
-    adopt: Annotated[str, typer.Option("--adopt", metavar="HOW", help="carry, overwrite or blend.")] = "carry",
-    delay: Annotated[
-        float, typer.Option("--delay", metavar="SECONDS", help="One way, of any message between island and syncer.")
-    ] = 0.05,
-    fragment_time: Annotated[
-        float, typer.Option("--fragment-time", metavar="SECONDS", help="Further, to send one fragment one way.")
-    ] = 0.1,
-    exchange_time: Annotated[
-        float, typer.Option("--exchange-time", metavar="SECONDS", help="One exchange of diloco and streaming.")
-    ] = 0.8,
-    step_time: Annotated[
-        float, typer.Option("--step-time", metavar="SECONDS", help="One inner step at full speed.")
-    ] = 1.0,
-    jitter: Annotated[
-        float, typer.Option("--jitter", metavar="SHARE", help="Standard deviation of a step's duration, 0 to 1.")
-    ] = 0.0,
-    lockstep: Annotated[
-        bool, typer.Option("--lockstep", help="Learners wait for a round that is tau steps late, as others do.")
-    ] = False,
+    quorum: Annotated[int, Setting("Contributions that a merge needs.", "K")] = 1,
+    grace: Annotated[float, Setting("Share of the slack to wait for more; 0: off.", "GAMMA")] = 0.5,
+    every: Annotated[int, Setting("Steps between two rounds of a fragment.", "H")] = 24,
+    fragments: Annotated[int, Setting("Fragments of the model.", "P")] = 24,
+    tau: Annotated[int, Setting("Steps under which one synchronisation is hidden.", "TAU")] = 2,
+    adopt: Annotated[str, Setting("carry, overwrite or blend.", "HOW")] = "carry",
+    delay: Annotated[float, Setting("One way, of any message between island and syncer.", "SECONDS")] = 0.05,
+    fragment_time: Annotated[float, Setting("Further, to send one fragment one way.", "SECONDS")] = 0.1,
+    exchange_time: Annotated[float, Setting("One exchange of diloco and streaming.", "SECONDS")] = 0.8,
+    step_time: Annotated[float, Setting("One inner step at full speed.", "SECONDS")] = 1.0,
+    jitter: Annotated[float, Setting("Standard deviation of a step's duration, 0 to 1.", "SHARE")] = 0.0,
+    lockstep: Annotated[bool, Setting("Learners wait for a round that is tau steps late, as others do.")] = False,
     speeds: Annotated[
-        str | None,
-        typer.Option("--speeds", metavar="CLASSES", help="Speed classes: 1.0x4,0.82x4 is four at 1 and four at 0.82."),
+        str | None, Setting("Speed classes: 1.0x4,0.82x4 is four at 1 and four at 0.82.", "CLASSES")
     ] = None,
     extra: Annotated[
         list[str] | None,
-        typer.Option(
-            "--extra",
-            metavar="WHO@WHEN",
-            help="Learners that come and go: 4x0.8@0-3600 is four of speed 0.8 in the first hour. Repeatable.",
+        Setting(
+            "Learners that come and go: 4x0.8@0-3600 is four of speed 0.8 in the first hour. Repeatable.", "WHO@WHEN"
         ),
     ] = None,
-    mtbi_days: Annotated[
-        float,
-        typer.Option("--mtbi-days", metavar="DAYS", help="Mean time between interruptions of one chip; inf: none."),
-    ] = 365.0,
+    mtbi_days: Annotated[float, Setting("Mean time between interruptions of one chip; inf: none.", "DAYS")] = 365.0,
     chip_variance: Annotated[
         float,
-        typer.Option(
-            "--chip-variance",
-            metavar="SHARE",
-            help="Standard deviation of step time between chips, 0 to 1; an island waits for its slowest.",
-        ),
+        Setting("Standard deviation of step time between chips, 0 to 1; an island waits for its slowest.", "SHARE"),
     ] = 0.0,
     slow_downs: Annotated[
         str | None,
-        typer.Option(
-            "--slow-downs",
-            metavar="RATE:FACTOR:SECONDS",
-            help="Slow-downs per learner and hour, speed during one, mean length: 0.5:0.6:120.",
-        ),
+        Setting("Slow-downs per learner and hour, speed during one, mean length: 0.5:0.6:120.", "RATE:FACTOR:SECONDS"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
