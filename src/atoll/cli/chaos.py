@@ -23,17 +23,15 @@ RUNS = Path("runs")
 # long: the list of options, with what each one means
 def run(
     scenario: Annotated[
-        str | None, typer.Argument(metavar="SCENARIO", help="A shipped name (--list), or a TOML file.")
+        str | None, typer.Argument(metavar="SCENARIO", help="Shipped name (--list), or TOML file.")
     ] = None,
     seed: Annotated[int, Setting("Fixes the plan, bit for bit.", "N", min=0)] = 0,
     duration: Annotated[
-        str | None, Setting("How long the run takes without faults: 30s, 5m. [default: by the scenario]", "TIME")
+        str | None, Setting("Length without faults: 30s, 5m. [default: by the scenario]", "TIME")
     ] = None,
-    out: Annotated[
-        Path | None, Setting("Directory of the run. [default: the first free runs/chaos-NAME-N]", "DIR")
-    ] = None,
+    out: Annotated[Path | None, Setting("Directory of the run. [default: first free runs/chaos-NAME-N]", "DIR")] = None,
     links: Annotated[
-        str, Setting("relay: in user space; netns: namespaces and tc, needs root; auto: netns where it works.", "HOW")
+        str, Setting("relay: user space; netns: namespaces and tc, as root; auto: netns if it works.", "HOW")
     ] = "auto",
     baseline: Annotated[bool, Setting("First train the same run without faults, and compare the final loss.")] = False,
     dry_run: Annotated[bool, Setting("Print the plan and end.")] = False,

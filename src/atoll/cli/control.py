@@ -23,15 +23,13 @@ POLL_INTERVAL_S = 0.2
 
 def run_snapshot(
     run: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="Directory of a run whose syncer runs on this machine.")
+        Path | None, typer.Argument(metavar="[RUN]", help="Directory of a run with a syncer on this machine.")
     ] = None,
     syncer: Annotated[str | None, Setting("Ask the syncer there instead.", "HOST:PORT")] = None,
     token: Token = None,
     keys: Keys = None,
     ca: Ca = None,
-    listed: Annotated[
-        bool, Setting("Take none: list those that the directory has; nothing need run.", flag="list")
-    ] = False,
+    listed: Annotated[bool, Setting("Take none: list those in the directory; nothing need run.", flag="list")] = False,
     as_json: JsonOption = False,
 ) -> Result:
     """Take a snapshot of a whole run while it trains, and wait until it is durable.
@@ -154,12 +152,10 @@ TAKES = {"pause": "", "resume": "", "drain": "the number of a learner", "quorum"
 
 def run_control(
     place: Annotated[
-        str, typer.Argument(metavar="RUN", help="Directory of a run whose syncer runs on this machine, or HOST:PORT.")
+        str, typer.Argument(metavar="RUN", help="Directory of a run with a syncer on this machine, or HOST:PORT.")
     ],
     what: Annotated[str, typer.Argument(metavar="WHAT", help="pause, resume, drain N, quorum K, grace G or snapshot.")],
-    value: Annotated[
-        str | None, typer.Argument(metavar="VALUE", help="Which learner, which quorum or which grace margin.")
-    ] = None,
+    value: Annotated[str | None, typer.Argument(metavar="VALUE", help="A learner, a quorum or a grace margin.")] = None,
     token: Token = None,
     keys: Keys = None,
     ca: Ca = None,

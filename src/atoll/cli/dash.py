@@ -95,14 +95,12 @@ def page_beside(page_wanted: Page, run: Path, token: str | None, own_token: bool
 
 def run_dash(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN [RUN]", help="Directory of a run; a second one is shown beside it.")
+        list[Path], typer.Argument(metavar="RUN [RUN]", help="Directory of a run; a second one to compare.")
     ],
     host: Annotated[str, Setting("Listen there; others need a token, and TLS.", "HOST")] = "127.0.0.1",
     port: Annotated[int | None, options.port("[default: the first free one from 7410]")] = None,
     token: Token = None,
-    keys: Annotated[
-        Path | None, Setting("TLS with this key, of atoll keys init; for others than this host.", "DIR")
-    ] = None,
+    keys: Annotated[Path | None, Setting("TLS with this key, of atoll keys init; for other machines.", "DIR")] = None,
     plain_text: Annotated[bool, Setting("Show it to others without TLS: everybody on the way can read it.")] = False,
     rules: RulesFile = None,
     wait: Annotated[bool, Setting("The run may begin later: its directory need not hold tapes yet.")] = False,

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from atoll.cli.options import OptionsOf
 from atoll.cli.output import JsonOption, Result
 from atoll.core.settings import Setting
 
@@ -55,19 +56,12 @@ def run(
             help="A size of the reference model (100k, 360k, 1m, 5m, 10m, moe), a .safetensors file, or a run.",
         ),
     ],
-    fragments: Annotated[int, Setting("Fragments of the model.", "P")] = 24,
-    how: Annotated[
-        str,
-        Setting(
-            "balanced: whole tensors, by size. layers: layer i into fragment i mod P. "
-            "rows: as balanced, with large tensors cut by rows.",
-            "NAME",
-            flag="plan",
-        ),
-    ] = "balanced",
+    *,
+    protocol: Annotated[dict[str, Any], OptionsOf("atoll.core.types:RunConfig", only=("fragments",), as_dict=True)],
+    numerics: Annotated[dict[str, Any], OptionsOf("atoll.tensors.settings:Numerics", only=("plan",), as_dict=True)],
     embeddings: Annotated[
         list[str] | None,
-        Setting(f"Names that count as embeddings. Repeatable. [default for files: {', '.join(EMBEDDINGS)}]", "PATTERN"),
+        Setting("Names that count as embeddings. Repeatable. [default for files: *embed*, *wte*]", "PATTERN"),
     ] = None,
     as_json: JsonOption = False,
 ) -> Result:
@@ -79,7 +73,8 @@ def run(
     from atoll.tensors.plan import make_plan
 
     tensors = read_tensors(model, embeddings)
-    plan = make_plan(tensors, fragments, how)
+    fragments: int = protocol["fragments"]
+    plan = make_plan(tensors, fragments, numerics["plan"])
     shares = [_shares(plan, fragment) for fragment in range(len(plan.fragments))]
     found = model, fragments, plan, shares
     return Result(partial(_fields, *found), partial(_show, *found))

@@ -21,25 +21,17 @@ def run(
     action: Annotated[str, typer.Argument(metavar="ACTION", help="init, add, show, renew, revoke or retire.")],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the authority; init makes it.")],
     name: Annotated[
-        str | None,
-        typer.Argument(metavar="[NAME]", help="Whose key: of an island or operator, syncer, or authority (renew)."),
+        str | None, typer.Argument(metavar="[NAME]", help="An island, operator, syncer, or authority (renew).")
     ] = None,
     hosts: Annotated[
         list[str] | None,
-        Setting(
-            "Name or address by which learners dial the syncer; repeatable. [default: this machine's name]",
-            "NAME",
-            flag="host",
-        ),
+        Setting("Name or address of the syncer; repeatable. [default: this machine]", "NAME", flag="host"),
     ] = None,
     learners: Annotated[
-        list[int] | None,
-        Setting("A learner as which the key may speak; repeatable. [default: next free one]", "N", flag="learner"),
+        list[int] | None, Setting("Learner that may use the key; repeatable. [default: next free]", "N", "learner")
     ] = None,
     any_learner: Annotated[bool, Setting("The key may speak as every learner: for a fleet with one key.")] = False,
-    operator: Annotated[
-        bool, Setting("The key may pause, change, snapshot and end the run, and read metrics.")
-    ] = False,
+    operator: Annotated[bool, Setting("The key may pause, change, snapshot and end the run, read metrics.")] = False,
     days: Annotated[int | None, Setting("How long the key is good. [default: 365]", "D", min=1)] = None,
     as_json: JsonOption = False,
 ) -> Result:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from atoll.cli import options
 from atoll.cli.options import Ca, Keys, LogFormat, Token, say
 from atoll.cli.output import ExitCode, JsonOption, Result, complain
 from atoll.core.settings import Setting
@@ -20,7 +21,7 @@ SAY_EVERY_S = 5.0
 
 def run(  # long: its options
     syncer: Annotated[
-        str, Setting("Where atoll syncer listens; with standbys: A:PORT,B:PORT.", "HOST:PORT", envvar="ATOLL_SYNCER")
+        str, Setting("Address of atoll syncer; with standbys: A:PORT,B:PORT.", "HOST:PORT", envvar="ATOLL_SYNCER")
     ],
     token: Token = None,
     keys: Keys = None,
@@ -45,20 +46,8 @@ def run(  # long: its options
     ] = None,
     data: Annotated[Path | None, Setting("Where the run's data is on this machine.", "PATH")] = None,
     threads: Annotated[int | None, Setting("Threads of torch. [default: 1]", "N", min=1)] = None,
-    max_rate: Annotated[
-        str | None,
-        Setting(
-            "Most that values take of this island's link, each way: 2gbit, 500mbit, 10MB/s. "
-            "[default: what the run says]",
-            "RATE",
-        ),
-    ] = None,
-    streams: Annotated[
-        int | None,
-        Setting(
-            "Connections over which a large value of this island goes, from 1 to 16. [default: what the run says]", "N"
-        ),
-    ] = None,
+    *,
+    link: options.LinkOptions,
     notice: Annotated[
         float | None,
         Setting(
@@ -95,15 +84,10 @@ def run(  # long: its options
     if check_format(log_format) == "json":
         set_up(log_format, logging.INFO)
     job = ask_for_job(place(syncer, keys, ca), token, lambda: complain(f"waiting for a syncer at {syncer}"))
-    settings = job.settings
-    if data is not None:
-        settings = replace(settings, data=str(data.absolute()))
-    if threads is not None:
-        settings = replace(settings, threads=threads)
-    if max_rate is not None:
-        settings = replace(settings, max_rate=max_rate)
-    if streams is not None:
-        settings = replace(settings, streams=streams)
+    path = None if data is None else str(data.absolute())
+    given = {**link, "data": path, "threads": threads}
+    changes = {name: value for name, value in given.items() if value is not None}
+    settings = replace(job.settings, **changes)
     directory = out if out is not None else Path("runs") / job.run_id
     directory.mkdir(parents=True, exist_ok=True)
     watch = LearnerWatch(log_format, shown=not as_json, takes_notice=notice is not None)

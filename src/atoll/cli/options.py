@@ -6,10 +6,11 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
 from functools import partial, wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
@@ -124,7 +125,7 @@ def refuse_with_resume(context: typer.Context, allowed: set[str], word: str = "-
 
 def make_job(given: Mapping[str, Any]) -> JobSettings:
     """Return the job that these options describe, by the names of settings; those that are None were not given."""
-    from dataclasses import asdict, replace
+    from dataclasses import asdict
 
     from atoll.reference.job_settings import ADAMW_BETA2, ADAMW_LR, FOR_ADAMW, JobSettings, Kill
 
@@ -141,8 +142,7 @@ def make_job(given: Mapping[str, Any]) -> JobSettings:
         values["kills"] = tuple(Kill.parse(each) for each in values["kills"])
     if method == "single":
         values.setdefault("learners", 1)
-    numeric = {name: values.pop(name) for name in asdict(FOR_ADAMW) if name in values}
-    return JobSettings(**values, numerics=replace(JobSettings().numerics, **numeric))
+    return make_settings(JobSettings, values)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -151,9 +151,11 @@ def make_job(given: Mapping[str, Any]) -> JobSettings:
 
 @dataclass(frozen=True, slots=True)
 class OptionsOf:
-    """Mark a parameter of a command as a dataclass, with one option per setting. `owner` imports the class."""
+    """Mark a parameter of a command as a dataclass, with one option per setting."""
 
-    owner: Callable[[], type]
+    owner: str  # module:class, imported when the command is built
+    only: Collection[str] = ()  # names of settings; empty: all that have a help text
+    as_dict: bool = False  # the values by name, for a command that makes the dataclass from more than them
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +179,11 @@ def expand(run: Callable[..., Result | None]) -> Callable[..., Result | None]:
             options = mark.parameters()
             makers.append(partial(_collect, name, options))
         elif isinstance(mark, OptionsOf):
-            owner = mark.owner()
-            declared = [each for each in declared_settings(owner) if each.setting.help]
-            options = [option_of(each) for each in declared]
-            makers.append(partial(_make, name, owner, declared))
+            owner = resolve_name(mark.owner)
+            only = mark.only or {each.name for each in declared_settings(owner)}
+            declared = [each for each in declared_settings(owner) if each.setting.help and each.name in only]
+            options = [option_of(each, is_checked=True) for each in declared]
+            makers.append(partial(_make, name, dict if mark.as_dict else partial(make_settings, owner), declared))
         flat += options
 
     @wraps(run)
@@ -199,21 +202,27 @@ def _collect(name: str, options: Sequence[Parameter], values: dict[str, Any]) ->
     values[name] = {each.name: values.pop(each.name) for each in options}
 
 
-def _make(name: str, owner: type, declared: Sequence[Declared], values: dict[str, Any]) -> None:
-    given = {each.name: values.pop(each.name) for each in declared}
+def _make(
+    name: str, make: Callable[[Mapping[str, Any]], Any], declared: Sequence[Declared], values: dict[str, Any]
+) -> None:
+    given: dict[str, Any] = {}
     for each in declared:
-        if each.setting.parse is not None and isinstance(given[each.name], str):
-            given[each.name] = each.setting.parse(given[each.name])
-    values[name] = make_settings(owner, given)
+        value, parse = values.pop(each.name), each.setting.parse
+        if parse is None:
+            given[each.name] = value
+        elif value is not None:
+            given[each.name] = tuple(map(parse, value)) if each.setting.repeated else parse(value)
+    values[name] = make(given)
 
 
-def option_of(declared: Declared) -> Parameter:
-    """Return the parameter of a command for this setting, with its default and its bounds."""
+def option_of(declared: Declared, is_checked: bool = False) -> Parameter:
+    """Return the parameter of a command for this setting. Typer checks its bounds, unless a dataclass does."""
     setting, flag, default = declared.setting, declared.flag, declared.default
-    kind = declared.type
-    if setting.parse is not None or get_origin(kind) is Literal:
-        kind = str if default is not None else str | None
-    words = [f"{flag}/{flag[:2]}no-{flag[2:]}" if kind is bool and default else flag]
+    kind: Any = str if get_origin(declared.type) is Literal else declared.type
+    if setting.parse is not None:
+        kind = list[str] | None if setting.repeated else str | None
+        default = None if setting.show is None else setting.show(default)
+    words = [f"{flag}/{flag[:2]}no-{flag[2:]}" if bool in (kind, *get_args(kind)) and default is not False else flag]
     words += [] if setting.short is None else [setting.short]
     text = f"{setting.help} [default: {setting.default_text}]" if setting.default_text else setting.help
     callback = None if setting.check is None else _callback(setting.check)
@@ -222,8 +231,8 @@ def option_of(declared: Declared) -> Parameter:
         callback=callback,
         metavar=setting.metavar or None,
         help=text or None,
-        min=setting.min,
-        max=setting.max,
+        min=None if is_checked else setting.min,
+        max=None if is_checked else setting.max,
         envvar=setting.envvar,
         hidden=setting.hidden,
     )
@@ -244,28 +253,30 @@ def _callback(check: Callable[[Any], None]) -> Callable[[Any], Any]:
 
 def _job_option(declared: Declared, default_text: str) -> Parameter:
     """Return the parameter of a command for a setting of a job. It is None where the option is not given."""
-    setting, flag = declared.setting, declared.flag
-    kind = str if setting.parse is not None else next(k for k in (bool, int, float, str) if _is_of(declared.type, k))
-    words = f"{flag}/{flag[:2]}no-{flag[2:]}" if kind is bool else flag
-    text = f"{setting.help} [default: {default_text}]" if default_text else setting.help
-    option = typer.Option(words, metavar=setting.metavar or None, help=text)
-    return Parameter(declared.name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])
+    kind = next(k for k in (bool, int, float, str) if k is str or _is_of(declared.type, k))
+    setting = replace(declared.setting, default_text=default_text, show=None)
+    return option_of(Declared(declared.name, setting, kind | None, None), is_checked=True)
 
 
 def _is_of(hint: Any, kind: type) -> bool:
-    """Say whether values of this type, or of this type and None, are of this kind. A literal is text."""
-    members = get_args(hint) or (hint,)
-    return kind in members or (kind is str and isinstance(members[0], str))
+    """Say whether values of this type, or of this type and None, are of this kind."""
+    return kind in (hint, *get_args(hint))
 
 
-def _job_parameters(left_out: Collection[str] = ()) -> list[Parameter]:
-    """Derive the options of a job. Their help names the defaults of other methods and of AdamW where they differ."""
+def _job_parameters(
+    only: Collection[str] = (), left_out: Collection[str] = (), default: str | None = None
+) -> list[Parameter]:
+    """Derive the options of a job. Their help names the defaults of other methods and of AdamW where they differ.
+
+    `default` stands in their place where another process chooses them.
+    """
     from atoll.reference.job_settings import JobSettings
 
     def defaults(job: JobSettings) -> dict[str, Any]:
         return {each.name: getattr(job if hasattr(job, each.name) else job.numerics, each.name) for each in declared}
 
-    declared = [each for each in declared_settings(JobSettings) if each.setting.help and each.name not in left_out]
+    declared = [each for each in declared_settings(JobSettings) if each.setting.help]
+    declared = [each for each in declared if each.name not in left_out and each.name in (only or (each.name,))]
     cases = {"with --inner adamw": defaults(make_job({"inner": "adamw"}))}
     cases |= {method: defaults(make_job({"method": method})) for method in _OF_METHOD}
 
@@ -279,9 +290,13 @@ def _job_parameters(left_out: Collection[str] = ()) -> list[Parameter]:
         parts = [f"{' and '.join(names)}: {value}" for value, names in others.items()]
         return "; ".join([each.shown_default(each.default), *parts])
 
-    return [_job_option(each, default_text(each)) for each in declared]
+    return [_job_option(each, default_text(each) if default is None else default) for each in declared]
 
 
 JobOptions = Annotated[dict[str, Any], DerivedOptions(_job_parameters)]
-TrainedModelOptions = Annotated[dict[str, Any], DerivedOptions(partial(_job_parameters, PROTOCOL))]
+TrainedModelOptions = Annotated[dict[str, Any], DerivedOptions(partial(_job_parameters, left_out=PROTOCOL))]
 """Options of a job without those of its protocol."""
+LinkOptions = Annotated[
+    dict[str, Any], DerivedOptions(partial(_job_parameters, only=("max_rate", "streams"), default="what the run says"))
+]
+"""Options of a job that depend on the link of one learner."""

@@ -86,7 +86,7 @@ def run_curves(
     directory: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.")],
     tensorboard: Annotated[Path | None, Setting("Write an event file into DIR and the run's name.", "DIR")] = None,
     wandb: Annotated[
-        Path | None, Setting("Write an offline run of Weights & Biases. Nothing leaves this machine.", "DIR")
+        Path | None, Setting("Write an offline run of Weights & Biases. Nothing is uploaded.", "DIR")
     ] = None,
     table: Annotated[Path | None, Setting("Write a CSV file per curve.", "DIR", flag="csv")] = None,
     follow: Annotated[bool, Setting("Go on until the run is over.")] = False,

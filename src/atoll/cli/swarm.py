@@ -26,9 +26,7 @@ def run(
     small: Annotated[bool, Setting("Only worlds of up to 4 learners and 3 fragments.")] = False,
     also: Annotated[Path | None, Setting("File of further seeds, one per line; # begins a comment.", "FILE")] = None,
     story: Annotated[bool, Setting("Tell the story of the first violation.")] = False,
-    tape: Annotated[
-        Path | None, Setting("Write the tapes of a single seed here, for story, check and replay.", "DIR")
-    ] = None,
+    tape: Annotated[Path | None, Setting("Write the tapes of one seed, for story, check and replay.", "DIR")] = None,
     digest: Annotated[bool, Setting("Print one digest of everything that happened.")] = False,
     jobs: Annotated[int | None, Setting("Processes; default: one per core.", "COUNT", min=1)] = None,
     keep_going: Annotated[bool, Setting("Do not stop at the first violation.")] = False,

@@ -15,7 +15,7 @@ from atoll.cli import options
 from atoll.cli.dash import Dash, DashPort, Page, PageRules, page_beside
 from atoll.cli.options import Keys, LogFormat, Token, say
 from atoll.cli.output import ExitCode, JsonOption, Result, complain
-from atoll.core.settings import Setting, setting
+from atoll.core.settings import Setting, check_settings, setting
 
 if TYPE_CHECKING:
     from socket import socket
@@ -54,6 +54,9 @@ class ServeOptions:
     )
     log_format: str = setting("text", options.LOG_FORMAT)
 
+    def __post_init__(self) -> None:
+        check_settings(self)
+
     def key_files(self) -> KeyFiles | None:
         from atoll.transport.tls import KeyFiles, key_files
 
@@ -83,24 +86,17 @@ def run_syncer(
     ctx: typer.Context,
     out: Annotated[Path, Setting("Directory of the run: every durable version, tape, model.", "DIR")],
     resume: Annotated[bool, Setting("Go on with the run that --out holds.")] = False,
-    or_resume: Annotated[
-        bool,
-        Setting(
-            "Found the run if --out holds none, otherwise go on with it, by its own settings: one command for "
-            "whoever starts the syncer again."
-        ),
-    ] = False,
+    or_resume: Annotated[bool, Setting("Start a run, or go on with the one in --out by its own settings.")] = False,
     standby: Annotated[
-        bool,
-        Setting("Wait until the syncer that serves the run in --out is gone or stands still, then go on in its place."),
+        bool, Setting("Wait until the syncer of the run in --out is gone or stands still, then take over.")
     ] = False,
     take_over_after: Annotated[
-        float, Setting("Without a sign of life; for --standby. At least 3.", "SECONDS", min=3.0)
+        float, Setting("For --standby: time without a sign of life. At least 3.", "SECONDS", min=3.0)
     ] = 15.0,
     init: options.Init = None,
     learners: Annotated[int | None, Setting("Learners among which the data is divided. [default: 4]", "M")] = None,
     *,
-    serving: Annotated[ServeOptions, options.OptionsOf(lambda: ServeOptions)],
+    serving: Annotated[ServeOptions, options.OptionsOf("atoll.cli.syncer:ServeOptions")],
     job: options.JobOptions,
     dash: Dash = False,
     dash_port: DashPort = None,

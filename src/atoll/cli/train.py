@@ -36,7 +36,7 @@ def run(
     ctx: typer.Context,
     out: Annotated[Path | None, Setting("Directory of the run. [default: the first free runs/METHOD-N]", "DIR")] = None,
     resume: Annotated[
-        bool, Setting("Go on with the run in --out, by its own settings; only --learners may change.")
+        bool, Setting("Go on with the run in --out, by its settings; only --learners may change.")
     ] = False,
     restore: Annotated[
         str | None,

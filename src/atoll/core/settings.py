@@ -29,6 +29,7 @@ class Setting:
     above: float | None = None  # exclusive bound
     below: float | None = None  # exclusive bound
     parse: Callable[[str], Any] | None = None  # reads what a user writes, where that is no plain number or text
+    repeated: bool = False  # the option may be given several times; each is parsed
     show: Callable[[Any], str] | None = None  # the opposite, for the default in help
     default_text: str | None = None  # in help, in place of the default; empty: show none
     advice: str = ""  # ends the sentence about a value that is out of bounds
@@ -114,16 +115,20 @@ def _value(owner: Any, each: Field[Any]) -> Any:
 
 def make_settings(owner: type[T], values: Mapping[str, Any]) -> T:
     """Return the dataclass with these values of its settings, and of settings of dataclasses that it holds."""
-    return owner(**_changes(owner, values))
+    rest = dict(values)
+    made = owner(**_take_changes(owner, rest))
+    if rest:
+        raise TypeError(f"{owner.__name__} has no setting {next(iter(rest))!r}")
+    return made
 
 
-def _changes(owner: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+def _take_changes(owner: Any, rest: dict[str, Any]) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     for each in fields(owner):
-        if each.name in values:
-            changes[each.name] = values[each.name]
+        if each.name in rest:
+            changes[each.name] = rest.pop(each.name)
         elif setting_of(each) is None and is_dataclass(held := _value(owner, each)):
-            changes[each.name] = replace(held, **_changes(held, values))  # type: ignore[type-var]
+            changes[each.name] = replace(held, **_take_changes(held, rest))  # type: ignore[type-var]
     return changes
 
 
