@@ -23,11 +23,11 @@ RUNS = Path("runs")
 # long: the list of options, with what each one means
 def run(
     scenario: Annotated[
-        str | None, typer.Argument(metavar="SCENARIO", help="Shipped name (--list), or TOML file.")
+        str | None, typer.Argument(metavar="SCENARIO", help="A shipped name (--list), or a TOML file.")
     ] = None,
     seed: Annotated[int, Setting("Fixes the plan, bit for bit.", "N", min=0)] = 0,
     duration: Annotated[
-        str | None, Setting("Length without faults: 30s, 5m. [default: by the scenario]", "TIME")
+        str | None, Setting("Length of the run without faults: 30s, 5m. [default: by the scenario]", "TIME")
     ] = None,
     out: Annotated[Path | None, Setting("Directory of the run. [default: first free runs/chaos-NAME-N]", "DIR")] = None,
     links: Annotated[

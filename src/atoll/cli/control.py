@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from atoll.cli.options import Ca, Keys, Token
-from atoll.cli.output import ExitCode, JsonOption, Result, complain
+from atoll.cli.output import ExitCode, JsonOption, Result, complain, size_text
 from atoll.core.settings import Setting
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ POLL_INTERVAL_S = 0.2
 
 def run_snapshot(
     run: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="Directory of a run with a syncer on this machine.")
+        Path | None, typer.Argument(metavar="[RUN]", help="Directory of a run whose syncer runs on this machine.")
     ] = None,
     syncer: Annotated[str | None, Setting("Ask the syncer there instead.", "HOST:PORT")] = None,
     token: Token = None,
@@ -113,7 +113,7 @@ def _lines(told: Mapping[str, Any]) -> Iterator[str]:
     from datetime import datetime
 
     moment = datetime.fromtimestamp(told["saved_at"]).astimezone().isoformat(sep=" ", timespec="seconds")
-    head = f"snapshot {told['snapshot']}  {moment}  {_size(told['bytes'])}"
+    head = f"snapshot {told['snapshot']}  {moment}  {size_text(told['bytes'])}"
     if "problem" in told:
         yield f"{head}  DAMAGED: {told['problem']}"
         return
@@ -123,7 +123,7 @@ def _lines(told: Mapping[str, Any]) -> Iterator[str]:
         f" {told['in_flight']} contributions in flight"
     )
     for part in told["parts"]:
-        place = "part elsewhere" if part["bytes"] is None else f"part {_size(part['bytes'])}"
+        place = "part elsewhere" if part["bytes"] is None else f"part {size_text(part['bytes'])}"
         place = f"no part ({part['problem']})" if part["problem"] else place
         yield f"  learner {part['learner']}: step {part['step']:,}, {part['trained']:,} tokens, {place}"
     for learner in told["left_out"]:
@@ -135,24 +135,13 @@ def _lines(told: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _size(count: int) -> str:
-    """
-    >>> _size(1234), _size(5_600_000)
-    ('1.2 kB', '5.6 MB')
-    """
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.1f} {unit}"
-    return f"{count} B"
-
-
 TAKES = {"pause": "", "resume": "", "drain": "the number of a learner", "quorum": "K", "grace": "gamma", "snapshot": ""}
 """What there is, and the value that each takes."""
 
 
 def run_control(
     place: Annotated[
-        str, typer.Argument(metavar="RUN", help="Directory of a run with a syncer on this machine, or HOST:PORT.")
+        str, typer.Argument(metavar="RUN", help="Directory of a run whose syncer runs on this machine, or HOST:PORT.")
     ],
     what: Annotated[str, typer.Argument(metavar="WHAT", help="pause, resume, drain N, quorum K, grace G or snapshot.")],
     value: Annotated[str | None, typer.Argument(metavar="VALUE", help="A learner, a quorum or a grace margin.")] = None,

@@ -95,7 +95,7 @@ def page_beside(page_wanted: Page, run: Path, token: str | None, own_token: bool
 
 def run_dash(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN [RUN]", help="Directory of a run; a second one to compare.")
+        list[Path], typer.Argument(metavar="RUN [RUN]", help="Directory of a run; a second one is shown beside it.")
     ],
     host: Annotated[str, Setting("Listen there; others need a token, and TLS.", "HOST")] = "127.0.0.1",
     port: Annotated[int | None, options.port("[default: the first free one from 7410]")] = None,

@@ -86,7 +86,7 @@ def shown(quiet: bool) -> Iterator[Callable[[list[Look]], None]]:
 def run_up(
     file: File,
     units: Annotated[
-        list[str] | None, typer.Argument(metavar="UNIT", help="syncer, or an island. [default: all]")
+        list[str] | None, typer.Argument(metavar="UNIT", help="Only these: syncer, an island. [default: all]")
     ] = None,
     detach: Annotated[bool, Setting("Return as soon as everything is started; it goes on.", short="-d")] = False,
     dry_run: Annotated[bool, Setting("Print what would be submitted, without secrets, and start nothing.")] = False,
@@ -175,7 +175,8 @@ class Said:
 def run_down(
     file: File,
     units: Annotated[
-        list[str] | None, typer.Argument(metavar="UNIT", help="An island, or syncer. [default: all]")
+        list[str] | None,
+        typer.Argument(metavar="UNIT", help="Only these: an island, syncer. [default: all, the syncer last]"),
     ] = None,
     forget: Annotated[bool, Setting("Stop nothing; the named units are on a machine that is gone for good.")] = False,
     as_json: JsonOption = False,

@@ -21,17 +21,23 @@ def run(
     action: Annotated[str, typer.Argument(metavar="ACTION", help="init, add, show, renew, revoke or retire.")],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the authority; init makes it.")],
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="An island, operator, syncer, or authority (renew).")
+        str | None,
+        typer.Argument(metavar="[NAME]", help="Whose key: an island, an operator, syncer, or authority (renew)."),
     ] = None,
     hosts: Annotated[
         list[str] | None,
-        Setting("Name or address of the syncer; repeatable. [default: this machine]", "NAME", flag="host"),
+        Setting(
+            "Name or address of the syncer for learners; repeatable. [default: this machine's name]", "NAME", "host"
+        ),
     ] = None,
     learners: Annotated[
-        list[int] | None, Setting("Learner that may use the key; repeatable. [default: next free]", "N", "learner")
+        list[int] | None,
+        Setting("Learner as which the key may connect; repeatable. [default: next free one]", "N", "learner"),
     ] = None,
     any_learner: Annotated[bool, Setting("The key may speak as every learner: for a fleet with one key.")] = False,
-    operator: Annotated[bool, Setting("The key may pause, change, snapshot and end the run, read metrics.")] = False,
+    operator: Annotated[
+        bool, Setting("The key may pause, change, snapshot and end the run, and read metrics.")
+    ] = False,
     days: Annotated[int | None, Setting("How long the key is good. [default: 365]", "D", min=1)] = None,
     as_json: JsonOption = False,
 ) -> Result:

@@ -71,11 +71,12 @@ def run_export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run, finished or not.")],
     out: Annotated[Path, Setting("A new file; dcp, transformers: a new directory.", "PATH")],
     to: Annotated[
-        str, Setting("safetensors, dcp (torch.distributed.checkpoint) or transformers.", "FORMAT")
+        str, Setting("safetensors, dcp (torch.distributed.checkpoint), transformers.", "FORMAT")
     ] = "safetensors",
     snapshot: Annotated[int | None, Setting("That of snapshot N; atoll snapshot RUN --list.", "N")] = None,
     config: Annotated[
-        Path | None, Setting("For transformers: config.json or adapter_config.json, or its directory.", "DIR_OR_JSON")
+        Path | None,
+        Setting("For transformers: config.json or adapter_config.json of the model, or its directory.", "DIR_OR_JSON"),
     ] = None,
     as_json: JsonOption = False,
 ) -> Result:
@@ -131,10 +132,13 @@ def run_import(
     out: Annotated[Path, Setting("A new .safetensors file, for --init.", "FILE")],
     prefix: Annotated[str, Setting("Take only tensors whose names begin so, without it.", "TEXT")] = "",
     rename: Annotated[
-        list[str] | None, Setting("Give a tensor the name it has in the model. Repeatable.", "NEW=OLD")
+        list[str] | None, Setting("Give a tensor the name that the model has. Repeatable.", "NEW=OLD")
     ] = None,
     kind: Annotated[
-        str | None, Setting("transformers: use names of the model's class, with a tied head.", "FORMAT", "from")
+        str | None,
+        Setting(
+            "transformers: take names from the model's class, with a tied head. Without it: as found.", "FORMAT", "from"
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> Result:

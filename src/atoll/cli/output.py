@@ -122,6 +122,17 @@ def interruptible(run: Callable[_P, Result | None]) -> Callable[_P, None]:
     return wrapped
 
 
+def size_text(count: float) -> str:
+    """
+    >>> size_text(1_250_000), size_text(12)
+    ('1.2 MB', '12 B')
+    """
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
 LONG_BYTES = 8 * 1024 * 1024
 """Tapes of this size take a few seconds to read."""
 

@@ -59,7 +59,7 @@ def run(
     islands: Annotated[Path | None, Setting("The same as TOML: tables [[island]] with the same keys.", "FILE")] = None,
     schedule: Annotated[dict[str, Any], OptionsOf("atoll.sim.plan:PlanWish", as_dict=True)],
     plot: Annotated[
-        Path | None, Setting("Draw utilisation by rate (.png, .svg, .pdf). Needs the extra 'plot'.", "FILE")
+        Path | None, Setting("Draw utilisation against rate (.png, .svg or .pdf). Needs the extra 'plot'.", "FILE")
     ] = None,
     as_json: JsonOption = False,
 ) -> Result:

@@ -522,18 +522,10 @@ def outcome_fields(outcome: Outcome) -> dict[str, object]:
     }
     for name in ("goodput", "uptime", "failures"):
         fields |= _with_interval(name, getattr(outcome, name))
-    fields["tokens"] = {
-        "trained": ledger.trained.mean if ledger else outcome.tokens_trained.mean,
-        "merged": ledger.merged.mean if ledger else None,
-        "pending": ledger.pending.mean if ledger else None,
-        "dropped": ledger.dropped.mean if ledger else None,
-    }
-    fields["tokens_ci"] = {
-        "trained": (ledger.trained if ledger else outcome.tokens_trained).interval(),
-        "merged": ledger.merged.interval() if ledger else None,
-        "pending": ledger.pending.interval() if ledger else None,
-        "dropped": ledger.dropped.interval() if ledger else None,
-    }
+    parts = {part: getattr(ledger, part, None) for part in ("trained", "merged", "pending", "dropped")}
+    parts["trained"] = parts["trained"] or outcome.tokens_trained
+    fields["tokens"] = {part: figure and figure.mean for part, figure in parts.items()}
+    fields["tokens_ci"] = {part: figure and figure.interval() for part, figure in parts.items()}
     fields["tokens_dropped_by_reason"] = ledger.dropped_by_reason if ledger else None
     fields["tokens_trained_in_goodput_days"] = outcome.tokens_trained.mean
     for name in ("contributions_per_merge", "effective_h", "staleness_steps", "merges_per_fragment", "suspected"):

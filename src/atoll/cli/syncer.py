@@ -86,9 +86,11 @@ def run_syncer(
     ctx: typer.Context,
     out: Annotated[Path, Setting("Directory of the run: every durable version, tape, model.", "DIR")],
     resume: Annotated[bool, Setting("Go on with the run that --out holds.")] = False,
-    or_resume: Annotated[bool, Setting("Start a run, or go on with the one in --out by its own settings.")] = False,
+    or_resume: Annotated[
+        bool, Setting("Start the run if --out has none, otherwise go on with it by its own settings: for a supervisor.")
+    ] = False,
     standby: Annotated[
-        bool, Setting("Wait until the syncer of the run in --out is gone or stands still, then take over.")
+        bool, Setting("Wait until the syncer that serves the run in --out is gone or stands still, then take over.")
     ] = False,
     take_over_after: Annotated[
         float, Setting("For --standby: time without a sign of life. At least 3.", "SECONDS", min=3.0)

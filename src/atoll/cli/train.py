@@ -14,7 +14,7 @@ import typer
 from atoll.cli import options
 from atoll.cli.dash import Dash, DashPort, Page, PageRules, page_beside
 from atoll.cli.options import LogFormat, of_children
-from atoll.cli.output import ExitCode, JsonOption, Result, complain
+from atoll.cli.output import ExitCode, JsonOption, Result, complain, size_text
 from atoll.core.settings import Setting
 
 if TYPE_CHECKING:
@@ -338,14 +338,14 @@ def _exchange(report: JobReport, settings: JobSettings) -> Iterator[str]:
         yield "One island has nobody to exchange anything with."
         return
     yield (
-        f"The islands sent {_size(report.bytes.up)} and received {_size(report.bytes.down)},"
+        f"The islands sent {size_text(report.bytes.up)} and received {size_text(report.bytes.down)},"
         f" {report.bytes.per_token:.1f} bytes per token."
     )
     if report.method != "ddp" and report.learners > 1:
         steps = report.steps / report.learners  # of each, had all taken the same number
         parallel = 2 * report.learners * steps * ring_bytes(report.parameters, report.learners)
         yield (
-            f"Data-parallel training on the same tokens would have moved {_size(parallel)},"
+            f"Data-parallel training on the same tokens would have moved {size_text(parallel)},"
             f" {parallel / moved:.0f} times as much, and every step would have waited for it."
         )
     if report.method != "decoupled":
@@ -381,14 +381,3 @@ def _share(share: float) -> str:
         return f"{100.0 * share:.0f} %"
     near = min(share, 1.0 - share)
     return f"{100.0 * share:.{1 if near >= 0.005 else 2}f} %"
-
-
-def _size(count: float) -> str:
-    """
-    >>> _size(1_250_000), _size(12)
-    ('1.2 MB', '12 bytes')
-    """
-    for size, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= size:
-            return f"{count / size:.1f} {name}"
-    return f"{count:.0f} bytes"
