@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -17,8 +17,6 @@ from rich.table import Table
 
 from atoll.cli.output import Result, Task, Tell, run_all, usable_cores
 from atoll.core.settings import setting
-from atoll.core.syncer.state import Restored
-from atoll.core.types import SYNCER, RunConfig
 from atoll.sim.decoupled import (
     MOST_EVENTS,
     MOST_TAPE_EVENTS,
@@ -43,8 +41,7 @@ from atoll.sim.goodput import (
 )
 from atoll.sim.mixed import MIXED_ROWS, MixedResult, MixedRow, run_mixed
 from atoll.sim.published import Method, Metric, published_percent
-from atoll.tape.files import SIMULATED_NOTE, Simulated, TapeWriter, new_header, tape_path
-from atoll.tape.format import Actor, Entry
+from atoll.tape.files import Simulated, SimulatedTapes, TapeTotals, check_tape_directory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -233,82 +230,12 @@ def read_slow_downs(text: str) -> dict[str, Any]:
     return {"slowdowns_per_hour": rate, "slowdown_factor": factor, "slowdown_mean_s": seconds}
 
 
-class TapesWritten(NamedTuple):
-    """What is in the directory of the run now."""
-
-    directory: str
-    tapes: int
-    entries: int
-    size_bytes: int
-    finished: bool  # the run came to its orderly end after the simulated time
-    merges: int  # up to that end
-
-
-class Tapes:
-    """One open tape per process that is running."""
-
-    def __init__(self, directory: Path, config: RunConfig, seed: int, note: str = SIMULATED_NOTE) -> None:
-        self._directory = directory
-        self._config = config
-        self._seed = seed
-        self._note = note
-        self._writers: dict[Actor, TapeWriter] = {}
-        self.finished = False
-        self.merges = 0
-
-    def start(self, actor: Actor, restored: Restored | None) -> None:
-        before = self._writers.get(Actor(actor.learner, actor.start - 1))
-        if before is not None and actor.learner != SYNCER:
-            before.close()  # an incarnation ends before the next one starts; a syncer that was cut off may live on
-        header = new_header(actor, self._config, self._seed, restored, self._note)
-        self._writers[actor] = TapeWriter(tape_path(self._directory, actor), header)
-
-    def write(self, entry: Entry) -> None:
-        self._writers[entry.actor].write(entry)
-
-    def close(self) -> None:
-        for writer in self._writers.values():
-            writer.close()
-
-    def written(self) -> TapesWritten:
-        writers = self._writers.values()
-        return TapesWritten(
-            str(self._directory),
-            len(writers),
-            sum(writer.tick for writer in writers),
-            sum(writer.path.stat().st_size for writer in writers),
-            self.finished,
-            self.merges,
-        )
-
-
-@contextmanager
-def tapes_of(directory: Path | None, config: RunConfig, seed: int) -> Iterator[Tapes | None]:
-    """The tapes to write, if any; all of them are closed at the end."""
-    if directory is None:
-        yield None
-        return
-    tapes = Tapes(directory, config, seed)
-    try:
-        yield tapes
-    finally:
-        tapes.close()
-
-
-def check_directory(directory: Path) -> None:
-    """A tape is never overwritten, so its directory is new or empty."""
-    if directory.exists() and not directory.is_dir():
-        raise ValueError(f"{directory} is a file; give --tape a directory")
-    if directory.is_dir() and any(directory.iterdir()):
-        raise ValueError(f"{directory} is not empty, and a tape is never overwritten; remove it or choose another")
-
-
 class CoreRun(NamedTuple):
     """The cores on one seed, and what the fleet model says of the same hours (it has no lockstep)."""
 
     result: DecoupledResult
     fleet: GoodputResult | None
-    tapes: TapesWritten | None
+    tapes: TapeTotals | None
     full_step_tokens: dict[int, int]  # by learner
 
 
@@ -346,7 +273,7 @@ class Outcome:
     suspected: Figure | None = None
     core_goodput: Figure | None = None  # of the hours that the cores ran
     fleet_goodput: Figure | None = None  # of the same hours
-    tapes: TapesWritten | None = None
+    tapes: TapeTotals | None = None
 
     def published(self, metric: Metric) -> float | None:
         """The published figure as a fraction, if this is the published case."""
@@ -363,7 +290,7 @@ def simulate_run(wish: SimulateOptions) -> Outcome:
     if wish.method != "decoupled":
         return _without_cores(wish)
     if wish.tape is not None:
-        check_directory(wish.tape)
+        check_tape_directory(wish.tape)
     detail = choose_detail(
         wish.protocol,
         wish.days,
@@ -407,7 +334,8 @@ def _fleet(wish: SimulateOptions, days: float, seed: int) -> GoodputResult:
 
 def _run_cores(wish: SimulateOptions, detail: Detail, seed: int, tell: Tell) -> CoreRun:
     days = detail.hours / 24.0
-    with tapes_of(wish.tape, detail.protocol.run_config(), seed) as tapes:
+    config = detail.protocol.run_config()
+    with nullcontext() if wish.tape is None else SimulatedTapes(wish.tape, config, seed) as tapes:
         run = DecoupledRun(
             wish.fleet,
             detail.protocol,
@@ -426,7 +354,7 @@ def _run_cores(wish: SimulateOptions, detail: Detail, seed: int, tell: Tell) -> 
             tapes.merges = run.syncer.state.merges
     fleet = None if wish.protocol.lockstep else _fleet(wish, days, seed)
     full_step_tokens = {i: round(learner.tokens_per_step) for i, learner in run.learners.items()}
-    return CoreRun(result, fleet, None if tapes is None else tapes.written(), full_step_tokens)
+    return CoreRun(result, fleet, None if tapes is None else tapes.totals(), full_step_tokens)
 
 
 def _shares(values: list[float]) -> Figure:

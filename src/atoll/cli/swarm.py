@@ -167,17 +167,15 @@ def _tell_story(result: SeedResult, small: bool) -> None:
 
 
 def _write_tape(seed: int, small: bool, run_dir: Path) -> None:
-    from atoll.cli.simulate_run import Tapes, check_directory
+    from contextlib import suppress
+
     from atoll.sim.checkers import Violation
     from atoll.sim.draws import draw
     from atoll.sim.world import SwarmWorld
+    from atoll.tape.files import SimulatedTapes, check_tape_directory
 
-    check_directory(run_dir)
+    check_tape_directory(run_dir)
     plan = draw(seed, small)
-    tapes = Tapes(run_dir, plan.config, seed, f"swarm seed {seed}")
-    try:
+    # The sweep that follows reports a violation.
+    with SimulatedTapes(run_dir, plan.config, seed, f"swarm seed {seed}") as tapes, suppress(Violation):
         SwarmWorld(plan, on_entry=tapes.write, on_start=tapes.start).run()
-    except Violation:
-        pass  # told by the sweep that follows
-    finally:
-        tapes.close()
