@@ -20,8 +20,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from atoll.sim.fleet import YEAR_S, FleetConfig, RepairDelay
-from atoll.sim.goodput import DAY_S, TABLE_CHIPS, TABLE_ROWS, TableCell, estimate, simulate
+from atoll.sim.fleet import DAY_S, YEAR_S, FleetConfig, RepairDelay
+from atoll.sim.goodput import TABLE_CHIPS, TABLE_ROWS, TableCell, estimate, simulate
 from atoll.sim.published import PUBLISHED_CELLS, Method, Metric, PublishedCell, published_percent
 
 # The table barely depends on the form of the repair delay (see the README beside this file), so its form is not fitted:

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from atoll.cli.simulate_run import Wish, simulate_run
+from atoll.cli.simulate_run import SimulateOptions, simulate_run
 from atoll.reference.job_settings import ADAMW_BETA2, ADAMW_LR, FOR_ADAMW, JobSettings
 from atoll.reference.loop import model_config
 from atoll.reference.synthetic import Trained, train_simulated, with_fitting_plan
@@ -104,15 +104,15 @@ class Setting:
         model_config(settings)  # an unknown model is told before anything is simulated
         return with_fitting_plan(settings, self.fragments)
 
-    def wish(self, tape: Path) -> Wish:
+    def wish(self, tape: Path) -> SimulateOptions:
         mtbi_s = math.inf if self.mtbi_days is None else self.mtbi_days * 86_400.0
-        return Wish(
+        return SimulateOptions(
             method="decoupled",
             learners=self.learners,
             chips=self.chips,
-            days=self.days,
+            given_days=self.days,
             seed=self.seed,
-            count=1,
+            given_count=1,
             jobs=1,
             fleet=FleetConfig(mtbi_s=mtbi_s),
             protocol=DecoupledConfig(

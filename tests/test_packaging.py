@@ -131,6 +131,6 @@ def unpinned(package: str, extras: frozenset[str], pins: set[str]) -> set[str]:
 def test_everything_that_the_set_up_installs_is_pinned():
     """A set-up of tomorrow is that of today."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    pins = {canonicalize_name(line.partition("==")[0]) for line in lines if "==" in line}
+    pins: set[str] = {canonicalize_name(line.partition("==")[0]) for line in lines if "==" in line}
     assert unpinned("atoll", frozenset({"train", "dev"}), pins) == set()
     assert unpinned("atoll", frozenset({"train", "dev"}), pins - {"h11"}) == {"h11"}

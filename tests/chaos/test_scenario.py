@@ -80,7 +80,7 @@ def test_a_sound_file_is_read():
         ('about = "A kill."', "", "mine.toml: about is missing"),
         ("[run]", "[runs]", "mine.toml: unknown key 'runs'; the file has about, run, schedule, storm, expect"),
         ("learners = 3", "learner = 3", r"mine.toml, \[run\]: unknown key 'learner'; the table has learners"),
-        ("learners = 3", "learners = 0", r"mine.toml, \[run\]: learners is 0; give a whole number of at least 1"),
+        ("learners = 3", "learners = 0", r"mine.toml, \[run\]: learners must be a whole number of at least 1, got 0"),
         ("learners = 3", "step_time = 0", r"mine.toml, \[run\]: step_time is 0"),
         ("learners = 3", 'duration = "0s"', r"mine.toml, \[run\]: duration is 0 s; give a time from 1s"),
         ("learners = 3", "quorum = 9", r"mine.toml, \[run\]: quorum 9 with 4 learners never merges"),

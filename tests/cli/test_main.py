@@ -13,7 +13,7 @@ from atoll import __version__
 from atoll.cli.main import COMMANDS, Command, main
 from atoll.cli.output import print_json
 
-HEAVY = ("atoll.core", "atoll.sim", "hypothesis", "matplotlib", "multiprocessing", "numpy", "torch")
+HEAVY = ("atoll.core.types", "atoll.sim", "hypothesis", "matplotlib", "msgspec", "multiprocessing", "numpy", "torch")
 
 
 def command_that(action):

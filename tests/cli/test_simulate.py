@@ -303,7 +303,7 @@ def test_a_tape_is_never_overwritten(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--every 0", "--every is 0; give at least 1 step between two rounds of a fragment"),
+        ("--every 0", "every_steps must be a whole number of at least 1, got 0"),
         ("--quorum 9", "quorum 9 with 8 learners never merges; give at most 8"),
         ("--chips 7", "give at least one to each of the 8 learners"),
         ("--learners 0", "give 1 to 4096"),

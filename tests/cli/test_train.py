@@ -434,17 +434,17 @@ def test_help_tells_the_defaults_that_a_job_has(capsys):
 
 
 def test_a_method_has_defaults_of_its_own():
-    assert options.make_settings({"method": "diloco"}).numerics.outer_lr == 0.7
-    assert options.make_settings({"method": "streaming"}).adopt == "blend"
-    assert options.make_settings({"inner": "adamw"}).numerics == FOR_ADAMW
-    assert options.make_settings({"inner": "adamw"}).lr == 0.004
-    assert options.make_settings({"inner": "adamw"}).beta2 == 0.99
-    mixed = options.make_settings({"inner": "adamw", "method": "diloco", "outer_lr": 0.3}).numerics
+    assert options.make_job({"method": "diloco"}).numerics.outer_lr == 0.7
+    assert options.make_job({"method": "streaming"}).adopt == "blend"
+    assert options.make_job({"inner": "adamw"}).numerics == FOR_ADAMW
+    assert options.make_job({"inner": "adamw"}).lr == 0.004
+    assert options.make_job({"inner": "adamw"}).beta2 == 0.99
+    mixed = options.make_job({"inner": "adamw", "method": "diloco", "outer_lr": 0.3}).numerics
     assert (mixed.merge, mixed.outer_lr, mixed.outer_momentum, mixed.outer_ramp) == ("average", 0.3, 0.9, 0)
-    assert options.make_settings({"method": "streaming", "adopt": "carry"}).adopt == "carry"
-    assert options.make_settings({"method": "single"}).learners == 1
-    assert not options.make_settings({"outer_breadth": False}).numerics.outer_breadth
-    assert options.make_settings({}) == JobSettings()
+    assert options.make_job({"method": "streaming", "adopt": "carry"}).adopt == "carry"
+    assert options.make_job({"method": "single"}).learners == 1
+    assert not options.make_job({"outer_breadth": False}).numerics.outer_breadth
+    assert options.make_job({}) == JobSettings()
 
 
 # --------------------------------------------------------------------------------------------------------------------

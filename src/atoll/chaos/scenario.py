@@ -28,12 +28,13 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from atoll.chaos.faults import KINDS, SEVERAL, FaultKind, TargetKind
+from atoll.core.settings import check_settings, declared_settings, same_setting
 from atoll.reference.job_settings import FOR_ADAMW, JobSettings
 
 DURATION_S = 60.0
@@ -95,42 +96,33 @@ class Expectation:
 class RunTable:
     """The job under fault. Small and paced, so that two cores carry four islands."""
 
-    learners: int = 4
+    learners: int = same_setting(JobSettings, "learners", 4)
     duration_s: float = DURATION_S
-    step_time_s: float = 0.1
-    model: str = "100k"
-    batch: int = 4
-    context: int = 64
-    fragments: int = 8
-    every_steps: int = 16
-    overlap_steps: int = 4
-    quorum: int = 1
-    shards: int = 0  # processes that hold the fragments beside the syncer
-    eval_tokens: int = 16_384
-    seed: int = 0
-    data: str | None = None
+    step_time_s: float = same_setting(JobSettings, "step_time_s", 0.1)
+    model: str = same_setting(JobSettings, "model", "100k")
+    batch: int = same_setting(JobSettings, "batch", 4)
+    context: int = same_setting(JobSettings, "context", 64)
+    fragments: int = same_setting(JobSettings, "fragments", 8)
+    every_steps: int = same_setting(JobSettings, "every_steps", 16)
+    overlap_steps: int = same_setting(JobSettings, "overlap_steps", 4)
+    quorum: int = same_setting(JobSettings, "quorum")
+    shards: int = same_setting(JobSettings, "shards")
+    eval_tokens: int = same_setting(JobSettings, "eval_tokens", 16_384)
+    seed: int = same_setting(JobSettings, "seed")
+    data: str | None = same_setting(JobSettings, "data")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
     def settings(self, duration_s: float) -> JobSettings:
-        """As many tokens as all learners train in that time when nothing goes wrong."""
+        """Return the job with as many tokens as all learners train in that time when nothing goes wrong."""
         steps = max(1, round(duration_s / self.step_time_s))
         return JobSettings(
-            learners=self.learners,
-            seed=self.seed,
             tokens=self.learners * steps * self.batch * self.context,
-            model=self.model,
-            context=self.context,
-            batch=self.batch,
-            data=self.data,
-            eval_tokens=self.eval_tokens,
             inner="adamw",
             lr=3e-3,
             numerics=FOR_ADAMW,
-            step_time_s=self.step_time_s,
-            fragments=self.fragments,
-            every_steps=self.every_steps,
-            overlap_steps=self.overlap_steps,
-            quorum=self.quorum,
-            shards=self.shards,
+            **{each.name: each.default for each in declared_settings(self)},
         )
 
 
@@ -213,28 +205,17 @@ def read(text: str, name: str, where: str) -> Scenario:
     return scenario
 
 
-_COUNTS = ("learners", "batch", "context", "fragments", "every_steps", "overlap_steps", "quorum", "eval_tokens")
-
-
 def _run(raw: Mapping[str, Any], where: str) -> RunTable:
     place = f"{where}, [run]"
-    _only(raw, (*_COUNTS, "duration", "step_time", "model", "seed", "shards", "data"), place, "the table")
-    values: dict[str, Any] = {}
-    for key in _COUNTS:
-        if key in raw:
-            values[key] = _count(raw[key], key, place)
-    for key in ("seed", "shards"):
-        if key in raw:
-            values[key] = _count(raw[key], key, place, least=0)
-    for key in ("duration", "step_time"):
-        if key in raw:
-            values[f"{key}_s"] = seconds(raw[key], f"{place}: {key}")
-    for key in ("model", "data"):
-        if key in raw:
-            if not isinstance(raw[key], str):
-                raise ScenarioError(f"{place}: {key} is {raw[key]!r}; give a text")
-            values[key] = raw[key]
-    run = RunTable(**values)
+    names = {each.name.removesuffix("_s"): each.name for each in fields(RunTable)}  # times are written with their unit
+    _only(raw, tuple(names), place, "the table")
+    values: dict[str, Any] = {names[key]: value for key, value in raw.items()}
+    for key in {"duration", "step_time"} & {*raw}:
+        values[names[key]] = seconds(raw[key], f"{place}: {key}")
+    try:
+        run = RunTable(**values)
+    except ValueError as error:
+        raise ScenarioError(f"{place}: {error}") from None
     check_duration(run.duration_s, f"{place}: duration")
     if run.step_time_s <= 0.0:
         raise ScenarioError(f"{place}: step_time is 0; give a time such as 80ms: a verdict needs steps of a known pace")
@@ -416,9 +397,9 @@ def bytes_per_s(raw: object, place: str) -> float:
     return rate
 
 
-def _count(raw: object, key: str, place: str, least: int = 1) -> int:
-    if not isinstance(raw, int) or isinstance(raw, bool) or raw < least:
-        raise ScenarioError(f"{place}: {key} is {raw!r}; give a whole number of at least {least}")
+def _count(raw: object, key: str, place: str) -> int:
+    if not isinstance(raw, int) or isinstance(raw, bool) or raw < 1:
+        raise ScenarioError(f"{place}: {key} is {raw!r}; give a whole number of at least 1")
     return raw
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.output import ExitCode, JsonOption, complain, print_json
+from atoll.cli.output import ExitCode, JsonOption, Result, complain
+from atoll.core.settings import Setting
 
 if TYPE_CHECKING:
     from atoll.chaos.judge import FaultReport, Verdict
@@ -24,35 +25,19 @@ def run(
     scenario: Annotated[
         str | None, typer.Argument(metavar="SCENARIO", help="A shipped name (--list), or a TOML file.")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Fixes the plan, bit for bit.")] = 0,
+    seed: Annotated[int, Setting("Fixes the plan, bit for bit.", "N", min=0)] = 0,
     duration: Annotated[
-        str | None,
-        typer.Option(
-            "--duration",
-            metavar="TIME",
-            help="How long the run takes without faults: 30s, 5m. [default: by the scenario]",
-        ),
+        str | None, Setting("Length of the run without faults: 30s, 5m. [default: by the scenario]", "TIME")
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="Directory of the run. [default: the first free runs/chaos-NAME-N]"),
-    ] = None,
+    out: Annotated[Path | None, Setting("Directory of the run. [default: first free runs/chaos-NAME-N]", "DIR")] = None,
     links: Annotated[
-        str,
-        typer.Option(
-            "--links",
-            metavar="HOW",
-            help="relay: in user space; netns: network namespaces and tc, needs root; auto: netns where it works.",
-        ),
+        str, Setting("relay: user space; netns: namespaces and tc, as root; auto: netns if it works.", "HOW")
     ] = "auto",
-    baseline: Annotated[
-        bool,
-        typer.Option("--baseline", help="First train the same run without faults, once, and compare the final loss."),
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and end.")] = False,
-    show_list: Annotated[bool, typer.Option("--list", help="The shipped scenarios.")] = False,
+    baseline: Annotated[bool, Setting("First train the same run without faults, and compare the final loss.")] = False,
+    dry_run: Annotated[bool, Setting("Print the plan and end.")] = False,
+    show_list: Annotated[bool, Setting("The shipped scenarios.", flag="list")] = False,
     as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Hurt a real run of real processes, and judge by its tapes whether it stood.
 
     A scenario says which faults strike what: learners and the syncer are killed or stopped, links are cut, thinned,
@@ -61,14 +46,16 @@ def run(
     stand. docs/chaos.md tells the rest.
     """
     if show_list:
-        _list(as_json)
-        return
+        from atoll.chaos.scenario import read, shipped
+
+        found = {name: read(text, name, f"scenario {name}").about for name, text in shipped().items()}
+        width = max(map(len, found))
+        return Result({"scenarios": found}, (f"{name:<{width}}  {about}" for name, about in found.items()))
     if scenario is None:
         raise ValueError("say which scenario: atoll chaos kill-one; atoll chaos --list shows all")
     plan, loaded = _planned(scenario, seed, duration)
     if dry_run:
-        _show_plan(plan, as_json)
-        return
+        return Result(plan.to_json, _plan_lines(plan))
     from atoll.reference.children import processes
 
     processes()  # torch is loaded there while it is loaded here
@@ -83,14 +70,14 @@ def run(
         out = next_run(RUNS, f"chaos-{loaded.name}")
     try:
         verdict = run_chaos(loaded, plan, out, LiveView(), links, baseline)
+        code = ExitCode.OK if verdict.passed else ExitCode.FAILED
+        if verdict.failed is not None and as_json:
+            complain(verdict.failed)
     except Interrupted as interrupted:
-        _show(interrupted.verdict, out, as_json)
-        raise KeyboardInterrupt from None
-    _show(verdict, out, as_json)
-    if verdict.failed is not None and as_json:
-        complain(verdict.failed)
-    if not verdict.passed:
-        raise typer.Exit(ExitCode.FAILED)
+        verdict, code = interrupted.verdict, ExitCode.INTERRUPTED
+        complain("interrupted")
+    fields = {key: value for key, value in verdict.to_json().items() if key != "timeline"}  # it is in the file
+    return Result({**fields, "directory": str(out)}, summary(verdict, out), code)
 
 
 def _planned(wish: str, seed: int, duration: str | None) -> tuple[Plan, Scenario]:
@@ -105,40 +92,14 @@ def _planned(wish: str, seed: int, duration: str | None) -> tuple[Plan, Scenario
     return draw_plan(loaded, seed, duration_s), loaded
 
 
-def _list(as_json: bool) -> None:
-    from atoll.chaos.scenario import read, shipped
-
-    found = {name: read(text, name, f"scenario {name}").about for name, text in shipped().items()}
-    if as_json:
-        print_json({"scenarios": found})
-        return
-    width = max(map(len, found))
-    for name, about in found.items():
-        print(f"{name:<{width}}  {about}")
-
-
-def _show_plan(plan: Plan, as_json: bool) -> None:
-    if as_json:
-        print_json(plan.to_json())
-        return
-    print(f"{plan.scenario}, seed {plan.seed}, {plan.duration_s:g} s, {plan.learners} learners: {plan.about}")
+def _plan_lines(plan: Plan) -> Iterator[str]:
+    yield f"{plan.scenario}, seed {plan.seed}, {plan.duration_s:g} s, {plan.learners} learners: {plan.about}"
     for fault in plan.faults:
-        print(f"{fault.at_s:9.3f} s  {fault.number:>3}  {fault.sentence()}  ({fault.origin})")
+        yield f"{fault.at_s:9.3f} s  {fault.number:>3}  {fault.sentence()}  ({fault.origin})"
     if not plan.faults:
-        print("No fault is drawn: choose a longer --duration or another --seed.")
+        yield "No fault is drawn: choose a longer --duration or another --seed."
     if plan.left_out:
-        print(f"{plan.left_out} more were drawn and left out: nobody was free to be struck.")
-
-
-def _show(verdict: Verdict, out: Path, as_json: bool) -> None:
-    if as_json:
-        told = verdict.to_json()
-        del told["timeline"]  # it is in the file
-        print_json({**told, "directory": str(out)})
-        return
-
-    for line in summary(verdict, out):
-        print(line)
+        yield f"{plan.left_out} more were drawn and left out: nobody was free to be struck."
 
 
 WIDTH = 100

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.output import ExitCode, JsonOption, Result, complain, print_json, reading
+from atoll.cli.output import ExitCode, JsonOption, Result, complain, reading
+from atoll.core.settings import Setting
 
 if TYPE_CHECKING:
     from atoll.sim.check_tapes import CheckResult
@@ -24,20 +25,14 @@ RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of t
 
 def run_story(
     run: RunArgument,
-    learner: Annotated[int | None, typer.Option("--learner", metavar="ID", help="Tell of this learner.")] = None,
-    fragment: Annotated[int | None, typer.Option("--fragment", metavar="P", help="Tell of this fragment.")] = None,
-    whole: Annotated[bool, typer.Option("--run", help="Tell of the run: who came and went, and its end.")] = False,
-    since: Annotated[
-        float | None, typer.Option("--since", metavar="SECONDS", help="From this time on, in seconds.")
-    ] = None,
-    until: Annotated[
-        float | None, typer.Option("--until", metavar="SECONDS", help="Up to this time, in seconds.")
-    ] = None,
-    last: Annotated[
-        int | None, typer.Option("--last", metavar="LINES", min=1, help="Only the last so many lines.")
-    ] = None,
+    learner: Annotated[int | None, Setting("Tell of this learner.", "ID")] = None,
+    fragment: Annotated[int | None, Setting("Tell of this fragment.", "P")] = None,
+    whole: Annotated[bool, Setting("Tell of the run: who came and went, and its end.", flag="run")] = False,
+    since: Annotated[float | None, Setting("From this time on, in seconds.", "SECONDS")] = None,
+    until: Annotated[float | None, Setting("Up to this time, in seconds.", "SECONDS")] = None,
+    last: Annotated[int | None, Setting("Only the last so many lines.", "LINES", min=1)] = None,
     as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Tell what happened in a run, in plain sentences.
 
     Of one learner, of one fragment or of the run as a whole, from its tapes.
@@ -54,9 +49,12 @@ def run_story(
         if (since is None or line.at >= since) and (until is None or line.at <= until)
     )
     lines = told if last is None else iter(deque(told, maxlen=last))
-    if as_json:
-        print_json({"subject": list(subject), "lines": [as_fields(line) for line in lines]})
-        return
+    return Result(
+        lambda: {"subject": list(subject), "lines": [as_fields(line) for line in lines]}, partial(_show_story, lines)
+    )
+
+
+def _show_story(lines: Iterator[StoryLine]) -> None:
     silent = True
     for line in lines:
         silent = False
@@ -127,9 +125,7 @@ def _listed(numbers: list[int] | tuple[int, ...]) -> str:
 
 def run_check(
     run: RunArgument,
-    last: Annotated[
-        int, typer.Option("--last", metavar="LINES", min=1, help="Lines of the story of a violation.")
-    ] = 40,
+    last: Annotated[int, Setting("Lines of the story of a violation.", "LINES", min=1)] = 40,
     as_json: JsonOption = False,
 ) -> Result:
     """Check every invariant over the tapes of a run.
@@ -146,7 +142,7 @@ def run_check(
     lines = [] if verdict.violation is None else story_of(tapes, verdict.violation, last)
     found = tapes, checkers, verdict, lines
     code = ExitCode.OK if verdict.violation is None else ExitCode.FAILED
-    return Result(partial(_verdict_fields, *found), partial(_show_verdict, *found), code)
+    return Result(partial(_verdict_fields, *found), _verdict_lines(*found), code)
 
 
 def judge(tapes: RunTapes, checkers: Sequence[Checker]) -> CheckResult:
@@ -203,25 +199,29 @@ def _verdict_fields(
     return fields
 
 
-def _show_verdict(
+def _verdict_lines(
     tapes: RunTapes, checkers: Sequence[Checker], verdict: CheckResult, lines: Sequence[StoryLine]
-) -> None:
+) -> Iterator[str]:
     from atoll.tape.story import shown
 
     violation = verdict.violation
     seen = f"{len(tapes.readers)} tapes, {verdict.entries:,} entries, {len(checkers)} checkers"
     if violation is None:
-        print(f"{seen}: no violation{_unasked(verdict)}")
-        _show_incomplete(verdict)
-        return
-    print(f"{seen}: a violation")
-    print(f"{violation.checker}: {violation.sentence}")
-    if violation.entry is not None:
-        print(f"seen at {violation.entry.at:.3f} s on the tape of {violation.entry.actor}, tick {violation.entry.tick}")
-    print(f"the story of {shown(violation.subject or ('run', 0))}:")
-    for line in lines:
-        print(indented(line))
-    _show_incomplete(verdict)
+        yield f"{seen}: no violation{_unasked(verdict)}"
+    else:
+        yield f"{seen}: a violation"
+        yield f"{violation.checker}: {violation.sentence}"
+        if (entry := violation.entry) is not None:
+            yield f"seen at {entry.at:.3f} s on the tape of {entry.actor}, tick {entry.tick}"
+        yield f"the story of {shown(violation.subject or ('run', 0))}:"
+        yield from map(indented, lines)
+    for sentence in verdict.incomplete:
+        yield f"incomplete: {sentence}"
+    if verdict.stopped is not None:
+        from atoll.sim.check_tapes import has_lost_cause
+
+        lost = next(each for each in verdict.missing if has_lost_cause(verdict.stopped, [each]))
+        yield f"judged up to {lost}"
 
 
 def _unasked(verdict: CheckResult) -> str:
@@ -230,13 +230,3 @@ def _unasked(verdict: CheckResult) -> str:
     if verdict.incomplete:
         return "; tapes are incomplete, so what must hold at the end of the run was not asked"
     return "" if verdict.finished else "; the run has not finished, so what must hold at its end was not asked"
-
-
-def _show_incomplete(verdict: CheckResult) -> None:
-    for sentence in verdict.incomplete:
-        print(f"incomplete: {sentence}")
-    if verdict.stopped is not None:
-        from atoll.sim.check_tapes import has_lost_cause
-
-        lost = next(each for each in verdict.missing if has_lost_cause(verdict.stopped, [each]))
-        print(f"judged up to {lost}")

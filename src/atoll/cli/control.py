@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from atoll.cli.options import Ca, Keys, Token
-from atoll.cli.output import ExitCode, JsonOption, complain, print_json
+from atoll.cli.output import ExitCode, JsonOption, Result, complain, size_text
+from atoll.core.settings import Setting
 
 if TYPE_CHECKING:
     from atoll.transport.tls import ClientTls
 
 ANSWER_S = 120.0
 ADVICE = "take a snapshot while it does, or list those there are with --list"
-LOOK_EVERY_S = 0.2
+POLL_INTERVAL_S = 0.2
 
 
 def run_snapshot(
     run: Annotated[
         Path | None, typer.Argument(metavar="[RUN]", help="Directory of a run whose syncer runs on this machine.")
     ] = None,
-    syncer: Annotated[
-        str | None, typer.Option("--syncer", metavar="HOST:PORT", help="Ask the syncer there instead.")
-    ] = None,
+    syncer: Annotated[str | None, Setting("Ask the syncer there instead.", "HOST:PORT")] = None,
     token: Token = None,
     keys: Keys = None,
     ca: Ca = None,
-    listed: Annotated[
-        bool, typer.Option("--list", help="Take none: list those that the directory has; nothing need run.")
-    ] = False,
+    listed: Annotated[bool, Setting("Take none: list those in the directory; nothing need run.", flag="list")] = False,
     as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Take a snapshot of a whole run while it trains, and wait until it is durable.
 
     It holds every fragment and its outer optimizer as of one moment, and from each learner its parameters, its inner
@@ -44,22 +42,8 @@ def run_snapshot(
     if listed:
         if run is None or syncer is not None:
             raise ValueError("say whose snapshots to list: atoll snapshot RUN --list")
-        _show_list(run, as_json)
-        return
-
-    show_taken(find_syncer(run, syncer, token or None, ADVICE, keys, ca), user_and_host(), as_json)
-
-
-def show_taken(found: Reachable, who: str, as_json: bool) -> None:
-    told = _taken(found, who)
-    if as_json:
-        print_json(told)
-    elif told["state"] == "durable":
-        for line in _lines(told):
-            print(line)
-    if told["state"] != "durable":
-        complain("; ".join([str(told["said"]), *told["left_out"]]))
-        raise typer.Exit(ExitCode.FAILED)
+        return _listed(run)
+    return _taken(find_syncer(run, syncer, token or None, ADVICE, keys, ca), user_and_host())
 
 
 class Reachable(NamedTuple):
@@ -102,39 +86,34 @@ def find_syncer(
     return Reachable(found.address, token if token is not None else found.token, found.tls)
 
 
-def _taken(found: Reachable, who: str) -> dict[str, Any]:
-    """Until it is durable or given up. How long that takes is the syncer's to say: it waits for no learner forever."""
+def _taken(found: Reachable, who: str) -> Result:
+    """Wait until it is durable or given up. The syncer limits the time: it does not wait for a learner forever."""
     import time
 
     number = found.ask("POST", "/v1/snapshot", {"who": who})["snapshot"]
-    while True:
-        told: dict[str, Any] = found.ask("GET", f"/v1/snapshot/{number}")
-        if told["state"] != "being taken":
-            return told
-        time.sleep(LOOK_EVERY_S)
+    while (told := found.ask("GET", f"/v1/snapshot/{number}"))["state"] == "being taken":
+        time.sleep(POLL_INTERVAL_S)
+    if told["state"] == "durable":
+        return Result(told, _lines(told))
+    complain("; ".join([str(told["said"]), *told["left_out"]]))
+    return Result(told, (), ExitCode.FAILED)
 
 
-def _show_list(run: Path, as_json: bool) -> None:
+def _listed(run: Path) -> Result:
     from atoll.store.snapshots import list_snapshots
 
     if not (run / "store").is_dir():
         raise ValueError(f"{run} is no directory of a run: it has no store")
     found = [info.to_json(run) for info in list_snapshots(run)]
-    if as_json:
-        print_json({"run": str(run), "snapshots": found})
-        return
-    if not found:
-        print(f"{run} has no snapshot.")
-    for told in found:
-        for line in _lines(told):
-            print(line)
+    lines = chain.from_iterable(map(_lines, found)) if found else [f"{run} has no snapshot."]
+    return Result({"run": str(run), "snapshots": found}, lines)
 
 
 def _lines(told: Mapping[str, Any]) -> Iterator[str]:
     from datetime import datetime
 
     moment = datetime.fromtimestamp(told["saved_at"]).astimezone().isoformat(sep=" ", timespec="seconds")
-    head = f"snapshot {told['snapshot']}  {moment}  {_size(told['bytes'])}"
+    head = f"snapshot {told['snapshot']}  {moment}  {size_text(told['bytes'])}"
     if "problem" in told:
         yield f"{head}  DAMAGED: {told['problem']}"
         return
@@ -144,7 +123,7 @@ def _lines(told: Mapping[str, Any]) -> Iterator[str]:
         f" {told['in_flight']} contributions in flight"
     )
     for part in told["parts"]:
-        place = "part elsewhere" if part["bytes"] is None else f"part {_size(part['bytes'])}"
+        place = "part elsewhere" if part["bytes"] is None else f"part {size_text(part['bytes'])}"
         place = f"no part ({part['problem']})" if part["problem"] else place
         yield f"  learner {part['learner']}: step {part['step']:,}, {part['trained']:,} tokens, {place}"
     for learner in told["left_out"]:
@@ -156,17 +135,6 @@ def _lines(told: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _size(count: int) -> str:
-    """
-    >>> _size(1234), _size(5_600_000)
-    ('1.2 kB', '5.6 MB')
-    """
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.1f} {unit}"
-    return f"{count} B"
-
-
 TAKES = {"pause": "", "resume": "", "drain": "the number of a learner", "quorum": "K", "grace": "gamma", "snapshot": ""}
 """What there is, and the value that each takes."""
 
@@ -176,18 +144,14 @@ def run_control(
         str, typer.Argument(metavar="RUN", help="Directory of a run whose syncer runs on this machine, or HOST:PORT.")
     ],
     what: Annotated[str, typer.Argument(metavar="WHAT", help="pause, resume, drain N, quorum K, grace G or snapshot.")],
-    value: Annotated[
-        str | None, typer.Argument(metavar="VALUE", help="Which learner, which quorum or which grace margin.")
-    ] = None,
+    value: Annotated[str | None, typer.Argument(metavar="VALUE", help="A learner, a quorum or a grace margin.")] = None,
     token: Token = None,
     keys: Keys = None,
     ca: Ca = None,
-    who: Annotated[
-        str | None, typer.Option("--who", metavar="NAME", help="Who asks, for the tape. [default: user@host]")
-    ] = None,
-    sure: Annotated[bool, typer.Option("--yes", help="Do not ask before a learner is drained.")] = False,
+    who: Annotated[str | None, Setting("Who asks, for the tape. [default: user@host]", "NAME")] = None,
+    sure: Annotated[bool, Setting("Do not ask before a learner is drained.", flag="yes")] = False,
     as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Pause and resume a run, ask a learner to leave, change quorum K or grace margin gamma.
 
     A paused run opens no round and its learners stand still at their next step boundary; a snapshot can be taken of it,
@@ -203,8 +167,7 @@ def run_control(
     named = place if here is None else None
     found = find_syncer(here, named, token or None, "control it while it does", keys, ca)
     if what == "snapshot":
-        show_taken(found, who, as_json)
-        return
+        return _taken(found, who)
     if what == "drain" and not sure:
         _ask_first(f"Learner {value} will leave the run and is not started again. Go on?")
     try:
@@ -214,10 +177,7 @@ def run_control(
             raise
         complain(str(refused))  # a good wish, at the wrong moment
         raise typer.Exit(ExitCode.FAILED) from None
-    if as_json:
-        print_json({**wish, "done": told["done"]})
-    else:
-        print(f"{told['done'][0].upper()}{told['done'][1:]}.")
+    return Result({**wish, "done": told["done"]}, [f"{told['done'][0].upper()}{told['done'][1:]}."])
 
 
 def _value(what: str, value: str | None) -> float | None:

@@ -9,28 +9,25 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from atoll.cli.options import Token, port_option
-from atoll.cli.output import JsonOption, complain, print_json, progress
+from atoll.cli import options
+from atoll.cli.options import Token
+from atoll.cli.output import JsonOption, Result, complain, progress
+from atoll.core.settings import Setting
 
 if TYPE_CHECKING:
     from atoll.dashboard.picture import RunPicture
 
-Dash = Annotated[
-    bool, typer.Option("--dash", help="Show the run on a page in the browser while it goes, as atoll dash does.")
-]
-DashPort = Annotated[int | None, port_option("--dash-port", "Of that page. [default: free one from 7410]")]
+Dash = Annotated[bool, Setting("Show the run on a page in the browser while it goes, as atoll dash does.", flag="dash")]
+DashPort = Annotated[int | None, options.port("Of that page. [default: free one from 7410]", "dash-port")]
 
-RulesFile = Annotated[
-    Path | None, typer.Option("--rules", metavar="FILE", help="TOML with limits for alerts; docs/dash.md has them.")
-]
-PageRules = Annotated[
-    Path | None, typer.Option("--rules", metavar="FILE", help="With --dash: TOML with limits for its alerts.")
-]
+RulesFile = Annotated[Path | None, Setting("TOML with limits for alerts; docs/dash.md has them.", "FILE", flag="rules")]
+PageRules = Annotated[Path | None, Setting("With --dash: TOML with limits for its alerts.", "FILE", flag="rules")]
 
 ENDS_S = 5.0
 
@@ -100,25 +97,16 @@ def run_dash(
     runs: Annotated[
         list[Path], typer.Argument(metavar="RUN [RUN]", help="Directory of a run; a second one is shown beside it.")
     ],
-    host: Annotated[
-        str, typer.Option("--host", metavar="HOST", help="Listen there; others need a token, and TLS.")
-    ] = "127.0.0.1",
-    port: Annotated[int | None, port_option("--port", "[default: the first free one from 7410]")] = None,
+    host: Annotated[str, Setting("Listen there; others need a token, and TLS.", "HOST")] = "127.0.0.1",
+    port: Annotated[int | None, options.port("[default: the first free one from 7410]")] = None,
     token: Token = None,
-    keys: Annotated[
-        Path | None,
-        typer.Option("--keys", metavar="DIR", help="TLS with this key, of atoll keys init; for others than this host."),
-    ] = None,
-    plain_text: Annotated[
-        bool, typer.Option("--plain-text", help="Show it to others without TLS: everybody on the way can read it.")
-    ] = False,
+    keys: Annotated[Path | None, Setting("TLS with this key, of atoll keys init; for other machines.", "DIR")] = None,
+    plain_text: Annotated[bool, Setting("Show it to others without TLS: everybody on the way can read it.")] = False,
     rules: RulesFile = None,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="The run may begin later: its directory need not hold tapes yet.")
-    ] = False,
-    while_stdin: Annotated[bool, typer.Option("--while-stdin", hidden=True)] = False,
-    own_token: Annotated[bool, typer.Option("--own-token", hidden=True)] = False,
-    open_browser: Annotated[bool, typer.Option("--open", help="Open the page in the browser of this machine.")] = False,
+    wait: Annotated[bool, Setting("The run may begin later: its directory need not hold tapes yet.")] = False,
+    while_stdin: Annotated[bool, Setting(hidden=True)] = False,
+    own_token: Annotated[bool, Setting(hidden=True)] = False,
+    open_browser: Annotated[bool, Setting("Open the page in the browser of this machine.", flag="open")] = False,
 ) -> None:
     """Show a run in the browser: islands, rounds, curves, books and stories, now or at any moment before.
 
@@ -141,13 +129,11 @@ PLAIN_INTERVAL_S = 10.0
 
 def run_watch(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run: live, finished or simulated.")],
-    at: Annotated[
-        float | None, typer.Option("--at", metavar="SECONDS", help="Show the run as it was then, and end.")
-    ] = None,
+    at: Annotated[float | None, Setting("Show the run as it was then, and end.", "SECONDS")] = None,
     rules: RulesFile = None,
-    once: Annotated[bool, typer.Option("--once", help="Show it as it is now, and end.")] = False,
+    once: Annotated[bool, Setting("Show it as it is now, and end.")] = False,
     as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Watch a run in the terminal: islands, rounds, books and alerts, from its tapes, without disturbing it.
 
     Ends with the run, or by Ctrl-C, which ends the watching only. Where stdout is no terminal it prints a line now and
@@ -159,12 +145,7 @@ def run_watch(
 
     picture = RunPicture(run, Rules.load(rules) if rules is not None else None)
     _catch_up(picture)
-    if as_json:
-        print_json(picture_at(picture, at))
-    elif at is not None or once or not picture_at(picture)["live"]:
-        _show_once(picture, at)
-    else:
-        _show_live(picture)
+    return Result(partial(picture_at, picture, at), partial(_show, picture, at, once))
 
 
 def _catch_up(picture: RunPicture) -> None:
@@ -181,18 +162,16 @@ def _shown(picture: RunPicture, at: float | None = None) -> dict[str, Any]:
     return {"title": picture.run.resolve().name, **picture_at(picture, at)}
 
 
-def _show_once(picture: RunPicture, at: float | None) -> None:
+def _show(picture: RunPicture, at: float | None, once: bool) -> None:
     from rich.console import Console
 
-    from atoll.dashboard.terminal import rendered
+    from atoll.dashboard.terminal import LiveView, rendered
+    from atoll.dashboard.view import picture_at
 
-    console = Console()
-    console.print(rendered(_shown(picture, at), console.width, picture.bands))
-
-
-def _show_live(picture: RunPicture) -> None:
-    from atoll.dashboard.terminal import LiveView
-
+    if at is not None or once or not picture_at(picture)["live"]:
+        console = Console()
+        console.print(rendered(_shown(picture, at), console.width, picture.bands))
+        return
     shown = _shown(picture)
     with LiveView(sys.stdout, PLAIN_INTERVAL_S, transient=False) as view:
         view.show(shown, picture.bands)

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.output import ExitCode, JsonOption, Result, complain, print_json
+from atoll.cli.output import ExitCode, JsonOption, Result, complain
+from atoll.core.settings import Setting
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from atoll.launch.fleet import Fleet, Look
-    from atoll.launch.units import Placed
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="TOML with the syncer and the islands: docs/engines.md.")]
 
@@ -88,14 +88,10 @@ def run_up(
     units: Annotated[
         list[str] | None, typer.Argument(metavar="UNIT", help="Only these: syncer, an island. [default: all]")
     ] = None,
-    detach: Annotated[
-        bool, typer.Option("--detach", "-d", help="Return as soon as everything is started; it goes on.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be submitted, without secrets, and start nothing.")
-    ] = False,
+    detach: Annotated[bool, Setting("Return as soon as everything is started; it goes on.", short="-d")] = False,
+    dry_run: Annotated[bool, Setting("Print what would be submitted, without secrets, and start nothing.")] = False,
     as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Bring up a run that a file describes, and follow it until its islands have ended.
 
     Everything is checked before anything is started. What runs already is left alone; what has failed, was stopped or
@@ -115,21 +111,15 @@ def run_up(
     if warning := stays_here(read):
         complain(warning)
     if dry_run:
-        _show_rendered(fleet, placed, as_json)
-        return
+        rendered = [{"name": each.unit.name, "engine": each.engine, "submitted": fleet.render(each)} for each in placed]
+        fields = {"run": read.run, "directory": str(read.directory), "units": rendered}
+        return Result(fields, ["\n\n".join(each["submitted"].rstrip("\n") for each in rendered)])
     with fleet.alone("atoll up"):  # two who make a token at once would not have the same
         token = token_of(read, make=True)
     placed = [each for each in units_of(read, token) if each.unit.name in names]
-    said: dict[str, str] = {}
-
-    def say(unit: str, words: str) -> None:
-        said[unit] = words
-        if not as_json:
-            print(f"{unit}: {words}", flush=True)
-
     come_back = f"atoll status {file}, atoll logs {file} -f, atoll down {file}"
     try:
-        started = fleet.up(placed, say)
+        started = fleet.up(placed, Said(as_json))
         if detach:
             looks = fleet.looks()
         else:
@@ -138,39 +128,48 @@ def run_up(
     except KeyboardInterrupt:
         complain(f"detached; the run goes on: {come_back}")
         raise typer.Exit(ExitCode.INTERRUPTED) from None
-    if as_json:
-        shown_units = [look.to_json() for look in looks]
-        print_json({"run": read.run, "directory": str(read.directory), "started": started, "units": shown_units})
-    elif detach:
-        print(f"It goes on by itself: {come_back}")
-    else:
-        _tell_end(fleet, looks)
+    lines = [f"It goes on by itself: {come_back}"] if detach else _end_lines(fleet, looks)
     wrong = [look for look in looks if look.is_wrong]
     if wrong:
-        if not as_json:
-            print_looks(wrong)
         names = [look.name for look in wrong]
         complain(f"not well: {', '.join(names)}; what they printed: atoll logs {file} {names[0]}")
-        raise typer.Exit(ExitCode.FAILED)
+
+    def text() -> None:
+        for line in lines:
+            print(line)
+        if wrong:
+            print_looks(wrong)
+
+    return Result(
+        {
+            "run": read.run,
+            "directory": str(read.directory),
+            "started": started,
+            "units": [look.to_json() for look in looks],
+        },
+        text,
+        ExitCode.FAILED if wrong else ExitCode.OK,
+    )
 
 
-def _tell_end(fleet: Fleet, looks: list[Look]) -> None:
+def _end_lines(fleet: Fleet, looks: list[Look]) -> list[str]:
     left = [look.name for look in looks if not look.is_over and not look.is_island]
     if left:
-        print(f"All islands have ended, and {', '.join(left)} goes on: atoll down {fleet.file.path}")
-    elif not any(look.is_wrong for look in looks):
-        print(f"The run in {fleet.file.directory} has ended.")
+        return [f"All islands have ended, and {', '.join(left)} goes on: atoll down {fleet.file.path}"]
+    return [] if any(look.is_wrong for look in looks) else [f"The run in {fleet.file.directory} has ended."]
 
 
-def _show_rendered(fleet: Fleet, placed: list[Placed], as_json: bool) -> None:
-    if as_json:
-        rendered = [{"name": each.unit.name, "engine": each.engine, "submitted": fleet.render(each)} for each in placed]
-        print_json({"run": fleet.file.run, "directory": str(fleet.file.directory), "units": rendered})
-        return
-    for place, each in enumerate(placed):
-        if place:
-            print()
-        print(fleet.render(each).rstrip("\n"))
+class Said:
+    """Keeps what each unit was last said to do, and prints it unless the result is JSON."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.words: dict[str, str] = {}
+        self._as_json = as_json
+
+    def __call__(self, unit: str, words: str) -> None:
+        self.words[unit] = words
+        if not self._as_json:
+            print(f"{unit}: {words}", flush=True)
 
 
 def run_down(
@@ -179,11 +178,9 @@ def run_down(
         list[str] | None,
         typer.Argument(metavar="UNIT", help="Only these: an island, syncer. [default: all, the syncer last]"),
     ] = None,
-    forget: Annotated[
-        bool, typer.Option("--forget", help="Stop nothing; the named units are on a machine that is gone for good.")
-    ] = False,
+    forget: Annotated[bool, Setting("Stop nothing; the named units are on a machine that is gone for good.")] = False,
     as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Stop a run that can go on later: atoll up on the same file goes on from its store.
 
     Islands are told by SIGTERM and have their notice to send what is not merged yet; what is left then is killed. The
@@ -198,26 +195,18 @@ def run_down(
     names = fleet.names(units or ())
     if forget and not units:
         raise ValueError(f"which units are gone for good? Name them: atoll down {file} UNIT --forget")
-    said: dict[str, str] = {}
-
-    def say(unit: str, words: str) -> None:
-        said[unit] = words
-        if not as_json:
-            print(f"{unit}: {words}", flush=True)
-
+    said = Said(as_json)
+    is_down, lines = True, []
     if not fleet.known():
-        said = dict.fromkeys(names, "was not started")
-        is_down = True
-        if not as_json:
-            print(f"Nothing of {file} was started.")
+        said.words |= dict.fromkeys(names, "was not started")
+        lines = [f"Nothing of {file} was started."]
     else:
-        is_down = fleet.forget(names, say) if forget else fleet.down(names, say)
-    if as_json:
-        print_json({"run": read.run, "directory": str(read.directory), "down": is_down, "units": said})
+        is_down = fleet.forget(names, said) if forget else fleet.down(names, said)
     if not is_down:
         left = "not everything was forgotten" if forget else "not everything could be stopped"
         complain(f"{left}; ask again with atoll down")
-        raise typer.Exit(ExitCode.FAILED)
+    fields = {"run": read.run, "directory": str(read.directory), "down": is_down, "units": said.words}
+    return Result(fields, lines, ExitCode.OK if is_down else ExitCode.FAILED)
 
 
 def run_status(file: File, as_json: JsonOption = False) -> Result:
@@ -247,11 +236,9 @@ def run_logs(
     file: File,
     units: Annotated[list[str] | None, typer.Argument(metavar="UNIT", help="Only these. [default: all]")] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with what is printed from now on, until all have ended.")
+        bool, Setting("Go on with what is printed from now on, until all have ended.", short="-f")
     ] = False,
-    tail: Annotated[
-        int | None, typer.Option("--tail", metavar="N", min=0, help="Begin with the last N lines of each.")
-    ] = None,
+    tail: Annotated[int | None, Setting("Begin with the last N lines of each.", "N", min=0)] = None,
 ) -> None:
     """Show what the units of a run have printed, each line with the name of its unit before it.
 

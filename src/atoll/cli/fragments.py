@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from atoll.cli.options import OptionsOf
 from atoll.cli.output import JsonOption, Result
+from atoll.core.settings import Setting
 
 if TYPE_CHECKING:
     from atoll.tensors.plan import FragmentPlan, TensorInfo
@@ -54,23 +56,12 @@ def run(
             help="A size of the reference model (100k, 360k, 1m, 5m, 10m, moe), a .safetensors file, or a run.",
         ),
     ],
-    fragments: Annotated[int, typer.Option("--fragments", metavar="P", help="Fragments of the model.")] = 24,
-    how: Annotated[
-        str,
-        typer.Option(
-            "--plan",
-            metavar="NAME",
-            help="balanced: whole tensors, by size. layers: layer i into fragment i mod P. "
-            "rows: as balanced, with large tensors cut by rows.",
-        ),
-    ] = "balanced",
+    *,
+    protocol: Annotated[dict[str, Any], OptionsOf("atoll.core.types:RunConfig", only=("fragments",), as_dict=True)],
+    numerics: Annotated[dict[str, Any], OptionsOf("atoll.tensors.settings:Numerics", only=("plan",), as_dict=True)],
     embeddings: Annotated[
         list[str] | None,
-        typer.Option(
-            "--embeddings",
-            metavar="PATTERN",
-            help=f"Names that count as embeddings. Repeatable. [default for files: {', '.join(EMBEDDINGS)}]",
-        ),
+        Setting("Names that count as embeddings. Repeatable. [default for files: *embed*, *wte*]", "PATTERN"),
     ] = None,
     as_json: JsonOption = False,
 ) -> Result:
@@ -82,7 +73,8 @@ def run(
     from atoll.tensors.plan import make_plan
 
     tensors = read_tensors(model, embeddings)
-    plan = make_plan(tensors, fragments, how)
+    fragments: int = protocol["fragments"]
+    plan = make_plan(tensors, fragments, numerics["plan"])
     shares = [_shares(plan, fragment) for fragment in range(len(plan.fragments))]
     found = model, fragments, plan, shares
     return Result(partial(_fields, *found), partial(_show, *found))

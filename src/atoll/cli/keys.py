@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atoll.cli.output import JsonOption, print_json
+from atoll.cli.output import JsonOption, Result
+from atoll.core.settings import Setting
 
 if TYPE_CHECKING:
     from atoll.transport.keys import Authority, Issued
@@ -21,33 +22,25 @@ def run(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the authority; init makes it.")],
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[NAME]", help="Whose key: of an island or operator, syncer, or authority (renew)."),
+        typer.Argument(metavar="[NAME]", help="Whose key: an island, an operator, syncer, or authority (renew)."),
     ] = None,
     hosts: Annotated[
         list[str] | None,
-        typer.Option(
-            "--host",
-            metavar="NAME",
-            help="Name or address by which learners dial the syncer; repeatable. [default: this machine's name]",
+        Setting(
+            "Name or address of the syncer for learners; repeatable. [default: this machine's name]", "NAME", "host"
         ),
     ] = None,
     learners: Annotated[
         list[int] | None,
-        typer.Option(
-            "--learner", metavar="N", help="A learner as which the key may speak; repeatable. [default: next free one]"
-        ),
+        Setting("Learner as which the key may connect; repeatable. [default: next free one]", "N", "learner"),
     ] = None,
-    any_learner: Annotated[
-        bool, typer.Option("--any-learner", help="The key may speak as every learner: for a fleet with one key.")
-    ] = False,
+    any_learner: Annotated[bool, Setting("The key may speak as every learner: for a fleet with one key.")] = False,
     operator: Annotated[
-        bool, typer.Option("--operator", help="The key may pause, change, snapshot and end the run, and read metrics.")
+        bool, Setting("The key may pause, change, snapshot and end the run, and read metrics.")
     ] = False,
-    days: Annotated[
-        int | None, typer.Option("--days", metavar="D", min=1, help="How long the key is good. [default: 365]")
-    ] = None,
+    days: Annotated[int | None, Setting("How long the key is good. [default: 365]", "D", min=1)] = None,
     as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Make and look after the keys by which a syncer and its islands know each other.
 
     init DIR makes an authority and the syncer's key, DIR/syncer. add DIR NAME makes the key of an island, DIR/NAME:
@@ -70,31 +63,28 @@ def run(
     lasting = days if days is not None else DAYS
     if action == "init":
         authority = Authority.init(directory, hosts or (), lasting)
-        _tell(authority, authority.issued[-1:], as_json, f"Keep {directory}/authority.key where no island can read it.")
-        return
+        return _made(authority, authority.issued[-1:], f"Keep {directory}/authority.key where no island can read it.")
     authority = Authority(directory)
     if action == "show":
-        _show(authority, as_json)
-    elif action == "retire":
+        return _show(authority)
+    if action == "retire":
         count = authority.retire()
-        _say(as_json, {"retired": count}, f"{count} authorities are not trusted any more. {_SPREAD}")
-    elif action == "renew" and name == "authority":
-        print_ = authority.renew_authority()
-        _say(as_json, {"authority": print_}, f"A new authority signs from now on; the old is trusted too. {_SPREAD}")
+        return Result({"retired": count}, [f"{count} authorities are not trusted any more. {_SPREAD}"])
+    if action == "renew" and name == "authority":
+        fingerprint = authority.renew_authority()
+        sentence = f"A new authority signs from now on; the old is trusted too. {_SPREAD}"
+        return Result({"authority": fingerprint}, [sentence])
+    assert name is not None
+    if action == "add":
+        made = [authority.add(name, learners or (), any_learner, operator, lasting)]
+        advice = f"Bring {directory}/{name} to where it is used: atoll learner --keys {name} --syncer HOST:PORT"
+    elif action == "renew":
+        made = [authority.renew(name, hosts or (), lasting)]
+        advice = f"Bring {directory}/{name} to where it is used, in the place of the old; nothing has to be stopped."
     else:
-        assert name is not None
-        if action == "add":
-            made = [authority.add(name, learners or (), any_learner, operator, lasting)]
-            advice = f"Bring {directory}/{name} to where it is used: atoll learner --keys {name} --syncer HOST:PORT"
-        elif action == "renew":
-            made = [authority.renew(name, hosts or (), lasting)]
-            advice = (
-                f"Bring {directory}/{name} to where it is used, in the place of the old; nothing has to be stopped."
-            )
-        else:
-            made = authority.revoke(name)
-            advice = f"Bring {directory}/syncer/revoked.txt to the syncer, if it runs elsewhere."
-        _tell(authority, made, as_json, advice)
+        made = authority.revoke(name)
+        advice = f"Bring {directory}/syncer/revoked.txt to the syncer, if it runs elsewhere."
+    return _made(authority, made, advice)
 
 
 _SPREAD = "Bring every key's authority.pem to where it is used; docs/security.md has the steps."
@@ -114,23 +104,12 @@ def _check(action: str, name: str | None, hosts: bool, holder: bool, days: bool)
         raise ValueError("--days is for init, add and renew")
 
 
-def _say(as_json: bool, told: dict[str, Any], sentence: str) -> None:
-    if as_json:
-        print_json(told)
-    else:
-        print(sentence)
+def _made(authority: Authority, made: list[Issued], advice: str) -> Result:
+    fields = {"directory": str(authority.directory), "keys": [_fields(each) for each in made]}
+    return Result(fields, [*map(_line, made), advice])
 
 
-def _tell(authority: Authority, made: list[Issued], as_json: bool, advice: str) -> None:
-    if as_json:
-        print_json({"directory": str(authority.directory), "keys": [_told(each) for each in made]})
-        return
-    for each in made:
-        print(_line(each))
-    print(advice)
-
-
-def _show(authority: Authority, as_json: bool) -> None:
+def _show(authority: Authority) -> Result:
     from cryptography.hazmat.primitives import hashes
 
     known = [
@@ -141,14 +120,10 @@ def _show(authority: Authority, as_json: bool) -> None:
         }
         for each in authority.authorities()
     ]
-    if as_json:
-        keys = [_told(each) for each in authority.issued]
-        print_json({"directory": str(authority.directory), "authorities": known, "keys": keys})
-        return
-    for each in known:
-        print(f"{each['name']}, until {each['until'][:10]}, {each['fingerprint'][:16]}")
-    for issued in authority.issued:
-        print(_line(issued))
+    keys = [_fields(each) for each in authority.issued]
+    lines = [f"{each['name']}, until {each['until'][:10]}, {each['fingerprint'][:16]}" for each in known]
+    fields = {"directory": str(authority.directory), "authorities": known, "keys": keys}
+    return Result(fields, [*lines, *map(_line, authority.issued)])
 
 
 def _line(issued: Issued) -> str:
@@ -164,7 +139,7 @@ def _line(issued: Issued) -> str:
     return f"{issued.name}: {issued.holder}; {state}; {issued.fingerprint[:16]}"
 
 
-def _told(issued: Issued) -> dict[str, Any]:
+def _fields(issued: Issued) -> dict[str, Any]:
     from datetime import UTC, datetime
 
     return issued.to_json() | {"state": issued.state(datetime.now(UTC))}

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from atoll.cli import options
 from atoll.cli.options import Ca, Keys, LogFormat, Token, say
-from atoll.cli.output import ExitCode, JsonOption, complain, print_json
+from atoll.cli.output import ExitCode, JsonOption, Result, complain
+from atoll.core.settings import Setting
 
 if TYPE_CHECKING:
     from atoll.learner.api import Learner
@@ -19,73 +21,45 @@ SAY_EVERY_S = 5.0
 
 def run(  # long: its options
     syncer: Annotated[
-        str,
-        typer.Option(
-            "--syncer",
-            envvar="ATOLL_SYNCER",
-            metavar="HOST:PORT",
-            help="Where atoll syncer listens; with standbys: A:PORT,B:PORT.",
-        ),
+        str, Setting("Address of atoll syncer; with standbys: A:PORT,B:PORT.", "HOST:PORT", envvar="ATOLL_SYNCER")
     ],
     token: Token = None,
     keys: Keys = None,
     ca: Ca = None,
     number: Annotated[
         int | None,
-        typer.Option(
-            "--learner",
-            envvar="ATOLL_LEARNER",
-            metavar="N",
+        Setting(
+            "Number of this island, from 1. Give it again to come back as the same one. [default: the next free one]",
+            "N",
+            flag="learner",
             min=1,
-            help="Number of this island, from 1. Give it again to come back as the same one. [default: the next free "
-            "one]",
+            envvar="ATOLL_LEARNER",
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
+        Setting(
+            "Directory for this island's tape and metrics. [default: runs/ and the run's name]",
+            "DIR",
             envvar="ATOLL_RUN_DIRECTORY",
-            metavar="DIR",
-            help="Directory for this island's tape and metrics. [default: runs/ and the run's name]",
         ),
     ] = None,
-    data: Annotated[
-        Path | None, typer.Option("--data", metavar="PATH", help="Where the run's data is on this machine.")
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option("--threads", metavar="N", min=1, help="Threads of torch. [default: 1]")
-    ] = None,
-    max_rate: Annotated[
-        str | None,
-        typer.Option(
-            "--max-rate",
-            metavar="RATE",
-            help="Most that values take of this island's link, each way: 2gbit, 500mbit, 10MB/s. "
-            "[default: what the run says]",
-        ),
-    ] = None,
-    streams: Annotated[
-        int | None,
-        typer.Option(
-            "--streams",
-            metavar="N",
-            help="Connections over which a large value of this island goes, from 1 to 16. [default: what the run says]",
-        ),
-    ] = None,
+    data: Annotated[Path | None, Setting("Where the run's data is on this machine.", "PATH")] = None,
+    threads: Annotated[int | None, Setting("Threads of torch. [default: 1]", "N", min=1)] = None,
+    *,
+    link: options.LinkOptions,
     notice: Annotated[
         float | None,
-        typer.Option(
-            "--notice",
-            envvar="ATOLL_NOTICE_S",
-            metavar="SECONDS",
-            help="From SIGTERM until this machine is gone: in this time what is not merged yet is merged. "
+        Setting(
+            "From SIGTERM until this machine is gone: in this time what is not merged yet is merged. "
             "[default: SIGTERM leaves at once]",
+            "SECONDS",
+            envvar="ATOLL_NOTICE_S",
         ),
     ] = None,
     log_format: LogFormat = "text",
     as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Train as one island of a run: the syncer says what, and gives the model.
 
     The island dials out, so it may be behind a router. It never waits for others: while the syncer cannot be reached it
@@ -110,15 +84,10 @@ def run(  # long: its options
     if check_format(log_format) == "json":
         set_up(log_format, logging.INFO)
     job = ask_for_job(place(syncer, keys, ca), token, lambda: complain(f"waiting for a syncer at {syncer}"))
-    settings = job.settings
-    if data is not None:
-        settings = replace(settings, data=str(data.absolute()))
-    if threads is not None:
-        settings = replace(settings, threads=threads)
-    if max_rate is not None:
-        settings = replace(settings, max_rate=max_rate)
-    if streams is not None:
-        settings = replace(settings, streams=streams)
+    path = None if data is None else str(data.absolute())
+    given = {**link, "data": path, "threads": threads}
+    changes = {name: value for name, value in given.items() if value is not None}
+    settings = replace(job.settings, **changes)
     directory = out if out is not None else Path("runs") / job.run_id
     directory.mkdir(parents=True, exist_ok=True)
     watch = LearnerWatch(log_format, shown=not as_json, takes_notice=notice is not None)
@@ -132,13 +101,13 @@ def run(  # long: its options
         if watch.learner:
             complain(f"left the run; come back with: --learner {watch.learner} --out {directory}")
         raise
-    if as_json:
-        told = {"learner": watch.learner, "steps": watch.steps, "tokens": watch.tokens, "drained": not is_over}
-        print_json({**told, "unmerged": watch.unmerged, "directory": str(directory)})
-    else:
-        what = "The run is over." if is_over else "This island was asked to leave; the run goes on."
-        lost = "" if is_over else f" Of those, {watch.unmerged:,} are not merged everywhere."
-        print(f"{what} Learner {watch.learner} took {watch.steps:,} steps here, {watch.tokens:,} tokens.{lost}")
+    fields = {"learner": watch.learner, "steps": watch.steps, "tokens": watch.tokens, "drained": not is_over}
+    what = "The run is over." if is_over else "This island was asked to leave; the run goes on."
+    lost = "" if is_over else f" Of those, {watch.unmerged:,} are not merged everywhere."
+    return Result(
+        {**fields, "unmerged": watch.unmerged, "directory": str(directory)},
+        [f"{what} Learner {watch.learner} took {watch.steps:,} steps here, {watch.tokens:,} tokens.{lost}"],
+    )
 
 
 class LearnerWatch:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-import typer
-
 from atoll.cli.check import RunArgument
 from atoll.cli.output import ExitCode, JsonOption, Result, reading
+from atoll.core.settings import Setting
 
 if TYPE_CHECKING:
     from atoll.core.ledger import Line
@@ -33,7 +32,7 @@ class Sums(NamedTuple):
 
 def run(
     run: RunArgument,
-    rows: Annotated[int, typer.Option("--rows", metavar="N", min=1, help="Rows of the table, at most.")] = 40,
+    rows: Annotated[int, Setting("Rows of the table, at most.", "N", min=1)] = 40,
     as_json: JsonOption = False,
 ) -> Result:
     """Say of every sample who trained it and where it was merged, and whether the books balance.
@@ -54,7 +53,7 @@ def run(
     sums = sums_of(history, ranges)
     balanced = sums.balanced() and not history.problems and all(line.balanced() for line in tokens.values())
     found = tapes, history, ranges, tokens, sums, balanced
-    return Result(partial(_fields, *found), partial(_show, *found, rows), ExitCode.OK if balanced else ExitCode.FAILED)
+    return Result(partial(_fields, *found), _lines(*found, rows), ExitCode.OK if balanced else ExitCode.FAILED)
 
 
 def read_history(tapes: RunTapes) -> DataHistory:
@@ -113,7 +112,7 @@ def _fields(
 # For people
 
 
-def _show(
+def _lines(
     tapes: RunTapes,
     history: DataHistory,
     ranges: Sequence[Range],
@@ -121,26 +120,23 @@ def _show(
     sums: Sums,
     balanced: bool,
     rows: int,
-) -> None:
+) -> Iterator[str]:
     if tapes.config.lease_samples:
-        _show_samples(compact(ranges), rows)
+        yield from _sample_lines(compact(ranges), rows)
         held = f"{sums.held:,} held ({sums.held_trained:,} of them trained)" if sums.held else "0 held"
-        print(f"samples: {sums.leased:,} leased = {sums.merged:,} merged + {held} + {sums.waiting:,} waiting")
-        repeated = sum(history.repeated.values())
-        if repeated:
-            print(f"{repeated:,} steps were on samples that their learner had had already: it had no lease left")
+        yield f"samples: {sums.leased:,} leased = {sums.merged:,} merged + {held} + {sums.waiting:,} waiting"
+        if repeated := sum(history.repeated.values()):
+            yield f"{repeated:,} steps were on samples that their learner had had already: it had no lease left"
     else:
-        print("samples: this run has no leases, its learners bring their own data")
-    _show_tokens(tokens)
+        yield "samples: this run has no leases, its learners bring their own data"
+    yield _tokens_line(tokens)
     gaps = _gaps(tapes, history)
-    for sentence in gaps:
-        print(f"incomplete: {sentence}")
-    for sentence in history.problems:
-        print(f"wrong: {sentence}")
+    yield from (f"incomplete: {sentence}" for sentence in gaps)
+    yield from (f"wrong: {sentence}" for sentence in history.problems)
     if balanced:
-        print("what is on these tapes balances" if gaps else "everything balances")
+        yield "what is on these tapes balances" if gaps else "everything balances"
     else:
-        print("the books do not balance")
+        yield "the books do not balance"
 
 
 def _gaps(tapes: RunTapes, history: DataHistory) -> list[str]:
@@ -162,13 +158,13 @@ def compact(ranges: Sequence[Range]) -> list[list[Range]]:
     return found
 
 
-def _show_samples(groups: Sequence[Sequence[Range]], rows: int) -> None:
+def _sample_lines(groups: Sequence[Sequence[Range]], rows: int) -> Iterator[str]:
     spans = [f"{group[0].begin:,} to {group[-1].end - 1:,}" for group in groups[:rows]]
     width = max(map(len, spans), default=0)
     for span, group in zip(spans, groups, strict=False):
-        print(f"{span:>{width}}  {_told(group)}")
+        yield f"{span:>{width}}  {_told(group)}"
     if len(groups) > rows:
-        print(f"... and {len(groups) - rows:,} more; --rows shows more of them, --json all")
+        yield f"... and {len(groups) - rows:,} more; --rows shows more of them, --json all"
 
 
 def _told(group: Sequence[Range]) -> str:
@@ -195,11 +191,11 @@ def _where(first: Stay, last: Stay) -> str:
     return begin if begin == end else f"{begin} up to {end}"
 
 
-def _show_tokens(tokens: dict[int, Line]) -> None:
-    """Print the mean over fragments: a token settles in each of them at another time."""
+def _tokens_line(tokens: dict[int, Line]) -> str:
+    """Return the mean over fragments: a token settles in each of them at another time."""
     from atoll.tape.syncer_tenures import mean_line
 
     trained, merged, pending, dropped = mean_line(list(tokens.values()))
     lost = "".join(f" + {total:,} dropped ({why})" for why, total in sorted(dropped.items()))
     of = f", the mean of {len(tokens)} fragments" if len(tokens) > 1 else ""
-    print(f"tokens: {trained:,} trained = {merged:,} merged + {pending:,} pending{lost or ' + 0 dropped'}{of}")
+    return f"tokens: {trained:,} trained = {merged:,} merged + {pending:,} pending{lost or ' + 0 dropped'}{of}"

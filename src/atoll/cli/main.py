@@ -85,8 +85,7 @@ def _run_version(as_json: JsonOption = False) -> Result:
     import platform
 
     python = platform.python_version()
-    fields = {"atoll": __version__, "python": python}
-    return Result(lambda: fields, lambda: print(f"atoll {__version__} on Python {python}"))
+    return Result({"atoll": __version__, "python": python}, [f"atoll {__version__} on Python {python}"])
 
 
 COMMANDS = {

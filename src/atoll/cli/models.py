@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.output import JsonOption, print_json
+from atoll.cli.output import JsonOption, Result
+from atoll.core.settings import Setting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,14 +24,11 @@ BYTES = 256
 def run_generate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that atoll train has finished.")],
     text: Annotated[str, typer.Argument(metavar="TEXT", help="What the model goes on from.")],
-    tokens: Annotated[int, typer.Option("--tokens", metavar="N", help="Bytes to add, at most.")] = 300,
-    temperature: Annotated[
-        float,
-        typer.Option("--temperature", metavar="T", help="0: the most likely byte each time; 1: as the model has it."),
-    ] = 0.7,
-    seed: Annotated[int, typer.Option("--seed", metavar="S", help="Another seed gives another text.")] = 0,
+    tokens: Annotated[int, Setting("Bytes to add, at most.", "N")] = 300,
+    temperature: Annotated[float, Setting("0: the most likely byte each time; 1: as the model has it.", "T")] = 0.7,
+    seed: Annotated[int, Setting("Another seed gives another text.", "S")] = 0,
     as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Let the trained model of a run continue a text.
 
     The same run, text, temperature and seed give the same bytes. The model reads bytes, so any text will do; it has
@@ -48,11 +47,12 @@ def run_generate(
     start = text.encode("utf-8", "surrogateescape")  # a shell may hand over bytes that are no text
     made = sample(model, list(start), tokens, temperature, seed)
     shown = start.decode("utf-8", "replace")
-    if as_json:
+
+    def fields() -> dict[str, object]:
         added = bytes(made).decode("utf-8", "replace")
-        print_json({"run": str(run), "text": shown, "added": added, "temperature": temperature, "seed": seed})
-        return
-    _write_text(shown, made)
+        return {"run": str(run), "text": shown, "added": added, "temperature": temperature, "seed": seed}
+
+    return Result(fields, partial(_write_text, shown, made))
 
 
 def _write_text(text: str, made: Iterator[int]) -> None:
@@ -69,24 +69,17 @@ def _write_text(text: str, made: Iterator[int]) -> None:
 
 def run_export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run, finished or not.")],
-    out: Annotated[Path, typer.Option("--out", metavar="PATH", help="A new file; dcp, transformers: a new directory.")],
+    out: Annotated[Path, Setting("A new file; dcp, transformers: a new directory.", "PATH")],
     to: Annotated[
-        str,
-        typer.Option("--to", metavar="FORMAT", help="safetensors, dcp (torch.distributed.checkpoint), transformers."),
+        str, Setting("safetensors, dcp (torch.distributed.checkpoint), transformers.", "FORMAT")
     ] = "safetensors",
-    snapshot: Annotated[
-        int | None, typer.Option("--snapshot", metavar="N", help="That of snapshot N; atoll snapshot RUN --list.")
-    ] = None,
+    snapshot: Annotated[int | None, Setting("That of snapshot N; atoll snapshot RUN --list.", "N")] = None,
     config: Annotated[
         Path | None,
-        typer.Option(
-            "--config",
-            metavar="DIR_OR_JSON",
-            help="For transformers: config.json of the model, or adapter_config.json; or the directory of one.",
-        ),
+        Setting("For transformers: config.json or adapter_config.json of the model, or its directory.", "DIR_OR_JSON"),
     ] = None,
     as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Write the published model of a run as a checkpoint that other programs read.
 
     Of a finished run it is the final model; of one that trains the newest published version of every fragment, without
@@ -108,12 +101,10 @@ def run_export(
     else:
         export(model, to, out)
     numbers = sum(tensor.numel() for tensor in model.tensors.values())
-    if as_json:
-        told = {"run": str(run), "which": model.which, "to": to, "out": str(out), "tensors": len(model.tensors)}
-        print_json(told | {"numbers": numbers, "digest": model.digest})
-        return
-    print(f"{out}: {model.which}, {len(model.tensors)} tensors, {numbers:,} numbers")
-    print(f"digest {model.digest}")
+    tensors = len(model.tensors)
+    fields = {"run": str(run), "which": model.which, "to": to, "out": str(out), "tensors": tensors}
+    lines = [f"{out}: {model.which}, {tensors} tensors, {numbers:,} numbers", f"digest {model.digest}"]
+    return Result({**fields, "numbers": numbers, "digest": model.digest}, lines)
 
 
 def _to_transformers(tensors: Mapping[str, Tensor], frozen: Mapping[str, TensorInfo], config: Path, out: Path) -> None:
@@ -138,24 +129,19 @@ def run_import(
             "transformers, or of a run.",
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="A new .safetensors file, for --init.")],
-    prefix: Annotated[
-        str, typer.Option("--prefix", metavar="TEXT", help="Take only tensors whose names begin so, without it.")
-    ] = "",
+    out: Annotated[Path, Setting("A new .safetensors file, for --init.", "FILE")],
+    prefix: Annotated[str, Setting("Take only tensors whose names begin so, without it.", "TEXT")] = "",
     rename: Annotated[
-        list[str] | None,
-        typer.Option("--rename", metavar="NEW=OLD", help="Give a tensor the name that the model has. Repeatable."),
+        list[str] | None, Setting("Give a tensor the name that the model has. Repeatable.", "NEW=OLD")
     ] = None,
     kind: Annotated[
         str | None,
-        typer.Option(
-            "--from",
-            metavar="FORMAT",
-            help="transformers: names are those of the model's class, a tied head included. Without it: as found.",
+        Setting(
+            "transformers: take names from the model's class, with a tied head. Without it: as found.", "FORMAT", "from"
         ),
     ] = None,
     as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Make a starting checkpoint for `atoll train --init` and `atoll syncer --init`.
 
     The run is founded with its values, and every learner starts from them, whatever it was initialised with. Names and
@@ -179,17 +165,15 @@ def run_import(
     write_tensors(found.tensors, out)
     numbers = sum(tensor.numel() for tensor in found.tensors.values())
     digest = tensors_digest(found.tensors)
-    if as_json:
-        print_json(
-            {"out": str(out), "tensors": len(found.tensors), "numbers": numbers, "left_out": list(found.left_out)}
-            | {"digest": digest}
-        )
-        return
-    print(f"{out}: {len(found.tensors)} tensors, {numbers:,} numbers")
-    if found.left_out:
-        print(f"left out, as whole numbers stay local: {', '.join(found.left_out)}")
-    print(f"digest {digest}")
-    print(f"Start from it: atoll train --init {out}, or atoll syncer --init {out}")
+    left_out = [f"left out, as whole numbers stay local: {', '.join(found.left_out)}"] if found.left_out else []
+    fields = {"out": str(out), "tensors": len(found.tensors), "numbers": numbers, "left_out": list(found.left_out)}
+    lines = [
+        f"{out}: {len(found.tensors)} tensors, {numbers:,} numbers",
+        *left_out,
+        f"digest {digest}",
+        f"Start from it: atoll train --init {out}, or atoll syncer --init {out}",
+    ]
+    return Result({**fields, "digest": digest}, lines)
 
 
 def _of_transformers(kind: str, folder: Path, is_renamed: bool) -> dict[str, Tensor]:

@@ -6,69 +6,63 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, replace
 from functools import partial, wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
+from atoll.core.settings import Declared, Setting, declared_settings, make_settings
+
 if TYPE_CHECKING:
     from atoll.cli.output import Result
-    from atoll.core.settings import Declared
     from atoll.reference.job_settings import JobSettings
 
 
-def port_option(flag: str, help: str) -> Any:
+def port(help: str, flag: str = "port") -> Setting:
     """Declare an option for a TCP port. All commands refuse the same numbers."""
-    return typer.Option(flag, metavar="PORT", callback=_check_port, help=help)
+    return Setting(help, "PORT", flag, check=_check_port)
 
 
-def _check_port(port: int | None) -> int | None:
+def _check_port(port: int | None) -> None:
     if port is not None and not 0 <= port <= 65535:
-        raise typer.BadParameter(f"{port} is not a port; give a number from 0 to 65535 (0: a free port)")
-    return port
+        raise ValueError(f"{port} is not a port; give a number from 0 to 65535 (0: a free port)")
 
 
-Token = Annotated[
-    str | None,
-    typer.Option(
-        "--token",
-        envvar="ATOLL_TOKEN",
-        metavar="SECRET",
-        help="What learners must know to take part. Better in the environment: others can read a command line.",
-    ),
-]
-
+TOKEN = Setting(
+    "What learners must know to take part. Better in the environment: others can read a command line.",
+    "SECRET",
+    flag="token",
+    envvar="ATOLL_TOKEN",
+)
+Token = Annotated[str | None, TOKEN]
 Keys = Annotated[
     Path | None,
-    typer.Option(
-        "--keys",
-        envvar="ATOLL_KEYS",
-        metavar="DIR",
-        help="TLS with this key, as atoll keys add has made it: the directory of one key.",
-    ),
+    Setting("TLS with this key, as atoll keys add has made it: the directory of one key.", "DIR", envvar="ATOLL_KEYS"),
 ]
-
 Ca = Annotated[
     Path | None,
-    typer.Option(
-        "--ca",
-        metavar="FILE",
-        help="TLS, with the token and without a key: the authority of the syncer's certificate, in PEM. "
+    Setting(
+        "TLS, with the token and without a key: the authority of the syncer's certificate, in PEM. "
         "https://HOST:PORT alone trusts those of this system.",
+        "FILE",
     ),
 ]
-
-
-LogFormat = Annotated[
-    str,
-    typer.Option(
-        "--log-format",
-        envvar="ATOLL_LOG_FORMAT",
-        metavar="text|json",
-        help="Logs for people, or a JSON object per line that names run, learner, incarnation, fragment and version.",
+LOG_FORMAT = Setting(
+    "Logs for people, or a JSON object per line that names run, learner, incarnation, fragment and version.",
+    "text|json",
+    envvar="ATOLL_LOG_FORMAT",
+)
+LogFormat = Annotated[str, LOG_FORMAT]
+Init = Annotated[
+    Path | None,
+    Setting(
+        "Start from this checkpoint: every learner begins with its values. One of atoll import, or anything that it "
+        "reads.",
+        "FILE",
     ),
 ]
 
@@ -97,21 +91,6 @@ def say(log_format: str, sentence: str) -> None:
 
     logging.getLogger("atoll.command").info("%s", sentence)
 
-
-# --------------------------------------------------------------------------------------------------------------------
-# Options
-
-Init = Annotated[
-    Path | None,
-    typer.Option(
-        "--init",
-        metavar="FILE",
-        help="Start from this checkpoint: every learner begins with its values. One of atoll import, or anything that "
-        "it reads.",
-    ),
-]
-# --------------------------------------------------------------------------------------------------------------------
-# What they become
 
 _PUBLISHED = {"merge": "average", "outer_lr": 0.7, "outer_momentum": 0.9, "outer_ramp": 0}
 _OF_METHOD: dict[str, dict[str, Any]] = {
@@ -144,11 +123,10 @@ def refuse_with_resume(context: typer.Context, allowed: set[str], word: str = "-
         raise ValueError(f"{flag_of(context, ignored[0])} means nothing with {word}: a run goes on by its own settings")
 
 
-def make_settings(given: Mapping[str, Any]) -> JobSettings:
+def make_job(given: Mapping[str, Any]) -> JobSettings:
     """Return the job that these options describe, by the names of settings; those that are None were not given."""
-    from dataclasses import asdict, replace
+    from dataclasses import asdict
 
-    from atoll.core.settings import declared_settings
     from atoll.reference.job_settings import ADAMW_BETA2, ADAMW_LR, FOR_ADAMW, JobSettings, Kill
 
     method = given.get("method") or "decoupled"
@@ -164,8 +142,7 @@ def make_settings(given: Mapping[str, Any]) -> JobSettings:
         values["kills"] = tuple(Kill.parse(each) for each in values["kills"])
     if method == "single":
         values.setdefault("learners", 1)
-    numeric = {name: values.pop(name) for name in asdict(FOR_ADAMW) if name in values}
-    return JobSettings(**values, numerics=replace(JobSettings().numerics, **numeric))
+    return make_settings(JobSettings, values)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -173,62 +150,135 @@ def make_settings(given: Mapping[str, Any]) -> JobSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class OptionsOf:
+    """Mark a parameter of a command as a dataclass, with one option per setting."""
+
+    owner: str  # module:class, imported when the command is built
+    only: Collection[str] = ()  # names of settings; empty: all that have a help text
+    as_dict: bool = False  # the values by name, for a command that makes the dataclass from more than them
+
+
+@dataclass(frozen=True, slots=True)
 class DerivedOptions:
-    """Mark a parameter of a command as a dict of options, by the name of their setting."""
+    """Mark a parameter of a command as a dict of options, by name of setting; None where an option is not given."""
 
     parameters: Callable[[], Sequence[Parameter]]
 
 
 def expand(run: Callable[..., Result | None]) -> Callable[..., Result | None]:
-    """Return the command with the options in place of the parameters that `DerivedOptions` marks."""
-    parameters = signature(run, eval_str=True).parameters
-    derived = {
-        name: mark.parameters()
-        for name, each in parameters.items()
-        for mark in getattr(each.annotation, "__metadata__", ())
-        if isinstance(mark, DerivedOptions)
-    }
+    """Return the command with Typer's options in place of parameters that are settings, or that hold settings."""
+    flat: list[Parameter] = []
+    makers: list[Callable[[dict[str, Any]], None]] = []
+    for name, each in signature(run, eval_str=True).parameters.items():
+        mark = getattr(each.annotation, "__metadata__", (None,))[0]
+        options: Sequence[Parameter] = [each]
+        if isinstance(mark, Setting):
+            default = MISSING if each.default is Parameter.empty else each.default
+            options = [option_of(Declared(name, mark, each.annotation.__origin__, default))]
+        elif isinstance(mark, DerivedOptions):
+            options = mark.parameters()
+            makers.append(partial(_collect, name, options))
+        elif isinstance(mark, OptionsOf):
+            owner = resolve_name(mark.owner)
+            only = mark.only or {each.name for each in declared_settings(owner)}
+            declared = [each for each in declared_settings(owner) if each.setting.help and each.name in only]
+            options = [option_of(each, is_checked=True) for each in declared]
+            makers.append(partial(_make, name, dict if mark.as_dict else partial(make_settings, owner), declared))
+        flat += options
 
     @wraps(run)
     def expanded(**values: Any) -> Result | None:
-        for name, options in derived.items():
-            values[name] = {each.name: values.pop(each.name) for each in options}
+        for maker in makers:
+            maker(values)
         return run(**values)
 
-    flat = [option for name, each in parameters.items() for option in derived.get(name, (each,))]
     expanded.__signature__ = Signature(  # type: ignore[attr-defined]
         [each.replace(kind=Parameter.KEYWORD_ONLY) for each in flat]
     )
     return expanded
 
 
-def option_of(declared: Declared, default_text: str) -> Parameter:
-    """Return the parameter of a command for this setting. It is None where the option is not given."""
-    setting, flag = declared.setting, declared.flag
-    kind = str if setting.parse is not None else next(k for k in (bool, int, float, str) if _is_of(declared.type, k))
-    words = f"{flag}/{flag[:2]}no-{flag[2:]}" if kind is bool else flag
-    text = f"{setting.help} [default: {default_text}]" if default_text else setting.help
-    option = typer.Option(words, metavar=setting.metavar or None, help=text)
-    return Parameter(declared.name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])
+def _collect(name: str, options: Sequence[Parameter], values: dict[str, Any]) -> None:
+    values[name] = {each.name: values.pop(each.name) for each in options}
+
+
+def _make(
+    name: str, make: Callable[[Mapping[str, Any]], Any], declared: Sequence[Declared], values: dict[str, Any]
+) -> None:
+    given: dict[str, Any] = {}
+    for each in declared:
+        value, parse = values.pop(each.name), each.setting.parse
+        if parse is None:
+            given[each.name] = value
+        elif value is not None:
+            given[each.name] = tuple(map(parse, value)) if each.setting.repeated else parse(value)
+    values[name] = make(given)
+
+
+def option_of(declared: Declared, is_checked: bool = False) -> Parameter:
+    """Return the parameter of a command for this setting. Typer checks its bounds, unless a dataclass does."""
+    setting, flag, default = declared.setting, declared.flag, declared.default
+    kind: Any = str if get_origin(declared.type) is Literal else declared.type
+    if setting.parse is not None:
+        kind = list[str] | None if setting.repeated else str | None
+        default = None if setting.show is None else setting.show(default)
+    words = [f"{flag}/{flag[:2]}no-{flag[2:]}" if bool in (kind, *get_args(kind)) and default is not False else flag]
+    words += [] if setting.short is None else [setting.short]
+    text = f"{setting.help} [default: {setting.default_text}]" if setting.default_text else setting.help
+    callback = None if setting.check is None else _callback(setting.check)
+    option = typer.Option(
+        *words,
+        callback=callback,
+        metavar=setting.metavar or None,
+        help=text or None,
+        min=None if is_checked else setting.min,
+        max=None if is_checked else setting.max,
+        envvar=setting.envvar,
+        hidden=setting.hidden,
+    )
+    shown = Parameter.empty if default is MISSING else default
+    return Parameter(declared.name, Parameter.KEYWORD_ONLY, default=shown, annotation=Annotated[kind, option])
+
+
+def _callback(check: Callable[[Any], None]) -> Callable[[Any], Any]:
+    def checked(value: Any) -> Any:
+        try:
+            check(value)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        return value
+
+    return checked
+
+
+def _job_option(declared: Declared, default_text: str) -> Parameter:
+    """Return the parameter of a command for a setting of a job. It is None where the option is not given."""
+    kind = next(k for k in (bool, int, float, str) if k is str or _is_of(declared.type, k))
+    setting = replace(declared.setting, default_text=default_text, show=None)
+    return option_of(Declared(declared.name, setting, kind | None, None), is_checked=True)
 
 
 def _is_of(hint: Any, kind: type) -> bool:
-    """Say whether values of this type, or of this type and None, are of this kind. A literal is text."""
-    members = get_args(hint) or (hint,)
-    return kind in members or (kind is str and isinstance(members[0], str))
+    """Say whether values of this type, or of this type and None, are of this kind."""
+    return kind in (hint, *get_args(hint))
 
 
-def _job_parameters(left_out: Collection[str] = ()) -> list[Parameter]:
-    """Derive the options of a job. Their help names the defaults of other methods and of AdamW where they differ."""
-    from atoll.core.settings import declared_settings
+def _job_parameters(
+    only: Collection[str] = (), left_out: Collection[str] = (), default: str | None = None
+) -> list[Parameter]:
+    """Derive the options of a job. Their help names the defaults of other methods and of AdamW where they differ.
+
+    `default` stands in their place where another process chooses them.
+    """
     from atoll.reference.job_settings import JobSettings
 
     def defaults(job: JobSettings) -> dict[str, Any]:
         return {each.name: getattr(job if hasattr(job, each.name) else job.numerics, each.name) for each in declared}
 
-    declared = [each for each in declared_settings(JobSettings) if each.setting.help and each.name not in left_out]
-    cases = {"with --inner adamw": defaults(make_settings({"inner": "adamw"}))}
-    cases |= {method: defaults(make_settings({"method": method})) for method in _OF_METHOD}
+    declared = [each for each in declared_settings(JobSettings) if each.setting.help]
+    declared = [each for each in declared if each.name not in left_out and each.name in (only or (each.name,))]
+    cases = {"with --inner adamw": defaults(make_job({"inner": "adamw"}))}
+    cases |= {method: defaults(make_job({"method": method})) for method in _OF_METHOD}
 
     def default_text(each: Declared) -> str:
         if each.setting.default_text is not None:
@@ -240,9 +290,13 @@ def _job_parameters(left_out: Collection[str] = ()) -> list[Parameter]:
         parts = [f"{' and '.join(names)}: {value}" for value, names in others.items()]
         return "; ".join([each.shown_default(each.default), *parts])
 
-    return [option_of(each, default_text(each)) for each in declared]
+    return [_job_option(each, default_text(each) if default is None else default) for each in declared]
 
 
 JobOptions = Annotated[dict[str, Any], DerivedOptions(_job_parameters)]
-TrainedModelOptions = Annotated[dict[str, Any], DerivedOptions(partial(_job_parameters, PROTOCOL))]
+TrainedModelOptions = Annotated[dict[str, Any], DerivedOptions(partial(_job_parameters, left_out=PROTOCOL))]
 """Options of a job without those of its protocol."""
+LinkOptions = Annotated[
+    dict[str, Any], DerivedOptions(partial(_job_parameters, only=("max_rate", "streams"), default="what the run says"))
+]
+"""Options of a job that depend on the link of one learner."""

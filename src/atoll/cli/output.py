@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, ParamSpec, TypeVar
 
 import typer
 
+from atoll.core.settings import Setting
+
 if TYPE_CHECKING:
     from atoll.tape.files import RunTapes
     from atoll.tape.format import Entry
 
     Watched = Callable[[Iterable[Entry]], Iterator[Entry]]
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout, for scripts.")]
+JsonOption = Annotated[bool, Setting("Print one JSON object to stdout, for scripts.", flag="json")]
 
 _P = ParamSpec("_P")
 
@@ -38,9 +40,18 @@ class ExitCode(IntEnum):
 class Result(NamedTuple):
     """The result of a command. `atoll.cli.main` shows it: one JSON object with `--json`, text otherwise."""
 
-    fields: Callable[[], Mapping[str, object]]
-    show: Callable[[], None]  # prints the text
+    fields: Mapping[str, object] | Callable[[], Mapping[str, object]]
+    text: Iterable[str] | Callable[[], None]  # lines, or a function that prints
     code: ExitCode = ExitCode.OK
+
+    def show(self, as_json: bool) -> None:
+        if as_json:
+            print_json(self.fields() if callable(self.fields) else self.fields)
+        elif callable(self.text):
+            self.text()
+        else:
+            for line in self.text:
+                print(line)
 
 
 def print_json(fields: Mapping[str, object]) -> None:
@@ -97,10 +108,7 @@ def interruptible(run: Callable[_P, Result | None]) -> Callable[_P, None]:
         try:
             result = run(*args, **kwargs)
             if result is not None:
-                if kwargs["as_json"]:
-                    print_json(result.fields())
-                else:
-                    result.show()
+                result.show(bool(kwargs.get("as_json")))
             flush_stdout()
         except KeyboardInterrupt:
             complain("interrupted")
@@ -112,6 +120,17 @@ def interruptible(run: Callable[_P, Result | None]) -> Callable[_P, None]:
             raise typer.Exit(result.code)
 
     return wrapped
+
+
+def size_text(count: float) -> str:
+    """
+    >>> size_text(1_250_000), size_text(12)
+    ('1.2 MB', '12 B')
+    """
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count:.0f} B"
 
 
 LONG_BYTES = 8 * 1024 * 1024

@@ -5,105 +5,64 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from atoll.cli.output import JsonOption, print_json
+from atoll.cli.options import OptionsOf
+from atoll.cli.output import JsonOption, Result
+from atoll.core.settings import Setting, declared_settings, setting
 
 if TYPE_CHECKING:
-    from atoll.sim.plan import IslandSpec
+    from rich.table import Table
+
+    from atoll.sim.plan import BandwidthPlan, IslandSpec, MethodPlan, PlanWish
 
 
-# long: the list of options, with what each one means
+@dataclass(frozen=True, slots=True)
+class IslandWords:
+    """An island as a user writes it, or all that do not say otherwise. None: not said. Fields are keys of --island."""
+
+    name: str | None = None
+    count: str | None = None
+    step_time: str | None = setting(None, "Of one inner step of an island: 1s, 800ms.", "TIME")
+    flops: str | None = setting(
+        None, "Instead of --step-time: peak of one chip, as 400T; needs --chips and --tokens-per-step.", "FLOP/S"
+    )
+    mfu: str | None = setting(None, "Of --flops, what is used.", "SHARE", default_text="0.4")
+    tokens_per_step: str | None = setting(None, "Of one island: 500k.", "N")
+    chips: str | None = setting(None, "Of one island. For goodput.", "N")
+    mtbf: str | None = setting(None, "Mean time between failures of one chip: 365d, 5y. For goodput.", "TIME")
+    rate: str | None = setting(None, "Of a site's link, each direction: 2gbit, 500mbit.", "RATE")
+    delay: str | None = setting(None, "Of a link, one way, half of what ping shows: 20ms.", "TIME")
+    price: str | None = setting(None, "Of what a site sends: 0.05/GB.", "PRICE")
+
+
+KEYS = tuple(each.name for each in fields(IslandWords))
+
+
 def run(
-    params: Annotated[str, typer.Option("--params", metavar="N", help="Parameters of the model: 5e9, 5B, 300M.")],
-    sites: Annotated[
-        int | None, typer.Option("--sites", metavar="D", help="Sites that are alike, one island each.")
-    ] = None,
-    step_time: Annotated[
-        str | None, typer.Option("--step-time", metavar="TIME", help="Of one inner step of an island: 1s, 800ms.")
-    ] = None,
-    flops: Annotated[
-        str | None,
-        typer.Option(
-            "--flops",
-            metavar="FLOP/S",
-            help="Instead of --step-time: peak of one chip, as 400T; needs --chips and --tokens-per-step.",
-        ),
-    ] = None,
-    mfu: Annotated[
-        float | None, typer.Option("--mfu", metavar="SHARE", help="Of --flops, what is used. [default: 0.4]")
-    ] = None,
-    tokens_per_step: Annotated[
-        str | None, typer.Option("--tokens-per-step", metavar="N", help="Of one island: 500k.")
-    ] = None,
-    tokens: Annotated[
-        str | None,
-        typer.Option("--tokens", metavar="N", help="The budget, of all islands: 1T. For days, bytes and cost."),
-    ] = None,
-    chips: Annotated[str | None, typer.Option("--chips", metavar="N", help="Of one island. For goodput.")] = None,
-    mtbf: Annotated[
-        str | None,
-        typer.Option("--mtbf", metavar="TIME", help="Mean time between failures of one chip: 365d, 5y. For goodput."),
-    ] = None,
-    slice_chips: Annotated[
-        int, typer.Option("--slice-chips", metavar="N", help="Chips that are out together when one of them fails.")
-    ] = 2_048,
-    rate: Annotated[
-        str | None,
-        typer.Option("--rate", metavar="RATE", help="Of a site's link, each direction: 2gbit, 500mbit."),
-    ] = None,
-    delay: Annotated[
-        str | None, typer.Option("--delay", metavar="TIME", help="Of a link, one way, half of what ping shows: 20ms.")
-    ] = None,
-    price: Annotated[
-        str | None, typer.Option("--price", metavar="PRICE", help="Of what a site sends: 0.05/GB.")
-    ] = None,
+    params: Annotated[str, Setting("Parameters of the model: 5e9, 5B, 300M.", "N")],
+    sites: Annotated[int | None, Setting("Sites that are alike, one island each.", "D")] = None,
+    *,
+    shared: Annotated[dict[str, Any], OptionsOf("atoll.cli.plan:IslandWords", as_dict=True)],
+    tokens: Annotated[str | None, Setting("The budget, of all islands: 1T. For days, bytes and cost.", "N")] = None,
     island: Annotated[
         list[str] | None,
-        typer.Option(
-            "--island",
-            metavar="KEY=VALUE,...",
-            help="One island, or `count` of them, where they differ: name, count, chips, step-time, flops, mfu, "
-            "tokens-per-step, mtbf, rate, delay, price. The rest is as the options say. Repeatable.",
+        Setting(
+            f"One island, or `count` of them, where they differ: {', '.join(KEYS).replace('_', '-')}. "
+            "The rest is as the options say. Repeatable.",
+            "KEY=VALUE,...",
         ),
     ] = None,
-    islands: Annotated[
-        Path | None,
-        typer.Option("--islands", metavar="FILE", help="The same as TOML: a table [[island]] for each, the same keys."),
-    ] = None,
-    every: Annotated[int, typer.Option("--every", metavar="H", help="Steps between two rounds of a fragment.")] = 24,
-    fragments: Annotated[int, typer.Option("--fragments", metavar="P", help="Fragments of the model.")] = 24,
-    tau: Annotated[
-        int, typer.Option("--tau", metavar="TAU", help="Steps under which one synchronisation is hidden.")
-    ] = 2,
-    codec: Annotated[
-        str,
-        typer.Option(
-            "--codec",
-            metavar="NAME",
-            help="f32, bf16, int8 or int4: of DiLoCo and Streaming DiLoCo, and of the warnings about links.",
-        ),
-    ] = "bf16",
-    star: Annotated[
-        bool,
-        typer.Option(
-            "--star", help="One syncer elsewhere, instead of a part of it at each site: other bytes per link."
-        ),
-    ] = False,
+    islands: Annotated[Path | None, Setting("The same as TOML: tables [[island]] with the same keys.", "FILE")] = None,
+    schedule: Annotated[dict[str, Any], OptionsOf("atoll.sim.plan:PlanWish", as_dict=True)],
     plot: Annotated[
-        Path | None,
-        typer.Option(
-            "--plot",
-            metavar="FILE",
-            help="Draw utilisation against rate into FILE (.png, .svg or .pdf). Needs the extra 'plot'.",
-        ),
+        Path | None, Setting("Draw utilisation against rate (.png, .svg or .pdf). Needs the extra 'plot'.", "FILE")
     ] = None,
     as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Say what a run will need and cost, before it is paid for.
 
     Prints the rate that each site's link needs for a compute utilisation of 50 to 99 %, for data-parallel training,
@@ -119,51 +78,31 @@ def run(
     Unequal sites:   atoll plan --params 1B --step-time 1s --rate 1gbit --island name=north,count=2
     --island name=south,step-time=1.4s,rate=200mbit
     """
-    from atoll.cli.plan_show import plan_fields, show_plan
     from atoll.sim.plan import PlanWish, make_plan
 
     size = read_amount("--params", params)
-    shared = {
-        "step_time": step_time,
-        "flops": flops,
-        "mfu": None if mfu is None else str(mfu),
-        "tokens_per_step": tokens_per_step,
-        "chips": chips,
-        "mtbf": mtbf,
-        "rate": rate,
-        "delay": delay,
-        "price": price,
-    }
     said = {key: text for key, text in shared.items() if text is not None}
-    if slice_chips < 1:
-        raise ValueError(f"--slice-chips is {slice_chips}; give at least 1")
     wish = PlanWish(
         params=size,
         islands=read_islands(size, sites, said, island or [], islands),
         tokens=None if tokens is None else read_amount("--tokens", tokens),
-        every_steps=every,
-        fragments=fragments,
-        tau_steps=tau,
-        codec=codec,
-        star=star,
-        slice_chips=slice_chips,
+        **schedule,
     )
     if plot is not None:
-        from atoll.cli.plan_show import draw_plan
-        from atoll.cli.simulate_show import check_plot
+        from atoll.cli.simulate_run import check_plot
 
         check_plot(plot)
         draw_plan(plot, wish)
     made = make_plan(wish)
-    if as_json:
-        print_json({**plan_fields(made), "plot": None if plot is None else str(plot)})
-        return
-    show_plan(made)
-    if plot is not None:
-        print(f"The figure is in {plot}.")
+
+    def text() -> None:
+        show_plan(made)
+        if plot is not None:
+            print(f"The figure is in {plot}.")
+
+    return Result({**plan_fields(made), "plot": None if plot is None else str(plot)}, text)
 
 
-KEYS = ("name", "count", "chips", "step_time", "flops", "mfu", "tokens_per_step", "mtbf", "rate", "delay", "price")
 _EXAMPLE = "name=north,chips=256,step-time=1s,rate=2gbit"
 
 
@@ -378,3 +317,194 @@ def _above(place: str, text: str, value: float) -> float:
     if not 0.0 < value < math.inf:
         raise ValueError(f"{place} is {text}; give a number above 0")
     return value
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The plan for people and for scripts
+
+
+def rate_text(rate_bit_s: float | None, unit_bit_s: float) -> str:
+    """
+    >>> [rate_text(rate, 1e9) for rate in (1982e9, 198.2e9, 0.8484e9, math.inf, None)]
+    ['1,982', '198', '0.848', 'none', '']
+    """
+    if rate_bit_s is None:
+        return ""
+    if math.isinf(rate_bit_s):
+        return "none"
+    units = rate_bit_s / unit_bit_s
+    return f"{units:.3g}" if units < 999.5 else f"{units:,.0f}"
+
+
+def show_plan(plan: BandwidthPlan) -> None:
+    from atoll.cli.simulate_run import amount, console
+
+    out = console()
+    wish = plan.wish
+    steps = sorted({island.step_s for island in wish.islands})
+    pace = f"{steps[0]:.3g} s" if len(steps) == 1 else f"{steps[0]:.3g} to {steps[-1]:.3g} s"
+    out.print(
+        f"{amount(wish.params)} parameters on {len(wish.islands)} sites, steps of {pace},"
+        f" H = {wish.every_steps}, P = {wish.fragments}, tau = {wish.tau_steps}."
+    )
+    out.print(_rates(plan))
+    if any(row.effective_h is not None and row.method.startswith("decoupled") for row in plan.rows) or any(
+        row.goodput is not None or row.days is not None for row in plan.rows
+    ):
+        out.print(_outcomes(plan))
+    for note in plan.notes:
+        out.print(note)
+    for warning in plan.warnings:
+        out.print(f"Warning: {warning}.")
+
+
+def _rates(plan: BandwidthPlan) -> Table:
+    from rich.table import Table
+
+    from atoll.sim.bandwidth import UTILISATIONS
+
+    least = min(rate for row in plan.rows for rate in row.rates_bit_s.values())
+    name, unit_bit_s = ("Gbit/s", 1e9) if least >= 1e7 else ("Mbit/s", 1e6)
+    table = Table(title=f"{name} that a site's link needs, by compute utilisation", title_justify="left", box=None)
+    table.add_column("method", no_wrap=True)
+    for share in UTILISATIONS:
+        table.add_column(f"{100 * share:g} %", justify="right")
+    table.add_column(f"keeps H = {plan.wish.every_steps}", justify="right")
+    for row in plan.rows:
+        rates = [row.rates_bit_s[share] for share in UTILISATIONS]
+        table.add_row(row.method, *(rate_text(rate, unit_bit_s) for rate in (*rates, row.keeps_h_bit_s)))
+    return table
+
+
+def _outcomes(plan: BandwidthPlan) -> Table:
+    """Return a table of the columns in which at least one method has a value."""
+    from rich.table import Table
+
+    from atoll.cli.simulate_run import percent
+
+    columns: list[tuple[str, Callable[[MethodPlan], str]]] = [
+        ("step s", lambda row: "" if row.step_s is None else f"{row.step_s:.3g}"),
+        ("used %", lambda row: "" if row.utilisation is None else percent(row.utilisation)),
+        ("H", lambda row: "" if row.effective_h is None else f"{row.effective_h:.0f}"),
+        ("goodput %", lambda row: "" if row.goodput is None else percent(row.goodput)),
+        *([] if plan.wish.tokens is not None else [("GB/site/day", lambda row: _size(row.gb_per_site_day))]),
+        ("days", lambda row: _size(row.days)),
+        ("GB/site", lambda row: _size(row.gb_per_site)),
+        ("cost", lambda row: _size(row.cost)),
+    ]
+    table = Table(title="With these islands and links", title_justify="left", box=None)
+    table.add_column("method", no_wrap=True)
+    known = [(title, show) for title, show in columns if any(show(row) for row in plan.rows)]
+    for title, _ in known:
+        table.add_column(title, justify="right")
+    for row in plan.rows:
+        table.add_row(row.method, *(show(row) for _, show in known))
+    return table
+
+
+def _size(value: float | None) -> str:
+    """
+    >>> _size(1234567.0), _size(0.0123), _size(12.34), _size(0.0)
+    ('1,234,567', '0.0123', '12.3', '0')
+    """
+    return "" if value is None else f"{value:,.0f}" if value >= 100 or value == 0 else f"{value:.3g}"
+
+
+def plan_fields(plan: BandwidthPlan) -> dict[str, object]:
+    wish = plan.wish
+    return {
+        "params": wish.params,
+        "sites": len(wish.islands),
+        "islands": [{key: _finite(value) for key, value in asdict(island).items()} for island in wish.islands],
+        "settings": {each.name: each.default for each in declared_settings(wish)} | {"tokens": wish.tokens},
+        "rates_gbit_s": {
+            row.method: {f"{share:g}": _gbit(rate) for share, rate in row.rates_bit_s.items()} for row in plan.rows
+        },
+        "keeps_h_gbit_s": {row.method: _gbit(row.keeps_h_bit_s) for row in plan.rows if row.keeps_h_bit_s is not None},
+        "methods": {row.method: _row_fields(row) for row in plan.rows},
+        "published_rates_gbit_s": _published(plan),
+        "notes": list(plan.notes),
+        "warnings": list(plan.warnings),
+    }
+
+
+def _row_fields(row: MethodPlan) -> dict[str, object]:
+    elsewhere = ("method", "rates_bit_s", "keeps_h_bit_s")
+    return {name: _finite(value) for name, value in asdict(row).items() if name not in elsewhere}
+
+
+def _finite(value: object) -> object:
+    """Infinities are no JSON; null says that there is none."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _gbit(rate_bit_s: float | None) -> float | None:
+    return None if rate_bit_s is None or math.isinf(rate_bit_s) else float(f"{rate_bit_s / 1e9:.6g}")
+
+
+def _published(plan: BandwidthPlan) -> dict[str, dict[str, float]] | None:
+    """The published cells of exactly this question, where there are any."""
+    cells = published_cells(plan.wish)
+    return {name: {f"{share:g}": rate for share, rate in row.items()} for name, row in cells.items()} or None
+
+
+def published_cells(wish: PlanWish) -> dict[str, dict[float, float]]:
+    from atoll.sim.published import PUBLISHED_RATE_PARAMS, PUBLISHED_RATE_STEP_S, PUBLISHED_RATES_GBIT_S
+
+    same = wish.params == PUBLISHED_RATE_PARAMS and all(
+        island.step_s == PUBLISHED_RATE_STEP_S and island.delay_s == 0.0 for island in wish.islands
+    )
+    if not same or (wish.every_steps, wish.fragments, wish.star) != (24, 24, False):
+        return {}
+    return {name: row for (sites, name), row in PUBLISHED_RATES_GBIT_S.items() if sites == len(wish.islands)}
+
+
+# Okabe and Ito's colours, told apart by every kind of colour vision; dashes say the same once more.
+_STYLES: tuple[tuple[str, Any], ...] = (
+    ("#000000", (0, (1, 1))),
+    ("#D55E00", (0, (4, 1.5))),
+    ("#E69F00", (0, (6, 1, 1, 1))),
+    ("#56B4E9", "-"),
+    ("#009E73", "-"),
+    ("#0072B2", "-"),
+    ("#CC79A7", "-"),
+)
+_POINTS = 300
+
+
+def draw_plan(path: Path, wish: PlanWish) -> None:
+    """One curve for each method, published points where this is the published question, and the plan's own links."""
+    from atoll.cli.simulate_run import amount, drawn
+    from atoll.sim.bandwidth import rate_for, utilisation
+    from atoll.sim.plan import exchanges
+
+    methods = exchanges(wish)
+    low = min(rate_for(exchange, load, 0.2) for exchange, load in methods.values())
+    wanted = [rate_for(exchange, load, 0.99) for exchange, load in methods.values()]
+    high = 2.0 * max((rate for rate in wanted if not math.isinf(rate)), default=1e12)
+    rates = [low * (high / low) ** (point / (_POINTS - 1)) for point in range(_POINTS)]
+    published = published_cells(wish)
+    with drawn(path, figsize=(9.0, 5.2)) as (figure, panel):
+        for (name, (exchange, load)), (colour, dashes) in zip(methods.items(), _STYLES, strict=True):
+            shares = [100.0 * utilisation(exchange, load, rate) for rate in rates]
+            panel.plot(
+                [rate / 1e9 for rate in rates], shares, color=colour, linestyle=dashes, linewidth=1.7, label=name
+            )
+            cells = published.get(name, {})
+            panel.plot(list(cells.values()), [100.0 * u for u in cells], "o", ms=9, mfc="none", mec=colour, mew=1.2)
+        if published:
+            panel.plot([], [], "o", ms=9, mfc="none", mec="#555555", label="published, arXiv 2604.21428")
+        if wish.thinnest_bit_s is not None:
+            panel.axvline(wish.thinnest_bit_s / 1e9, color="#555555", linewidth=0.9, label="the thinnest link planned")
+        panel.set_xscale("log")
+        panel.set_xlabel("Gbit/s of a site's link, each direction")
+        panel.set_ylabel("compute utilisation, %")
+        panel.set_ylim(0.0, 104.0)
+        title = (
+            f"{amount(wish.params)} parameters on {len(wish.islands)} sites; decoupled as the published table counts"
+        )
+        panel.set_title(title, fontsize=11, loc="left")
+        panel.grid(axis="y", color="#dddddd", linewidth=0.7)
+        panel.set_axisbelow(True)
+        figure.legend(loc="lower center", ncols=3, frameon=False, fontsize=9)
+        figure.tight_layout(rect=(0.0, 0.15, 1.0, 1.0))

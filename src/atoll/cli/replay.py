@@ -12,7 +12,8 @@ import typer
 
 from atoll.cli import options
 from atoll.cli.check import RunArgument
-from atoll.cli.output import ExitCode, JsonOption, print_json, progress, reading, training_again
+from atoll.cli.output import ExitCode, JsonOption, Result, progress, reading, training_again
+from atoll.core.settings import Setting
 
 if TYPE_CHECKING:
     from atoll.reference.job_settings import JobSettings
@@ -26,13 +27,11 @@ if TYPE_CHECKING:
 def run(
     ctx: typer.Context,
     run: RunArgument,
-    effects_only: Annotated[
-        bool, typer.Option("--effects-only", help="Do not train again: compare only what the processes did.")
-    ] = False,
+    effects_only: Annotated[bool, Setting("Do not train again: compare only what the processes did.")] = False,
     *,
     job: options.TrainedModelOptions,
     as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Derive every effect of a run anew from its tapes, and train its model again to the last bit.
 
     First each process is told what it was told, and must do what it did. Then the training of a run of atoll train is
@@ -77,28 +76,23 @@ def run(
         simulated = _train_simulated(tapes, wished)
     elif found is None and not effects_only:
         trained, why = _train(run)
-    if as_json:
-        training = trained and {**trained._asdict(), "same": trained.is_same}
-        print_json(
-            {
-                "tapes": len(tapes.readers),
-                "entries": entries,
-                "difference": found and _fields(found),
-                "complete": not gaps,
-                "incomplete": gaps,
-                "training": training if simulated is None else _simulated_fields(simulated),
-                "not_trained": why or None,
-            }
-        )
-    elif simulated is not None:
-        for line in _simulated_lines(simulated):
-            print(line)
+    training: dict[str, Any] | None = None
+    lines: list[str] = [f"training cannot be replayed: {why}"] if why else []
+    if simulated is not None:
+        training, lines = _simulated_fields(simulated), _simulated_lines(simulated)
     elif trained is not None:
-        print(_told(trained))
-    elif why:
-        print(f"training cannot be replayed: {why}")
-    if found is not None or (trained is not None and not trained.is_same):
-        raise typer.Exit(ExitCode.FAILED)
+        training, lines = {**trained._asdict(), "same": trained.is_same}, [_told(trained)]
+    fields = {
+        "tapes": len(tapes.readers),
+        "entries": entries,
+        "difference": found and _fields(found),
+        "complete": not gaps,
+        "incomplete": gaps,
+        "training": training,
+        "not_trained": why or None,
+    }
+    failed = found is not None or (trained is not None and not trained.is_same)
+    return Result(fields, lines, ExitCode.FAILED if failed else ExitCode.OK)
 
 
 def _train(run: Path) -> tuple[Replayed | None, str]:
@@ -180,7 +174,7 @@ def _settings_for(ctx: typer.Context, job: dict[str, Any], tapes: RunTapes) -> J
         )
     if ctx.params["effects_only"]:
         raise ValueError(f"--effects-only trains nothing, and {flag} says what to train; give one of them")
-    settings = options.make_settings({**job, "learners": len(tapes.learners())})
+    settings = options.make_job({**job, "learners": len(tapes.learners())})
     try:
         from atoll.reference.synthetic import check_simulated, with_fitting_plan
     except ModuleNotFoundError as missing:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.output import JsonOption, complain, print_json, progress, reading
+from atoll.cli.output import JsonOption, Result, complain, progress, reading
+from atoll.core.settings import Setting
 
 if TYPE_CHECKING:
     from atoll.dashboard.picture import RunPicture
@@ -19,14 +21,10 @@ MOST_RUNS = 8
 
 def run_report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Directories of runs; several are compared.")],
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write one self-contained page there.")
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check/--no-check", help="Check every invariant over the tapes, as atoll check does.")
-    ] = True,
+    html: Annotated[Path | None, Setting("Write one self-contained page there.", "FILE")] = None,
+    check: Annotated[bool, Setting("Check every invariant over the tapes, as atoll check does.")] = True,
     as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Tell what came of a run: loss, goodput, what happened, where time and tokens went.
 
     The page has the curves, the timeline, the verdict of the checkers and the configuration, without scripts and
@@ -42,12 +40,7 @@ def run_report(
     if html is not None:
         write_text(html, page(reported), durable=False)
     told = {each.name: headline(each) for each in reported}
-    if as_json:
-        print_json({"runs": told, "html": str(html) if html is not None else None})
-        return
-    _show_report(told)
-    if html is not None:
-        print(f"The page is {html}.")
+    return Result({"runs": told, "html": str(html) if html is not None else None}, partial(_show_report, told, html))
 
 
 def _names(runs: list[Path]) -> list[str]:
@@ -74,7 +67,7 @@ def _read(path: Path, name: str, check: bool, shown: bool) -> Reported:
         return Reported(name, picture, check_tapes(tapes, all_checkers(tapes.config), watched))
 
 
-def _show_report(told: dict[str, dict[str, str]]) -> None:
+def _show_report(told: dict[str, dict[str, str]], html: Path | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -85,24 +78,20 @@ def _show_report(told: dict[str, dict[str, str]]) -> None:
     for figure in next(iter(told.values())):
         table.add_row(figure, *(each[figure] for each in told.values()))
     Console().print(table)
+    if html is not None:
+        print(f"The page is {html}.")
 
 
 def run_curves(
     directory: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.")],
-    tensorboard: Annotated[
-        Path | None,
-        typer.Option("--tensorboard", metavar="DIR", help="Write an event file into DIR and the run's name."),
-    ] = None,
+    tensorboard: Annotated[Path | None, Setting("Write an event file into DIR and the run's name.", "DIR")] = None,
     wandb: Annotated[
-        Path | None,
-        typer.Option(
-            "--wandb", metavar="DIR", help="Write an offline run of Weights & Biases. Nothing leaves this machine."
-        ),
+        Path | None, Setting("Write an offline run of Weights & Biases. Nothing is uploaded.", "DIR")
     ] = None,
-    table: Annotated[Path | None, typer.Option("--csv", metavar="DIR", help="Write a CSV file per curve.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Go on until the run is over.")] = False,
+    table: Annotated[Path | None, Setting("Write a CSV file per curve.", "DIR", flag="csv")] = None,
+    follow: Annotated[bool, Setting("Go on until the run is over.")] = False,
     as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Write the curves of a run where other tools find them.
 
     Loss, throughput, goodput, bytes, contributions per merge, grace, norms, cosine and quantisation error: everything
@@ -125,12 +114,10 @@ def run_curves(
     except KeyboardInterrupt:
         complain(f"stopped; {watch.points:,} points are written")
         raise
-    if as_json:
-        print_json({"curves": sorted(done.names), "points": done.points})
-        return
-    print(f"{done.points:,} points of {len(done.names)} curves are written.")
+    lines = [f"{done.points:,} points of {len(done.names)} curves are written."]
     if tensorboard is not None:
-        print(f"Look at them: tensorboard --logdir {tensorboard}")
+        lines.append(f"Look at them: tensorboard --logdir {tensorboard}")
+    return Result({"curves": sorted(done.names), "points": done.points}, lines)
 
 
 def _writers(

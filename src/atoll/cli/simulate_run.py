@@ -1,18 +1,22 @@
-"""A simulation: its options, the work over seeds and processes, its figures and its tapes."""
+"""A simulation: its options, the work over seeds and processes, its figures and its tapes, for people and scripts."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from atoll.cli.output import Task, Tell, run_all, usable_cores
-from atoll.core.syncer.state import Restored
-from atoll.core.types import SYNCER, RunConfig
+from rich.console import Console
+from rich.table import Table
+
+from atoll.cli.output import Result, Task, Tell, run_all, usable_cores
+from atoll.core.settings import setting
 from atoll.sim.decoupled import (
     MOST_EVENTS,
     MOST_TAPE_EVENTS,
@@ -23,36 +27,95 @@ from atoll.sim.decoupled import (
     choose_detail,
     span,
 )
-from atoll.sim.fleet import ExtraLearners, FleetConfig, build_islands, parse_speed_classes
-from atoll.sim.goodput import BarrierConfig, Figure, GoodputResult, over_seeds, simulate
+from atoll.sim.fleet import DAY_S, ExtraLearners, FleetConfig, build_islands, parse_speed_classes
+from atoll.sim.goodput import (
+    TABLE_CHIPS,
+    TABLE_ROWS,
+    BarrierConfig,
+    Figure,
+    GoodputResult,
+    TableCell,
+    estimate,
+    over_seeds,
+    simulate,
+)
+from atoll.sim.mixed import MIXED_ROWS, MixedResult, MixedRow, run_mixed
 from atoll.sim.published import Method, Metric, published_percent
-from atoll.tape.files import SIMULATED_NOTE, Simulated, TapeWriter, new_header, tape_path
-from atoll.tape.format import Actor, Entry
+from atoll.tape.files import Simulated, SimulatedTapes, TapeTotals, check_tape_directory
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 ONE_JOB = ("data-parallel", "elastic")
 
 
+TABLE_DAYS = 4.0
+TABLE_SEEDS = 5
+"""Together enough for intervals well below a point."""
+
+
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """One call of the command. Raises `ValueError` with the fix where it cannot be done."""
+class SimulateOptions:
+    """One call of the command."""
 
-    method: Method
-    learners: int
-    chips: int
-    days: float
-    seed: int
-    count: int  # of seeds
-    jobs: int | None
-    fleet: FleetConfig
-    protocol: DecoupledConfig
-    barrier: BarrierConfig | None = None
-    speeds: tuple[float, ...] = ()
-    extras: tuple[ExtraLearners, ...] = ()
-    full: bool = False
-    protocol_hours: float | None = None
-    tape: Path | None = None
+    method: Method = setting(
+        "decoupled",
+        "decoupled runs the cores of the protocol; data-parallel and elastic are one job with all chips; diloco and"
+        " streaming wait for the slowest learner.",
+        "NAME",
+    )
+    learners: int = setting(8, "Learners, one per island.", "M")
+    chips: int = setting(1_200_000, "Chips of all learners together.", "N")
+    given_days: float | None = setting(
+        None, "Simulated days.", "DAYS", flag="days", default_text="30; 4 with --table, 1/24 with --mixed"
+    )
+    seed: int = setting(0, "First seed. A seed fixes the whole world.", "S")
+    given_count: int | None = setting(
+        None,
+        "Seeds, counted up from the first; intervals are over them.",
+        "COUNT",
+        flag="seeds",
+        default_text="3; 5 with --table or --mixed, 1 with --tape",
+    )
+    jobs: int | None = setting(None, "Processes to use.", "COUNT", default_text="all cores")
+    table: bool = setting(False, "Goodput and uptime of all methods and sizes, beside the published figures.")
+    mixed: bool = setting(False, "The published comparison of quorum and grace on two hardware generations.")
+    plot: Path | None = setting(
+        None,
+        "Draw the figure of --table into FILE (.png, .svg or .pdf); without --table this run is marked in it. Needs the"
+        " extra 'plot'.",
+        "FILE",
+    )
+    tape: Path | None = setting(
+        None,
+        "Write the tapes of one decoupled run into DIR, for check, story and replay; replay can train a model on them,"
+        " if they have every fragment: give --full for long ones.",
+        "DIR",
+    )
+    full: bool = setting(False, "Simulate every fragment and every step of the protocol, however long it takes.")
+    protocol_hours: float | None = setting(
+        None,
+        "Simulate the cores of the protocol for the first so many hours only; goodput and uptime still cover all days.",
+        "HOURS",
+        default_text="what takes some eight seconds per seed",
+    )
+    protocol: DecoupledConfig = field(default_factory=DecoupledConfig)
+    exchange_time: float = setting(0.8, "One exchange of diloco and streaming.", "SECONDS")
+    fleet: FleetConfig = field(default_factory=FleetConfig)
+    speeds: tuple[float, ...] = setting(
+        (), "Speed classes: 1.0x4,0.82x4 is four at 1 and four at 0.82.", "CLASSES", parse=parse_speed_classes
+    )
+    extras: tuple[ExtraLearners, ...] = setting(
+        (),
+        "Learners that come and go: 4x0.8@0-3600 is four of speed 0.8 in the first hour. Repeatable.",
+        "WHO@WHEN",
+        flag="extra",
+        parse=ExtraLearners.parse,
+        repeated=True,
+    )
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise `ValueError` with the fix where it cannot be done."""
         if not 0.0 < self.days < math.inf:
             raise ValueError(f"days is {self.days:g}; give a number above 0")
         if self.count < 1:
@@ -61,6 +124,7 @@ class Wish:
             raise ValueError(f"{self.jobs} jobs do nothing; give at least 1")
         if self.tape is not None and self.count != 1:
             raise ValueError(f"a tape is of one run, and {self.count} seeds are {self.count} runs; give --seeds 1")
+        self.barrier()
         build_islands(self.fleet, self.learners, self.chips, 0, speeds=self.speeds, extras=self.extras)
         if self.method == "decoupled":
             self.protocol.run_config()
@@ -71,6 +135,17 @@ class Wish:
                 )
 
     @property
+    def days(self) -> float:
+        default = TABLE_DAYS if self.table else 1.0 / 24.0 if self.mixed else 30.0
+        return default if self.given_days is None else self.given_days
+
+    @property
+    def count(self) -> int:
+        """Number of seeds."""
+        default = TABLE_SEEDS if self.table or self.mixed else 3 if self.tape is None else 1
+        return default if self.given_count is None else self.given_count
+
+    @property
     def seeds(self) -> tuple[int, ...]:
         return tuple(range(self.seed, self.seed + self.count))
 
@@ -78,32 +153,32 @@ class Wish:
     def processes(self) -> int:
         return self.jobs or usable_cores()
 
+    def barrier(self) -> BarrierConfig | None:
+        protocol = self.protocol
+        if self.method not in ("diloco", "streaming"):
+            return None
+        return BarrierConfig(protocol.every_steps, protocol.fragments, protocol.overlap_steps, self.exchange_time)
+
     def learner_steps_per_s(self) -> float:
-        """Steps that all learners take together in a second without trouble."""
+        """Return the steps that all learners together take in a second without failures."""
         speeds = sum(self.speeds) if self.speeds else float(self.learners)
-        horizon_s = self.days * 86_400.0
+        horizon_s = self.days * DAY_S
         for extra in self.extras:
             present_s = sum(max(0.0, min(leave, horizon_s) - join) for join, leave in extra.windows)
             speeds += extra.count * extra.speed * present_s / horizon_s
         return speeds / self.fleet.step_time_s
 
     def settings(self) -> dict[str, object]:
-        """Everything that shaped the result, for the JSON."""
-        fleet, protocol = self.fleet, self.protocol
-        fields: dict[str, object] = {
-            "step_time_s": fleet.step_time_s,
-            "mtbi_days": _finite(fleet.mtbi_s / 86_400.0),
-            "slice_chips": fleet.slice_chips,
-            "repair_mean_s": fleet.repair.mean_s,
-            "downscale_s": fleet.downscale_s,
-            "upscale_s": fleet.upscale_s,
-            "upscale_delay_s": fleet.upscale_delay_s,
-            "restart_s": fleet.restart_s,
-            "tokens_per_chip_step": fleet.tokens_per_chip_step,
-            "chip_variance": fleet.chip_time_sigma,
-            "slow_downs_per_hour": fleet.slowdowns_per_hour,
-            "slow_down_factor": fleet.slowdown_factor if fleet.slowdowns_per_hour else None,
-            "slow_down_mean_s": fleet.slowdown_mean_s if fleet.slowdowns_per_hour else None,
+        """Return everything that shaped the result, for the JSON."""
+        fleet, protocol, barrier = asdict(self.fleet), asdict(self.protocol), self.barrier()
+        slows = fleet["slowdowns_per_hour"] > 0.0
+        fields = {name: fleet[name] for name in _FLEET_FIELDS} | {
+            "mtbi_days": _finite(self.fleet.mtbi_s / DAY_S),
+            "repair_mean_s": self.fleet.repair.mean_s,
+            "chip_variance": fleet["chip_time_sigma"],
+            "slow_downs_per_hour": fleet["slowdowns_per_hour"],
+            "slow_down_factor": fleet["slowdown_factor"] if slows else None,
+            "slow_down_mean_s": fleet["slowdown_mean_s"] if slows else None,
             "speeds": list(self.speeds) or None,
             "extra": [
                 {
@@ -115,28 +190,26 @@ class Wish:
             ],
         }
         if self.method == "decoupled":
+            fields |= {name: protocol[name] for name in _PROTOCOL_FIELDS}
+            fields |= {"grace": protocol["grace_margin"], "tau_steps": protocol["overlap_steps"]}
+            fields["fragment_time_s"] = protocol["fragment_s"]
+        elif barrier is not None:
             fields |= {
-                "quorum": protocol.quorum,
-                "grace": protocol.grace_margin,
-                "every_steps": protocol.every_steps,
-                "fragments": protocol.fragments,
-                "tau_steps": protocol.overlap_steps,
-                "adopt": protocol.adopt,
-                "delay_s": protocol.delay_s,
-                "fragment_time_s": protocol.fragment_s,
-                "merge_s": protocol.merge_s,
-                "disk_s": protocol.disk_s,
-                "jitter": protocol.jitter,
-                "lockstep": protocol.lockstep,
-            }
-        elif self.barrier is not None:
-            fields |= {
-                "every_steps": self.barrier.h_steps,
-                "fragments": self.barrier.fragments if self.method == "streaming" else 1,
-                "tau_steps": self.barrier.tau_steps if self.method == "streaming" else 0,
-                "exchange_time_s": self.barrier.comm_s,
+                "every_steps": barrier.h_steps,
+                "fragments": barrier.fragments if self.method == "streaming" else 1,
+                "tau_steps": barrier.tau_steps if self.method == "streaming" else 0,
+                "exchange_time_s": barrier.comm_s,
             }
         return fields
+
+
+_FLEET_FIELDS = (
+    *("step_time_s", "slice_chips", "downscale_s", "upscale_s", "upscale_delay_s", "restart_s"),
+    "tokens_per_chip_step",
+)
+_PROTOCOL_FIELDS = (
+    *("quorum", "every_steps", "fragments", "adopt", "delay_s", "merge_s", "disk_s", "jitter", "lockstep"),
+)
 
 
 def _finite(value: float) -> float | None:
@@ -144,104 +217,17 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def read_speeds(text: str | None) -> tuple[float, ...]:
-    return () if text is None else parse_speed_classes(text)
+def read_slow_downs(text: str) -> dict[str, Any]:
+    """Return fields of `FleetConfig`.
 
-
-def read_extras(texts: Sequence[str] | None) -> tuple[ExtraLearners, ...]:
-    return tuple(ExtraLearners.parse(text) for text in texts or ())
-
-
-class SlowDowns(NamedTuple):
-    """As `FleetConfig` has them."""
-
-    per_hour: float = 0.0
-    factor: float = 0.5
-    mean_s: float = 60.0
-
-
-def read_slow_downs(text: str | None) -> SlowDowns:
-    """
     >>> read_slow_downs("0.5:0.6:120")
-    SlowDowns(per_hour=0.5, factor=0.6, mean_s=120.0)
+    {'slowdowns_per_hour': 0.5, 'slowdown_factor': 0.6, 'slowdown_mean_s': 120.0}
     """
-    if text is None:
-        return SlowDowns()
     try:
         rate, factor, seconds = (float(part) for part in text.split(":"))
     except ValueError:
         raise ValueError(f"slow-downs {text!r} are not readable; write RATE:FACTOR:SECONDS, as 0.5:0.6:120") from None
-    return SlowDowns(rate, factor, seconds)
-
-
-class TapesWritten(NamedTuple):
-    """What is in the directory of the run now."""
-
-    directory: str
-    tapes: int
-    entries: int
-    size_bytes: int
-    finished: bool  # the run came to its orderly end after the simulated time
-    merges: int  # up to that end
-
-
-class Tapes:
-    """One open tape per process that is running."""
-
-    def __init__(self, directory: Path, config: RunConfig, seed: int, note: str = SIMULATED_NOTE) -> None:
-        self._directory = directory
-        self._config = config
-        self._seed = seed
-        self._note = note
-        self._writers: dict[Actor, TapeWriter] = {}
-        self.finished = False
-        self.merges = 0
-
-    def start(self, actor: Actor, restored: Restored | None) -> None:
-        before = self._writers.get(Actor(actor.learner, actor.start - 1))
-        if before is not None and actor.learner != SYNCER:
-            before.close()  # an incarnation ends before the next one starts; a syncer that was cut off may live on
-        header = new_header(actor, self._config, self._seed, restored, self._note)
-        self._writers[actor] = TapeWriter(tape_path(self._directory, actor), header)
-
-    def write(self, entry: Entry) -> None:
-        self._writers[entry.actor].write(entry)
-
-    def close(self) -> None:
-        for writer in self._writers.values():
-            writer.close()
-
-    def written(self) -> TapesWritten:
-        writers = self._writers.values()
-        return TapesWritten(
-            str(self._directory),
-            len(writers),
-            sum(writer.tick for writer in writers),
-            sum(writer.path.stat().st_size for writer in writers),
-            self.finished,
-            self.merges,
-        )
-
-
-@contextmanager
-def tapes_of(directory: Path | None, config: RunConfig, seed: int) -> Iterator[Tapes | None]:
-    """The tapes to write, if any; all of them are closed at the end."""
-    if directory is None:
-        yield None
-        return
-    tapes = Tapes(directory, config, seed)
-    try:
-        yield tapes
-    finally:
-        tapes.close()
-
-
-def check_directory(directory: Path) -> None:
-    """A tape is never overwritten, so its directory is new or empty."""
-    if directory.exists() and not directory.is_dir():
-        raise ValueError(f"{directory} is a file; give --tape a directory")
-    if directory.is_dir() and any(directory.iterdir()):
-        raise ValueError(f"{directory} is not empty, and a tape is never overwritten; remove it or choose another")
+    return {"slowdowns_per_hour": rate, "slowdown_factor": factor, "slowdown_mean_s": seconds}
 
 
 class CoreRun(NamedTuple):
@@ -249,7 +235,7 @@ class CoreRun(NamedTuple):
 
     result: DecoupledResult
     fleet: GoodputResult | None
-    tapes: TapesWritten | None
+    tapes: TapeTotals | None
     full_step_tokens: dict[int, int]  # by learner
 
 
@@ -271,7 +257,7 @@ class Ledger:
 class Outcome:
     """Figures over seeds. Those that have no meaning for the method are None."""
 
-    wish: Wish
+    wish: SimulateOptions
     learners: int
     goodput: Figure
     uptime: Figure
@@ -287,7 +273,7 @@ class Outcome:
     suspected: Figure | None = None
     core_goodput: Figure | None = None  # of the hours that the cores ran
     fleet_goodput: Figure | None = None  # of the same hours
-    tapes: TapesWritten | None = None
+    tapes: TapeTotals | None = None
 
     def published(self, metric: Metric) -> float | None:
         """The published figure as a fraction, if this is the published case."""
@@ -298,12 +284,13 @@ class Outcome:
         return None if percent is None else percent / 100.0
 
 
-def simulate_run(wish: Wish) -> Outcome:
-    """All seeds of one run, on as many processes as the user allows."""
+def simulate_run(wish: SimulateOptions) -> Outcome:
+    """Run all seeds of one run, on as many processes as the user allows."""
+    wish.check()
     if wish.method != "decoupled":
         return _without_cores(wish)
     if wish.tape is not None:
-        check_directory(wish.tape)
+        check_tape_directory(wish.tape)
     detail = choose_detail(
         wish.protocol,
         wish.days,
@@ -327,11 +314,11 @@ def simulate_run(wish: Wish) -> Outcome:
     return outcome
 
 
-def _run_fleet(wish: Wish, seed: int, tell: Tell) -> GoodputResult:
+def _run_fleet(wish: SimulateOptions, seed: int, tell: Tell) -> GoodputResult:
     return _fleet(wish, wish.days, seed)
 
 
-def _fleet(wish: Wish, days: float, seed: int) -> GoodputResult:
+def _fleet(wish: SimulateOptions, days: float, seed: int) -> GoodputResult:
     return simulate(
         wish.fleet,
         wish.method,
@@ -341,13 +328,14 @@ def _fleet(wish: Wish, days: float, seed: int) -> GoodputResult:
         seed,
         speeds=wish.speeds,
         extras=wish.extras,
-        barrier=wish.barrier,
+        barrier=wish.barrier(),
     )
 
 
-def _run_cores(wish: Wish, detail: Detail, seed: int, tell: Tell) -> CoreRun:
+def _run_cores(wish: SimulateOptions, detail: Detail, seed: int, tell: Tell) -> CoreRun:
     days = detail.hours / 24.0
-    with tapes_of(wish.tape, detail.protocol.run_config(), seed) as tapes:
+    config = detail.protocol.run_config()
+    with nullcontext() if wish.tape is None else SimulatedTapes(wish.tape, config, seed) as tapes:
         run = DecoupledRun(
             wish.fleet,
             detail.protocol,
@@ -366,7 +354,7 @@ def _run_cores(wish: Wish, detail: Detail, seed: int, tell: Tell) -> CoreRun:
             tapes.merges = run.syncer.state.merges
     fleet = None if wish.protocol.lockstep else _fleet(wish, days, seed)
     full_step_tokens = {i: round(learner.tokens_per_step) for i, learner in run.learners.items()}
-    return CoreRun(result, fleet, None if tapes is None else tapes.written(), full_step_tokens)
+    return CoreRun(result, fleet, None if tapes is None else tapes.totals(), full_step_tokens)
 
 
 def _shares(values: list[float]) -> Figure:
@@ -377,12 +365,12 @@ def _counts(values: list[float]) -> Figure:
     return over_seeds(values, least=0.0)
 
 
-def _without_cores(wish: Wish) -> Outcome:
+def _without_cores(wish: SimulateOptions) -> Outcome:
     """Synchronous methods by the fleet model: what they merge, and how often, holds by construction."""
     tasks: list[Task[GoodputResult]] = [partial(_run_fleet, wish, seed) for seed in wish.seeds]
     runs = run_all("simulating", tasks, wish.processes)
     learners = runs[0].learners
-    exact = wish.barrier is not None
+    barrier = wish.barrier()
     return Outcome(
         wish=wish,
         learners=learners,
@@ -391,12 +379,12 @@ def _without_cores(wish: Wish) -> Outcome:
         failures=_counts([run.failures for run in runs]),
         tokens_trained=_counts([run.tokens for run in runs]),
         goodput_days=wish.days,
-        contributions_per_merge=over_seeds([float(learners)] * wish.count) if exact else None,
-        effective_h=over_seeds([float(wish.barrier.h_steps)] * wish.count) if wish.barrier is not None else None,
+        contributions_per_merge=over_seeds([float(learners)] * wish.count) if barrier is not None else None,
+        effective_h=over_seeds([float(barrier.h_steps)] * wish.count) if barrier is not None else None,
     )
 
 
-def _outcome(wish: Wish, detail: Detail, cores: list[CoreRun], fleets: list[GoodputResult]) -> Outcome:
+def _outcome(wish: SimulateOptions, detail: Detail, cores: list[CoreRun], fleets: list[GoodputResult]) -> Outcome:
     results = [core.result for core in cores]
     same_hours = [core.fleet for core in cores if core.fleet is not None]
     fragments = len(detail.protocol.run_config().fragment_ids())
@@ -462,18 +450,10 @@ def outcome_fields(outcome: Outcome) -> dict[str, object]:
     }
     for name in ("goodput", "uptime", "failures"):
         fields |= _with_interval(name, getattr(outcome, name))
-    fields["tokens"] = {
-        "trained": ledger.trained.mean if ledger else outcome.tokens_trained.mean,
-        "merged": ledger.merged.mean if ledger else None,
-        "pending": ledger.pending.mean if ledger else None,
-        "dropped": ledger.dropped.mean if ledger else None,
-    }
-    fields["tokens_ci"] = {
-        "trained": (ledger.trained if ledger else outcome.tokens_trained).interval(),
-        "merged": ledger.merged.interval() if ledger else None,
-        "pending": ledger.pending.interval() if ledger else None,
-        "dropped": ledger.dropped.interval() if ledger else None,
-    }
+    parts = {part: getattr(ledger, part, None) for part in ("trained", "merged", "pending", "dropped")}
+    parts["trained"] = parts["trained"] or outcome.tokens_trained
+    fields["tokens"] = {part: figure and figure.mean for part, figure in parts.items()}
+    fields["tokens_ci"] = {part: figure and figure.interval() for part, figure in parts.items()}
     fields["tokens_dropped_by_reason"] = ledger.dropped_by_reason if ledger else None
     fields["tokens_trained_in_goodput_days"] = outcome.tokens_trained.mean
     for name in ("contributions_per_merge", "effective_h", "staleness_steps", "merges_per_fragment", "suspected"):
@@ -513,9 +493,468 @@ def how_sentence(outcome: Outcome) -> str:
     return f"Goodput, uptime and failures are of all {span(24.0 * wish.days)}, by the fleet model; {said}."
 
 
-def seeds_sentence(wish: Wish) -> str:
+def seeds_sentence(wish: SimulateOptions) -> str:
     return f"seed {wish.seed}" if wish.count == 1 else f"seeds {wish.seeds[0]} to {wish.seeds[-1]}"
 
 
-def is_one_job(wish: Wish) -> bool:
-    return wish.method in ONE_JOB
+# --------------------------------------------------------------------------------------------------------------------
+# For people
+
+
+def run_simulation(wish: SimulateOptions) -> Result:
+    """Simulate what the options ask for: a run, the table or the comparison of mixed hardware."""
+    wish.check()
+    plot = wish.plot
+    if plot is not None:
+        check_plot(plot)
+    if wish.mixed:
+        return compare_mixed(wish)
+    outcome = None if wish.table else simulate_run(wish)
+    cells = simulate_cells(wish if wish.table else wish_for_plot(wish)) if wish.table or plot is not None else []
+    if plot is not None:
+        draw_plot(plot, cells, outcome)
+    fields = table_fields(wish, cells) if outcome is None else outcome_fields(outcome)
+
+    def text() -> None:
+        if outcome is None:
+            show_tables(wish, cells)
+        else:
+            show_outcome(outcome)
+        if plot is not None:
+            print(f"The figure is in {plot}.")
+
+    return Result({**fields, "plot": None if plot is None else str(plot)}, text)
+
+
+MIN_WIDTH = 80
+"""Tables are laid out for this; a pipe has no width of its own."""
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Rich would exit with code 1, which says that something was found wrong."""
+        raise BrokenPipeError
+
+
+def console() -> Console:
+    made = _Console(highlight=False, soft_wrap=False)
+    return made if made.width >= MIN_WIDTH or made.is_terminal else _Console(highlight=False, width=MIN_WIDTH)
+
+
+def interval_text(figure: Figure, show: Callable[[float], str]) -> str:
+    """Both ends, with the unit of `amount` said once."""
+    if figure.low is None or figure.high is None:
+        return "one seed"
+    low, high = show(figure.low), show(figure.high)
+    if low == high:
+        return low
+    unit = high.partition(" ")[2]
+    return f"{low.removesuffix(unit).rstrip() if unit else low} to {high}"
+
+
+def percent(share: float) -> str:
+    """
+    >>> percent(0.98765), percent(0.99995), percent(0.0)
+    ('98.8', '99.995', '0.0')
+    """
+    near = min(abs(1.0 - share), abs(share))
+    places = 1 if near >= 0.005 or near == 0.0 else 2 if near >= 0.0005 else 3
+    return f"{100.0 * share:.{places}f}"
+
+
+def amount(count: float) -> str:
+    """
+    >>> amount(2_930_000_000_000), amount(1_234), amount(12.4)
+    ('2.93 trillion', '1,234', '12')
+    """
+    for size, name in ((1e15, "quadrillion"), (1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if count >= size:
+            places = 2 if count < 10 * size else 1 if count < 100 * size else 0
+            return f"{count / size:.{places}f} {name}"
+    return f"{count:,.0f}"
+
+
+def steps(count: float) -> str:
+    return f"{count:.2f}"
+
+
+Row = tuple[str, Figure | None, Callable[[float], str], str]
+
+
+def show_outcome(outcome: Outcome) -> None:
+    wish, detail, ledger = outcome.wish, outcome.detail, outcome.ledger
+    out = console()
+    out.print(_title(outcome))
+    out.print()
+    rows: list[Row] = [
+        ("goodput: chip time in steps that counted", outcome.goodput, percent, " %"),
+        ("uptime: time in which somebody steps", outcome.uptime, percent, " %"),
+        ("failures of chips", outcome.failures, amount, ""),
+        ("tokens trained", outcome.tokens_trained, amount, ""),
+    ]
+    if detail is not None and ledger is not None:
+        if not detail.whole:
+            out.print(_table(f"all {span(outcome.goodput_days * 24.0)}", rows, wish.count > 1))
+            out.print()
+            rows = [("tokens trained", ledger.trained, amount, "")]
+        lost = ", ".join(ledger.dropped_by_reason)
+        rows += [
+            ("  merged", ledger.merged_share, percent, " %"),
+            ("  pending", ledger.pending_share, percent, " %"),
+            (f"  dropped{f' ({lost})' if lost else ''}", ledger.dropped_share, percent, " %"),
+        ]
+    rows += [
+        (f"contributions per merge, of {_learners(wish, outcome)}", outcome.contributions_per_merge, steps, ""),
+        ("staleness: steps from copy to adoption", outcome.staleness_steps, steps, ""),
+        (f"effective H: steps per merge (H = {wish.protocol.every_steps})", outcome.effective_h, steps, ""),
+    ]
+    title = "" if detail is None or detail.whole else f"the protocol, first {span(detail.hours)}"
+    out.print(_table(title, rows, wish.count > 1))
+    out.print()
+    for sentence in _sentences(outcome):
+        out.print(sentence)
+
+
+def _table(title: str, rows: list[Row], intervals: bool) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=intervals or title != "")
+    table.add_column(title, width=41)
+    table.add_column("mean" if intervals else "", justify="right", width=13, no_wrap=True)
+    if intervals:
+        table.add_column("95 % interval", justify="right", width=22, no_wrap=True)
+    for name, figure, show, unit in rows:
+        if figure is not None:
+            table.add_row(name, show(figure.mean) + unit, *([interval_text(figure, show)] if intervals else []))
+    return table
+
+
+def _title(outcome: Outcome) -> str:
+    wish = outcome.wish
+    who = "one job" if wish.method in ONE_JOB else f"{outcome.learners} learners"
+    if wish.extras:
+        who += f" and {sum(extra.count for extra in wish.extras)} that come and go"
+    return f"{wish.method}: {who} on {wish.chips:,} chips for {span(wish.days * 24.0)}, {seeds_sentence(wish)}"
+
+
+def _learners(wish: SimulateOptions, outcome: Outcome) -> str:
+    return " + ".join(str(count) for count in (outcome.learners, *(extra.count for extra in wish.extras)))
+
+
+def _sentences(outcome: Outcome) -> list[str]:
+    wish = outcome.wish
+    said = [how_sentence(outcome)]
+    detail = outcome.detail
+    if detail is not None and not detail.full:
+        said[-1] += " --full simulates all of it."
+    if outcome.core_goodput is not None and outcome.fleet_goodput is not None:
+        ours, theirs = 100.0 * outcome.core_goodput.mean, 100.0 * outcome.fleet_goodput.mean
+        said.append(f"For that time the cores say {ours:.2f} % goodput and the fleet model {theirs:.2f} %.")
+    if outcome.suspected is not None and outcome.suspected.mean > 0.0:
+        times = f"{outcome.suspected.mean:.3g} times" + (" per seed" if wish.count > 1 else "")
+        said.append(f"The syncer suspected a silent learner {times}.")
+    published = outcome.published("goodput")
+    if published is not None:
+        uptime = outcome.published("uptime")
+        also = "" if uptime is None else f", uptime {100.0 * uptime:.0f} %"
+        said.append(f"Published for this case: goodput {100.0 * published:.0f} %{also}.")
+    tapes = outcome.tapes
+    if tapes is not None:
+        size = f"{tapes.size_bytes / 1e6:.1f} MB"
+        said.append(f"{tapes.tapes} tapes with {tapes.entries:,} entries ({size}) are in {tapes.directory}.")
+        if tapes.finished:
+            said.append(f"After that time the run was finished in order, with {tapes.merges:,} merges in all.")
+        if wish.protocol.lockstep:
+            said.append("In lockstep learners wait for each other, which atoll check reports as a violation.")
+    return said
+
+
+METRICS: tuple[Metric, ...] = ("goodput", "uptime")
+
+
+def simulate_cells(
+    wish: SimulateOptions, rows: Sequence[tuple[Method, int]] = TABLE_ROWS, chips: Sequence[int] = TABLE_CHIPS
+) -> list[TableCell]:
+    """Every row at every number of chips, by the fleet model."""
+    if wish.count < 2:
+        raise ValueError("a table over one seed has no intervals; give --seeds 2 or more")
+    # The largest first, so that no process is left alone with one at the end.
+    places = [(row, count) for count in sorted(chips, reverse=True) for row in rows]
+    tasks: list[Task[GoodputResult]] = [
+        partial(_simulate_cell, wish, row, count, seed) for row, count in places for seed in wish.seeds
+    ]
+    results = iter(run_all("simulating the table", tasks, wish.processes))
+    runs = {place: [next(results) for _ in wish.seeds] for place in places}
+    return [
+        TableCell(
+            method,
+            learners,
+            count,
+            metric,
+            estimate(100.0 * getattr(run, metric) for run in runs[((method, learners), count)]),
+            published_percent(method, learners, count, metric),
+        )
+        for metric in METRICS
+        for method, learners in rows
+        for count in chips
+    ]
+
+
+def wish_for_plot(wish: SimulateOptions) -> SimulateOptions:
+    """The table around one run: the same chips and seeds' beginning, as long as a table needs."""
+    return replace(wish, given_days=TABLE_DAYS, given_count=TABLE_SEEDS, tape=None, speeds=(), extras=())
+
+
+def _simulate_cell(wish: SimulateOptions, row: tuple[Method, int], chips: int, seed: int, tell: Tell) -> GoodputResult:
+    method, learners = row
+    return simulate(wish.fleet, method, learners, chips, wish.days, seed)
+
+
+def row_label(method: Method, learners: int) -> str:
+    names = {"data-parallel": "one job, not elastic", "elastic": "one job, elastic"}
+    return names.get(method, f"M = {learners}")
+
+
+def chips_label(chips: int) -> str:
+    return f"{chips / 1e6:g}M" if chips >= 1_000_000 else f"{chips / 1e3:g}k"
+
+
+def show_tables(wish: SimulateOptions, cells: Sequence[TableCell]) -> None:
+    out = console()
+    for metric in METRICS:
+        out.print(_metric_table(metric, [cell for cell in cells if cell.metric == metric]))
+        out.print()
+    worst = max((abs(cell.difference) for cell in cells if cell.difference is not None), default=0.0)
+    out.print(
+        "Published cells have a second line: the published figure, and ours less published. The others are predictions."
+        f" Largest difference {worst:.1f} points. Each cell: {span(24.0 * wish.days)}, {wish.count} seeds,"
+        " 95 % interval over them."
+    )
+    out.print(
+        "The press figure of 88 % against 27 % is M = 8 against the job that is not elastic, at 1.2M chips; against the"
+        " elastic job it is 88 % against 58 %."
+    )
+
+
+def _metric_table(metric: Metric, cells: Sequence[TableCell]) -> Table:
+    chips = sorted({cell.chips for cell in cells})
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title=f"{metric}, %", title_justify="left")
+    table.add_column("", no_wrap=True)
+    for count in chips:
+        table.add_column(chips_label(count), justify="right", no_wrap=True)
+    for method, learners in dict.fromkeys((cell.method, cell.learners) for cell in cells):
+        row = {cell.chips: cell for cell in cells if (cell.method, cell.learners) == (method, learners)}
+        table.add_row(row_label(method, learners), *(_cell_text(row[count]) for count in chips))
+    return table
+
+
+def _cell_text(cell: TableCell) -> str:
+    ours = f"{cell.ours.mean:.1f} ±{cell.ours.high - cell.ours.mean:.1f}"
+    if cell.difference is None:
+        return ours
+    difference = round(cell.difference, 1) + 0.0  # never -0.0
+    return f"{ours}\n{cell.published:.0f} {difference:+.1f}"
+
+
+def table_fields(wish: SimulateOptions, cells: Sequence[TableCell]) -> dict[str, object]:
+    """In percent, as published; an interval is over seeds."""
+    return {
+        "days": wish.days,
+        "seeds": list(wish.seeds),
+        "cells": [
+            {
+                "metric": cell.metric,
+                "method": cell.method,
+                "learners": cell.learners,
+                "chips": cell.chips,
+                "percent": cell.ours.mean,
+                "percent_ci": [cell.ours.low, cell.ours.high],
+                "published_percent": cell.published,
+                "difference": cell.difference,
+            }
+            for cell in cells
+        ],
+        "settings": wish.settings(),
+    }
+
+
+SHARES = ("goodput", "goodput_fast", "goodput_slow")
+MEASURES = ("contributions_per_merge", "effective_h", "staleness_steps")
+
+
+def compare_mixed(wish: SimulateOptions) -> Result:
+    """Run every row on every seed and show them side by side."""
+    tasks: list[Task[MixedResult]] = [partial(_run_row, wish, row, seed) for row in MIXED_ROWS for seed in wish.seeds]
+    results = iter(run_all("comparing", tasks, wish.processes))
+    rows = [(row, _figures([next(results) for _ in wish.seeds])) for row in MIXED_ROWS]
+    return Result(partial(_mixed_fields, wish, rows), partial(_show_mixed, wish, rows))
+
+
+def _run_row(wish: SimulateOptions, row: MixedRow, seed: int, tell: Tell) -> MixedResult:
+    return run_mixed(row, wish.protocol, wish.days * 24.0, seed, step_time_s=wish.fleet.step_time_s, on_progress=tell)
+
+
+def _figures(results: list[MixedResult]) -> dict[str, Figure]:
+    figures = {name: over_seeds([getattr(r, name) for r in results], least=0.0, most=1.0) for name in SHARES}
+    return figures | {name: over_seeds([getattr(r, name) for r in results], least=0.0) for name in MEASURES}
+
+
+def _mixed_fields(wish: SimulateOptions, rows: list[tuple[MixedRow, dict[str, Figure]]]) -> dict[str, object]:
+    return {
+        "days": wish.days,
+        "seeds": list(wish.seeds),
+        "rows": [
+            {
+                "quorum": row.quorum,
+                "grace": row.grace,
+                "lockstep": row.lockstep,
+                "published_goodput": row.published_percent / 100.0,
+                **{name: figure.mean for name, figure in figures.items()},
+                **{f"{name}_ci": figure.interval() for name, figure in figures.items()},
+            }
+            for row, figures in rows
+        ],
+        "settings": wish.settings(),
+    }
+
+
+def _show_mixed(wish: SimulateOptions, rows: list[tuple[MixedRow, dict[str, Figure]]]) -> None:
+    out = console()
+    out.print("Eight learners, four of each of two generations, the slower 18 % behind; 10 % jitter, no failures.")
+    out.print()
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("", no_wrap=True)
+    for row, _ in rows:
+        table.add_column(row.label, justify="right", no_wrap=True)
+    table.add_row("learners", *("wait for the round" if row.lockstep else "never wait" for row, _ in rows))
+    for name, label in (
+        ("goodput", "goodput, all chips, %"),
+        ("goodput_fast", "  fast generation, %"),
+        ("goodput_slow", "  slow generation, %"),
+    ):
+        table.add_row(label, *(_figure_text(figures[name].times(100.0), 1) for _, figures in rows))
+    table.add_row("goodput, published, %", *(f"{row.published_percent:.0f}" for row, _ in rows))
+    for name, label in (
+        ("contributions_per_merge", "contributions per merge"),
+        ("effective_h", "effective H, steps"),
+        ("staleness_steps", "staleness, steps"),
+    ):
+        table.add_row(label, *(_figure_text(figures[name], 2) for _, figures in rows))
+    out.print(table)
+    out.print()
+    out.print(
+        "How goodput was defined for the published row is not said. Ours is the share of chip time spent stepping; the"
+        " fast generation is the one that waits. A decoupled learner never waits, whatever the quorum: a loss at K = 8"
+        " means that learners waited for the round, so that column is run in lockstep."
+    )
+    out.print(f"Every fragment and every step for {span(24.0 * wish.days)}, {wish.count} seeds, 95 % interval.")
+
+
+def _figure_text(figure: Figure, places: int) -> str:
+    if figure.low is None or figure.high is None:
+        return f"{figure.mean:.{places}f}"
+    return f"{figure.mean:.{places}f} ±{max(figure.high - figure.mean, figure.mean - figure.low):.{places}f}"
+
+
+SUFFIXES = (".png", ".svg", ".pdf")
+
+# Okabe and Ito's colours, told apart by every kind of colour vision; markers and dashes say the same once more.
+_STYLES = (
+    ("#000000", "s", (0, (1, 1))),
+    ("#D55E00", "D", (0, (4, 1.5))),
+    ("#56B4E9", "v", "-"),
+    ("#009E73", "^", "-"),
+    ("#0072B2", "o", "-"),
+    ("#CC79A7", "P", "-"),
+)
+_TITLES: dict[Metric, str] = {
+    "goodput": "Goodput: share of chip time in steps that counted",
+    "uptime": "Uptime: share of time in which somebody steps",
+}
+
+
+def check_plot(path: Path) -> None:
+    """Before anything is simulated: can this file be drawn?"""
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"cannot draw {path}; end its name with {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
+    if find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib, which comes with the extra 'plot': pip install 'atoll[plot]'")
+    folder = path.parent
+    if not folder.is_dir():
+        raise ValueError(f"cannot write {path}: there is no directory {folder}; create it first")
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(f"cannot write {path}; choose a place that you may write to")
+
+
+@contextmanager
+def drawn(path: Path, **layout: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield a figure and its panels, and write them to the file. The same figure makes the same file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    settings: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+    is_svg = path.suffix.lower() == ".svg"
+    with pyplot.rc_context(settings | ({"svg.hashsalt": "atoll"} if is_svg else {})):
+        figure, panels = pyplot.subplots(**layout)
+        yield figure, panels
+        figure.savefig(path, dpi=160, metadata={"Date": None} if is_svg else None)
+        pyplot.close(figure)
+
+
+def draw_plot(path: Path, cells: Sequence[TableCell], outcome: Outcome | None) -> None:
+    """Draw both metrics against chips, with published points and, if there is one, the run itself."""
+    with drawn(path, ncols=2, figsize=(11.0, 5.2), sharex=True, sharey=True) as (figure, panels):
+        for metric, panel in zip(METRICS, panels, strict=True):
+            _draw_panel(panel, metric, [cell for cell in cells if cell.metric == metric], outcome)
+        panels[0].set_ylabel("percent")
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="lower center", ncols=5, frameon=False)
+        figure.tight_layout(rect=(0.0, 0.12, 1.0, 1.0))
+
+
+def _never_down(cells: Sequence[TableCell], learners: int) -> bool:
+    """Lines so close to 100 % that they hide each other."""
+    return all(cell.ours.mean > 99.0 for cell in cells if (cell.method, cell.learners) == ("decoupled", learners))
+
+
+def _draw_panel(panel: Axes, metric: Metric, cells: Sequence[TableCell], outcome: Outcome | None) -> None:
+    ticks = sorted({cell.chips for cell in cells})
+    rows = dict.fromkeys((cell.method, cell.learners) for cell in cells)
+    for (method, learners), (colour, marker, dashes) in zip(rows, _STYLES, strict=False):
+        row = [cell for cell in cells if (cell.method, cell.learners) == (method, learners)]
+        chips = [cell.chips for cell in row]
+        label = row_label(method, learners)
+        style: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": dashes, "label": label}
+        panel.plot(chips, [cell.ours.mean for cell in row], markersize=4.5, linewidth=1.6, **style)
+        low, high = [cell.ours.low for cell in row], [min(cell.ours.high, 100.0) for cell in row]
+        panel.fill_between(chips, low, high, color=colour, alpha=0.2, linewidth=0)
+        published = {cell.chips: cell.published for cell in row if cell.published is not None}
+        panel.plot(
+            list(published),
+            list(published.values()),
+            linestyle="none",
+            marker=marker,
+            markersize=11,
+            markerfacecolor="none",
+            markeredgecolor=colour,
+            markeredgewidth=1.2,
+        )
+    panel.plot([], [], "o", markersize=11, mfc="none", mec="#555555", label="published, arXiv 2604.21428")
+    panel.fill_between([], [], [], color="#555555", alpha=0.2, linewidth=0, label="95 % interval over seeds")
+    if outcome is not None:
+        share = outcome.goodput if metric == "goodput" else outcome.uptime
+        panel.plot(
+            [outcome.wish.chips], [100.0 * share.mean], "*", color="#E69F00", mec="black", ms=15, label="this run"
+        )
+    hidden = [str(m) for method, m in rows if method == "decoupled" and _never_down(cells, m)]
+    if len(hidden) > 1:
+        where: dict[str, Any] = {"xytext": (0, -16), "textcoords": "offset points"}
+        panel.annotate(f"M = {', '.join(hidden)}: above 99 %", (ticks[0], 100.0), color="#555555", **where)
+    panel.set_title(_TITLES[metric], fontsize=11, loc="left")
+    panel.set_xscale("log")
+    panel.set_xticks(ticks, [chips_label(count) for count in ticks])
+    panel.minorticks_off()
+    panel.set_xlabel("chips")
+    panel.set_ylim(0.0, 104.0)
+    panel.grid(axis="y", color="#dddddd", linewidth=0.7)
+    panel.set_axisbelow(True)

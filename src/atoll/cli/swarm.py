@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-import typer
-
-from atoll.cli.output import ExitCode, JsonOption, print_json, progress, usable_cores
+from atoll.cli.output import ExitCode, JsonOption, Result, progress, usable_cores
+from atoll.core.settings import Setting
 
 if TYPE_CHECKING:
     from atoll.sim.swarm import Coverage, SeedResult
@@ -21,27 +21,17 @@ MOST_SEEDS = 10**9
 
 
 def run(
-    seeds: Annotated[int, typer.Option("--seeds", metavar="COUNT", min=1, help="How many worlds.")] = 500,
-    start: Annotated[int, typer.Option("--start", metavar="SEED", min=0, help="The first seed.")] = 0,
-    small: Annotated[bool, typer.Option("--small", help="Only worlds of up to 4 learners and 3 fragments.")] = False,
-    also: Annotated[
-        Path | None,
-        typer.Option("--also", metavar="FILE", help="File of further seeds, one per line; # begins a comment."),
-    ] = None,
-    story: Annotated[bool, typer.Option("--story", help="Tell the story of the first violation.")] = False,
-    tape: Annotated[
-        Path | None,
-        typer.Option(
-            "--tape", metavar="DIR", help="Write the tapes of a single seed here, for story, check and replay."
-        ),
-    ] = None,
-    digest: Annotated[bool, typer.Option("--digest", help="Print one digest of everything that happened.")] = False,
-    jobs: Annotated[
-        int | None, typer.Option("--jobs", metavar="COUNT", min=1, help="Processes; default: one per core.")
-    ] = None,
-    keep_going: Annotated[bool, typer.Option("--keep-going", help="Do not stop at the first violation.")] = False,
+    seeds: Annotated[int, Setting("How many worlds.", "COUNT", min=1)] = 500,
+    start: Annotated[int, Setting("The first seed.", "SEED", min=0)] = 0,
+    small: Annotated[bool, Setting("Only worlds of up to 4 learners and 3 fragments.")] = False,
+    also: Annotated[Path | None, Setting("File of further seeds, one per line; # begins a comment.", "FILE")] = None,
+    story: Annotated[bool, Setting("Tell the story of the first violation.")] = False,
+    tape: Annotated[Path | None, Setting("Write the tapes of one seed, for story, check and replay.", "DIR")] = None,
+    digest: Annotated[bool, Setting("Print one digest of everything that happened.")] = False,
+    jobs: Annotated[int | None, Setting("Processes; default: one per core.", "COUNT", min=1)] = None,
+    keep_going: Annotated[bool, Setting("Do not stop at the first violation.")] = False,
     as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Try to break the protocol, one hostile world per seed.
 
     Each world runs under faults while every checker watches, is healed, and must come right. A seed draws the learners,
@@ -76,16 +66,26 @@ def run(
                 failed.append(result)
                 if not keep_going:
                     break
-    spent_s = time.perf_counter() - began
     digests = whole.hexdigest()[:16] if digest else None
-    if as_json:
-        print_json(_fields(done, events, spent_s, coverage, failed, digests))
-    else:
-        _show(done, events, spent_s, coverage, failed, small, digests)
+    found = Swarm(done, events, time.perf_counter() - began, coverage, failed, digests)
+
+    def text() -> None:
+        _show(found, small)
         if story and failed:
             _tell_story(failed[0], small)
-    if failed:
-        raise typer.Exit(ExitCode.FAILED)
+
+    return Result(partial(_fields, found), text, ExitCode.FAILED if failed else ExitCode.OK)
+
+
+class Swarm(NamedTuple):
+    """The worlds that were run, and what their checkers found."""
+
+    worlds: int
+    events: int
+    spent_s: float
+    coverage: Coverage
+    failed: list[SeedResult]
+    digest: str | None
 
 
 def _kept(path: Path | None) -> list[int]:
@@ -106,60 +106,50 @@ def _replay_command(seed: int, small: bool) -> str:
     return f"atoll swarm --seeds 1 --start {seed}{' --small' if small else ''} --story"
 
 
-def _show(
-    done: int,
-    events: int,
-    spent_s: float,
-    coverage: Coverage,
-    failed: list[SeedResult],
-    small: bool,
-    digests: str | None,
-) -> None:
-    spent_s = max(spent_s, 1e-9)
-    print(f"{done} world{'' if done == 1 else 's'}, {events} events in {spent_s:.1f} s: {done / spent_s:.0f} seeds/s")
+def _show(found: Swarm, small: bool) -> None:
+    done, spent_s, coverage = found.worlds, max(found.spent_s, 1e-9), found.coverage
+    worlds = f"{done} world{'' if done == 1 else 's'}"
+    print(f"{worlds}, {found.events} events in {spent_s:.1f} s: {done / spent_s:.0f} seeds/s")
     for what, (met, every) in coverage.counts().items():
         print(f"  {what:<8} {met} of {every} met")
     print(f"  pairs    {len(coverage.pairs)} of a state and an event met")
-    for what, missing in (
-        ("moves", coverage.missing_moves()),
-        ("reasons", coverage.missing_reasons()),
-        ("faults", coverage.missing_faults()),
-    ):
+    for what, missing in _not_met(coverage).items():
         if missing and done >= 100:
             print(f"  {what} not met: {'; '.join(missing)}")
-    if digests is not None:
-        print(f"digest {digests}")
-    if not failed:
+    if found.digest is not None:
+        print(f"digest {found.digest}")
+    if not found.failed:
         print("no violation")
-    for result in failed:
+    for result in found.failed:
         print(f"seed {result.seed}: {result.checker}: {result.sentence}")
         print(f"  replay it: {_replay_command(result.seed, small)}")
 
 
-def _fields(
-    done: int, events: int, spent_s: float, coverage: Coverage, failed: list[SeedResult], digests: str | None
-) -> dict[str, object]:
+def _not_met(coverage: Coverage) -> dict[str, list[str]]:
+    return {
+        "moves": coverage.missing_moves(),
+        "reasons": coverage.missing_reasons(),
+        "faults": coverage.missing_faults(),
+    }
+
+
+def _fields(found: Swarm) -> dict[str, object]:
+    coverage = found.coverage
     fields: dict[str, object] = {
-        "seeds": done,
-        "events": events,
-        "seconds": round(spent_s, 3),
+        "seeds": found.worlds,
+        "events": found.events,
+        "seconds": round(found.spent_s, 3),
         "coverage": {what: {"met": met, "all": every} for what, (met, every) in coverage.counts().items()},
         "pairs": len(coverage.pairs),
         "pairs_met": [
             {"state": state, "event": event, "count": count} for (state, event), count in sorted(coverage.pairs.items())
         ],
-        "not_met": {
-            "moves": coverage.missing_moves(),
-            "reasons": coverage.missing_reasons(),
-            "faults": coverage.missing_faults(),
-        },
+        "not_met": _not_met(coverage),
         "violations": [
-            {"seed": r.seed, "checker": r.checker, "sentence": r.sentence, "subject": r.subject} for r in failed
+            {"seed": r.seed, "checker": r.checker, "sentence": r.sentence, "subject": r.subject} for r in found.failed
         ],
     }
-    if digests is not None:
-        fields["digest"] = digests
-    return fields
+    return fields if found.digest is None else {**fields, "digest": found.digest}
 
 
 def _tell_story(result: SeedResult, small: bool) -> None:
@@ -177,17 +167,15 @@ def _tell_story(result: SeedResult, small: bool) -> None:
 
 
 def _write_tape(seed: int, small: bool, run_dir: Path) -> None:
-    from atoll.cli.simulate_run import Tapes, check_directory
+    from contextlib import suppress
+
     from atoll.sim.checkers import Violation
     from atoll.sim.draws import draw
     from atoll.sim.world import SwarmWorld
+    from atoll.tape.files import SimulatedTapes, check_tape_directory
 
-    check_directory(run_dir)
+    check_tape_directory(run_dir)
     plan = draw(seed, small)
-    tapes = Tapes(run_dir, plan.config, seed, f"swarm seed {seed}")
-    try:
+    # The sweep that follows reports a violation.
+    with SimulatedTapes(run_dir, plan.config, seed, f"swarm seed {seed}") as tapes, suppress(Violation):
         SwarmWorld(plan, on_entry=tapes.write, on_start=tapes.start).run()
-    except Violation:
-        pass  # told by the sweep that follows
-    finally:
-        tapes.close()

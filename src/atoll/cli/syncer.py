@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,8 +13,9 @@ import typer
 
 from atoll.cli import options
 from atoll.cli.dash import Dash, DashPort, Page, PageRules, page_beside
-from atoll.cli.options import Keys, LogFormat, Token, port_option, say
-from atoll.cli.output import ExitCode, JsonOption, complain, print_json
+from atoll.cli.options import Keys, LogFormat, Token, say
+from atoll.cli.output import ExitCode, JsonOption, Result, complain
+from atoll.core.settings import Setting, check_settings, setting
 
 if TYPE_CHECKING:
     from socket import socket
@@ -22,29 +24,58 @@ if TYPE_CHECKING:
     from atoll.syncer.process import SyncerProcess
     from atoll.transport.tls import KeyFiles
 
-RESUMED = {
-    "out",
-    "resume",
-    "standby",
-    "take_over_after",
-    "host",
-    "port",
-    "token",
-    "keys",
-    "certificate",
-    "private_key",
-    "plain_text",
-    "dash",
-    "dash_port",
-    "rules",
-    "log_format",
-    "serve_end",
-    "as_json",
-}
-"""Options that a run which goes on does not have settings of its own for."""
 
-REPEATED = RESUMED - {"out", "resume", "standby", "take_over_after"}
-"""Those of them that have to be given again when a syncer goes on with a run."""
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """How a syncer serves a run. They are no settings of the run: a syncer that goes on with it is given them again."""
+
+    host: str = setting("127.0.0.1", "Address to listen on; beyond this machine it needs keys.", "HOST")
+    port: int = setting(7400, options.port("Port to listen on; 0: a free one."))
+    token: str | None = setting(None, options.TOKEN)
+    keys: Path | None = setting(
+        None,
+        "TLS with the syncer's key, as atoll keys init has made it; only those with a key of the same authority are let"
+        " in, and with the token as well where there is one.",
+        "DIR",
+    )
+    certificate: Path | None = setting(None, "TLS with this certificate, in PEM, for those who have the token.", "FILE")
+    private_key: Path | None = setting(None, "Of --certificate, in PEM.", "FILE")
+    plain_text: bool = setting(
+        False,
+        "Listen beyond this machine without TLS: whoever is on the network can read and change everything. For networks"
+        " with nobody else on them.",
+    )
+    serve_end: float = setting(
+        600.0,
+        "After the end of the run: keep serving it for so long while learners that took part have not received it. With"
+        " --resume, also for a run that is over.",
+        "SECONDS",
+        min=0.0,
+    )
+    log_format: str = setting("text", options.LOG_FORMAT)
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    def key_files(self) -> KeyFiles | None:
+        from atoll.transport.tls import KeyFiles, key_files
+
+        if self.keys is not None:
+            if self.certificate is not None or self.private_key is not None:
+                raise ValueError("--keys brings its own certificate: leave --certificate and --private-key out")
+            return key_files(self.keys, of_syncer=True)
+        if self.certificate is None and self.private_key is None:
+            return None
+        if self.certificate is None or self.private_key is None:
+            raise ValueError("--certificate and --private-key go together")
+        return KeyFiles(self.certificate, self.private_key)
+
+
+REPEATED = {*(each.name for each in fields(ServeOptions)), "dash", "dash_port", "rules", "as_json"}
+"""Options that have to be given again when a syncer goes on with a run."""
+
+RESUMED = REPEATED | {"out", "resume", "standby", "take_over_after"}
+"""Options that a run which goes on does not have settings of its own for."""
 
 TOKEN_NOTE = "token-required"
 """File in the directory of a run whose syncer was started with a token."""
@@ -53,85 +84,27 @@ TOKEN_NOTE = "token-required"
 # long: the list of options, with what each one means
 def run_syncer(
     ctx: typer.Context,
-    out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Directory of the run: every durable version, tape, model.")
-    ],
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run that --out holds.")] = False,
+    out: Annotated[Path, Setting("Directory of the run: every durable version, tape, model.", "DIR")],
+    resume: Annotated[bool, Setting("Go on with the run that --out holds.")] = False,
     or_resume: Annotated[
-        bool,
-        typer.Option(
-            "--or-resume",
-            help="Found the run if --out holds none, otherwise go on with it, by its own settings: one command for "
-            "whoever starts the syncer again.",
-        ),
+        bool, Setting("Start the run if --out has none, otherwise go on with it by its own settings: for a supervisor.")
     ] = False,
     standby: Annotated[
-        bool,
-        typer.Option(
-            "--standby",
-            help="Wait until the syncer that serves the run in --out is gone or stands still, then go on in its place.",
-        ),
+        bool, Setting("Wait until the syncer that serves the run in --out is gone or stands still, then take over.")
     ] = False,
     take_over_after: Annotated[
-        float,
-        typer.Option(
-            "--take-over-after", metavar="SECONDS", min=3.0, help="Without a sign of life; for --standby. At least 3."
-        ),
+        float, Setting("For --standby: time without a sign of life. At least 3.", "SECONDS", min=3.0)
     ] = 15.0,
-    host: Annotated[
-        str, typer.Option("--host", metavar="HOST", help="Address to listen on; beyond this machine it needs keys.")
-    ] = "127.0.0.1",
-    port: Annotated[int, port_option("--port", "Port to listen on; 0: a free one.")] = 7400,
-    token: Token = None,
-    keys: Annotated[
-        Path | None,
-        typer.Option(
-            "--keys",
-            metavar="DIR",
-            help="TLS with the syncer's key, as atoll keys init has made it; only those with a key of the same "
-            "authority are let in, and with the token as well where there is one.",
-        ),
-    ] = None,
-    certificate: Annotated[
-        Path | None,
-        typer.Option(
-            "--certificate", metavar="FILE", help="TLS with this certificate, in PEM, for those who have the token."
-        ),
-    ] = None,
-    private_key: Annotated[
-        Path | None, typer.Option("--private-key", metavar="FILE", help="Of --certificate, in PEM.")
-    ] = None,
-    plain_text: Annotated[
-        bool,
-        typer.Option(
-            "--plain-text",
-            help="Listen beyond this machine without TLS: whoever is on the network can read and change everything. "
-            "For networks with nobody else on them.",
-        ),
-    ] = False,
     init: options.Init = None,
-    learners: Annotated[
-        int | None,
-        typer.Option("--learners", metavar="M", help="Learners among which the data is divided. [default: 4]"),
-    ] = None,
+    learners: Annotated[int | None, Setting("Learners among which the data is divided. [default: 4]", "M")] = None,
     *,
+    serving: Annotated[ServeOptions, options.OptionsOf("atoll.cli.syncer:ServeOptions")],
     job: options.JobOptions,
     dash: Dash = False,
     dash_port: DashPort = None,
     rules: PageRules = None,
-    serve_end: Annotated[
-        float,
-        typer.Option(
-            "--serve-end",
-            metavar="SECONDS",
-            min=0.0,
-            help="After the end of the run: keep serving it for so long while learners that took part have not received"
-            " it. With --resume, also for a run that is over.",
-        ),
-    ] = 600.0,
-    log_format: LogFormat = "text",
     as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Serve a run to learners on any machine that can reach this one.
 
     Learners dial in by themselves (atoll learner), take the job from here, and may come and go. The syncer trains
@@ -148,10 +121,10 @@ def run_syncer(
     from atoll.transport.auth import check_access
     from atoll.transport.tls import ServerTls
 
-    token = token or None  # an empty variable is no token
-    files = _key_files(keys, certificate, private_key)
-    check_access(host, token, ServerTls(files) if files is not None else None, plain_text)
-    check_format(log_format)
+    token = serving.token or None  # an empty variable is no token
+    files = serving.key_files()
+    check_access(serving.host, token, ServerTls(files) if files is not None else None, serving.plain_text)
+    check_format(serving.log_format)
     page = Page(dash, dash_port, rules)
     page.check()
     if options.is_given(ctx, "take_over_after") and not standby:
@@ -166,7 +139,7 @@ def run_syncer(
         settings = JobSettings.load(out / CONFIG)
         _check_shards(settings, files)
     else:
-        settings = options.make_settings({"learners": learners, **job})
+        settings = options.make_job({"learners": learners, **job})
         model_config(settings)  # refuses a model that there is not
         _check_shards(settings, files)
         if or_resume and (out / CONFIG).is_file():
@@ -177,14 +150,13 @@ def run_syncer(
             is_new = True
     with ExitStack() as stack:
         # Before the directory is created: a port in use must not leave one behind.
-        sock = stack.enter_context(bound(host, port, listens=True)) if is_new else None
+        sock = stack.enter_context(bound(serving.host, serving.port, listens=True)) if is_new else None
         if is_new:
             _begin(out, settings, init)
         _check_token(out, token)
         stack.enter_context(page_beside(page, out, token))
         wait_s = take_over_after if standby else None
-        again = partial(_resume_command, ctx)
-        _serve(out, settings, host, port, token, files, plain_text, wait_s, serve_end, sock, again, log_format, as_json)
+        return _serve(out, settings, serving, files, wait_s, sock, partial(_resume_command, ctx), as_json)
 
 
 def _check_shards(settings: JobSettings, files: KeyFiles | None) -> None:
@@ -269,20 +241,6 @@ def _resume_command(ctx: typer.Context, address: str | None) -> str:
     return shlex.join(words) + (", with the same ATOLL_TOKEN" if from_environment else "")
 
 
-def _key_files(keys: Path | None, certificate: Path | None, private_key: Path | None) -> KeyFiles | None:
-    from atoll.transport.tls import KeyFiles, key_files
-
-    if keys is not None:
-        if certificate is not None or private_key is not None:
-            raise ValueError("--keys brings its own certificate: leave --certificate and --private-key out")
-        return key_files(keys, of_syncer=True)
-    if certificate is None and private_key is None:
-        return None
-    if certificate is None or private_key is None:
-        raise ValueError("--certificate and --private-key go together")
-    return KeyFiles(certificate, private_key)
-
-
 def _keep_model(out: Path, shards: int, syncer: SyncerProcess) -> None:
     """As soon as the run is over: its end may be served for long."""
     from atoll.checkpoint.model_file import save_tensors
@@ -296,18 +254,13 @@ def _keep_model(out: Path, shards: int, syncer: SyncerProcess) -> None:
 def _serve(
     out: Path,
     settings: JobSettings,
-    host: str,
-    port: int,
-    token: str | None,
+    serving: ServeOptions,
     keys: KeyFiles | None,
-    plain_text: bool,
     take_over_after: float | None,
-    serve_end_s: float,
     sock: socket | None,
     again: Callable[[str | None], str],
-    log_format: str,
     as_json: bool,
-) -> None:
+) -> Result:
     import logging
     import sys
 
@@ -322,7 +275,7 @@ def _serve(
     from atoll.syncer.main import Superseded, serve_syncer, wait_to_take_over
     from atoll.syncer.shards.coordinator import ShardsMissing
 
-    set_up(log_format, logging.WARNING)
+    set_up(serving.log_format, logging.WARNING)
     for name in ("atoll.syncer", "atoll.command"):
         logging.getLogger(name).setLevel(logging.INFO)
     torch.set_num_threads(1)
@@ -347,10 +300,11 @@ def _serve(
     def told_of_end(address: str) -> None:
         missing = ", ".join(map(str, learners_without_end(out)))
         print(f"The run in {out} is over, and its end has not reached learners {missing}.")
-        print(f"Serving the end on {address} for up to {serve_end_s:g} s (--serve-end); Ctrl-C stops it.", flush=True)
+        end = f"for up to {serving.serve_end:g} s (--serve-end)"
+        print(f"Serving the end on {address} {end}; Ctrl-C stops it.", flush=True)
 
     def waits() -> None:
-        say(log_format, f"Standing by: a syncer serves {out}.")
+        say(serving.log_format, f"Standing by: a syncer serves {out}.")
 
     run = run_of(settings, new_run_id(out))
     while True:
@@ -359,9 +313,9 @@ def _serve(
         has_model = take_over_after is not None or not settings.shards or (out / MODEL).exists()
         was_finished = is_finished(out) and has_model
         # The syncer that a standby watches serves the end itself.
-        serves_end = take_over_after is None and serve_end_s > 0 and was_finished and learners_without_end(out)
+        serves_end = take_over_after is None and serving.serve_end > 0 and was_finished and learners_without_end(out)
         if turn is not None:
-            say(log_format, f"Taking over: {turn.reason}.")
+            say(serving.log_format, f"Taking over: {turn.reason}.")
         finished = was_finished and not serves_end
         if finished:
             break
@@ -370,11 +324,11 @@ def _serve(
         try:
             by_force = turn is not None and turn.by_force
             finished = was_finished | serve_syncer(
-                *(out, run, host, port, token, on_ready, on_finished),
+                *(out, run, serving.host, serving.port, serving.token or None, on_ready, on_finished),
                 take_over=by_force,
                 keys=keys,
-                plain_text=plain_text,
-                serve_end_s=serve_end_s,
+                plain_text=serving.plain_text,
+                serve_end_s=serving.serve_end,
                 sock=sock,
             )
             break
@@ -394,34 +348,29 @@ def _serve(
     path = out / MODEL
     if was_finished and not settings.shards:
         save_tensors(published_tensors(out), out)
-    if as_json:
-        print_json({"finished": True, "model": str(path)})
-        return
-    print(f"The run in {out} {'was finished before' if was_finished else 'is finished'}; its model is {path}.")
-    with suppress(ValueError):  # learners with loops of their own train models of their own
-        load_model(out)
-        print(f'Ask it: atoll generate {out} "def main():"')
+
+    def lines() -> Iterator[str]:
+        yield f"The run in {out} {'was finished before' if was_finished else 'is finished'}; its model is {path}."
+        with suppress(ValueError):  # learners with loops of their own train models of their own
+            load_model(out)
+            yield f'Ask it: atoll generate {out} "def main():"'
+
+    return Result({"finished": True, "model": str(path)}, lines())
 
 
 def run_shard(
-    syncer: Annotated[
-        str,
-        typer.Option("--syncer", metavar="HOST:PORT", help="Where atoll syncer --shards N listens; A:PORT,B:PORT."),
-    ],
-    shard: Annotated[int, typer.Option("--shard", metavar="K", min=0, help="Which one this is, from 0.")],
-    shards: Annotated[int, typer.Option("--shards", metavar="N", min=1, help="How many there are.")],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Its directory; the same one when it comes back.")],
-    host: Annotated[str, typer.Option("--host", metavar="HOST", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, port_option("--port", "Port to listen on; 0: a free one.")] = 7401,
+    syncer: Annotated[str, Setting("Where atoll syncer --shards N listens; A:PORT,B:PORT.", "HOST:PORT")],
+    shard: Annotated[int, Setting("Which one this is, from 0.", "K", min=0)],
+    shards: Annotated[int, Setting("How many there are.", "N", min=1)],
+    out: Annotated[Path, Setting("Its directory; the same one when it comes back.", "DIR")],
+    host: Annotated[str, Setting("Address to listen on.", "HOST")] = "127.0.0.1",
+    port: Annotated[int, options.port("Port to listen on; 0: a free one.")] = 7401,
     advertise: Annotated[
-        str | None,
-        typer.Option("--advertise", metavar="HOST:PORT", help="Where learners reach it, if that is another address."),
+        str | None, Setting("Where learners reach it, if that is another address.", "HOST:PORT")
     ] = None,
     token: Token = None,
     keys: Keys = None,
-    plain_text: Annotated[
-        bool, typer.Option("--plain-text", help="Nobody else is on this network: no keys are needed.")
-    ] = False,
+    plain_text: Annotated[bool, Setting("Nobody else is on this network: no keys are needed.")] = False,
     log_format: LogFormat = "text",
 ) -> None:
     """Hold some fragments of a run: learners bring and fetch them here, the syncer decides.

@@ -14,7 +14,8 @@ import typer
 from atoll.cli import options
 from atoll.cli.dash import Dash, DashPort, Page, PageRules, page_beside
 from atoll.cli.options import LogFormat, of_children
-from atoll.cli.output import ExitCode, JsonOption, complain, print_json
+from atoll.cli.output import ExitCode, JsonOption, Result, complain, size_text
+from atoll.core.settings import Setting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,43 +34,34 @@ SHOWN_KILL = "3@0.4"
 # long: the list of options, with what each one means
 def run(
     ctx: typer.Context,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="Directory of the run. [default: the first free runs/METHOD-N]"),
-    ] = None,
+    out: Annotated[Path | None, Setting("Directory of the run. [default: the first free runs/METHOD-N]", "DIR")] = None,
     resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Go on with the run in --out, by its own settings; only --learners may change."),
+        bool, Setting("Go on with the run in --out, by its settings; only --learners may change.")
     ] = False,
     restore: Annotated[
         str | None,
-        typer.Option(
-            "--restore",
-            metavar="RUN[@N]",
-            help="Start a new run in --out from snapshot N of another, or its newest, by its settings; only learners, "
+        Setting(
+            "Start a new run in --out from snapshot N of another, or its newest, by its settings; only learners, "
             "tokens and kills may be given anew.",
+            "RUN[@N]",
         ),
     ] = None,
     init: options.Init = None,
     method: Annotated[
         str,
-        typer.Option(
-            "--method",
-            metavar="NAME",
-            help="decoupled; or a baseline on the same tokens: ddp exchanges gradients at every step, diloco the "
+        Setting(
+            "decoupled; or a baseline on the same tokens: ddp exchanges gradients at every step, diloco the "
             "model every H steps, streaming a fragment at a time, single trains alone.",
+            "NAME",
         ),
     ] = "decoupled",
-    learners: Annotated[
-        int | None, typer.Option("--learners", metavar="M", help="Islands, one process each. [default: 4]")
-    ] = None,
+    learners: Annotated[int | None, Setting("Islands, one process each. [default: 4]", "M")] = None,
     kill: Annotated[
         list[str] | None,
-        typer.Option(
-            "--kill",
-            metavar="WHO@WHEN",
-            help="Kill learner 3 at 40 % of the run: 3@0.4; 3@0.4+10 keeps it away for 10 s. Repeatable; none: "
+        Setting(
+            "Kill learner 3 at 40 % of the run: 3@0.4; 3@0.4+10 keeps it away for 10 s. Repeatable; none: "
             f"nobody. [default: {SHOWN_KILL} where there are 3 learners]",
+            "WHO@WHEN",
         ),
     ] = None,
     *,
@@ -79,7 +71,7 @@ def run(
     rules: PageRules = None,
     log_format: LogFormat = "text",
     as_json: JsonOption = False,
-) -> None:
+) -> Result:
     """Train a small language model on islands that never wait for each other.
 
     Starts a syncer and M learners as real processes, shows them as they go, kills one of them on the way and starts it
@@ -100,7 +92,7 @@ def run(
     elif restore is not None:
         out = _to_restore(ctx, out)
     else:
-        settings = options.make_settings(
+        settings = options.make_job(
             {
                 "method": method,
                 "learners": learners,
@@ -125,8 +117,7 @@ def run(
             else:
                 settings, report = _started(settings, out, init)
     except AlreadyFinished:
-        _show_finished(out, as_json)
-        return
+        return _finished(out)
     except JobFailed as failed:
         complain(str(failed))
         raise typer.Exit(ExitCode.FAILED) from None
@@ -134,7 +125,7 @@ def run(
         if method == "decoupled" and (out / "config.json").exists():
             complain(f"stopped in order; go on with: atoll train --out {out} --resume")
         raise
-    _show(report, settings, out, as_json)
+    return Result(report.to_json, summary(report, settings, out))
 
 
 def _started(settings: JobSettings, out: Path, init: Path | None) -> tuple[JobSettings, JobReport]:
@@ -237,24 +228,17 @@ def next_run(runs: Path, method: str) -> Path:
     return runs / f"{method}-{number}"
 
 
-def _show(report: JobReport, settings: JobSettings, out: Path, as_json: bool) -> None:
-
-    if as_json:
-        print_json(report.to_json())
-        return
-    for paragraph in summary(report, settings, out):
-        print(paragraph)
-
-
-def _show_finished(out: Path, as_json: bool) -> None:
+def _finished(out: Path) -> Result:
     import json
 
     path = out / "report.json"
-    if as_json:
-        print_json(json.loads(path.read_text(encoding="utf-8")))
-        return
-    print(f"The run in {out} is finished; its report is {path}.")
-    print(f'Ask its model: atoll generate {out} "def main():"')
+    return Result(
+        lambda: json.loads(path.read_text(encoding="utf-8")),
+        [
+            f"The run in {out} is finished; its report is {path}.",
+            f'Ask its model: atoll generate {out} "def main():"',
+        ],
+    )
 
 
 WIDTH = 100
@@ -354,14 +338,14 @@ def _exchange(report: JobReport, settings: JobSettings) -> Iterator[str]:
         yield "One island has nobody to exchange anything with."
         return
     yield (
-        f"The islands sent {_size(report.bytes.up)} and received {_size(report.bytes.down)},"
+        f"The islands sent {size_text(report.bytes.up)} and received {size_text(report.bytes.down)},"
         f" {report.bytes.per_token:.1f} bytes per token."
     )
     if report.method != "ddp" and report.learners > 1:
         steps = report.steps / report.learners  # of each, had all taken the same number
         parallel = 2 * report.learners * steps * ring_bytes(report.parameters, report.learners)
         yield (
-            f"Data-parallel training on the same tokens would have moved {_size(parallel)},"
+            f"Data-parallel training on the same tokens would have moved {size_text(parallel)},"
             f" {parallel / moved:.0f} times as much, and every step would have waited for it."
         )
     if report.method != "decoupled":
@@ -397,14 +381,3 @@ def _share(share: float) -> str:
         return f"{100.0 * share:.0f} %"
     near = min(share, 1.0 - share)
     return f"{100.0 * share:.{1 if near >= 0.005 else 2}f} %"
-
-
-def _size(count: float) -> str:
-    """
-    >>> _size(1_250_000), _size(12)
-    ('1.2 MB', '12 bytes')
-    """
-    for size, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= size:
-            return f"{count / size:.1f} {name}"
-    return f"{count:.0f} bytes"

@@ -1,17 +1,20 @@
-"""Declare a setting once, as a dataclass field with its default, bounds, help text and unit.
+"""Declare a setting once, with its default, bounds, help text and unit.
 
-Command-line options (`atoll.cli.options`), TOML keys and checks are derived from the declaration.
+A setting is a field of a dataclass, or a parameter of a command. Command-line options (`atoll.cli.options`), TOML keys
+and checks are derived from the declaration.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from types import NoneType
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 _KEY = "atoll.setting"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +29,20 @@ class Setting:
     above: float | None = None  # exclusive bound
     below: float | None = None  # exclusive bound
     parse: Callable[[str], Any] | None = None  # reads what a user writes, where that is no plain number or text
+    repeated: bool = False  # the option may be given several times; each is parsed
     show: Callable[[Any], str] | None = None  # the opposite, for the default in help
     default_text: str | None = None  # in help, in place of the default; empty: show none
     advice: str = ""  # ends the sentence about a value that is out of bounds
+    check: Callable[[Any], None] | None = None  # raises `ValueError` for a value that the option must not have
+    envvar: str | None = None  # environment variable that is read where the option is not given
+    short: str | None = None  # second spelling of the option, with its dash
+    hidden: bool = False  # not shown in help
 
 
-def setting(default: Any, help: str = "", **declared: Any) -> Any:
+def setting(default: Any, help: str | Setting = "", metavar: str = "", **declared: Any) -> Any:
     """Declare a field of a dataclass as a setting. `declared` are the other fields of `Setting`."""
-    return field(default=default, metadata={_KEY: Setting(help, **declared)})
+    made = help if isinstance(help, Setting) else Setting(help, metavar, **declared)
+    return field(default=default, metadata={_KEY: made})
 
 
 def same_setting(owner: type, name: str, default: Any = MISSING, **changes: Any) -> Any:
@@ -79,8 +88,8 @@ def type_hints(owner: type) -> dict[str, Any]:
     return _hints[owner]
 
 
-def declared_settings(owner: type) -> Iterator[Declared]:
-    """Yield the settings of a dataclass in order. Defaults are those of an instance, also in dataclasses that it holds.
+def declared_settings(owner: Any) -> Iterator[Declared]:
+    """Yield the settings of a dataclass (a class or an instance) and of dataclasses that it holds, in order.
 
     >>> @dataclass(frozen=True)
     ... class Pace:
@@ -88,16 +97,39 @@ def declared_settings(owner: type) -> Iterator[Declared]:
     >>> [(each.flag, each.default) for each in declared_settings(Pace)]
     [('--every', 3)]
     """
-    return _declared(owner())
-
-
-def _declared(instance: Any) -> Iterator[Declared]:
-    for each in fields(instance):
-        value, declared = getattr(instance, each.name), setting_of(each)
+    hints = type_hints(owner if isinstance(owner, type) else type(owner))
+    for each in fields(owner):
+        value, declared = _value(owner, each), setting_of(each)
         if declared is not None:
-            yield Declared(each.name, declared, type_hints(type(instance))[each.name], value)
+            yield Declared(each.name, declared, hints[each.name], value)
         elif is_dataclass(value):
-            yield from _declared(value)
+            yield from declared_settings(value)
+
+
+def _value(owner: Any, each: Field[Any]) -> Any:
+    """Return the value of a field: of a class its default, or MISSING where it has none."""
+    if not isinstance(owner, type):
+        return getattr(owner, each.name)
+    return each.default if each.default_factory is MISSING else each.default_factory()
+
+
+def make_settings(owner: type[T], values: Mapping[str, Any]) -> T:
+    """Return the dataclass with these values of its settings, and of settings of dataclasses that it holds."""
+    rest = dict(values)
+    made = owner(**_take_changes(owner, rest))
+    if rest:
+        raise TypeError(f"{owner.__name__} has no setting {next(iter(rest))!r}")
+    return made
+
+
+def _take_changes(owner: Any, rest: dict[str, Any]) -> dict[str, Any]:
+    changes: dict[str, Any] = {}
+    for each in fields(owner):
+        if each.name in rest:
+            changes[each.name] = rest.pop(each.name)
+        elif setting_of(each) is None and is_dataclass(held := _value(owner, each)):
+            changes[each.name] = replace(held, **_take_changes(held, rest))  # type: ignore[type-var]
+    return changes
 
 
 def check_settings(instance: Any) -> None:

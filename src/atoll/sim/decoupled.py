@@ -27,10 +27,11 @@ from atoll.core.protocol import (
     StartTraining,
     StepTaken,
 )
+from atoll.core.settings import check_settings, same_setting, setting
 from atoll.core.states import Mode
 from atoll.core.syncer.core import SyncerCore
 from atoll.core.syncer.state import Restored
-from atoll.core.types import SYNCER, LearnerId, Limits, RunConfig
+from atoll.core.types import SYNCER, AdoptHow, LearnerId, Limits, RunConfig
 from atoll.sim.driver import Driver, Links, SimProcess, SimStore
 from atoll.sim.fleet import ExtraLearners, FleetConfig, Segment, SimIsland, State, build_islands
 from atoll.tape.format import Actor, Entry
@@ -44,33 +45,31 @@ round would have its quorum, and nobody would step to be heard again."""
 class DecoupledConfig:
     """How the protocol runs on the fleet."""
 
-    fragments: int = 24  # P
-    every_steps: int = 24  # H
-    overlap_steps: int = 2  # tau
-    quorum: int = 1  # K
-    grace_margin: float = 0.5  # gamma; 0: off
-    adopt: str = "carry"
-    delay_s: float = 0.05  # one way, of a message
-    fragment_s: float = 0.1  # additional, of a fragment on a link
-    merge_s: float = 0.02
-    disk_s: float = 0.02
-    jitter: float = 0.0  # standard deviation of a step's duration, as a share of it
-    lockstep: bool = False  # nobody runs ahead: a learner waits when a round is tau steps late for it
+    fragments: int = same_setting(RunConfig, "fragments")
+    every_steps: int = same_setting(RunConfig, "every_steps")
+    overlap_steps: int = same_setting(RunConfig, "overlap_steps")
+    quorum: int = same_setting(RunConfig, "quorum")
+    grace_margin: float = same_setting(RunConfig, "grace_margin", 0.5)
+    adopt: AdoptHow = same_setting(RunConfig, "adopt")
+    delay_s: float = setting(0.05, "Delay of a message, one way.", "SECONDS", flag="delay", min=0)
+    fragment_s: float = setting(
+        0.1, "Additional time to send one fragment, one way.", "SECONDS", flag="fragment_time", min=0
+    )
+    merge_s: float = setting(0.02, min=0)
+    disk_s: float = setting(0.02, min=0)
+    jitter: float = setting(0.0, "Standard deviation of a step's duration, as a share of it.", "SHARE", min=0, below=1)
+    lockstep: bool = setting(False, "A learner waits when a round is tau steps late for it.")
     sampled_fragments: int | None = None  # None: all of them
     steps_per_event: int = 1
 
     def __post_init__(self) -> None:
+        check_settings(self)
         if self.sampled_fragments is not None and not 1 <= self.sampled_fragments <= self.fragments:
             raise ValueError(f"sampled_fragments must be in 1..{self.fragments}, got {self.sampled_fragments}")
         if not 1 <= self.steps_per_event <= self.every_steps:
             raise ValueError(f"steps_per_event must be in 1..{self.every_steps}, got {self.steps_per_event}")
-        if not 0 <= self.jitter < 1:
-            raise ValueError(f"jitter is {self.jitter}; give a share of a step's duration in [0, 1)")
         if (self.lockstep or self.jitter) and self.steps_per_event != 1:
             raise ValueError("lockstep and jitter need steps_per_event = 1: every step is different")
-        for name in ("delay_s", "fragment_s", "merge_s", "disk_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}; give seconds, 0 or more")
 
     def run_config(self) -> RunConfig:
         """Sampled fragments are spread over the offsets, as all of them would be."""
@@ -84,7 +83,7 @@ class DecoupledConfig:
             overlap_steps=self.overlap_steps,
             quorum=self.quorum,
             grace_margin=self.grace_margin,
-            adopt=self.adopt,  # type: ignore[arg-type]
+            adopt=self.adopt,
             owned=owned,
             limits=_PATIENT if self.lockstep else Limits(),
         )

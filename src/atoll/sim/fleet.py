@@ -37,7 +37,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-YEAR_S = 365 * 86_400.0
+from atoll.core.settings import setting
+
+DAY_S = 86_400.0
+YEAR_S = 365 * DAY_S
 MAX_LEARNERS = 4_096
 
 
@@ -132,20 +135,48 @@ def _unit_repair_mean(shape: float, power: float) -> float:
     return power * math.gamma(order) * total
 
 
+def read_mtbi(text: str) -> float:
+    """Return seconds for a number of days.
+
+    >>> read_mtbi("0.5"), read_mtbi("inf")
+    (43200.0, inf)
+    """
+    try:
+        days = float(text)
+    except ValueError:
+        days = math.nan
+    if not days > 0.0:
+        raise ValueError(f"--mtbi-days is {text}; give days above 0, or inf for chips that never fail")
+    return days * DAY_S
+
+
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
     """Chips, slices and their troubles. The defaults down to `step_time_s` are the one fit of the published table."""
 
-    mtbi_s: float = YEAR_S  # mean time between interruptions of one chip (published)
+    # published
+    mtbi_s: float = setting(
+        YEAR_S,
+        "Mean time between interruptions of one chip; inf: none.",
+        "DAYS",
+        flag="mtbi_days",
+        parse=read_mtbi,
+        show=lambda seconds: f"{seconds / DAY_S:g}",
+    )
     slice_chips: int = 2_048
     repair: RepairDelay = field(default_factory=lambda: RepairDelay.with_mean(62.5, shape=0.7, power=3.0))
     downscale_s: float = 14.5
     upscale_s: float = 14.5
     upscale_delay_s: float = 31.0
     restart_s: float = 14.5  # of a job that is not elastic, after its slice is back
-    step_time_s: float = 1.0
+    step_time_s: float = setting(1.0, "One inner step at full speed.", "SECONDS", flag="step_time")
     tokens_per_chip_step: float = 16.0
-    chip_time_sigma: float = 0.0  # standard deviation of a chip's step time, as a fraction of the mean
+    chip_time_sigma: float = setting(
+        0.0,
+        "Standard deviation of step time between chips, 0 to 1; an island waits for its slowest.",
+        "SHARE",
+        flag="chip_variance",
+    )
     slowdowns_per_hour: float = 0.0  # per island
     slowdown_factor: float = 0.5  # speed during one
     slowdown_mean_s: float = 60.0

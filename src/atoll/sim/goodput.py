@@ -27,10 +27,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
 
-from atoll.sim.fleet import ExtraLearners, FleetConfig, SimIsland, build_islands
+from atoll.sim.fleet import DAY_S, ExtraLearners, FleetConfig, SimIsland, build_islands
 from atoll.sim.published import PUBLISHED_ROWS, Method, Metric
-
-DAY_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)

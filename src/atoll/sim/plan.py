@@ -16,6 +16,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from atoll.core.settings import same_setting, setting
+from atoll.core.types import RunConfig
 from atoll.sim.bandwidth import (
     CODEC_BITS,
     UTILISATIONS,
@@ -33,8 +35,8 @@ from atoll.sim.bandwidth import (
     streaming,
     wire_bits,
 )
-from atoll.sim.fleet import MAX_LEARNERS, FleetConfig, demand
-from atoll.sim.goodput import DAY_S, BarrierConfig, simulate
+from atoll.sim.fleet import DAY_S, MAX_LEARNERS, FleetConfig, demand
+from atoll.sim.goodput import BarrierConfig, simulate
 from atoll.sim.published import Method
 
 FLOPS_PER_PARAM_AND_TOKEN = 6.0
@@ -94,12 +96,16 @@ class PlanWish:
     params: float
     islands: tuple[IslandSpec, ...]
     tokens: float | None = None  # to be trained
-    every_steps: int = 24  # H
-    fragments: int = 24  # P
-    tau_steps: int = 2
-    codec: str = "bf16"  # of DiLoCo and Streaming DiLoCo, and the one that warnings are about
-    star: bool = False  # one syncer elsewhere, instead of a part of it at each site
-    slice_chips: int = 2_048
+    every_steps: int = same_setting(RunConfig, "every_steps")
+    fragments: int = same_setting(RunConfig, "fragments")
+    tau_steps: int = same_setting(RunConfig, "overlap_steps")
+    codec: str = setting(
+        "bf16",
+        "f32, bf16, int8 or int4: of DiLoCo and Streaming DiLoCo, and of the warnings about links.",
+        "NAME",
+    )
+    star: bool = setting(False, "One syncer elsewhere, instead of a part of it at each site: other bytes per link.")
+    slice_chips: int = setting(2_048, "Chips that are out together when one of them fails.", "N", min=1)
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -113,6 +119,8 @@ class PlanWish:
             raise ValueError("a budget of tokens says nothing without the tokens of a step; give --tokens-per-step")
         if self.tokens is None and any(island.price_per_gb is not None for island in self.islands):
             raise ValueError("a price needs to know how much is sent; give --tokens and --tokens-per-step")
+        if self.slice_chips < 1:
+            raise ValueError(f"--slice-chips is {self.slice_chips}; give at least 1")
         check_schedule(self.every_steps, self.fragments, self.tau_steps)
         codec_bits(self.codec)
 

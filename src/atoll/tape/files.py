@@ -441,3 +441,63 @@ def _named(folder: Path) -> Iterator[tuple[Actor, Path]]:
             raise TapeError("its name does not say whose tape it is, as syncer-e1 and learner-3-i2 do", str(path))
         epoch, learner, incarnation = found.groups(default="0")
         yield Actor(int(learner), int(epoch) or int(incarnation)), path
+
+
+class TapeTotals(NamedTuple):
+    """The tapes of a simulated run in its directory."""
+
+    directory: str
+    tapes: int
+    entries: int
+    size_bytes: int
+    finished: bool  # the run came to its orderly end after the simulated time
+    merges: int  # up to that end
+
+
+class SimulatedTapes:
+    """Writes one tape per simulated process. A context manager, which closes them."""
+
+    def __init__(self, directory: Path, config: RunConfig, seed: int, note: str = SIMULATED_NOTE) -> None:
+        self._directory = directory
+        self._config = config
+        self._seed = seed
+        self._note = note
+        self._writers: dict[Actor, TapeWriter] = {}
+        self.finished = False
+        self.merges = 0
+
+    def start(self, actor: Actor, restored: Restored | None) -> None:
+        before = self._writers.get(Actor(actor.learner, actor.start - 1))
+        if before is not None and actor.learner != SYNCER:
+            before.close()  # an incarnation ends before the next one starts; a syncer that was cut off may live on
+        header = new_header(actor, self._config, self._seed, restored, self._note)
+        self._writers[actor] = TapeWriter(tape_path(self._directory, actor), header)
+
+    def write(self, entry: Entry) -> None:
+        self._writers[entry.actor].write(entry)
+
+    def __enter__(self) -> SimulatedTapes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+    def totals(self) -> TapeTotals:
+        writers = self._writers.values()
+        return TapeTotals(
+            str(self._directory),
+            len(writers),
+            sum(writer.tick for writer in writers),
+            sum(writer.path.stat().st_size for writer in writers),
+            self.finished,
+            self.merges,
+        )
+
+
+def check_tape_directory(directory: Path) -> None:
+    """Refuse a directory that is not new or empty: a tape is never overwritten."""
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"{directory} is a file; give --tape a directory")
+    if directory.is_dir() and any(directory.iterdir()):
+        raise ValueError(f"{directory} is not empty, and a tape is never overwritten; remove it or choose another")

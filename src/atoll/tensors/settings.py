@@ -32,7 +32,12 @@ class Numerics:
     True
     """
 
-    plan: PlanHow = setting("balanced", "Fragments balanced, by layers or by rows.", metavar="HOW")
+    plan: PlanHow = setting(
+        "balanced",
+        "Cut into fragments: balanced (whole tensors, by size), layers (layer i into fragment i mod P) or rows (as "
+        "balanced, with large tensors cut by rows).",
+        metavar="HOW",
+    )
     # radial is for weights: embeddings are averaged then; buffers have a rule of their own
     merge: MergeHow = setting(
         "average",
