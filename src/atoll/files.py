@@ -1,4 +1,6 @@
-"""Atomic file writes: after a crash or on a full disk, a path holds its old content or the new one, never a part.
+"""Atomic file writes and file locks.
+
+After a crash or on a full disk, a path holds its old content or the new one, never a part.
 
 The content goes to a temporary file beside the path, is made durable, and then gets its name in one step. `durable` is
 False only where losing the file to a power cut is harmless: nothing is fsynced then.
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -118,3 +121,46 @@ def make_folder(folder: Path) -> None:
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
         sync_folder(folder.parent)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Locks
+
+
+class LockHeldError(Exception):
+    """Another process holds the lock. `owner` is what that process wrote into the file; it may be empty."""
+
+    def __init__(self, path: Path, owner: str) -> None:
+        super().__init__(f"{path} is locked by {owner or 'another process'}")
+        self.owner = owner
+
+
+def take_lock(path: Path, owner: str) -> int:
+    """Lock a file, write its owner into it, and return it open. The lock ends when no process has the file open."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LockHeldError(path, os.pread(lock, 4096, 0).decode("utf-8", "replace").strip()) from None
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, owner.encode(), 0)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process on this machine holds the lock."""
+    try:
+        lock = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False

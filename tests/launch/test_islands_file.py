@@ -54,7 +54,7 @@ def loaded(folder: Path, text: str) -> IslandsFile:
 
 
 def units(file: IslandsFile, token: str | None = "a secret") -> dict[str, tuple[str, Unit]]:
-    return {placed.unit.name: (placed.engine, placed.unit) for placed in units_of(file, token)}
+    return {unit.name: (unit.engine, unit) for unit in units_of(file, token)}
 
 
 def problem(folder: Path, text: str) -> str:
@@ -149,7 +149,7 @@ def test_little_is_needed(tmp_path):
     file = loaded(tmp_path, ISLAND)
     assert (file.run, file.directory) == ("islands", tmp_path / "runs/islands")
     assert file.syncer.address == "127.0.0.1:7400"
-    assert [(island.name, island.number, island.engine) for island in file.islands] == [("a", 1, "local")]
+    assert [(island.unit.name, island.number, island.unit.engine) for island in file.islands] == [("a", 1, "local")]
 
 
 def test_what_is_wrong_is_said_at_once_with_the_fix(tmp_path):
@@ -226,7 +226,7 @@ def test_defaults_of_one_engine_are_not_given_to_another(tmp_path):
         '[defaults]\nengine = "slurm"\ncommand = "x"\noptions = { partition = "long" }\n'
         "[islands.a]\noptions = { account = 'me' }\n[islands.b]\nengine = 'local'\n",
     )
-    first, second = file.islands
+    first, second = (island.unit for island in file.islands)
     assert (first.engine, first.options) == ("slurm", {"partition": "long", "account": "me"})
     assert (second.engine, second.options) == ("local", {})
 

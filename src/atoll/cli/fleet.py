@@ -17,8 +17,8 @@ from atoll.cli.output import ExitCode, JsonOption, Result, complain, print_json
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from atoll.launch.engine import Unit
     from atoll.launch.fleet import Fleet, Look
-    from atoll.launch.units import Placed
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="TOML with the syncer and the islands: docs/engines.md.")]
 
@@ -110,16 +110,16 @@ def run_up(
     read = IslandsFile.load(file)
     fleet = Fleet(read)
     names = fleet.names(units or ())
-    placed = [each for each in units_of(read, token_of(read, make=False)) if each.unit.name in names]
-    fleet.check(placed)
+    wanted = [unit for unit in units_of(read, token_of(read, make=False)) if unit.name in names]
+    fleet.check(wanted)
     if warning := stays_here(read):
         complain(warning)
     if dry_run:
-        _show_rendered(fleet, placed, as_json)
+        _show_rendered(fleet, wanted, as_json)
         return
     with fleet.alone("atoll up"):  # two who make a token at once would not have the same
         token = token_of(read, make=True)
-    placed = [each for each in units_of(read, token) if each.unit.name in names]
+    wanted = [unit for unit in units_of(read, token) if unit.name in names]
     said: dict[str, str] = {}
 
     def say(unit: str, words: str) -> None:
@@ -129,7 +129,7 @@ def run_up(
 
     come_back = f"atoll status {file}, atoll logs {file} -f, atoll down {file}"
     try:
-        started = fleet.up(placed, say)
+        started = fleet.up(wanted, say)
         if detach:
             looks = fleet.looks()
         else:
@@ -162,15 +162,14 @@ def _tell_end(fleet: Fleet, looks: list[Look]) -> None:
         print(f"The run in {fleet.file.directory} has ended.")
 
 
-def _show_rendered(fleet: Fleet, placed: list[Placed], as_json: bool) -> None:
+def _show_rendered(fleet: Fleet, units: list[Unit], as_json: bool) -> None:
+    rendered = [fleet.engine(unit.engine).render(unit) for unit in units]
     if as_json:
-        rendered = [{"name": each.unit.name, "engine": each.engine, "submitted": fleet.render(each)} for each in placed]
-        print_json({"run": fleet.file.run, "directory": str(fleet.file.directory), "units": rendered})
+        shown = zip(units, rendered, strict=True)
+        told = [{"name": unit.name, "engine": unit.engine, "submitted": text} for unit, text in shown]
+        print_json({"run": fleet.file.run, "directory": str(fleet.file.directory), "units": told})
         return
-    for place, each in enumerate(placed):
-        if place:
-            print()
-        print(fleet.render(each).rstrip("\n"))
+    print("\n\n".join(text.rstrip("\n") for text in rendered))
 
 
 def run_down(

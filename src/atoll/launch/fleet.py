@@ -7,7 +7,6 @@ which that engine finds it again, and what it was started as. It is written afte
 from __future__ import annotations
 
 import difflib
-import fcntl
 import json
 import os
 import signal
@@ -21,10 +20,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atoll.files import write_text
-from atoll.launch.engine import Engine, TakesArrays, UnitStanding, UnitState, engine
-from atoll.launch.islands_file import SHARD, SYNCER, IslandsFile
-from atoll.launch.units import FLEET, Placed
+from atoll.files import LockHeldError, take_lock, write_text
+from atoll.launch.engine import SHARD, SYNCER, Engine, TakesArrays, Unit, UnitStanding, UnitState, engine, is_island
+from atoll.launch.islands_file import IslandsFile
+from atoll.launch.units import FLEET
 
 KNOWN, LOCK = "units.json", "lock"
 FORMAT = 1
@@ -39,7 +38,6 @@ LAST_WORDS_S = 120.0
 
 HELD_BACK = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 NOT_STARTED = "not started"
-OVER = frozenset({UnitStanding.ENDED, UnitStanding.FAILED, UnitStanding.STOPPED, UnitStanding.GONE})
 
 Say = Callable[[str, str], None]  # a unit, and what happens to it
 
@@ -71,7 +69,7 @@ class Look(NamedTuple):
 
     @property
     def is_over(self) -> bool:
-        return self.status is not None and self.status.standing in OVER
+        return self.status is not None and self.status.standing.is_over
 
     @property
     def is_wrong(self) -> bool:
@@ -79,7 +77,7 @@ class Look(NamedTuple):
 
     @property
     def is_island(self) -> bool:
-        return self.name != SYNCER and not self.name.startswith(SHARD)
+        return is_island(self.name)
 
     def to_json(self) -> dict[str, Any]:
         restarts = self.status.restarts if self.status is not None else 0
@@ -122,11 +120,11 @@ class Fleet:
         """Of the units of the file in its order, and then of those that were started and are not in it any more; only
         of those that are wanted, where some are."""
         known = self.known()
-        engines = {island.name: island.engine for island in self.file.islands}
+        engines = {island.unit.name: island.unit.engine for island in self.file.islands}
         return [
             self.look(name, known[name])
             if name in known
-            else Look(name, engines.get(name, self.file.syncer.engine), None)
+            else Look(name, engines.get(name, self.file.syncer.unit.engine), None)
             for name in self._all_names()
             if not wanted or name in wanted
         ]
@@ -158,7 +156,7 @@ class Fleet:
 
     def _listed(self) -> list[str]:
         shards = [f"{SHARD}{k}" for k in range(self.file.syncer.shards)]
-        return [SYNCER, *shards, *(island.name for island in self.file.islands)]
+        return [SYNCER, *shards, *(island.unit.name for island in self.file.islands)]
 
     def is_finished(self) -> bool:
         """As the store on a disk that this machine can see says; the model of a run with shards is gathered later."""
@@ -171,21 +169,18 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------------------ starting
 
-    def check(self, units: Sequence[Placed]) -> None:
-        """All that is wrong, before anything is started."""
+    def check(self, units: Sequence[Unit]) -> None:
+        """Raise ValueError with all problems, before anything is started."""
         problems: list[str] = []
-        for name, unit in units:
+        for unit in units:
             try:
-                self.engine(name).check(unit)
-            except ValueError as wrong:
-                problems.append(str(wrong))
+                self.engine(unit.engine).check(unit)
+            except ValueError as error:
+                problems.append(str(error))
         if problems:
             raise ValueError("; ".join(dict.fromkeys(problems)))
 
-    def render(self, placed: Placed) -> str:
-        return self.engine(placed.engine).render(placed.unit)
-
-    def up(self, units: Sequence[Placed], say: Say) -> list[str]:
+    def up(self, units: Sequence[Unit], say: Say) -> list[str]:
         """Start what is new, has failed or has left a run that goes on; returns the names of those. A second call
         starts nothing."""
         started: list[str] = []
@@ -193,55 +188,53 @@ class Fleet:
             known = self.known()
             looks = {name: self.look(name, known[name]) for name in known}
             is_over = self.is_finished() or (SYNCER in looks and looks[SYNCER].standing == UnitStanding.ENDED.value)
-            wanted: list[Placed] = []
-            for placed in units:
-                name = placed.unit.name
-                left = self._left_alone(placed, known.get(name), looks.get(name), is_over)
+            wanted: list[Unit] = []
+            for unit in units:
+                left = self._left_alone(unit, known.get(unit.name), looks.get(unit.name), is_over)
                 if left is not None:
-                    say(name, left)
+                    say(unit.name, left)
                 else:
-                    wanted.append(placed)
+                    wanted.append(unit)
             for together in self._arrays(wanted):
                 with _uninterrupted():  # a unit that runs and is not written down is lost
-                    for placed, handle in zip(together, self._start(together), strict=True):
-                        known[placed.unit.name] = UnitRecord(placed.engine, handle, _told(placed))
+                    for unit, handle in zip(together, self._start(together), strict=True):
+                        known[unit.name] = UnitRecord(unit.engine, handle, _told(unit))
                     self._write(known)
-                for placed in together:
-                    name = placed.unit.name
-                    started.append(name)
-                    say(name, "started again" if name in looks else f"started by engine {placed.engine}")
+                for unit in together:
+                    started.append(unit.name)
+                    say(unit.name, "started again" if unit.name in looks else f"started by engine {unit.engine}")
             for name in set(looks).difference(self._listed()):
                 say(name, f"is {looks[name].standing}, and not in the file any more: down it to forget it")
         return started
 
-    def _arrays(self, wanted: Sequence[Placed]) -> list[list[Placed]]:
-        """What is submitted at once: islands of one table, where the engine takes that; otherwise each by itself."""
-        tables = {island.name: island.table for island in self.file.islands}
-        made: list[list[Placed]] = []
+    def _arrays(self, wanted: Sequence[Unit]) -> list[list[Unit]]:
+        """Group what is submitted at once: islands of one table, where the engine takes that; otherwise each alone."""
+        tables = {island.unit.name: island.table for island in self.file.islands}
+        made: list[list[Unit]] = []
         before: str | None = None
-        for placed in wanted:
-            table = tables.get(placed.unit.name)
-            if table is not None and table == before and isinstance(self.engine(placed.engine), TakesArrays):
-                made[-1].append(placed)
+        for unit in wanted:
+            table = tables.get(unit.name)
+            if table is not None and table == before and isinstance(self.engine(unit.engine), TakesArrays):
+                made[-1].append(unit)
             else:
-                made.append([placed])
+                made.append([unit])
             before = table
         return made
 
-    def _start(self, together: Sequence[Placed]) -> list[dict[str, Any]]:
+    def _start(self, together: Sequence[Unit]) -> list[dict[str, Any]]:
         of_all = self.engine(together[0].engine)
         if len(together) > 1 and isinstance(of_all, TakesArrays):
-            return of_all.start_array([placed.unit for placed in together])
-        return [of_all.start(placed.unit) for placed in together]
+            return of_all.start_array(together)
+        return [of_all.start(unit) for unit in together]
 
-    def _left_alone(self, placed: Placed, known: UnitRecord | None, look: Look | None, is_over: bool) -> str | None:
+    def _left_alone(self, unit: Unit, known: UnitRecord | None, look: Look | None, is_over: bool) -> str | None:
         """Why a unit is not started; None: it is."""
         if look is None or known is None:
             return "the run is over: not started" if is_over else None
         if look.problem:
             return f"{look.problem}; left alone; {self._or_forget(look.name)}"
         if look.standing in (UnitStanding.RUNNING.value, UnitStanding.WAITING.value):
-            changed = _changes(known.told, _told(placed))
+            changed = _changes(known.told, _told(unit))
             if changed:
                 return f"is {look.standing} as it was, and {', '.join(changed)} changed: down it first, then up"
             return f"is {look.standing}: left alone"
@@ -257,7 +250,7 @@ class Fleet:
         names = self.names(wanted)
         with self.alone("atoll down"):
             known = self.known()
-            islands = [name for name in names if name != SYNCER and not name.startswith(SHARD)]
+            islands = [name for name in names if is_island(name)]
             others = [name for name in names if name not in islands]
             # A shard that is stopped before its syncer would be waited for; the syncer is first.
             stopped = [self._stop_all(each, known, say) for each in (islands, others[:1], others[1:])]
@@ -360,33 +353,25 @@ class Fleet:
 
     @contextmanager
     def alone(self, who: str) -> Iterator[None]:
-        """Whoever changes the run does so alone. ValueError says who is at it."""
+        """Hold the lock of the run: one process at a time changes it. ValueError names the one that does."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / LOCK, "a+", encoding="utf-8") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lock.seek(0)
-                other = lock.read().strip() or "somebody"
-                raise ValueError(f"{other} is changing this run: wait until it is done") from None
-            lock.truncate(0)
-            lock.write(f"{who} (process {os.getpid()} on {socket.gethostname()})")
-            lock.flush()
+        try:
+            lock = take_lock(self.folder / LOCK, f"{who} (process {os.getpid()} on {socket.gethostname()})")
+        except LockHeldError as error:
+            owner = error.owner or "another process"
+            raise ValueError(f"{owner} is changing this run: wait until it is done") from None
+        try:
             yield
+        finally:
+            os.close(lock)
 
 
-def _told(placed: Placed) -> dict[str, Any]:
-    """What a change of which is told. As JSON gives it back."""
-    unit = placed.unit
-    told = {
-        "engine": placed.engine,
-        "command": unit.command,
-        "environment": {name: value for name, value in unit.environment.items() if name not in unit.secret},
-        "secrets": sorted(unit.secret),
-        **{key: getattr(unit, key) for key in ("nodes", "cpus", "devices", "site", "restarts", "notice_s", "options")},
-    }
+def _told(unit: Unit) -> dict[str, Any]:
+    """Return what the unit is started as, in JSON and without secrets: `up` says which of it has changed."""
+    shown = {name: value for name, value in unit.environment.items() if name not in unit.secret}
+    told = unit.to_json() | {"environment": shown, "secrets": sorted(unit.secret)}
     again: dict[str, Any] = json.loads(json.dumps(told, default=str))
-    return again
+    return {key: value for key, value in again.items() if key not in ("run", "name", "directory", "secret")}
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -108,30 +108,24 @@ class Spawner(Protocol):
         """
 
 
-class UnitSpec(NamedTuple):
-    """What a supervisor has to know of its unit."""
-
-    restarts: int
-    notice_s: float
-    syncer: Path | None
-    """Directory of the syncer's unit; None for the syncer itself."""
-    ends_with_syncer: bool
-
-
 class UnitSupervisor:
     """Keeps one unit running until it ends well, fails for good or is stopped.
 
-    `report` takes the standing, the reason and the time of the next start.
+    `report` takes the standing, the reason and the time of the next start. `syncer` is the directory of the syncer's
+    unit, None for the syncer itself.
     """
 
     def __init__(
         self,
-        unit: UnitSpec,
         spawner: Spawner,
         restarts: Restarts,
         report: Callable[[UnitStanding, str, float | None], object],
+        notice_s: float,
+        syncer: Path | None,
+        ends_with_syncer: bool,
     ) -> None:
-        self._unit, self._spawner, self._restarts, self._report = unit, spawner, restarts, report
+        self._spawner, self._restarts, self._report = spawner, restarts, report
+        self._notice_s, self._syncer, self._ends_with_syncer = notice_s, syncer, ends_with_syncer
         self._is_run_over, self._checked_run_at = False, float("-inf")
         self._is_stopping = False
 
@@ -146,7 +140,7 @@ class UnitSupervisor:
         """Return whether the syncer has ended well: a unit that starts now would wait for it for ever."""
         now = time.monotonic()
         if now - self._checked_run_at >= max_age_s:
-            self._is_run_over = self._unit.syncer is not None and has_ended(self._unit.syncer)
+            self._is_run_over = self._syncer is not None and has_ended(self._syncer)
             self._checked_run_at = now
         return self._is_run_over
 
@@ -154,16 +148,16 @@ class UnitSupervisor:
         while True:
             began = time.monotonic()
             try:
-                ended = self._spawner.run(self._started, self._should_end, self._unit.notice_s)
+                ended = self._spawner.run(self._started, self._should_end, self._notice_s)
             except OSError as error:
                 ended = ExitInfo(f"it cannot be started: {error}")
-            late = f"did not end within {self._unit.notice_s:g} s, and was killed" if ended.was_killed else ""
+            late = f"did not end within {self._notice_s:g} s, and was killed" if ended.was_killed else ""
             if self.is_stopping():
                 return UnitStanding.STOPPED, late or ("" if ended.is_failure else ended.why)
             is_over = self.is_run_over()
-            if is_over and self._unit.ends_with_syncer:
+            if is_over and self._ends_with_syncer:
                 return UnitStanding.ENDED, late or "the run is over"
-            if not ended.why and not self._unit.ends_with_syncer:
+            if not ended.why and not self._ends_with_syncer:
                 return UnitStanding.ENDED, ""
             why = ended.why or LEFT_EARLY
             if is_over:
@@ -184,7 +178,4 @@ class UnitSupervisor:
         self._report(UnitStanding.RUNNING, description, None)
 
     def _should_end(self) -> bool:
-        return self.is_stopping() or (self._unit.ends_with_syncer and self.is_run_over(RUN_POLL_INTERVAL_S))
-
-
-__all__ = ["HEALTHY_S", "ExitInfo", "Restarts", "Spawner", "UnitSpec", "UnitSupervisor", "has_ended", "signal_name"]
+        return self.is_stopping() or (self._ends_with_syncer and self.is_run_over(RUN_POLL_INTERVAL_S))

@@ -10,7 +10,6 @@ refuse whoever has an older one (`store`), whatever that one believes.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import time
@@ -19,6 +18,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+from atoll.files import is_locked
 
 ALIVE = "alive"
 LOCK = "lock"
@@ -80,21 +81,6 @@ def remove_sign(store: Path, epoch: int) -> None:
             (store / ALIVE).unlink(missing_ok=True)
 
 
-def is_unlocked(store: Path) -> bool:
-    """Nobody on this machine holds the lock."""
-    try:
-        lock = os.open(store / LOCK, os.O_RDWR)
-    except OSError:
-        return True
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    finally:
-        os.close(lock)
-    return True
-
-
 class Turn(NamedTuple):
     """It is time to take over. `by_force`: from one that may still be there, and is fenced."""
 
@@ -114,7 +100,7 @@ class Watcher:
 
     def look(self) -> Turn | None:
         sign, now = read_sign(self._store), self._clock()
-        unlocked = is_unlocked(self._store)
+        unlocked = not is_locked(self._store / LOCK)
         if sign is not None and sign != self._seen:
             self._seen, self._since = sign, now
         if unlocked and (sign is None or sign.machine == this_machine()):

@@ -27,7 +27,6 @@ before (1) has either given its file the name before (2), and is read, or finds 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -42,7 +41,7 @@ from torch import Tensor
 from atoll.core.protocol import LeaseRecord, ManifestRecord, MembersRecord, Record, SnapshotRecord, VersionRecord
 from atoll.core.syncer.state import Restored
 from atoll.core.types import FragmentId, Version
-from atoll.files import UNFINISHED, make_folder, sync_folder, write_file
+from atoll.files import UNFINISHED, LockHeldError, make_folder, sync_folder, take_lock, write_file
 from atoll.store.fencing import LOCK, lives_elsewhere, remove_sign, write_sign
 from atoll.store.tensor_file import (
     DamageError,
@@ -112,7 +111,7 @@ class Store:
             raise ValueError(f"keep must be at least 1, got {keep}: the newest version is always kept")
         path = Path(directory).absolute()
         make_folder(path)
-        store = cls(path, keep, _taken_over(path / LOCK) if take_over else _locked(path / LOCK))
+        store = cls(path, keep, _locked(path / LOCK, take_over))
         try:
             if not take_over and (sign := lives_elsewhere(path)) is not None:
                 raise InUse(
@@ -458,32 +457,18 @@ class Store:
 # Files of the store
 
 
-def _locked(path: Path) -> int:
-    """The lock, taken. It goes away with the process, however that ends."""
-    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+def _locked(path: Path, take_over: bool) -> int:
+    """Return the lock, taken; with `take_over` another one in its place where a process that hangs has it."""
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        return take_lock(path, f"{os.getpid()}\n")
+    except LockHeldError as error:
+        if not take_over:
+            owner = error.owner or "unknown"
             raise InUse(
-                f"{path.parent} is in use by the process {holder}: stop that syncer, or choose another directory"
+                f"{path.parent} is in use by the process {owner}: stop that syncer, or choose another directory"
             ) from None
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, b"%d\n" % os.getpid(), 0)
-    except BaseException:
-        os.close(lock)
-        raise
-    return lock
-
-
-def _taken_over(path: Path) -> int:
-    """The lock, or another one in its place where a process that stands still has it."""
-    try:
-        return _locked(path)
-    except InUse:
-        path.unlink(missing_ok=True)
-        return _locked(path)
+    path.unlink(missing_ok=True)
+    return _locked(path, take_over=False)
 
 
 def _read_if_there(path: Path) -> bytes | None:
