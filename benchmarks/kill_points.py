@@ -33,7 +33,7 @@ from atoll import files
 from atoll.core.protocol import ManifestRecord, MembersRecord, SnapshotPart, SnapshotRecord, VersionRecord
 from atoll.core.types import Accepted, Mark, RoundId, RunConfig
 from atoll.store.learner_parts import TakenPart, list_parts, part_path, read_part, write_part
-from atoll.store.tensor_file import read_file, read_tensor_file
+from atoll.store.tensor_file import read_tensors
 from atoll.store.version_store import Store, StoreDamaged
 from atoll.tensors.optimizer_state import Taken
 
@@ -239,7 +239,7 @@ def problems(run: Path, told: dict[tuple[str, int], int]) -> Iterator[str]:
             assert kept is not None
             for fragment, version in enumerate(kept.versions):
                 path = run / "store" / "snapshots" / f"{number:09d}" / f"{fragment:03d}.safetensors"
-                if not same(read_tensor_file(read_file(path))[1], fragment, version):
+                if not same(read_tensors(path)[1], fragment, version):
                     yield f"snapshot {number} has other values"
         yield from _problems_of_parts(run, told)
         left = sorted(path.name for path in (run / "store").rglob(f".*{files.UNFINISHED}"))

@@ -102,6 +102,16 @@ def _link(temporary: Path, path: Path) -> None:
     os.unlink(temporary)
 
 
+def link_or_copy(path: Path, name: Path) -> None:
+    """Give a file a second name, so that it stays when the first is removed; a copy where there are no links."""
+    try:
+        os.link(path, name)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        write_file(name, [path.read_bytes()])
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable."""
     try:

@@ -23,7 +23,7 @@ from atoll.reference.job_settings import JobSettings
 from atoll.store.learner_parts import list_parts, part_path
 from atoll.store.run_settings import CONFIG
 from atoll.store.snapshots import list_snapshots
-from atoll.store.tensor_file import read_file, read_tensor_file
+from atoll.store.tensor_file import read_tensors
 from atoll.tape.files import RunTapes
 from atoll.transport.endpoint import NAME
 from tests.cli.test_train import assert_tapes_are_sound, small
@@ -214,7 +214,7 @@ def test_a_restored_run_starts_with_the_values_of_the_cut(stopped, tmp_path):
     assert plan is not None
     for p in range(len(plan.fragments)):
         path = run / "store" / "snapshots" / f"{told['snapshot']:09d}" / f"{p:03d}.safetensors"
-        flat = read_tensor_file(read_file(path))[1]["published"]
+        flat = read_tensors(path)[1]["published"]
         for piece, begin, end in plan.spans(p):
             value = restored[piece.tensor]
             rows = (value if value.dim() else value.unsqueeze(0))[piece.start : piece.stop]

@@ -20,7 +20,7 @@ from atoll.core.syncer.core import SyncerCore
 from atoll.core.syncer.state import Restored
 from atoll.core.types import RunConfig
 from atoll.files import write_file
-from atoll.store.tensor_file import read_file, read_tensor_file, small_file, small_file_text, tensor_file
+from atoll.store.tensor_file import read_tensor_file, read_tensors, small_file, small_file_text, tensor_file
 from atoll.store.version_store import LOST_EPOCHS, Fenced, Store, StoreDamaged
 from tests.store.store_samples import FRAGMENTS, MANIFEST, founded, leases, members, same, snapshot, tensors, version
 
@@ -110,7 +110,7 @@ def test_a_snapshot_keeps_its_values_when_they_are_long_gone(tmp_path):
         store.write(snapshot(1, 2, 1))
         for number in (3, 4, 5, 6):
             store.write(version(0, number), tensors(number))
-        _, values = read_tensor_file(read_file(tmp_path / "snapshots/000000001/000.safetensors"))
+        _, values = read_tensors(tmp_path / "snapshots/000000001/000.safetensors")
         assert same(values, 2)
         assert store.snapshots() == (1,)
         assert store.snapshot(1) == snapshot(1, 2, 1)

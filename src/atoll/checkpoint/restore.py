@@ -17,7 +17,6 @@ its learners hold none of it any more.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -30,11 +29,11 @@ from torch import Tensor
 from atoll.checkpoint.published import run_settings
 from atoll.core.protocol import LeaseRecord, MembersRecord, VersionRecord
 from atoll.core.types import FragmentId, RoundId, RunConfig
-from atoll.files import make_folder, write_file
+from atoll.files import link_or_copy, make_folder, write_file
 from atoll.store.learner_parts import Part, list_parts, part_path, read_part, shards_path
 from atoll.store.run_settings import CONFIG, RunSettings, check_new
 from atoll.store.snapshots import SHARDS, STORE, SnapshotInfo, list_snapshots, version_of_snapshot
-from atoll.store.tensor_file import read_file, read_tensor_file, tensor_file
+from atoll.store.tensor_file import read_tensors, reason, tensor_file
 from atoll.store.version_store import Store
 from atoll.tape import format
 from atoll.tensors.settings import Numerics
@@ -123,11 +122,10 @@ def restore(source: Source, run: Path, settings: RestorableJob, run_id: str, say
 def _fragment(source: Source, p: FragmentId) -> tuple[VersionRecord | None, dict[str, Tensor]]:
     path = version_of_snapshot(source.run, source.info.number, p)
     try:
-        note, tensors = read_tensor_file(read_file(path))
+        note, tensors = read_tensors(path)
         record = format.decode(note) if note else None
-    except (OSError, ValueError) as wrong:
-        what = wrong.strerror if isinstance(wrong, OSError) else str(wrong)
-        raise ValueError(f"{path}: {what}; choose another snapshot") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {reason(error)}; choose another snapshot") from None
     assert source.info.record is not None
     if record is not None and not isinstance(record, VersionRecord):
         raise ValueError(f"{path} holds {type(record).__name__}, no version; choose another snapshot")
@@ -173,7 +171,8 @@ def _write_fragment(
     if record is not None:
         round_id = RoundId(p, 0, store.epoch, 1)
         store.write(VersionRecord(p, 1, round_id, (), (), record.merged_tokens), tensors)
-    _keep(store.version_path(p, 0 if record is None else 1), kept)
+    make_folder(kept.parent)
+    link_or_copy(store.version_path(p, 0 if record is None else 1), kept)
 
 
 def _write_parts(source: Source, run: Path, run_id: str, say: Callable[[str], None]) -> list[int]:
@@ -194,9 +193,10 @@ def _write_parts(source: Source, run: Path, run_id: str, say: Callable[[str], No
                 continue
             target, kept = part_path(run, learner, number), part_path(run / BEGINNING, learner, number)
             make_folder(target.parent)
+            make_folder(kept.parent)
             note = json.dumps({**part.note, "run": run_id}, separators=(",", ":"))
             write_file(target, tensor_file(note, part.tensors))
-            _keep(target, kept)
+            link_or_copy(target, kept)
             taken.append(learner)
             break
         else:
@@ -213,17 +213,8 @@ def _keep_shards(part: Part, run: Path, learner: int) -> None:
     for place in (run, run / BEGINNING):
         target = shards_path(part_path(place, learner, part.snapshot))
         make_folder(target.parent)
-        copy_shards(part.shards, target, _keep)
+        copy_shards(part.shards, target)
 
 
 def kept_fragment(run: Path, p: FragmentId) -> Path:
     return run / BEGINNING / f"{p:03d}.safetensors"
-
-
-def _keep(path: Path, name: Path) -> None:
-    """Under a second name, which costs nothing; a copy where there are no links."""
-    make_folder(name.parent)
-    try:
-        os.link(path, name)
-    except OSError:
-        write_file(name, [read_file(path)])

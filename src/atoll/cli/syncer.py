@@ -285,11 +285,11 @@ def _key_files(keys: Path | None, certificate: Path | None, private_key: Path | 
 
 def _keep_model(out: Path, shards: int, syncer: SyncerProcess) -> None:
     """As soon as the run is over: its end may be served for long."""
-    from atoll.checkpoint.model_file import save_tensors
+    from atoll.checkpoint.model_file import MODEL, write_tensors
     from atoll.checkpoint.published import published_tensors
 
     # Of whatever the learners train: it need not be our model. What shards hold was gathered at the end.
-    save_tensors(syncer.published() if shards else published_tensors(out), out)
+    write_tensors(syncer.published() if shards else published_tensors(out), out / MODEL)
 
 
 # long: from the wait of a standby to the model
@@ -313,7 +313,7 @@ def _serve(
 
     import torch
 
-    from atoll.checkpoint.model_file import MODEL, save_tensors
+    from atoll.checkpoint.model_file import MODEL, write_tensors
     from atoll.checkpoint.published import is_finished, learners_without_end, published_tensors
     from atoll.logs import set_up
     from atoll.reference.saved_models import load_model
@@ -393,7 +393,7 @@ def _serve(
         raise KeyboardInterrupt
     path = out / MODEL
     if was_finished and not settings.shards:
-        save_tensors(published_tensors(out), out)
+        write_tensors(published_tensors(out), path)
     if as_json:
         print_json({"finished": True, "model": str(path)})
         return

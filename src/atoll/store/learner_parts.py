@@ -33,7 +33,7 @@ from xxhash import xxh3_128_hexdigest
 from atoll.core.protocol import SnapshotPart
 from atoll.core.types import FragmentId, LearnerId, RunConfig
 from atoll.files import OURS, UNFINISHED, make_folder, sync_folder, write_file
-from atoll.store.tensor_file import read_file, read_tensor_file, tensor_file
+from atoll.store.tensor_file import read_tensors, reason, tensor_file
 from atoll.tensors import optimizer_state
 from atoll.tensors.optimizers import Optimizers
 from atoll.tensors.sharding import boxes_of
@@ -275,7 +275,7 @@ def set_rng(states: Mapping[str, Tensor]) -> None:
 
 def read_part(path: Path) -> Part:
     """Raises OSError, or ValueError with what is wrong with the file."""
-    text, tensors = read_tensor_file(read_file(path))
+    text, tensors = read_tensors(path)
     note = json.loads(text)
     fields = {FORMAT: _FIELDS, SHARDED_FORMAT: _SHARDED_FIELDS}.get(note.get("format")) if _is_note(note) else None
     if fields is None or note.keys() != fields.keys():
@@ -334,8 +334,8 @@ def find_inner_state(
             prepared = part.prepare(optimizers, model)
             others(part)
             return part, prepared
-        except (OSError, ValueError) as wrong:
-            say(f"{path}: {_what(wrong)}; trying an older one")
+        except (OSError, ValueError) as error:
+            say(f"{path}: {reason(error)}; trying an older one")
     return None
 
 
@@ -363,7 +363,3 @@ def _listed(folder: Path) -> list[tuple[int, Path]]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted((int(match[1]), folder / match[0]) for match in map(_PART.fullmatch, names) if match)
-
-
-def _what(wrong: OSError | ValueError) -> str:
-    return wrong.strerror or str(wrong) if isinstance(wrong, OSError) else str(wrong)

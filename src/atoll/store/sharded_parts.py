@@ -17,7 +17,7 @@ import contextlib
 import math
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from xxhash import xxh3_128
 
-from atoll.files import sync_folder
+from atoll.files import link_or_copy, sync_folder
 from atoll.store.tensor_file import DamageError
 from atoll.tensors import optimizer_state
 from atoll.tensors.sharding import Box, Boxes
@@ -333,8 +333,8 @@ def _check_size(path: Path, size: int) -> None:
         raise DamageError(f"{path.parent.name}/{path.name} has {found} of {size} bytes: it is cut short, or another")
 
 
-def copy_shards(source: Shards, target: Path, put: Callable[[Path, Path], None]) -> None:
-    """All files under other names in a new folder, which is whole or not there. Raises where one is damaged."""
+def copy_shards(source: Shards, target: Path) -> None:
+    """Give all files second names in a new folder, which is whole or not there. Raises where one is damaged."""
     source.check_all()
     shutil.rmtree(target, ignore_errors=True)
     unfinished = target.with_name(f".{target.name}.copied.unfinished")
@@ -342,7 +342,7 @@ def copy_shards(source: Shards, target: Path, put: Callable[[Path, Path], None])
     unfinished.mkdir(parents=True)
     try:
         for path in sorted(source.folder.iterdir()):
-            put(path, unfinished / path.name)
+            link_or_copy(path, unfinished / path.name)
         sync_folder(unfinished)
         os.rename(unfinished, target)
     except BaseException:

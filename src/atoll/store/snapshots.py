@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 from atoll.core.protocol import SnapshotRecord
 from atoll.core.types import FragmentId
 from atoll.store.learner_parts import part_bytes, part_path
-from atoll.store.tensor_file import small_file_text
-from atoll.tape import format
+from atoll.store.version_store import StoreDamaged, read_record
 
 SNAPSHOTS = "snapshots"
 RECORD = "record.json"
@@ -83,18 +82,20 @@ def snapshot_info(run: Path, number: int) -> SnapshotInfo | None:
     """None: there is no such snapshot, or it is not complete."""
     folder = run / STORE / SNAPSHOTS / f"{number:09d}"
     try:
-        data = (folder / RECORD).read_bytes()
         saved_at = (folder / RECORD).stat().st_mtime
         names = [name for store in stores_of(run) for name in (store / SNAPSHOTS / f"{number:09d}").glob("*")]
         size = sum(_size(name) or 0 for name in names)
     except FileNotFoundError:
         return None
     try:
-        record = format.decode(small_file_text(data))
-        if not isinstance(record, SnapshotRecord) or record.snapshot != number:
-            raise ValueError(f"holds {record!r:.100}, another record than its name says")
-    except ValueError as wrong:
-        return SnapshotInfo(number, saved_at, size, None, f"{folder / RECORD}: {wrong}")
+        record = read_record(folder / RECORD, SnapshotRecord)
+    except StoreDamaged as error:
+        return SnapshotInfo(number, saved_at, size, None, f"{folder / RECORD}: {error.what}")
+    if record is None:
+        return None
+    if record.snapshot != number:
+        problem = f"{folder / RECORD}: holds {record!r:.100}, another record than its name says"
+        return SnapshotInfo(number, saved_at, size, None, problem)
     return SnapshotInfo(number, saved_at, size, record, "")
 
 

@@ -31,7 +31,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -41,14 +41,13 @@ from torch import Tensor
 from atoll.core.protocol import LeaseRecord, ManifestRecord, MembersRecord, Record, SnapshotRecord, VersionRecord
 from atoll.core.syncer.state import Restored
 from atoll.core.types import FragmentId, Version
-from atoll.files import UNFINISHED, LockHeldError, make_folder, sync_folder, take_lock, write_file
+from atoll.files import UNFINISHED, LockHeldError, link_or_copy, make_folder, sync_folder, take_lock, write_file
 from atoll.store.fencing import LOCK, lives_elsewhere, remove_sign, write_sign
 from atoll.store.tensor_file import (
     DamageError,
     StoreDamaged,
-    read_file,
-    read_small_file,
-    read_tensor_file,
+    read_tensors,
+    reason,
     small_file,
     small_file_text,
     tensor_file,
@@ -236,7 +235,11 @@ class Store:
         for fragment in fragments:
             name = folder / f"{fragment:03d}.safetensors"
             if not name.exists():  # then it was held before; in the folder of this number it is no other version
-                _second_name(self.version_path(fragment, versions[fragment]), name)
+                try:
+                    link_or_copy(self.version_path(fragment, versions[fragment]), name)
+                except FileNotFoundError as error:
+                    error.strerror = "a version of the snapshot is no longer kept: keep more versions"
+                    raise
 
     def let_go(self, snapshot: int) -> None:
         """The snapshot did not come about."""
@@ -267,31 +270,20 @@ class Store:
 
     def settings(self) -> dict[str, Any] | None:
         """What `write_settings` wrote; None when the run was never founded."""
-        return self._small("run.json", _RESTORE)
+        return read_value(self.directory / "run.json")
 
     def controls(self) -> dict[str, Any] | None:
         """What `write_controls` wrote; None when nobody has ever asked for anything."""
-        return self._small(CONTROLS, "remove it: nothing is paused or changed then")
+        return read_value(self.directory / CONTROLS, "remove it: nothing is paused or changed then")
 
     def end_received(self) -> set[int]:
         """Return the learners that have acknowledged the end of the run, as far as earlier syncers wrote it down."""
-        kept = self._small(END_RECEIVED, "remove it: the end is served to all learners again")
+        kept = read_value(self.directory / END_RECEIVED, "remove it: the end is served to all learners again")
         return set(kept["learners"]) if kept is not None else set()
 
     def head(self) -> dict[str, Any] | None:
         """What `write_head` wrote."""
-        return self._small(HEAD, _RESTORE)
-
-    def _small(self, name: str, advice: str) -> dict[str, Any] | None:
-        path = self.directory / name
-        data = _read_if_there(path)
-        if data is None:
-            return None
-        try:
-            value: dict[str, Any] = read_small_file(data)
-        except ValueError as wrong:
-            raise StoreDamaged(path, str(wrong), advice) from None
-        return value
+        return read_value(self.directory / HEAD)
 
     def restored(self) -> Restored:
         """What a syncer core starts from. Reads and checks every newest version."""
@@ -300,11 +292,12 @@ class Store:
             _, record, _ = self.newest(fragment)
             if record is not None:
                 versions[fragment] = record
-        members = self._record(_NAMES[MembersRecord], MembersRecord)
-        return Restored(versions, members, self.manifest(), self._record(_NAMES[LeaseRecord], LeaseRecord))
+        members = read_record(self.directory / _NAMES[MembersRecord], MembersRecord)
+        leases = read_record(self.directory / _NAMES[LeaseRecord], LeaseRecord)
+        return Restored(versions, members, self.manifest(), leases)
 
     def manifest(self) -> ManifestRecord | None:
-        return self._record(_NAMES[ManifestRecord], ManifestRecord)
+        return read_record(self.directory / _NAMES[ManifestRecord], ManifestRecord)
 
     def newest(self, fragment: FragmentId) -> tuple[Version, VersionRecord | None, dict[str, Tensor]]:
         """The newest version of a fragment. Version 0 has no record. The tensors are the caller's to change."""
@@ -316,10 +309,10 @@ class Store:
     def _read(self, fragment: FragmentId, version: Version) -> tuple[VersionRecord | None, dict[str, Tensor]]:
         path = self.version_path(fragment, version)
         try:
-            note, tensors = read_tensor_file(read_file(path))
+            note, tensors = read_tensors(path)
             record = format.decode(note) if note else None
-        except (OSError, ValueError) as wrong:
-            raise StoreDamaged(path, _what(wrong), _advice(self._versions[fragment])) from None
+        except (OSError, ValueError) as error:
+            raise StoreDamaged(path, reason(error), _advice(self._versions[fragment])) from None
         if record is None and version == 0:
             return None, tensors
         if not isinstance(record, VersionRecord) or (record.fragment, record.version) != (fragment, version):
@@ -337,7 +330,7 @@ class Store:
         return tuple(sorted(number for number in found if (self._snapshot_folder(number) / "record.json").exists()))
 
     def snapshot(self, number: int) -> SnapshotRecord | None:
-        return self._record(f"snapshots/{number:09d}/record.json", SnapshotRecord)
+        return read_record(self._snapshot_folder(number) / "record.json", SnapshotRecord)
 
     def check_epoch(self) -> None:
         """Raise `Fenced` when a syncer of a later epoch has taken the directory."""
@@ -355,20 +348,6 @@ class Store:
         write_sign(self.directory, self.epoch, self._beats)
 
     # ---------------------------------------------------------------------------------------------------- inside
-
-    def _record(self, name: str, kind: type[R]) -> R | None:
-        path = self.directory / name
-        data = _read_if_there(path)
-        if data is None:
-            return None
-        try:
-            record = format.decode(small_file_text(data))
-            if type(record) is not kind:
-                raise DamageError(f"holds {type(record).__name__}, expected {kind.__name__}")
-        except ValueError as wrong:
-            raise StoreDamaged(path, str(wrong), _RESTORE) from None
-        found: R = record
-        return found
 
     def _newest(self, fragment: FragmentId) -> Version | None:
         versions = self._versions.get(fragment)
@@ -411,8 +390,12 @@ class Store:
 
     def _stored_epoch(self) -> int:
         path = self.directory / "epoch"
-        data = _read_if_there(path)
-        return self._lost_epoch() if data is None else _read_epoch(path, data)
+        try:
+            return _read_epoch(path, path.read_bytes())
+        except FileNotFoundError:
+            return self._lost_epoch()
+        except OSError as error:
+            raise StoreDamaged(path, reason(error), _RESTORE) from None
 
     def _claim(self, epoch: int) -> int:
         """The first number from this one on that nobody has: of two who start at once one is the other's successor."""
@@ -471,41 +454,36 @@ def _locked(path: Path, take_over: bool) -> int:
     return _locked(path, take_over=False)
 
 
-def _read_if_there(path: Path) -> bytes | None:
+def read_value(path: Path, advice: str = _RESTORE, decode: Callable[[str], Any] = json.loads) -> dict[str, Any] | None:
+    """Return the value of a small file; None where there is no file. Raises `StoreDamaged`."""
     try:
-        return path.read_bytes()
+        value: dict[str, Any] = decode(small_file_text(path.read_bytes()))
+        return value
     except FileNotFoundError:
         return None
-    except OSError as wrong:
-        raise StoreDamaged(path, _what(wrong), _RESTORE) from None
+    except (OSError, ValueError) as error:
+        raise StoreDamaged(path, reason(error), advice) from None
+
+
+def read_record(path: Path, kind: type[R]) -> R | None:
+    """Return the record in a small file; None where there is no file. Raises `StoreDamaged`."""
+    record: Any = read_value(path, decode=format.decode)
+    if record is None or type(record) is kind:
+        found: R | None = record
+        return found
+    raise StoreDamaged(path, f"holds {type(record).__name__}, expected {kind.__name__}", _RESTORE)
 
 
 def _read_epoch(path: Path, data: bytes) -> int:
     try:
-        epoch = read_small_file(data)
+        epoch = json.loads(small_file_text(data))
         if type(epoch) is not int or epoch < 1:
             raise DamageError(f"holds {epoch!r:.60}, no epoch")
-    except ValueError as wrong:
+    except ValueError as error:
         raise StoreDamaged(
-            path, str(wrong), "remove it while no syncer runs here: the next one begins with an epoch far beyond"
+            path, str(error), "remove it while no syncer runs here: the next one begins with an epoch far beyond"
         ) from None
     return epoch
-
-
-def _second_name(path: Path, name: Path) -> None:
-    """The file under a second name, so that it stays when the first is removed; a copy where there are no links."""
-    name.unlink(missing_ok=True)
-    try:
-        os.link(path, name)
-    except FileNotFoundError as error:
-        error.strerror = "a version of the snapshot is no longer kept: keep more versions"
-        raise
-    except OSError:
-        write_file(name, [read_file(path)])
-
-
-def _what(wrong: Exception) -> str:
-    return wrong.strerror or str(wrong) if isinstance(wrong, OSError) else str(wrong)
 
 
 def _advice(versions: list[Version]) -> str:
