@@ -34,7 +34,7 @@ from atoll.core.protocol import ManifestRecord, MembersRecord, SnapshotPart, Sna
 from atoll.core.types import Accepted, Mark, RoundId, RunConfig
 from atoll.store.learner_parts import TakenPart, list_parts, part_path, read_part, write_part
 from atoll.store.tensor_file import read_tensors
-from atoll.store.version_store import Store, StoreDamaged
+from atoll.store.version_store import Store, StoreDamaged, complete_snapshots, snapshot_record
 from atoll.tensors.optimizer_state import Taken
 
 FRAGMENTS = 2
@@ -232,10 +232,10 @@ def problems(run: Path, told: dict[tuple[str, int], int]) -> Iterator[str]:
         if ("manifest", 0) in told and store.manifest() is None:
             yield "the manifest is lost"
         newest = told.get(("snapshot", 0), 0)
-        if newest and newest not in store.snapshots():
+        if newest and newest not in complete_snapshots(store.directory):
             yield f"snapshot {newest} is lost"
-        for number in store.snapshots():
-            kept = store.snapshot(number)
+        for number in complete_snapshots(store.directory):
+            kept = snapshot_record(store.directory, number)
             assert kept is not None
             for fragment, version in enumerate(kept.versions):
                 path = run / "store" / "snapshots" / f"{number:09d}" / f"{fragment:03d}.safetensors"

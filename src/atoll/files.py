@@ -12,6 +12,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -19,7 +20,7 @@ from typing import BinaryIO
 UNFINISHED = ".unfinished"
 """Suffix of a temporary file. One that is found was left by a killed process."""
 
-OURS = os.urandom(4).hex()
+_OURS = os.urandom(4).hex()
 """Part of the name of every temporary file of this process: no other process may rename or overwrite them."""
 
 _CHUNK_BYTES = 2**20
@@ -40,7 +41,7 @@ def atomic_write(
     the name is missing, and may still raise. `name` of the yielded file is its path: a library that opens files itself
     may write there. Two threads must not write the same path at the same time.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid():x}-{OURS}{UNFINISHED}")
+    temporary = _temporary(path)
     try:
         # Remove an old one instead of truncating it: it may be a second name of a finished file.
         temporary.unlink(missing_ok=True)
@@ -63,6 +64,30 @@ def atomic_write(
         raise
     if durable:
         sync_folder(path.parent)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid():x}-{_OURS}{UNFINISHED}")
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Make a temporary folder that replaces `path` when the block ends, or is removed if the block raises.
+
+    The files in it are made durable by the block.
+    """
+    temporary = _temporary(path)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        sync_folder(temporary)
+        shutil.rmtree(path, ignore_errors=True)
+        os.rename(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync_folder(path.parent)
 
 
 def write_file(

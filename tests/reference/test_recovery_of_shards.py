@@ -11,6 +11,7 @@ from atoll.checkpoint.published import published_tensors
 from atoll.checkpoint.restore import find_source, restore
 from atoll.cli.main import main
 from atoll.reference.job_settings import JobSettings
+from atoll.reference.supervisor import run_of
 from atoll.store.run_settings import CONFIG
 from atoll.store.snapshots import list_snapshots, version_of_snapshot
 from atoll.store.tensor_file import read_tensors
@@ -33,7 +34,7 @@ def test_a_snapshot_of_a_run_with_shards_is_restored_into_a_new_one(tmp_path, ca
 
     # The values of the cut, to the last bit, at shards of the new run.
     source = find_source(str(run))
-    restore(source, tmp_path / "bare", JobSettings.load(run / CONFIG), "bare-1", lambda _: None)
+    restore(source, tmp_path / "bare", run_of(JobSettings.load(run / CONFIG), "bare-1"), lambda _: None)
     found, plan = published_tensors(tmp_path / "bare"), source.kept.plan
     assert plan is not None
     for p in range(len(plan.fragments)):

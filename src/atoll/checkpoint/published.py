@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -13,10 +12,8 @@ from atoll.core.protocol import ManifestRecord, MembersRecord
 from atoll.store.run_settings import RunSettings
 from atoll.store.snapshots import STORE, stores_of
 from atoll.store.tensor_file import read_tensors
-from atoll.store.version_store import END_RECEIVED, read_record, read_value
+from atoll.store.version_store import END_RECEIVED, fragment_folder, read_record, read_value, versions_in
 from atoll.tensors.plan import FragmentPlan
-
-_VERSION = re.compile(r"(\d+)\.safetensors")
 
 
 def run_settings(run: Path) -> RunSettings | None:
@@ -79,17 +76,16 @@ def plan_of(run: Path) -> FragmentPlan:
 
 
 def _folder(run: Path, p: int) -> Path:
-    folders = [store / "fragments" / f"{p:03d}" for store in stores_of(run)]
+    folders = [fragment_folder(store, p) for store in stores_of(run)]
     return next((each for each in folders if each.is_dir()), folders[0])
 
 
 def _newest(run: Path, p: int) -> int:
     folder = _folder(run, p)
-    names = filter(None, (_VERSION.fullmatch(each.name) for each in folder.iterdir()))
-    newest = max((int(name[1]) for name in names), default=None)
-    if newest is None:
+    versions = versions_in(folder)
+    if not versions:
         raise ValueError(f"{folder} has no version of its fragment: bring it back from a copy")
-    return newest
+    return versions[-1]
 
 
 def _read(run: Path, p: int, version: int) -> Tensor:

@@ -18,47 +18,26 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
 from atoll.checkpoint.published import run_settings
 from atoll.core.protocol import LeaseRecord, MembersRecord, VersionRecord
-from atoll.core.types import FragmentId, RoundId, RunConfig
-from atoll.files import link_or_copy, make_folder, write_file
+from atoll.core.types import FragmentId, RoundId
+from atoll.files import link_or_copy, make_folder, write_file, write_text
 from atoll.store.learner_parts import Part, list_parts, part_path, read_part, shards_path
 from atoll.store.run_settings import CONFIG, RunSettings, check_new
 from atoll.store.snapshots import SHARDS, STORE, SnapshotInfo, list_snapshots, version_of_snapshot
 from atoll.store.tensor_file import read_tensors, reason, tensor_file
 from atoll.store.version_store import Store
 from atoll.tape import format
-from atoll.tensors.settings import Numerics
 
 BEGINNING = "beginning"
 """Within a run that was restored: what it began with."""
-
-
-class RestorableJob(Protocol):
-    """The settings of the new run, as far as its directory depends on them."""
-
-    @property
-    def tokens(self) -> int: ...
-
-    @property
-    def shards(self) -> int: ...
-
-    @property
-    def numerics(self) -> Numerics: ...
-
-    def run_config(self, run_id: str) -> RunConfig: ...
-
-    def to_json(self) -> dict[str, Any]: ...
-
-    def save(self, path: Path) -> None: ...
 
 
 class Source(NamedTuple):
@@ -93,22 +72,26 @@ def find_source(text: str) -> Source:
     return Source(run, info, kept)
 
 
-def restore(source: Source, run: Path, settings: RestorableJob, run_id: str, say: Callable[[str], None]) -> int:
-    """Make the directory of the new run. Returns the tokens that it has done already. Leaves nothing if it fails."""
+def restore(source: Source, run: Path, settings: RunSettings, say: Callable[[str], None]) -> int:
+    """Make the directory of the new run and return the tokens that it has done already. Leave nothing if it fails.
+
+    `settings` of the new run: their `extra` are the settings of its job.
+    """
     check_new(run)
     fragments = [_fragment(source, p) for p in range(len(source.info.record.versions))] if source.info.record else []
     done = max((record.merged_tokens for record, _ in fragments if record is not None), default=0)
-    if done >= settings.tokens:
+    tokens = settings.config.budget_tokens
+    if tokens is not None and done >= tokens:
         raise ValueError(
-            f"the snapshot has {done:,} of {settings.tokens:,} tokens already: nothing would be left to train;"
+            f"the snapshot has {done:,} of {tokens:,} tokens already: nothing would be left to train;"
             " give more with --tokens"
         )
     was_there = run.exists()
     try:
         run.mkdir(parents=True, exist_ok=True)
-        _write_store(source, run, settings, run_id, fragments, done)
-        parts = _write_parts(source, run, run_id, say)
-        settings.save(run / CONFIG)
+        _write_store(source, run, settings, fragments, done)
+        parts = _write_parts(source, run, settings.config.run_id, say)
+        write_text(run / CONFIG, json.dumps(dict(settings.extra), indent=2) + "\n")
     except BaseException:
         shutil.rmtree(run, ignore_errors=True)
         if was_there:
@@ -137,16 +120,14 @@ def _fragment(source: Source, p: FragmentId) -> tuple[VersionRecord | None, dict
 def _write_store(
     source: Source,
     run: Path,
-    settings: RestorableJob,
-    run_id: str,
+    settings: RunSettings,
     fragments: list[tuple[VersionRecord | None, dict[str, Tensor]]],
     done: int,
 ) -> None:
     plan = source.kept.plan
     assert plan is not None
-    config = replace(settings.run_config(run_id), fragments=len(plan.fragments), fingerprint=plan.fingerprint())
-    shards = settings.shards
-    made = RunSettings(config, settings.numerics, settings.to_json(), plan, time.time(), shards)
+    config = replace(settings.config, fragments=len(plan.fragments), fingerprint=plan.fingerprint())
+    made, shards = replace(settings, config=config, plan=plan), settings.shards
     for k in range(shards):
         with Store.open(run / SHARDS / str(k) / STORE) as store:
             for p in range(k, len(fragments), shards):

@@ -93,14 +93,14 @@ def resume_job(run: Path, view: LiveView, learners: int | None = None) -> JobRep
 
 def restore_job(source: str, run: Path, view: LiveView, learners: int | None, changes: dict[str, Any]) -> JobReport:
     """A new run from a snapshot of another, by that one's settings but for `changes`."""
-    from atoll.reference.supervisor import new_run_id
+    from atoll.reference.supervisor import new_run_id, run_of
 
     found = find_source(source)
     settings = JobSettings.load(found.run / CONFIG)
     if learners is not None:
         settings = with_learners(settings, learners)
     settings = replace(settings, **changes)
-    restore(found, run, settings, new_run_id(run), view.say)
+    restore(found, run, run_of(settings, new_run_id(run)), view.say)
     return _carry_out(settings, run, view, Text.load(settings.data))
 
 

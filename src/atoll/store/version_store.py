@@ -33,7 +33,6 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -62,6 +61,7 @@ LOST_EPOCHS = 1000
 CONTROLS = "controls.json"
 HEAD = "head.json"
 END_RECEIVED = "end_received.json"
+RECORD = "record.json"
 
 _FRAGMENT = re.compile(r"\d{3,}")
 _VERSION = re.compile(r"(\d{9,})\.safetensors")
@@ -142,9 +142,7 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # ---------------------------------------------------------------------------------------------------- writing
@@ -227,7 +225,7 @@ class Store:
         `versions`: of all fragments of the run, of which some may be here. They get second names. Without a record they
         are of no snapshot: the next process removes them.
         """
-        folder = self._snapshot_folder(snapshot)
+        folder = snapshot_folder(self.directory, snapshot)
         fragments = self.fragments()
         assert not fragments or fragments[-1] < len(versions), f"a snapshot of {len(versions)} fragments: {fragments}"
         self.check_epoch()
@@ -243,18 +241,18 @@ class Store:
 
     def let_go(self, snapshot: int) -> None:
         """The snapshot did not come about."""
-        folder = self._snapshot_folder(snapshot)
-        if not (folder / "record.json").exists():
+        folder = snapshot_folder(self.directory, snapshot)
+        if not (folder / RECORD).exists():
             shutil.rmtree(folder, ignore_errors=True)
 
     def _put_snapshot(self, record: SnapshotRecord) -> None:
         """The values are second names of files that are there already; the record, written last, makes it valid."""
-        folder = self._snapshot_folder(record.snapshot)
+        folder = snapshot_folder(self.directory, record.snapshot)
         self.hold(record.snapshot, record.versions)
         sync_folder(folder)
-        self._put(folder / "record.json", small_file(format.encode(record)))
-        for old in self.snapshots()[: -self._keep]:
-            shutil.rmtree(self._snapshot_folder(old), ignore_errors=True)
+        self._put(folder / RECORD, small_file(format.encode(record)))
+        for old in complete_snapshots(self.directory)[: -self._keep]:
+            shutil.rmtree(snapshot_folder(self.directory, old), ignore_errors=True)
 
     def _put(self, path: Path, pieces: list[Any], replace: bool = True) -> None:
         assert self._lock is not None, "the store is closed"
@@ -323,15 +321,6 @@ class Store:
         """Those that have a version."""
         return tuple(sorted(fragment for fragment, versions in self._versions.items() if versions))
 
-    def snapshots(self) -> tuple[int, ...]:
-        """Numbers of the complete snapshots, oldest first."""
-        folder = self.directory / "snapshots"
-        found = [int(name) for name in os.listdir(folder) if _SNAPSHOT.fullmatch(name)]
-        return tuple(sorted(number for number in found if (self._snapshot_folder(number) / "record.json").exists()))
-
-    def snapshot(self, number: int) -> SnapshotRecord | None:
-        return read_record(self._snapshot_folder(number) / "record.json", SnapshotRecord)
-
     def check_epoch(self) -> None:
         """Raise `Fenced` when a syncer of a later epoch has taken the directory."""
         path = self.directory / "epoch"
@@ -354,10 +343,7 @@ class Store:
         return versions[-1] if versions else None
 
     def version_path(self, fragment: FragmentId, version: Version) -> Path:
-        return self.directory / "fragments" / f"{fragment:03d}" / f"{version:09d}.safetensors"
-
-    def _snapshot_folder(self, number: int) -> Path:
-        return self.directory / "snapshots" / f"{number:09d}"
+        return fragment_folder(self.directory, fragment) / f"{version:09d}.safetensors"
 
     def _sweep(self) -> None:
         """Remove what a killed process left half-done, and learn which versions there are."""
@@ -365,7 +351,7 @@ class Store:
             left.unlink(missing_ok=True)
         for name in sorted(os.listdir(self.directory / "snapshots")):
             folder = self.directory / "snapshots" / name
-            if _SNAPSHOT.fullmatch(name) and not (folder / "record.json").exists():
+            if _SNAPSHOT.fullmatch(name) and not (folder / RECORD).exists():
                 shutil.rmtree(folder)
         self._look_for_versions()
         for fragment, found in self._versions.items():
@@ -377,8 +363,7 @@ class Store:
         for name in sorted(os.listdir(self.directory / "fragments")):
             folder = self.directory / "fragments" / name
             if _FRAGMENT.fullmatch(name) and folder.is_dir():
-                found = sorted(int(match[1]) for match in map(_VERSION.fullmatch, os.listdir(folder)) if match)
-                self._versions[int(name)] = found
+                self._versions[int(name)] = versions_in(folder)
 
     def _raise_epoch(self) -> None:
         stored = self._stored_epoch()
@@ -438,6 +423,34 @@ class Store:
 
 # --------------------------------------------------------------------------------------------------------------------
 # Files of the store
+
+
+def fragment_folder(store: Path, fragment: FragmentId) -> Path:
+    return store / "fragments" / f"{fragment:03d}"
+
+
+def versions_in(folder: Path) -> list[Version]:
+    """Return the versions in the folder of a fragment, oldest first."""
+    return sorted(int(match[1]) for match in map(_VERSION.fullmatch, os.listdir(folder)) if match)
+
+
+def snapshot_folder(store: Path, number: int) -> Path:
+    return store / "snapshots" / f"{number:09d}"
+
+
+def complete_snapshots(store: Path) -> tuple[int, ...]:
+    """Return the numbers of the snapshots that have a record, oldest first."""
+    names = (path.parent.name for path in store.glob(f"snapshots/*/{RECORD}"))
+    return tuple(sorted(int(name) for name in names if _SNAPSHOT.fullmatch(name)))
+
+
+def snapshot_record(store: Path, number: int) -> SnapshotRecord | None:
+    """Return the record of a snapshot; None where there is none. Raises `StoreDamaged`."""
+    path = snapshot_folder(store, number) / RECORD
+    record = read_record(path, SnapshotRecord)
+    if record is not None and record.snapshot != number:
+        raise StoreDamaged(path, f"holds {record!r:.100}, another record than its name says", _RESTORE)
+    return record
 
 
 def _locked(path: Path, take_over: bool) -> int:
