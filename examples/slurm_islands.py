@@ -114,7 +114,7 @@ class Watch:
         for name, handle in self.handles.items():
             told = self.engine.status(handle)
             found[name] = told.standing
-            words = f"{told.standing.value}: {told.why}"
+            words = f"{told.standing}: {told.why}"
             if self.said.get(name) != words:
                 print(f"{name:8} | {words}", flush=True)
                 self.said[name] = words

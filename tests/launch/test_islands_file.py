@@ -10,7 +10,7 @@ import pytest
 
 from atoll.launch.engine import ENGINES, Unit, engine
 from atoll.launch.islands_file import IslandsFile
-from atoll.launch.units import notice_from_env, stays_here, token_of, units_of
+from atoll.launch.units import learner_notice_s, stays_here, token_of, units_of
 
 FULL = """
 run = "first"
@@ -277,7 +277,7 @@ def test_plain_text_to_others_is_said_on_both_sides(tmp_path):
 
 
 def test_a_learner_has_less_time_than_its_engine_gives():
-    assert [notice_from_env(seconds) for seconds in (1.0, 5.0, 30.0, 120.0)] == [0.8, 4.0, 28.0, 118.0]
+    assert [learner_notice_s(seconds) for seconds in (1.0, 5.0, 30.0, 120.0)] == [0.8, 4.0, 28.0, 118.0]
 
 
 def test_an_engine_that_is_not_there_is_named_with_the_nearest():

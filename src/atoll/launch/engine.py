@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from enum import Enum
+from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
@@ -79,8 +79,8 @@ class Unit:
         return cls(**{**value, "command": command, "directory": Path(value["directory"]), "secret": secret})
 
 
-class UnitStanding(Enum):
-    """How a unit is, as its engine knows it."""
+class UnitStanding(StrEnum):
+    """State of a unit, as its engine knows it."""
 
     WAITING = "waiting"  # for a place in the queue, or to be started again
     RUNNING = "running"
@@ -88,10 +88,17 @@ class UnitStanding(Enum):
     FAILED = "failed"  # and has no restart left
     STOPPED = "stopped"  # on request
     GONE = "gone"  # the engine does not know it
+    NOT_STARTED = "not started"  # no engine has it
+    UNKNOWN = "unknown"  # its engine does not answer
+
+    @property
+    def is_kept(self) -> bool:
+        """Return whether it runs, or will run again by itself."""
+        return self in (UnitStanding.WAITING, UnitStanding.RUNNING)
 
     @property
     def is_over(self) -> bool:
-        return self not in (UnitStanding.WAITING, UnitStanding.RUNNING)
+        return self in (UnitStanding.ENDED, UnitStanding.FAILED, UnitStanding.STOPPED, UnitStanding.GONE)
 
 
 @dataclass(frozen=True)

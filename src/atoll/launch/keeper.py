@@ -84,7 +84,7 @@ class Keeper:
         syncer = Path(spec["syncer"]) if spec["syncer"] is not None else None
         restarts = Restarts(BACKOFF_FIRST_S, BACKOFF_MAX_S, spec["restarts"])
         self._supervisor = UnitSupervisor(
-            self, restarts, self.report, spec["notice_s"], syncer, spec["ends_with_syncer"]
+            self._run_once, restarts, self.report, spec["notice_s"], syncer, spec["ends_with_syncer"]
         )
 
     def keep(self, on_kept: Callable[[], None]) -> None:
@@ -104,8 +104,9 @@ class Keeper:
             self._note(why)
         self.report(standing, why, None)
 
-    def run(self, started: Callable[[str], None], should_end: Callable[[], bool], notice_s: float) -> ExitInfo:
+    def _run_once(self, started: Callable[[str], None], should_end: Callable[[], bool]) -> ExitInfo:
         self._starts += 1
+        notice_s = self._fixed["notice_s"]
         log = self._log().name
         try:
             command = GuardedCommand(self._command, os.environ, self._directory, log, notice_s, (self._lock,))
@@ -135,7 +136,7 @@ class Keeper:
     def _write(self, standing: UnitStanding, why: str, again_at: float | None = None) -> None:
         state = {
             "child": self._child.to_json() if self._child is not None else None,
-            "standing": standing.value,
+            "standing": standing,
             "restarts": max(0, self._starts - 1),
             "why": why,
             "again_at": again_at,

@@ -127,9 +127,9 @@ def _status(actor: str, namespace: str) -> dict[str, Any]:
             told: dict[str, Any] = ray.get(found.standing.remote(), timeout=ANSWER_S)
             return told
         except GetTimeoutError:
-            return {"standing": UnitStanding.WAITING.value, "why": "its keeper does not answer yet"}
+            return {"standing": UnitStanding.WAITING, "why": "its keeper does not answer yet"}
         except ActorUnavailableError:
-            return {"standing": UnitStanding.WAITING.value, "why": "its keeper is started again by Ray"}
+            return {"standing": UnitStanding.WAITING, "why": "its keeper is started again by Ray"}
         except RayError:
             pass  # it ended while it was asked
     return {}

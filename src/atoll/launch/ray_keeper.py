@@ -87,7 +87,7 @@ class RayKeeper:
             BACKOFF_FIRST_S, BACKOFF_MAX_S, unit.restarts, failures=int(before.get("failures", 0))
         )
         self._supervisor = UnitSupervisor(
-            self, self._restarts, self._report, unit.notice_s, unit.syncer, unit.ends_with_syncer
+            self._run_once, self._restarts, self._report, unit.notice_s, unit.syncer, unit.ends_with_syncer
         )
         self._state: dict[str, Any] = {}
         self._is_written = False
@@ -125,8 +125,8 @@ class RayKeeper:
         # Only now: who finds no keeper reads its last state. Ray does not start an actor again that was killed so.
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
-    def run(self, started: Callable[[str], None], should_end: Callable[[], bool], notice_s: float) -> ExitInfo:
-        """One start on all nodes."""
+    def _run_once(self, started: Callable[[str], None], should_end: Callable[[], bool]) -> ExitInfo:
+        """Start the command on all nodes, and wait for its end."""
         places = self._place(should_end)
         if isinstance(places, str):
             return ExitInfo(places, is_failure=False)
@@ -143,7 +143,7 @@ class RayKeeper:
             )
             for node, runner in enumerate(self._runners)
         ]
-        return self._watch(running, should_end, notice_s)
+        return self._watch(running, should_end)
 
     def _place(self, should_end: Callable[[], bool]) -> list[tuple[str, int]] | str:
         """Return the addresses of runners on all nodes, or why there are none. Reports what is missing meanwhile."""
@@ -184,7 +184,7 @@ class RayKeeper:
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, node),
         ).remote()
 
-    def _watch(self, running: list[Any], should_end: Callable[[], bool], notice_s: float) -> ExitInfo:
+    def _watch(self, running: list[Any], should_end: Callable[[], bool]) -> ExitInfo:
         """Wait until all nodes have ended. If one has failed, or the unit is to end, all of them are stopped."""
         failed: list[ExitInfo] = []
         waiting, leaves, deadline = list(running), False, float("inf")
@@ -195,9 +195,9 @@ class RayKeeper:
                 failed += [info] if info.why else []
             leaves = leaves or bool(failed) or should_end()
             if leaves and deadline == float("inf"):
-                deadline = time.monotonic() + notice_s + KILL_WAIT_S
+                deadline = time.monotonic() + self._unit.notice_s + KILL_WAIT_S
                 for runner in self._runners:
-                    runner.stop.remote(notice_s)
+                    runner.stop.remote(self._unit.notice_s)
             if time.monotonic() > deadline:
                 failed.append(ExitInfo("a node does not answer", is_failure=False))
                 break
@@ -214,7 +214,7 @@ class RayKeeper:
     def _report(self, standing: UnitStanding, why: str, again_at: float | None = None) -> bool:
         """Return whether it is written down. A full disk must not end the unit."""
         failures = self._restarts.failures
-        state = {"standing": standing.value, "why": why, "starts": self._starts, "failures": failures}
+        state = {"standing": standing, "why": why, "starts": self._starts, "failures": failures}
         if state != self._state or not self._is_written:
             self._state = state
             try:

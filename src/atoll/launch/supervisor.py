@@ -1,7 +1,7 @@
 """One rule for every process that is kept running: when it is started again, how long it waits, when to give up.
 
-`Restarts` counts the exits of one process and decides. `UnitSupervisor` keeps one unit of an engine running with a
-spawner: `launch.keeper` spawns a command below a guard, `launch.ray_keeper` the same on the nodes of a Ray cluster.
+`Restarts` counts the exits of one process and decides. `UnitSupervisor` keeps one unit of an engine running:
+`launch.keeper` runs a command below a guard, `launch.ray_keeper` the same on the nodes of a Ray cluster.
 `reference.supervisor` keeps the processes of a job running, which come from a fork server (`reference.children`).
 """
 
@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from atoll.launch.engine import UnitStanding
 
@@ -97,15 +97,9 @@ class ExitInfo(NamedTuple):
         return cls("" if code == 0 else f"killed by {name}" if code < 0 else name, was_killed=was_killed)
 
 
-class Spawner(Protocol):
-    """Starts a unit, and ends it."""
-
-    def run(self, started: Callable[[str], None], should_end: Callable[[], bool], notice_s: float) -> ExitInfo:
-        """Run the unit once; OSError where it cannot be started.
-
-        Calls `started` with a description, and `should_end` again and again: once it is true, the unit gets SIGTERM,
-        and SIGKILL when the notice is over.
-        """
+RunOnce = Callable[[Callable[[str], None], Callable[[], bool]], ExitInfo]
+"""Runs a unit once; OSError where it cannot be started. Calls the first argument with a description of the process,
+and the second one again and again: once it is true, the unit gets SIGTERM, and SIGKILL when its notice is over."""
 
 
 class UnitSupervisor:
@@ -117,14 +111,14 @@ class UnitSupervisor:
 
     def __init__(
         self,
-        spawner: Spawner,
+        run_once: RunOnce,
         restarts: Restarts,
         report: Callable[[UnitStanding, str, float | None], object],
         notice_s: float,
         syncer: Path | None,
         ends_with_syncer: bool,
     ) -> None:
-        self._spawner, self._restarts, self._report = spawner, restarts, report
+        self._run_once, self._restarts, self._report = run_once, restarts, report
         self._notice_s, self._syncer, self._ends_with_syncer = notice_s, syncer, ends_with_syncer
         self._is_run_over, self._checked_run_at = False, float("-inf")
         self._is_stopping = False
@@ -148,7 +142,7 @@ class UnitSupervisor:
         while True:
             began = time.monotonic()
             try:
-                ended = self._spawner.run(self._started, self._should_end, self._notice_s)
+                ended = self._run_once(self._started, self._should_end)
             except OSError as error:
                 ended = ExitInfo(f"it cannot be started: {error}")
             late = f"did not end within {self._notice_s:g} s, and was killed" if ended.was_killed else ""

@@ -67,7 +67,7 @@ def stays_here(file: IslandsFile) -> str | None:
     )
 
 
-def notice_from_env(notice_s: float) -> float:
+def learner_notice_s(notice_s: float) -> float:
     """Return the notice of a learner: a little less than that of its engine."""
     return round(max(0.8 * notice_s, notice_s - 2.0), 3)
 
@@ -125,7 +125,7 @@ def _island(file: IslandsFile, token: str | None, island: IslandTable) -> Unit:
         SYNCER_TOLD: file.syncer.address,
         LEARNER: str(island.number),
         RUN_DIRECTORY: str(file.directory),
-        NOTICE_S: f"{notice_from_env(island.unit.notice_s):g}",
+        NOTICE_S: f"{learner_notice_s(island.unit.notice_s):g}",
         JOIN_TIMEOUT_S: str(JOIN_S),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # docs/islands.md: ranks that are started again would wait for ever
     }
