@@ -1,7 +1,7 @@
 """The syncer's directory: every version durable before anybody sees it, and found again by the next process.
 
     lock                                 held by the syncer that runs here; holds its process id
-    alive                                its sign of life, for a standby (`lease`)
+    alive                                its heartbeat, for a standby (`fencing`)
     epoch                                the number of the newest syncer that ever started here
     claims/000000005                     epoch 5 is taken: no two syncers get the same number
     run.json                             settings of the run, written when it is founded
@@ -13,7 +13,7 @@
     fragments/007/000000012.safetensors  version 12 of fragment 7: value, outer state, who is in it; the newest few
     snapshots/000000004/                 a snapshot: record.json and the version of every fragment that belongs to it
 
-How files are written and read is in `durable`. A damaged file is an error that names it, never a reason to take an
+How files are written and read is in `tensor_file`. A damaged file is an error that names it, never a reason to take an
 older one: learners hold the newer version already.
 
 Two syncers on one directory: on one machine the lock keeps the second away. Where locks do not work (some network file
@@ -41,7 +41,7 @@ from atoll.core.protocol import LeaseRecord, ManifestRecord, MembersRecord, Reco
 from atoll.core.syncer.state import Restored
 from atoll.core.types import FragmentId, Version
 from atoll.files import UNFINISHED, LockHeldError, link_or_copy, make_folder, sync_folder, take_lock, write_file
-from atoll.store.fencing import LOCK, lives_elsewhere, remove_sign, write_sign
+from atoll.store.fencing import LOCK, lives_elsewhere, remove_heartbeat, write_heartbeat
 from atoll.store.tensor_file import (
     DamageError,
     StoreDamaged,
@@ -112,10 +112,10 @@ class Store:
         make_folder(path)
         store = cls(path, keep, _locked(path / LOCK, take_over))
         try:
-            if not take_over and (sign := lives_elsewhere(path)) is not None:
+            if not take_over and (heartbeat := lives_elsewhere(path)) is not None:
                 raise InUse(
-                    f"{path} is in use by the process {sign.pid} on {sign.host}: stop that syncer, or wait for its"
-                    " end with --standby"
+                    f"{path} is in use by the process {heartbeat.pid} on {heartbeat.host}: stop that syncer, or wait"
+                    " for its end with --standby"
                 )
             store.begin_epoch()
         except BaseException:
@@ -135,7 +135,7 @@ class Store:
     def close(self) -> None:
         """Let the directory go. Closing twice is no mistake."""
         if self._lock is not None:
-            remove_sign(self.directory, self.epoch)
+            remove_heartbeat(self.directory, self.epoch)
             os.close(self._lock)
             self._lock = None
 
@@ -331,10 +331,10 @@ class Store:
             raise StoreDamaged(path, f"says epoch {stored} while epoch {self.epoch} runs here", _RESTORE)
 
     def beat(self) -> None:
-        """A sign of life; raises `Fenced` like `check_epoch`. May be called from any one thread beside the writing."""
+        """Write a heartbeat; raises `Fenced` like `check_epoch`. One thread beside the writing may call it."""
         self.check_epoch()
         self._beats += 1
-        write_sign(self.directory, self.epoch, self._beats)
+        write_heartbeat(self.directory, self.epoch, self._beats)
 
     # ---------------------------------------------------------------------------------------------------- inside
 
