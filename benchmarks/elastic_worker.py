@@ -32,12 +32,13 @@ def train(folder: Path, owner: int) -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    from atoll.checkpoint.model_file import save_model
+    from atoll.checkpoint.model_file import MODEL, write_tensors
     from atoll.files import atomic_write
     from atoll.reference.data import dealt
     from atoll.reference.job_settings import JobSettings
     from atoll.reference.loop import InnerLoop
     from atoll.store.run_settings import CONFIG
+    from atoll.tensors.plan import named_tensors
 
     settings = JobSettings.load(folder / CONFIG)
     rank, restart = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -70,7 +71,7 @@ def train(folder: Path, owner: int) -> None:
                 with atomic_write(folder / CHECKPOINT, durable=False) as checkpoint:
                     torch.save({"model": model, "optimizer": optimizer, "steps": step}, checkpoint)
     if rank == 0:
-        save_model(loop.model, folder)
+        write_tensors(named_tensors(loop.model), folder / MODEL)
     dist.barrier()  # whoever goes takes its sockets along, which others may still read from
     os._exit(0)  # without the destructors: see `baselines`
 

@@ -33,8 +33,8 @@ from atoll import files
 from atoll.core.protocol import ManifestRecord, MembersRecord, SnapshotPart, SnapshotRecord, VersionRecord
 from atoll.core.types import Accepted, Mark, RoundId, RunConfig
 from atoll.store.learner_parts import TakenPart, list_parts, part_path, read_part, write_part
-from atoll.store.tensor_file import read_file, read_tensor_file
-from atoll.store.version_store import Store, StoreDamaged
+from atoll.store.tensor_file import read_tensors
+from atoll.store.version_store import Store, StoreDamaged, complete_snapshots, snapshot_record
 from atoll.tensors.optimizer_state import Taken
 
 FRAGMENTS = 2
@@ -232,14 +232,14 @@ def problems(run: Path, told: dict[tuple[str, int], int]) -> Iterator[str]:
         if ("manifest", 0) in told and store.manifest() is None:
             yield "the manifest is lost"
         newest = told.get(("snapshot", 0), 0)
-        if newest and newest not in store.snapshots():
+        if newest and newest not in complete_snapshots(store.directory):
             yield f"snapshot {newest} is lost"
-        for number in store.snapshots():
-            kept = store.snapshot(number)
+        for number in complete_snapshots(store.directory):
+            kept = snapshot_record(store.directory, number)
             assert kept is not None
             for fragment, version in enumerate(kept.versions):
                 path = run / "store" / "snapshots" / f"{number:09d}" / f"{fragment:03d}.safetensors"
-                if not same(read_tensor_file(read_file(path))[1], fragment, version):
+                if not same(read_tensors(path)[1], fragment, version):
                     yield f"snapshot {number} has other values"
         yield from _problems_of_parts(run, told)
         left = sorted(path.name for path in (run / "store").rglob(f".*{files.UNFINISHED}"))

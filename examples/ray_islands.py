@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from atoll.launch.engine import UnitStanding
-from atoll.launch.fleet import Fleet, Look
+from atoll.launch.fleet import Fleet, UnitStatus
 from atoll.launch.islands_file import IslandsFile
 from atoll.transport.endpoint import NoAnswerError, ask, read_address_file
 
@@ -122,9 +122,9 @@ def atoll(*words: object) -> None:
     subprocess.run([sys.executable, "-m", "atoll", *map(str, words)], check=True, stdout=subprocess.DEVNULL)
 
 
-def units() -> dict[str, Look]:
+def units() -> dict[str, UnitStatus]:
     """As the engine knows them."""
-    return {look.name: look for look in fleet.looks()}
+    return {status.name: status for status in fleet.statuses()}
 
 
 def printed(name: str) -> str:
@@ -156,7 +156,7 @@ def until(look: Callable[[], Any], what: str) -> Any:
     """What is seen, as soon as there is something to see."""
     deadline = time.monotonic() + options.limit_s
     while not (seen := look()):
-        failed = [unit.name for unit in units().values() if unit.standing == UnitStanding.FAILED.value]
+        failed = [unit.name for unit in units().values() if unit.standing == UnitStanding.FAILED]
         if failed or time.monotonic() > deadline:
             why = f"{failed[0]} has failed" if failed else f"{options.limit_s:g} s have passed"
             raise SystemExit(f"{why} before this: {what}; look into {options.run / 'units'}")
@@ -164,9 +164,9 @@ def until(look: Callable[[], Any], what: str) -> Any:
     return seen
 
 
-def lost() -> Look | None:
+def lost() -> UnitStatus | None:
     look = units()[STRUCK]
-    return look if look.standing == UnitStanding.WAITING.value and "its node is lost" in look.why else None
+    return look if look.standing == UnitStanding.WAITING and "its node is lost" in look.why else None
 
 
 def loss_and_digest(name: str) -> tuple[str, str]:
@@ -204,20 +204,19 @@ def story() -> dict[str, bool]:
     same = [name for name in OTHERS if incarnation(name) == incarnations[name]]
     say(f"{STRUCK} is back as incarnation {incarnation(STRUCK)}, the others are who they were")
 
-    until(lambda: all(look.is_over for look in units().values()), "the end")
+    until(lambda: all(look.standing.is_over for look in units().values()), "the end")
     say("the run has ended\n")
     print("unit      standing  restarts  held-out loss  digest of the model")
     ends = units()
-    found = {name: loss_and_digest(name) for name in ISLANDS if ends[name].standing == UnitStanding.ENDED.value}
+    found = {name: loss_and_digest(name) for name in ISLANDS if ends[name].standing == UnitStanding.ENDED}
     for name, look in ends.items():
         loss, digest = found.get(name, ("", ""))
-        restarts = look.status.restarts if look.status is not None else 0
-        print(f"{name:8}  {look.standing:8}  {restarts:8}  {loss:>13}  {digest}")
+        print(f"{name:8}  {look.standing:8}  {look.restarts:8}  {loss:>13}  {digest}")
     print()
     return {
         "only the island of the killed node was started again": same == list(OTHERS)
-        and all(look.status and look.status.restarts == (name == STRUCK) for name, look in ends.items()),
-        "all ended well": all(look.standing == UnitStanding.ENDED.value for look in ends.values()),
+        and all(look.restarts == (name == STRUCK) for name, look in ends.items()),
+        "all ended well": all(look.standing == UnitStanding.ENDED for look in ends.values()),
         "all islands have the same model": len(found) == len(ISLANDS) and len(set(found.values())) == 1,
     }
 

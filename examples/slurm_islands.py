@@ -39,11 +39,11 @@ from pathlib import Path
 from atoll.core.types import RunConfig
 from atoll.store.run_settings import RunSettings
 from atoll.syncer.main import serve_syncer
-from atoll.checkpoint.model_file import save_tensors
+from atoll.checkpoint.model_file import MODEL, write_tensors
 
 out, port, merges = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 settings = RunSettings(RunConfig(run_id="slurm-islands", quorum=3, budget_merges=merges))
-keep = lambda syncer: save_tensors(syncer.published(), out)
+keep = lambda syncer: write_tensors(syncer.published(), out / MODEL)
 sys.exit(not serve_syncer(out, settings, port=port, token=os.environ["ATOLL_TOKEN"], on_finished=keep))
 """
 
@@ -114,7 +114,7 @@ class Watch:
         for name, handle in self.handles.items():
             told = self.engine.status(handle)
             found[name] = told.standing
-            words = f"{told.standing.value}: {told.why}"
+            words = f"{told.standing}: {told.why}"
             if self.said.get(name) != words:
                 print(f"{name:8} | {words}", flush=True)
                 self.said[name] = words

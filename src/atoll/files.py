@@ -1,4 +1,6 @@
-"""Atomic file writes: after a crash or on a full disk, a path holds its old content or the new one, never a part.
+"""Atomic file writes and file locks.
+
+After a crash or on a full disk, a path holds its old content or the new one, never a part.
 
 The content goes to a temporary file beside the path, is made durable, and then gets its name in one step. `durable` is
 False only where losing the file to a power cut is harmless: nothing is fsynced then.
@@ -8,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -16,7 +20,7 @@ from typing import BinaryIO
 UNFINISHED = ".unfinished"
 """Suffix of a temporary file. One that is found was left by a killed process."""
 
-OURS = os.urandom(4).hex()
+_OURS = os.urandom(4).hex()
 """Part of the name of every temporary file of this process: no other process may rename or overwrite them."""
 
 _CHUNK_BYTES = 2**20
@@ -37,7 +41,7 @@ def atomic_write(
     the name is missing, and may still raise. `name` of the yielded file is its path: a library that opens files itself
     may write there. Two threads must not write the same path at the same time.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid():x}-{OURS}{UNFINISHED}")
+    temporary = _temporary(path)
     try:
         # Remove an old one instead of truncating it: it may be a second name of a finished file.
         temporary.unlink(missing_ok=True)
@@ -60,6 +64,30 @@ def atomic_write(
         raise
     if durable:
         sync_folder(path.parent)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid():x}-{_OURS}{UNFINISHED}")
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Make a temporary folder that replaces `path` when the block ends, or is removed if the block raises.
+
+    The files in it are made durable by the block.
+    """
+    temporary = _temporary(path)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        sync_folder(temporary)
+        shutil.rmtree(path, ignore_errors=True)
+        os.rename(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync_folder(path.parent)
 
 
 def write_file(
@@ -99,6 +127,16 @@ def _link(temporary: Path, path: Path) -> None:
     os.unlink(temporary)
 
 
+def link_or_copy(path: Path, name: Path) -> None:
+    """Give a file a second name, so that it stays when the first is removed; a copy where there are no links."""
+    try:
+        os.link(path, name)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        write_file(name, [path.read_bytes()])
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable."""
     try:
@@ -118,3 +156,46 @@ def make_folder(folder: Path) -> None:
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
         sync_folder(folder.parent)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Locks
+
+
+class LockHeldError(Exception):
+    """Another process holds the lock. `owner` is what that process wrote into the file; it may be empty."""
+
+    def __init__(self, path: Path, owner: str) -> None:
+        super().__init__(f"{path} is locked by {owner or 'another process'}")
+        self.owner = owner
+
+
+def take_lock(path: Path, owner: str) -> int:
+    """Lock a file, write its owner into it, and return it open. The lock ends when no process has the file open."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LockHeldError(path, os.pread(lock, 4096, 0).decode("utf-8", "replace").strip()) from None
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, owner.encode(), 0)
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process on this machine holds the lock."""
+    try:
+        lock = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False

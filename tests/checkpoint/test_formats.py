@@ -18,7 +18,7 @@ from atoll.cli.main import main
 from atoll.core.protocol import SnapshotRecord
 from atoll.reference.job import start_job
 from atoll.reference.saved_models import load_model
-from atoll.store.tensor_file import read_file, read_tensor_file
+from atoll.store.tensor_file import read_tensors
 from atoll.store.version_store import Store
 from atoll.syncer.initial_model import INIT
 from tests.reference.small_jobs import corpus_of, silent_view, small_settings, small_text
@@ -73,7 +73,7 @@ def test_a_snapshot_gives_the_values_of_its_cut(finished, tmp_path, capsys):
         older = tuple(sorted((run / "store/fragments" / f"{p:03d}").iterdir())[-2] for p in fragments)
         store.write(SnapshotRecord(7, tuple(int(path.stem) for path in older), (), (), ()))
     exported = told(capsys, "export", run, "--snapshot", 7, "--out", tmp_path / "cut.safetensors")
-    values = ((p, read_tensor_file(read_file(path))[1]["published"]) for p, path in enumerate(older))
+    values = ((p, read_tensors(path)[1]["published"]) for p, path in enumerate(older))
     cut = assembled(plan_of(run), values)
     assert exported["which"] == "snapshot 7"
     assert exported["digest"] == tensors_digest(cut) != finished[1].final_digest

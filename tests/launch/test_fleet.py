@@ -23,7 +23,11 @@ TWO = '[islands.a]\ncommand = "x"\n[islands.b]\ncommand = "x"\n'
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch, tmp_path):
     use_fakes(monkeypatch, tmp_path)
-    for module, name in ((of_fleet, "LOOK_S"), (of_fleet, "LOOK_FAR_S"), (fleet_commands, "READ_S")):
+    for module, name in (
+        (of_fleet, "POLL_INTERVAL_S"),
+        (of_fleet, "REMOTE_POLL_INTERVAL_S"),
+        (fleet_commands, "READ_S"),
+    ):
         monkeypatch.setattr(module, name, 0.0)
 
 

@@ -70,8 +70,8 @@ def clean(tmp_path: Path) -> Iterator[list[Copied]]:
 def test_the_files_are_what_atoll_up_takes(name):
     file = IslandsFile.load(EXAMPLES / name)
     Fleet(file).check(units_of(file, "a token"))
-    assert {island.engine for island in file.islands} == {"local"}
-    assert all(str(EXAMPLES) in " ".join(island.command) for island in file.islands), "from whichever directory"
+    assert {island.unit.engine for island in file.islands} == {"local"}
+    assert all(str(EXAMPLES) in " ".join(island.unit.command) for island in file.islands), "from whichever directory"
 
 
 @pytest.mark.long

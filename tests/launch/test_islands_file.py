@@ -10,7 +10,7 @@ import pytest
 
 from atoll.launch.engine import ENGINES, Unit, engine
 from atoll.launch.islands_file import IslandsFile
-from atoll.launch.units import notice_from_env, stays_here, token_of, units_of
+from atoll.launch.units import learner_notice_s, stays_here, token_of, units_of
 
 FULL = """
 run = "first"
@@ -54,7 +54,7 @@ def loaded(folder: Path, text: str) -> IslandsFile:
 
 
 def units(file: IslandsFile, token: str | None = "a secret") -> dict[str, tuple[str, Unit]]:
-    return {placed.unit.name: (placed.engine, placed.unit) for placed in units_of(file, token)}
+    return {unit.name: (unit.engine, unit) for unit in units_of(file, token)}
 
 
 def problem(folder: Path, text: str) -> str:
@@ -149,7 +149,7 @@ def test_little_is_needed(tmp_path):
     file = loaded(tmp_path, ISLAND)
     assert (file.run, file.directory) == ("islands", tmp_path / "runs/islands")
     assert file.syncer.address == "127.0.0.1:7400"
-    assert [(island.name, island.number, island.engine) for island in file.islands] == [("a", 1, "local")]
+    assert [(island.unit.name, island.number, island.unit.engine) for island in file.islands] == [("a", 1, "local")]
 
 
 def test_what_is_wrong_is_said_at_once_with_the_fix(tmp_path):
@@ -226,7 +226,7 @@ def test_defaults_of_one_engine_are_not_given_to_another(tmp_path):
         '[defaults]\nengine = "slurm"\ncommand = "x"\noptions = { partition = "long" }\n'
         "[islands.a]\noptions = { account = 'me' }\n[islands.b]\nengine = 'local'\n",
     )
-    first, second = file.islands
+    first, second = (island.unit for island in file.islands)
     assert (first.engine, first.options) == ("slurm", {"partition": "long", "account": "me"})
     assert (second.engine, second.options) == ("local", {})
 
@@ -277,7 +277,7 @@ def test_plain_text_to_others_is_said_on_both_sides(tmp_path):
 
 
 def test_a_learner_has_less_time_than_its_engine_gives():
-    assert [notice_from_env(seconds) for seconds in (1.0, 5.0, 30.0, 120.0)] == [0.8, 4.0, 28.0, 118.0]
+    assert [learner_notice_s(seconds) for seconds in (1.0, 5.0, 30.0, 120.0)] == [0.8, 4.0, 28.0, 118.0]
 
 
 def test_an_engine_that_is_not_there_is_named_with_the_nearest():

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from atoll.files import is_locked
 from atoll.launch.engine import Unit, UnitStanding
 from atoll.launch.guard import ProcessId, is_alive, process_id, send_signal
-from atoll.launch.keeper import BACKOFF_FIRST_S, BACKOFF_MAX_S, is_locked, read_state, write_json
+from atoll.launch.keeper import BACKOFF_FIRST_S, BACKOFF_MAX_S, LOCK, read_state, write_json
 from atoll.launch.local import LocalEngine
 from atoll.launch.supervisor import Restarts
 from tests.launch import local_units
@@ -221,7 +222,7 @@ def test_killed_keeper_gives_ranks_their_notice_and_then_nothing_is_left(tmp_pat
         left = left_of(unit)
         assert len(left) == 2
         send_signal(keeper_of(unit), signal.SIGKILL)
-        until(lambda: not any(map(is_alive, left)) and not is_locked(unit.unit.directory))
+        until(lambda: not any(map(is_alive, left)) and not is_locked(unit.unit.directory / LOCK))
 
 
 def test_keeper_killed_during_the_notice_does_not_shorten_it(tmp_path):
@@ -232,7 +233,7 @@ def test_keeper_killed_during_the_notice_does_not_shorten_it(tmp_path):
         unit.says("told")
         send_signal(keeper_of(unit), signal.SIGKILL)
         until(lambda: not is_alive(child))
-        until(lambda: not is_locked(unit.unit.directory))
+        until(lambda: not is_locked(unit.unit.directory / LOCK))
         assert unit.said() == ["here", "told"]
 
 
@@ -258,7 +259,7 @@ def test_keeper_killed_while_it_starts_its_command_leaves_nothing(tmp_path, writ
         with subprocess.Popen([sys.executable, "-m", "atoll.launch.keeper", str(directory)], stdout=subprocess.DEVNULL):
             until(lambda: (directory / written).exists())
             send_signal(until(lambda: local_units.keeper_of(directory)), signal.SIGKILL)
-        until(lambda: not is_locked(directory))
+        until(lambda: not is_locked(directory / LOCK))
         assert processes_of(directory) == []
         for path in directory.glob("*.log"):
             path.unlink()

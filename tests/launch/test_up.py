@@ -62,8 +62,8 @@ class Yard:
         return told
 
     def standings(self) -> dict[str, str]:
-        looks = Fleet(IslandsFile.load(self.file)).looks()
-        return {look.name: look.standing for look in looks}
+        statuses = Fleet(IslandsFile.load(self.file)).statuses()
+        return {status.name: status.standing for status in statuses}
 
     def child(self, unit: str) -> ProcessId | None:
         return ProcessId.from_json((read_state(self.run / "units" / unit) or {}).get("child"))

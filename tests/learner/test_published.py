@@ -17,7 +17,7 @@ from atoll.island.fragments import Buffer, FragmentTensors
 from atoll.learner import published
 from atoll.learner.api import Learner
 from atoll.store.snapshots import STORE
-from atoll.store.tensor_file import read_file, read_tensor_file
+from atoll.store.tensor_file import read_tensors
 from atoll.tensors.plan import named_tensors
 from tests.island.rank_runs import IslandSpec, RankedIsland, rank_file
 from tests.learner.in_process import learner_of
@@ -34,7 +34,7 @@ def are_published(run: Path, shown: Mapping[str, Tensor]) -> bool:
     for p in range(len(plan.fragments)):
         files = sorted((run / STORE / "fragments" / f"{p:03d}").glob("*.safetensors"))[-2:]
         assert files, f"no version of fragment {p}"
-        durable = [assembled(plan, [(p, read_tensor_file(read_file(file))[1]["published"])]) for file in files]
+        durable = [assembled(plan, [(p, read_tensors(file)[1]["published"])]) for file in files]
         pieces = [piece for piece, _, _ in plan.spans(p)]
         is_one = [
             all(torch.equal(rows(each[piece.tensor], piece), rows(shown[piece.tensor], piece)) for piece in pieces)

@@ -20,10 +20,11 @@ from atoll.checkpoint.restore import BEGINNING, find_source, restore
 from atoll.cli.main import main
 from atoll.core.protocol import Lease, Send
 from atoll.reference.job_settings import JobSettings
+from atoll.reference.supervisor import run_of
 from atoll.store.learner_parts import list_parts, part_path
 from atoll.store.run_settings import CONFIG
 from atoll.store.snapshots import list_snapshots
-from atoll.store.tensor_file import read_file, read_tensor_file
+from atoll.store.tensor_file import read_tensors
 from atoll.tape.files import RunTapes
 from atoll.transport.endpoint import NAME
 from tests.cli.test_train import assert_tapes_are_sound, small
@@ -205,7 +206,7 @@ def test_a_restored_run_starts_with_the_values_of_the_cut(stopped, tmp_path):
     run, told = stopped
     source = find_source(str(run))
     lines: list[str] = []
-    done = restore(source, tmp_path / "new", JobSettings.load(run / CONFIG), "new-1", lines.append)
+    done = restore(source, tmp_path / "new", run_of(JobSettings.load(run / CONFIG), "new-1"), lines.append)
     assert 0 < done < TOKENS
     assert "inner state of 2 learners is there" in lines[-1]
     assert list_parts(tmp_path / "new") == {1: [told["snapshot"]], 2: [told["snapshot"]]}
@@ -214,7 +215,7 @@ def test_a_restored_run_starts_with_the_values_of_the_cut(stopped, tmp_path):
     assert plan is not None
     for p in range(len(plan.fragments)):
         path = run / "store" / "snapshots" / f"{told['snapshot']:09d}" / f"{p:03d}.safetensors"
-        flat = read_tensor_file(read_file(path))[1]["published"]
+        flat = read_tensors(path)[1]["published"]
         for piece, begin, end in plan.spans(p):
             value = restored[piece.tensor]
             rows = (value if value.dim() else value.unsqueeze(0))[piece.start : piece.stop]
@@ -228,7 +229,7 @@ def test_a_damaged_snapshot_and_a_damaged_part_are_said(stopped, tmp_path, capsy
         part = part_path(run, 2, number)
         part.write_bytes(part.read_bytes()[:-1])
     lines: list[str] = []
-    restore(find_source(str(run)), tmp_path / "new", JobSettings.load(run / CONFIG), "new-1", lines.append)
+    restore(find_source(str(run)), tmp_path / "new", run_of(JobSettings.load(run / CONFIG), "new-1"), lines.append)
     assert any("cut short" in line for line in lines)
     assert "inner state of 1 learners is there" in lines[-1]
     path = run / "store" / "snapshots" / f"{told['snapshot']:09d}" / "001.safetensors"

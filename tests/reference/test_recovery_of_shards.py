@@ -11,9 +11,10 @@ from atoll.checkpoint.published import published_tensors
 from atoll.checkpoint.restore import find_source, restore
 from atoll.cli.main import main
 from atoll.reference.job_settings import JobSettings
+from atoll.reference.supervisor import run_of
 from atoll.store.run_settings import CONFIG
 from atoll.store.snapshots import list_snapshots, version_of_snapshot
-from atoll.store.tensor_file import read_file, read_tensor_file
+from atoll.store.tensor_file import read_tensors
 from tests.cli.test_train import assert_tapes_are_sound, small
 from tests.reference.small_jobs import small_text
 
@@ -33,11 +34,11 @@ def test_a_snapshot_of_a_run_with_shards_is_restored_into_a_new_one(tmp_path, ca
 
     # The values of the cut, to the last bit, at shards of the new run.
     source = find_source(str(run))
-    restore(source, tmp_path / "bare", JobSettings.load(run / CONFIG), "bare-1", lambda _: None)
+    restore(source, tmp_path / "bare", run_of(JobSettings.load(run / CONFIG), "bare-1"), lambda _: None)
     found, plan = published_tensors(tmp_path / "bare"), source.kept.plan
     assert plan is not None
     for p in range(len(plan.fragments)):
-        _, tensors = read_tensor_file(read_file(version_of_snapshot(run, newest.number, p)))
+        _, tensors = read_tensors(version_of_snapshot(run, newest.number, p))
         for piece, begin, end in plan.spans(p):
             rows = found[piece.tensor].reshape(plan.by_name[piece.tensor].shape)[piece.start : piece.stop]
             assert torch.equal(rows.flatten(), tensors["published"][begin:end])

@@ -27,7 +27,7 @@ import torch
 
 from atoll import files
 from atoll.store import tensor_file, version_store
-from atoll.store.version_store import Fenced, InUse, Store, StoreDamaged
+from atoll.store.version_store import Fenced, InUse, Store, StoreDamaged, complete_snapshots, snapshot_record
 from tests.store.store_samples import FRAGMENTS, InPlace, founded, members, same, snapshot, tensors, version
 
 STORES: dict[str, type[Store]] = {"Store": Store, "InPlace": InPlace}
@@ -119,7 +119,10 @@ def found(folder: Path, any_epoch: bool = False) -> dict[str, Any]:
                 "versions": list(versions.values()),
                 "members": restored.members.serial,
                 "settings": opened.settings(),
-                "snapshots": [list(opened.snapshot(number).versions) for number in opened.snapshots()],  # type: ignore[union-attr]
+                "snapshots": [
+                    list(snapshot_record(folder, number).versions)  # type: ignore[union-attr]
+                    for number in complete_snapshots(folder)
+                ],
                 "epoch": opened.epoch,
                 "left over": sorted(str(path.relative_to(folder)) for path in folder.rglob(".*")),
             }

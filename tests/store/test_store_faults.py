@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from atoll.files import UNFINISHED
-from atoll.store.tensor_file import read_file, read_tensor_file, tensor_file
+from atoll.store.tensor_file import read_tensors, tensor_file
 from atoll.store.version_store import Fenced, Store
 from tests.store.store_samples import InPlace, NameFirst, founded, members, same, snapshot, tensors, version
 from tests.store.test_version_store import ROOT, files, raise_epoch
@@ -315,7 +315,7 @@ def test_the_version_of_a_later_syncer_is_never_replaced(tmp_path):
     with founded(tmp_path, 1) as store:
         with calls_of_the_system([], {"link": take_over}), pytest.raises(Fenced):
             write_version(store)
-        assert same(read_tensor_file(read_file(path))[1], 77)
+        assert same(read_tensors(path)[1], 77)
         assert unfinished(tmp_path) == []
 
 
@@ -345,4 +345,4 @@ def test_an_unfinished_file_that_is_a_second_name_of_a_finished_one_is_not_writt
         path = tmp_path / "fragments/000/000000001.safetensors"
         os.link(path, path.with_name(f".000000002.safetensors{UNFINISHED}"))  # left between name and removal
         write_version(store)
-        assert same(read_tensor_file(read_file(path))[1], 1)
+        assert same(read_tensors(path)[1], 1)

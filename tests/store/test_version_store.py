@@ -20,8 +20,8 @@ from atoll.core.syncer.core import SyncerCore
 from atoll.core.syncer.state import Restored
 from atoll.core.types import RunConfig
 from atoll.files import write_file
-from atoll.store.tensor_file import read_file, read_tensor_file, small_file, small_file_text, tensor_file
-from atoll.store.version_store import LOST_EPOCHS, Fenced, Store, StoreDamaged
+from atoll.store.tensor_file import read_tensor_file, read_tensors, small_file, small_file_text, tensor_file
+from atoll.store.version_store import LOST_EPOCHS, Fenced, Store, StoreDamaged, complete_snapshots, snapshot_record
 from tests.store.store_samples import FRAGMENTS, MANIFEST, founded, leases, members, same, snapshot, tensors, version
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -110,18 +110,18 @@ def test_a_snapshot_keeps_its_values_when_they_are_long_gone(tmp_path):
         store.write(snapshot(1, 2, 1))
         for number in (3, 4, 5, 6):
             store.write(version(0, number), tensors(number))
-        _, values = read_tensor_file(read_file(tmp_path / "snapshots/000000001/000.safetensors"))
+        _, values = read_tensors(tmp_path / "snapshots/000000001/000.safetensors")
         assert same(values, 2)
-        assert store.snapshots() == (1,)
-        assert store.snapshot(1) == snapshot(1, 2, 1)
+        assert complete_snapshots(store.directory) == (1,)
+        assert snapshot_record(store.directory, 1) == snapshot(1, 2, 1)
         with pytest.raises(FileNotFoundError, match="no longer kept"):
             store.write(snapshot(2, 2, 2))
         for number in (3, 4, 5):
             store.write(snapshot(number, 6, 2))
-        assert store.snapshots() == (3, 4, 5)
+        assert complete_snapshots(store.directory) == (3, 4, 5)
     (tmp_path / "snapshots/000000005/record.json").unlink()  # as if killed before the record was written
     with Store.open(tmp_path) as store:
-        assert store.snapshots() == (3, 4)
+        assert complete_snapshots(store.directory) == (3, 4)
         assert not (tmp_path / "snapshots/000000005").exists()
         assert not (tmp_path / "snapshots/000000002").exists()
 
@@ -204,7 +204,7 @@ def damaged(path: Path) -> list[bytes]:
         ("run.json", lambda store: store.settings()),
         ("members.json", lambda store: store.restored()),
         ("manifest.json", lambda store: store.manifest()),
-        ("snapshots/000000001/record.json", lambda store: store.snapshot(1)),
+        ("snapshots/000000001/record.json", lambda store: snapshot_record(store.directory, 1)),
         ("fragments/001/000000003.safetensors", lambda store: store.newest(1)),
         ("fragments/001/000000003.safetensors", lambda store: store.restored()),
     ],

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from atoll.store.snapshots import snapshot_info, version_of_snapshot
-from atoll.store.tensor_file import read_file, read_tensor_file
+from atoll.store.tensor_file import read_tensors
 from tests.learner.planted import struck
 from tests.learner.runs import LearnerSpec, Run, endless
 from tests.syncer.test_shards import versions
@@ -42,7 +42,7 @@ def assert_whole(directory: Path, number: int) -> None:
     for p, version in enumerate(info.record.versions):
         path = version_of_snapshot(directory, number, p)
         assert path.parts[-5] == str(p % 2), "at its shard"
-        note, tensors = read_tensor_file(read_file(path))
+        note, tensors = read_tensors(path)
         assert json.loads(note)[2] == version if version else not note
         assert "published" in tensors
     assert not (directory / "store" / "snapshots" / f"{number:09d}" / "000.safetensors").exists()

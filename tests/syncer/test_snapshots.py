@@ -21,6 +21,7 @@ from atoll.cli.main import main
 from atoll.core.types import Limits
 from atoll.files import write_file
 from atoll.reference.job_settings import JobSettings
+from atoll.reference.supervisor import run_of
 from atoll.store.learner_parts import KEEP, find_inner_state, list_parts, part_path, read_part
 from atoll.store.run_settings import CONFIG
 from atoll.store.snapshots import list_snapshots
@@ -170,7 +171,7 @@ def test_snapshot_is_taken_and_restored_when_no_learner_has_a_run_directory(tmp_
     settings = JobSettings(numerics=run.settings.numerics)
     settings.save(old / CONFIG)
     lines: list[str] = []
-    assert restore(find_source(str(old)), new, settings, "new", lines.append) > 0
+    assert restore(find_source(str(old)), new, run_of(settings, "new"), lines.append) > 0
     assert "learners start with fresh inner state" in lines[-1]
     with Run(new, endless(limits=PATIENT)) as run:
         (again,) = run.joined(LearnerSpec(1, keeps=False))

@@ -17,7 +17,7 @@ import pytest
 from atoll.core.types import Limits
 from atoll.files import write_file
 from atoll.store import fencing
-from atoll.store.fencing import Sign, Turn, Watcher, read_sign, this_machine, write_sign
+from atoll.store.fencing import Heartbeat, TakeoverDecision, Watcher, read_heartbeat, this_machine, write_heartbeat
 from atoll.store.version_store import Fenced, InUse, Store
 from atoll.transport.endpoint import addresses, read_address_file
 from tests.learner.runs import Run, config, endless, versions_by_epoch
@@ -67,7 +67,7 @@ def test_a_standby_takes_over_from_a_frozen_syncer_which_is_fenced_when_it_comes
         assert kind == "Superseded"
         assert sentence.endswith("belongs to a syncer of epoch 2; this one, epoch 1, has to stop")
         assert first.ended() == 0
-        assert read_sign(tmp_path / "store") is not None, "it has removed the sign of its successor"
+        assert read_heartbeat(tmp_path / "store") is not None, "it has removed the sign of its successor"
         found = read_address_file(tmp_path)
         assert found is not None
         assert found.address == run.address, "commands find the old one"
@@ -88,7 +88,7 @@ def test_a_standby_takes_over_the_address_of_a_syncer_that_was_killed(tmp_path):
         standby.hear("waits")
         merges = run.status()["merges"]
         run.syncer.kill()
-        assert run.took_over(standby) == Turn("no syncer is there", False)
+        assert run.took_over(standby) == TakeoverDecision("no syncer is there", False)
         run.until(run.merges(merges + 6), "the run goes on")
         run.end()
         run.assert_same(run.finish(*learners), 1, 2)
@@ -119,7 +119,7 @@ def test_a_copy_of_the_directory_serves_elsewhere_what_was_durable(tmp_path):
         run.syncer.kill()
         shutil.copytree(here / "store", elsewhere / "store")
         standby = run.start_standby(port, 600.0, elsewhere)
-        assert run.took_over(standby) == Turn("no syncer is there", False)
+        assert run.took_over(standby) == TakeoverDecision("no syncer is there", False)
         merges = run.until(lambda status: status["merges"] if status["alive"] == 2 else None, "they have come over")
         run.until(run.merges(merges + 6), "the run goes on")
         run.end()
@@ -180,11 +180,11 @@ def test_a_standby_counts_by_its_own_clock_and_from_the_last_change(tmp_path):
         for _ in range(5):
             clock.now += 9.0
             store.beat()
-            assert watcher.look() is None
+            assert watcher.poll() is None
         clock.now += 9.9
-        assert watcher.look() is None
+        assert watcher.poll() is None
         clock.now += 0.2
-        turn = watcher.look()
+        turn = watcher.poll()
         assert turn is not None
         assert turn.by_force
 
@@ -192,15 +192,15 @@ def test_a_standby_counts_by_its_own_clock_and_from_the_last_change(tmp_path):
 def test_who_is_gone_on_this_machine_is_known_at_once_and_on_another_not(tmp_path, monkeypatch):
     clock = Clock()
     founded(tmp_path).close()
-    assert read_sign(tmp_path) is None, "an orderly end leaves no sign"
-    assert Watcher(tmp_path, 10.0, clock).look() == Turn("no syncer is there", False)
-    write_sign(tmp_path, 1, 1)  # as one that was killed leaves it
-    assert Watcher(tmp_path, 10.0, clock).look() == Turn("no syncer is there", False)
+    assert read_heartbeat(tmp_path) is None, "an orderly end leaves no sign"
+    assert Watcher(tmp_path, 10.0, clock).poll() == TakeoverDecision("no syncer is there", False)
+    write_heartbeat(tmp_path, 1, 1)  # as one that was killed leaves it
+    assert Watcher(tmp_path, 10.0, clock).poll() == TakeoverDecision("no syncer is there", False)
     monkeypatch.setattr(fencing, "this_machine", lambda: "other/boot")
     watcher = Watcher(tmp_path, 10.0, clock)
-    assert watcher.look() is None
+    assert watcher.poll() is None
     clock.now += 10.0
-    turn = watcher.look()
+    turn = watcher.poll()
     assert turn is not None
     assert turn.by_force
 
@@ -208,13 +208,13 @@ def test_who_is_gone_on_this_machine_is_known_at_once_and_on_another_not(tmp_pat
 @pytest.mark.parametrize("text", ["", "x", "a b c d", "host/boot 1 2", "host/boot 1 2 3 4", "\x00" * 200])
 def test_a_sign_that_is_no_sign(tmp_path, text):
     (tmp_path / "alive").write_text(text)
-    assert read_sign(tmp_path) is None
+    assert read_heartbeat(tmp_path) is None
 
 
 def test_a_syncer_that_lives_on_another_machine_keeps_others_away(tmp_path, monkeypatch):
     """As on a network file system without locks between machines."""
     founded(tmp_path, 1).close()
-    monkeypatch.setattr(fencing, "BEAT_EVERY_S", 0.1)
+    monkeypatch.setattr(fencing, "HEARTBEAT_INTERVAL_S", 0.1)
     over = threading.Event()
 
     def live() -> None:
@@ -226,7 +226,7 @@ def test_a_syncer_that_lives_on_another_machine_keeps_others_away(tmp_path, monk
     living = threading.Thread(target=live)
     living.start()
     try:
-        while read_sign(tmp_path) is None:
+        while read_heartbeat(tmp_path) is None:
             pass
         with pytest.raises(InUse, match=r"in use by the process 77 on elsewhere: .* --standby"):
             Store.open(tmp_path)
@@ -235,8 +235,8 @@ def test_a_syncer_that_lives_on_another_machine_keeps_others_away(tmp_path, monk
         living.join()
     monkeypatch.setattr(fencing, "ELSEWHERE_S", 0.3)
     with Store.open(tmp_path) as store:  # it is gone, and its sign stands still
-        sign = read_sign(tmp_path)
-        assert sign == Sign(this_machine(), os.getpid(), store.epoch, 1)
+        sign = read_heartbeat(tmp_path)
+        assert sign == Heartbeat(this_machine(), os.getpid(), store.epoch, 1)
 
 
 # --------------------------------------------------------------------------------------------------------------------

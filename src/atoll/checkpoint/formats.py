@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from atoll.checkpoint.model_file import MODEL, tensors_digest, write_tensors
+from atoll.checkpoint.model_file import MODEL, read_safetensors, tensors_digest, write_tensors
 from atoll.checkpoint.published import assembled, plan_of, published_tensors
 from atoll.store.snapshots import list_snapshots, version_of_snapshot
-from atoll.store.tensor_file import read_file, read_tensor_file
+from atoll.store.tensor_file import read_tensors
 
 FORMATS = ("safetensors", "dcp", "transformers")
 INDEX = "model.safetensors.index.json"
@@ -56,7 +55,7 @@ def model_of(run: Path, snapshot: int | None = None) -> ExportedModel:
     if snapshot is not None:
         return _of_snapshot(run, snapshot)
     if (run / MODEL).is_file():
-        return ExportedModel(_read_safetensors(run / MODEL), "the final model")
+        return ExportedModel(read_safetensors(run / MODEL), "the final model")
     for left in reversed(range(MOST_TRIES)):
         try:
             found = published_tensors(run)
@@ -74,7 +73,7 @@ def _of_snapshot(run: Path, number: int) -> ExportedModel:
         raise ValueError(f"{run} has no whole snapshot {number}; it has {known}: see atoll snapshot {run} --list")
     plan = plan_of(run)
     paths = [version_of_snapshot(run, number, p) for p in range(len(plan.fragments))]
-    values = ((p, read_tensor_file(read_file(path))[1]["published"]) for p, path in enumerate(paths))
+    values = ((p, read_tensors(path)[1]["published"]) for p, path in enumerate(paths))
     return ExportedModel(assembled(plan, values), f"snapshot {number}")
 
 
@@ -119,13 +118,13 @@ def read_checkpoint(path: Path, prefix: str = "", renames: Sequence[str] = ()) -
         raise ValueError(f"{path}: there is no such checkpoint")
     found: Mapping[str, Tensor]
     if path.is_file():
-        found = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
+        found = read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
     elif (path / DCP_METADATA).is_file():
         found = _read_dcp(path)
     elif (path / INDEX).is_file():
         found = _read_shards(path)
     elif (path / MODEL).is_file():
-        found = _read_safetensors(path / MODEL)
+        found = read_safetensors(path / MODEL)
     else:
         raise ValueError(
             f"{path} holds neither {MODEL}, {INDEX} nor {DCP_METADATA}: give a file, a directory of"
@@ -148,14 +147,6 @@ def _travels(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in sorted(file.keys())}
-    except SafetensorError as wrong:
-        raise ValueError(f"{path} is not a safetensors file, or is damaged: {wrong}") from None
-
-
 def _read_shards(folder: Path) -> dict[str, Tensor]:
     """A model in several files, as transformers writes it. Only files within the folder are opened."""
     try:
@@ -164,7 +155,7 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
         raise ValueError(f"{folder / INDEX} has no weight_map of names and files") from None
     if odd := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
         raise ValueError(f"{folder / INDEX} names {odd[0]!r}, which is no file of that directory")
-    return {name: value for each in names for name, value in _read_safetensors(folder / each).items()}
+    return {name: value for each in names for name, value in read_safetensors(folder / each).items()}
 
 
 def _read_torch(path: Path) -> dict[str, Tensor]:

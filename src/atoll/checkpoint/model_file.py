@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import xxhash
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -33,26 +33,20 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def save_model(model: nn.Module, run: Path) -> Path:
-    """Write it whole or not at all. What is tied is written once."""
-    return save_tensors(named_tensors(model), run)
-
-
-def save_tensors(model: Mapping[str, Tensor], run: Path) -> Path:
-    return write_tensors(model, run / MODEL)
-
-
 def write_tensors(model: Mapping[str, Tensor], path: Path) -> Path:
+    """Write the tensors of a model atomically, as a safetensors file with their digest."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.items()}
     with atomic_write(path) as file:
         save_file(tensors, file.name, metadata={"format": "pt", "digest": tensors_digest(tensors)})
     return path
 
 
-def fill_from(path: Path, model: nn.Module) -> None:
-    """Set every tensor of the model from a safetensors file."""
-    with safe_open(path, framework="pt") as file:
-        fill(model, {name: file.get_tensor(name) for name in file.keys()}, str(path))  # noqa: SIM118
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in sorted(file.keys())}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a safetensors file, or is damaged: {error}") from None
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -12,20 +11,15 @@ from torch import Tensor
 from atoll.core.protocol import ManifestRecord, MembersRecord
 from atoll.store.run_settings import RunSettings
 from atoll.store.snapshots import STORE, stores_of
-from atoll.store.tensor_file import read_file, read_small_file, read_tensor_file, small_file_text
-from atoll.store.version_store import END_RECEIVED
-from atoll.tape.format import decode
+from atoll.store.tensor_file import read_tensors
+from atoll.store.version_store import END_RECEIVED, fragment_folder, read_record, read_value, versions_in
 from atoll.tensors.plan import FragmentPlan
-
-_VERSION = re.compile(r"(\d+)\.safetensors")
 
 
 def run_settings(run: Path) -> RunSettings | None:
     """What the run was founded with; None where no learner has brought a model yet."""
-    path = run / STORE / "run.json"
-    if not path.exists():
-        return None
-    return RunSettings.from_json(read_small_file(path.read_bytes()))
+    raw = read_value(run / STORE / "run.json")
+    return RunSettings.from_json(raw) if raw is not None else None
 
 
 def is_finished(run: Path) -> bool:
@@ -35,14 +29,11 @@ def is_finished(run: Path) -> bool:
 
 def learners_without_end(run: Path) -> list[int]:
     """Return the learners of a finished run that may come back and have not received its end."""
-    path = run / STORE / "members.json"
-    if not path.exists():
+    members = read_record(run / STORE / "members.json", MembersRecord)
+    if members is None:
         return []
-    members = decode(small_file_text(path.read_bytes()))
-    assert isinstance(members, MembersRecord)
-    path = run / STORE / END_RECEIVED
-    received = read_small_file(path.read_bytes())["learners"] if path.exists() else []
-    gone = {*members.left, *members.lost, *received}
+    received = read_value(run / STORE / END_RECEIVED) or {"learners": ()}
+    gone = {*members.left, *members.lost, *received["learners"]}
     return [learner for learner, _ in members.incarnations if learner not in gone]
 
 
@@ -51,12 +42,8 @@ def published_versions(run: Path, plan: FragmentPlan) -> Iterator[int]:
 
     A shard that was away at the end may hold a later one, which no learner has received.
     """
-    if is_finished(run):
-        manifest = decode(small_file_text((run / STORE / "manifest.json").read_bytes()))
-        assert isinstance(manifest, ManifestRecord)
-        yield from manifest.versions
-    else:
-        yield from (_newest(run, p) for p in range(len(plan.fragments)))
+    manifest = read_record(run / STORE / "manifest.json", ManifestRecord)
+    yield from manifest.versions if manifest is not None else (_newest(run, p) for p in range(len(plan.fragments)))
 
 
 def published_fragments(run: Path, versions: Iterable[int] | None = None) -> Iterator[tuple[int, Tensor]]:
@@ -89,22 +76,20 @@ def plan_of(run: Path) -> FragmentPlan:
 
 
 def _folder(run: Path, p: int) -> Path:
-    folders = [store / "fragments" / f"{p:03d}" for store in stores_of(run)]
+    folders = [fragment_folder(store, p) for store in stores_of(run)]
     return next((each for each in folders if each.is_dir()), folders[0])
 
 
 def _newest(run: Path, p: int) -> int:
     folder = _folder(run, p)
-    names = filter(None, (_VERSION.fullmatch(each.name) for each in folder.iterdir()))
-    newest = max((int(name[1]) for name in names), default=None)
-    if newest is None:
+    versions = versions_in(folder)
+    if not versions:
         raise ValueError(f"{folder} has no version of its fragment: bring it back from a copy")
-    return newest
+    return versions[-1]
 
 
 def _read(run: Path, p: int, version: int) -> Tensor:
     path = _folder(run, p) / f"{version:09d}.safetensors"
     if not path.exists() and is_finished(run):
         raise ValueError(f"{path} is not there, and the run has ended with it: bring it back from a copy")
-    _, tensors = read_tensor_file(read_file(path))
-    return tensors["published"]
+    return read_tensors(path)[1]["published"]

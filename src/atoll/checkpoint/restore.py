@@ -17,49 +17,27 @@ its learners hold none of it any more.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
 from atoll.checkpoint.published import run_settings
 from atoll.core.protocol import LeaseRecord, MembersRecord, VersionRecord
-from atoll.core.types import FragmentId, RoundId, RunConfig
-from atoll.files import make_folder, write_file
+from atoll.core.types import FragmentId, RoundId
+from atoll.files import link_or_copy, make_folder, write_file, write_text
 from atoll.store.learner_parts import Part, list_parts, part_path, read_part, shards_path
 from atoll.store.run_settings import CONFIG, RunSettings, check_new
 from atoll.store.snapshots import SHARDS, STORE, SnapshotInfo, list_snapshots, version_of_snapshot
-from atoll.store.tensor_file import read_file, read_tensor_file, tensor_file
+from atoll.store.tensor_file import read_tensors, reason, tensor_file
 from atoll.store.version_store import Store
 from atoll.tape import format
-from atoll.tensors.settings import Numerics
 
 BEGINNING = "beginning"
 """Within a run that was restored: what it began with."""
-
-
-class RestorableJob(Protocol):
-    """The settings of the new run, as far as its directory depends on them."""
-
-    @property
-    def tokens(self) -> int: ...
-
-    @property
-    def shards(self) -> int: ...
-
-    @property
-    def numerics(self) -> Numerics: ...
-
-    def run_config(self, run_id: str) -> RunConfig: ...
-
-    def to_json(self) -> dict[str, Any]: ...
-
-    def save(self, path: Path) -> None: ...
 
 
 class Source(NamedTuple):
@@ -94,22 +72,26 @@ def find_source(text: str) -> Source:
     return Source(run, info, kept)
 
 
-def restore(source: Source, run: Path, settings: RestorableJob, run_id: str, say: Callable[[str], None]) -> int:
-    """Make the directory of the new run. Returns the tokens that it has done already. Leaves nothing if it fails."""
+def restore(source: Source, run: Path, settings: RunSettings, say: Callable[[str], None]) -> int:
+    """Make the directory of the new run and return the tokens that it has done already. Leave nothing if it fails.
+
+    `settings` of the new run: their `extra` are the settings of its job.
+    """
     check_new(run)
     fragments = [_fragment(source, p) for p in range(len(source.info.record.versions))] if source.info.record else []
     done = max((record.merged_tokens for record, _ in fragments if record is not None), default=0)
-    if done >= settings.tokens:
+    tokens = settings.config.budget_tokens
+    if tokens is not None and done >= tokens:
         raise ValueError(
-            f"the snapshot has {done:,} of {settings.tokens:,} tokens already: nothing would be left to train;"
+            f"the snapshot has {done:,} of {tokens:,} tokens already: nothing would be left to train;"
             " give more with --tokens"
         )
     was_there = run.exists()
     try:
         run.mkdir(parents=True, exist_ok=True)
-        _write_store(source, run, settings, run_id, fragments, done)
-        parts = _write_parts(source, run, run_id, say)
-        settings.save(run / CONFIG)
+        _write_store(source, run, settings, fragments, done)
+        parts = _write_parts(source, run, settings.config.run_id, say)
+        write_text(run / CONFIG, json.dumps(dict(settings.extra), indent=2) + "\n")
     except BaseException:
         shutil.rmtree(run, ignore_errors=True)
         if was_there:
@@ -123,11 +105,10 @@ def restore(source: Source, run: Path, settings: RestorableJob, run_id: str, say
 def _fragment(source: Source, p: FragmentId) -> tuple[VersionRecord | None, dict[str, Tensor]]:
     path = version_of_snapshot(source.run, source.info.number, p)
     try:
-        note, tensors = read_tensor_file(read_file(path))
+        note, tensors = read_tensors(path)
         record = format.decode(note) if note else None
-    except (OSError, ValueError) as wrong:
-        what = wrong.strerror if isinstance(wrong, OSError) else str(wrong)
-        raise ValueError(f"{path}: {what}; choose another snapshot") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {reason(error)}; choose another snapshot") from None
     assert source.info.record is not None
     if record is not None and not isinstance(record, VersionRecord):
         raise ValueError(f"{path} holds {type(record).__name__}, no version; choose another snapshot")
@@ -139,16 +120,14 @@ def _fragment(source: Source, p: FragmentId) -> tuple[VersionRecord | None, dict
 def _write_store(
     source: Source,
     run: Path,
-    settings: RestorableJob,
-    run_id: str,
+    settings: RunSettings,
     fragments: list[tuple[VersionRecord | None, dict[str, Tensor]]],
     done: int,
 ) -> None:
     plan = source.kept.plan
     assert plan is not None
-    config = replace(settings.run_config(run_id), fragments=len(plan.fragments), fingerprint=plan.fingerprint())
-    shards = settings.shards
-    made = RunSettings(config, settings.numerics, settings.to_json(), plan, time.time(), shards)
+    config = replace(settings.config, fragments=len(plan.fragments), fingerprint=plan.fingerprint())
+    made, shards = replace(settings, config=config, plan=plan), settings.shards
     for k in range(shards):
         with Store.open(run / SHARDS / str(k) / STORE) as store:
             for p in range(k, len(fragments), shards):
@@ -173,7 +152,8 @@ def _write_fragment(
     if record is not None:
         round_id = RoundId(p, 0, store.epoch, 1)
         store.write(VersionRecord(p, 1, round_id, (), (), record.merged_tokens), tensors)
-    _keep(store.version_path(p, 0 if record is None else 1), kept)
+    make_folder(kept.parent)
+    link_or_copy(store.version_path(p, 0 if record is None else 1), kept)
 
 
 def _write_parts(source: Source, run: Path, run_id: str, say: Callable[[str], None]) -> list[int]:
@@ -194,9 +174,10 @@ def _write_parts(source: Source, run: Path, run_id: str, say: Callable[[str], No
                 continue
             target, kept = part_path(run, learner, number), part_path(run / BEGINNING, learner, number)
             make_folder(target.parent)
+            make_folder(kept.parent)
             note = json.dumps({**part.note, "run": run_id}, separators=(",", ":"))
             write_file(target, tensor_file(note, part.tensors))
-            _keep(target, kept)
+            link_or_copy(target, kept)
             taken.append(learner)
             break
         else:
@@ -213,17 +194,8 @@ def _keep_shards(part: Part, run: Path, learner: int) -> None:
     for place in (run, run / BEGINNING):
         target = shards_path(part_path(place, learner, part.snapshot))
         make_folder(target.parent)
-        copy_shards(part.shards, target, _keep)
+        copy_shards(part.shards, target)
 
 
 def kept_fragment(run: Path, p: FragmentId) -> Path:
     return run / BEGINNING / f"{p:03d}.safetensors"
-
-
-def _keep(path: Path, name: Path) -> None:
-    """Under a second name, which costs nothing; a copy where there are no links."""
-    make_folder(name.parent)
-    try:
-        os.link(path, name)
-    except OSError:
-        write_file(name, [read_file(path)])

@@ -18,14 +18,14 @@ from atoll.core.settings import Setting
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from atoll.launch.fleet import Fleet, Look
+    from atoll.launch.fleet import Fleet, UnitStatus
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="TOML with the syncer and the islands: docs/engines.md.")]
 
 COLOURS = {"running": "green", "failed": "red", "gone": "red", "unknown": "yellow", "waiting": "yellow"}
 
 
-def table_of(looks: Sequence[Look]) -> Table:
+def table_of(statuses: Sequence[UnitStatus]) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -35,50 +35,49 @@ def table_of(looks: Sequence[Look]) -> Table:
         table.add_column(
             title, justify="right" if title == "restarts" else "left", no_wrap=title in ("unit", "standing")
         )
-    for look in looks:
-        restarts = str(look.status.restarts) if look.status is not None else ""
-        standing = Text(look.standing, style=COLOURS.get(look.standing, ""))
-        table.add_row(Text(look.name), Text(look.engine), standing, restarts, Text(look.why))
+    for name, engine, standing, restarts, why in statuses:
+        shown = Text(standing, style=COLOURS.get(standing, ""))
+        counted = str(restarts) if standing.is_kept or standing.is_over else ""
+        table.add_row(Text(name), Text(engine), shown, counted, Text(why))
     return table
 
 
-def line_of(look: Look) -> str:
-    restarts = look.status.restarts if look.status is not None else 0
-    again = f", restarts: {restarts}" if restarts else ""
-    why = f" ({look.why})" if look.why else ""
-    return f"{look.name}: {look.standing}{again}{why}"
+def line_of(status: UnitStatus) -> str:
+    again = f", restarts: {status.restarts}" if status.restarts else ""
+    why = f" ({status.why})" if status.why else ""
+    return f"{status.name}: {status.standing}{again}{why}"
 
 
-def print_looks(looks: Sequence[Look]) -> None:
+def print_statuses(statuses: Sequence[UnitStatus]) -> None:
     if not sys.stdout.isatty():
-        for look in looks:
-            print(line_of(look))
+        for status in statuses:
+            print(line_of(status))
         return
     from rich.console import Console
 
-    Console().print(table_of(looks))
+    Console().print(table_of(statuses))
 
 
 @contextmanager
-def shown(quiet: bool) -> Iterator[Callable[[list[Look]], None]]:
-    """Yields a function that is given how everybody is, again and again."""
+def shown(quiet: bool) -> Iterator[Callable[[list[UnitStatus]], None]]:
+    """Yield a function that shows the status of all units, and is called again and again."""
     if quiet:
-        yield lambda looks: None
+        yield lambda statuses: None
     elif sys.stdout.isatty():
         from rich.console import Console
         from rich.live import Live
 
         with Live(console=Console(), auto_refresh=False) as live:
-            yield lambda looks: live.update(table_of(looks), refresh=True)
+            yield lambda statuses: live.update(table_of(statuses), refresh=True)
     else:
         before: dict[str, tuple[str, int]] = {}
 
-        def changes(looks: list[Look]) -> None:
-            for look in looks:
-                now = look.standing, look.status.restarts if look.status is not None else 0
-                if before.get(look.name) != now:
-                    before[look.name] = now
-                    print(f"{time.strftime('%H:%M:%S')} {line_of(look)}", flush=True)
+        def changes(statuses: list[UnitStatus]) -> None:
+            for status in statuses:
+                now = status.standing, status.restarts
+                if before.get(status.name) != now:
+                    before[status.name] = now
+                    print(f"{time.strftime('%H:%M:%S')} {line_of(status)}", flush=True)
 
         yield changes
 
@@ -106,57 +105,62 @@ def run_up(
     read = IslandsFile.load(file)
     fleet = Fleet(read)
     names = fleet.names(units or ())
-    placed = [each for each in units_of(read, token_of(read, make=False)) if each.unit.name in names]
-    fleet.check(placed)
+    wanted = [unit for unit in units_of(read, token_of(read, make=False)) if unit.name in names]
+    fleet.check(wanted)
     if warning := stays_here(read):
         complain(warning)
     if dry_run:
-        rendered = [{"name": each.unit.name, "engine": each.engine, "submitted": fleet.render(each)} for each in placed]
+        rendered = [
+            {"name": unit.name, "engine": unit.engine, "submitted": fleet.engine(unit.engine).render(unit)}
+            for unit in wanted
+        ]
         fields = {"run": read.run, "directory": str(read.directory), "units": rendered}
         return Result(fields, ["\n\n".join(each["submitted"].rstrip("\n") for each in rendered)])
     with fleet.alone("atoll up"):  # two who make a token at once would not have the same
         token = token_of(read, make=True)
-    placed = [each for each in units_of(read, token) if each.unit.name in names]
+    wanted = [unit for unit in units_of(read, token) if unit.name in names]
     come_back = f"atoll status {file}, atoll logs {file} -f, atoll down {file}"
     try:
-        started = fleet.up(placed, Said(as_json))
+        started = fleet.up(wanted, Said(as_json))
         if detach:
-            looks = fleet.looks()
+            statuses = fleet.statuses()
         else:
             with shown(quiet=as_json) as show:
-                looks = fleet.follow(show)
+                statuses = fleet.follow(show)
     except KeyboardInterrupt:
         complain(f"detached; the run goes on: {come_back}")
         raise typer.Exit(ExitCode.INTERRUPTED) from None
-    lines = [f"It goes on by itself: {come_back}"] if detach else _end_lines(fleet, looks)
-    wrong = [look for look in looks if look.is_wrong]
+    lines = [f"It goes on by itself: {come_back}"] if detach else _end_lines(fleet, statuses)
+    wrong = [status for status in statuses if status.is_wrong]
     if wrong:
-        names = [look.name for look in wrong]
+        names = [status.name for status in wrong]
         complain(f"not well: {', '.join(names)}; what they printed: atoll logs {file} {names[0]}")
 
     def text() -> None:
         for line in lines:
             print(line)
         if wrong:
-            print_looks(wrong)
+            print_statuses(wrong)
 
     return Result(
         {
             "run": read.run,
             "directory": str(read.directory),
             "started": started,
-            "units": [look.to_json() for look in looks],
+            "units": [status._asdict() for status in statuses],
         },
         text,
         ExitCode.FAILED if wrong else ExitCode.OK,
     )
 
 
-def _end_lines(fleet: Fleet, looks: list[Look]) -> list[str]:
-    left = [look.name for look in looks if not look.is_over and not look.is_island]
+def _end_lines(fleet: Fleet, statuses: list[UnitStatus]) -> list[str]:
+    from atoll.launch.engine import is_island
+
+    left = [each.name for each in statuses if not each.standing.is_over and not is_island(each.name)]
     if left:
         return [f"All islands have ended, and {', '.join(left)} goes on: atoll down {fleet.file.path}"]
-    return [] if any(look.is_wrong for look in looks) else [f"The run in {fleet.file.directory} has ended."]
+    return [] if any(status.is_wrong for status in statuses) else [f"The run in {fleet.file.directory} has ended."]
 
 
 class Said:
@@ -219,14 +223,14 @@ def run_status(file: File, as_json: JsonOption = False) -> Result:
     from atoll.launch.islands_file import IslandsFile
 
     read = IslandsFile.load(file)
-    looks = Fleet(read).looks()
-    wrong = any(look.is_wrong for look in looks)
+    statuses = Fleet(read).statuses()
+    wrong = any(status.is_wrong for status in statuses)
 
     def fields() -> dict[str, object]:
-        units = [look.to_json() for look in looks]
+        units = [status._asdict() for status in statuses]
         return {"run": read.run, "directory": str(read.directory), "well": not wrong, "units": units}
 
-    return Result(fields, partial(print_looks, looks), ExitCode.FAILED if wrong else ExitCode.OK)
+    return Result(fields, partial(print_statuses, statuses), ExitCode.FAILED if wrong else ExitCode.OK)
 
 
 READ_S = 0.5
@@ -245,7 +249,8 @@ def run_logs(
     Starts of one unit come one after the other; a line of [atoll] between them says why there was another. Ctrl-C ends
     the reading only.
     """
-    from atoll.launch.fleet import LOOK_FAR_S, LOOK_S, NOT_STARTED, Fleet, FleetLogs, PrintedLine
+    from atoll.launch.engine import UnitStanding
+    from atoll.launch.fleet import POLL_INTERVAL_S, REMOTE_POLL_INTERVAL_S, Fleet, FleetLogs
     from atoll.launch.islands_file import IslandsFile
 
     fleet = Fleet(IslandsFile.load(file))
@@ -255,24 +260,23 @@ def run_logs(
     logs = FleetLogs(fleet, names, tail)
     width = max(map(len, names))
 
-    def show(line: PrintedLine) -> None:
-        sys.stdout.write(f"{line.unit:{width}} | {line.text}\n")
+    def show(lines: Iterator[tuple[str, str]]) -> None:
+        for unit, text in lines:
+            sys.stdout.write(f"{unit:{width}} | {text}\n")
 
     ended, next_look = not follow, 0.0
     while True:
         if not ended and time.monotonic() >= next_look:
-            looks = fleet.looks(names)
-            ended = all(look.is_over or look.standing == NOT_STARTED for look in looks)
-            is_near = all(look.engine == "local" for look in looks)
-            next_look = time.monotonic() + (LOOK_S if is_near else LOOK_FAR_S)
-        for line in logs.new():
-            show(line)
+            statuses = fleet.statuses(names)
+            ended = all(each.standing.is_over or each.standing == UnitStanding.NOT_STARTED for each in statuses)
+            is_near = all(each.engine == "local" for each in statuses)
+            next_look = time.monotonic() + (POLL_INTERVAL_S if is_near else REMOTE_POLL_INTERVAL_S)
+        show(logs.new())
         if ended:
             break
         sys.stdout.flush()
         time.sleep(READ_S)
-    for line in logs.rest():
-        show(line)
+    show(logs.rest())
     for unit, problem in logs.problems.items():
         complain(f"what {unit} has printed cannot be read: {problem}")
     if logs.problems:

@@ -243,11 +243,11 @@ def _resume_command(ctx: typer.Context, address: str | None) -> str:
 
 def _keep_model(out: Path, shards: int, syncer: SyncerProcess) -> None:
     """As soon as the run is over: its end may be served for long."""
-    from atoll.checkpoint.model_file import save_tensors
+    from atoll.checkpoint.model_file import MODEL, write_tensors
     from atoll.checkpoint.published import published_tensors
 
     # Of whatever the learners train: it need not be our model. What shards hold was gathered at the end.
-    save_tensors(syncer.published() if shards else published_tensors(out), out)
+    write_tensors(syncer.published() if shards else published_tensors(out), out / MODEL)
 
 
 # long: from the wait of a standby to the model
@@ -266,7 +266,7 @@ def _serve(
 
     import torch
 
-    from atoll.checkpoint.model_file import MODEL, save_tensors
+    from atoll.checkpoint.model_file import MODEL, write_tensors
     from atoll.checkpoint.published import is_finished, learners_without_end, published_tensors
     from atoll.logs import set_up
     from atoll.reference.saved_models import load_model
@@ -347,7 +347,7 @@ def _serve(
         raise KeyboardInterrupt
     path = out / MODEL
     if was_finished and not settings.shards:
-        save_tensors(published_tensors(out), out)
+        write_tensors(published_tensors(out), path)
 
     def lines() -> Iterator[str]:
         yield f"The run in {out} {'was finished before' if was_finished else 'is finished'}; its model is {path}."

@@ -1,18 +1,29 @@
-"""What an engine does for a run: it keeps units going, says how they are, and gives what they printed.
+"""What an engine does for a run: it keeps units running, reports their state, and returns what they printed.
 
-A unit is anything of a run that has to be kept alive: the syncer, a shard, an island. An engine is given units and
-nothing else, so it needs to know neither the file in which they were named nor the protocol that they speak.
+A unit is a process of a run that is kept running: the syncer, a shard, an island. An engine receives units and nothing
+else, so it needs to know neither the file in which they are named nor the protocol that they speak.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+import os
+import re
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
+
+SYNCER = "syncer"
+SHARD = "shard-"
+
+
+def is_island(name: str) -> bool:
+    """Return whether the unit of this name is an island: neither the syncer nor a shard."""
+    return name != SYNCER and not name.startswith(SHARD)
 
 
 @dataclass(frozen=True)
@@ -22,14 +33,15 @@ class Unit:
     run: str
     """Name of the run: letters, digits and dashes."""
     name: str
-    """Within the run, and unique there: "syncer", "shard-1", the name of an island."""
+    """Unique within the run: "syncer", "shard-1", the name of an island."""
     command: tuple[str, ...]
     directory: Path
-    """Where it keeps its files and where the engine puts what it prints; absolute."""
+    """Where it keeps its files and where the engine puts what it prints; absolute. Beside those of the other units."""
+    engine: str = "local"
     environment: Mapping[str, str] = field(default_factory=dict)
-    """On top of that of the engine. Names with secrets in them are in `secret`."""
+    """On top of that of the engine, with the values of secrets."""
     secret: frozenset[str] = frozenset()
-    """Variables that nobody may print or put on a command line."""
+    """Variables that must not be printed or put on a command line."""
     nodes: int = 1
     cpus: int = 1
     """Per node."""
@@ -37,22 +49,56 @@ class Unit:
     """Accelerators per node."""
     site: str | None = None
     restarts: int = 100
-    """How often it is started again after it has failed; one that ends well is not."""
+    """How often it is started again after a failure; one that ends well is not."""
     notice_s: float = 30.0
     """From SIGTERM to SIGKILL: in this time it says goodbye, and an island sends what is not merged yet."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The engine's own: a partition, an image, resources. An engine refuses those that it does not know."""
 
+    @property
+    def syncer(self) -> Path | None:
+        """Directory of the unit of the run's syncer; None for the syncer itself."""
+        return None if self.name == SYNCER else self.directory.parent / SYNCER
 
-class UnitStanding(Enum):
-    """How a unit is, as its engine knows it."""
+    @property
+    def ends_with_syncer(self) -> bool:
+        return self.name.startswith(SHARD)
+
+    def shown_environment(self) -> dict[str, str]:
+        """Return the environment by name, without the values of secrets."""
+        return {
+            name: "(secret)" if name in self.secret else self.environment[name] for name in sorted(self.environment)
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"directory": str(self.directory), "secret": sorted(self.secret)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Unit:
+        command, secret = tuple(value["command"]), frozenset(value["secret"])
+        return cls(**{**value, "command": command, "directory": Path(value["directory"]), "secret": secret})
+
+
+class UnitStanding(StrEnum):
+    """State of a unit, as its engine knows it."""
 
     WAITING = "waiting"  # for a place in the queue, or to be started again
     RUNNING = "running"
     ENDED = "ended"  # with exit code 0
     FAILED = "failed"  # and has no restart left
-    STOPPED = "stopped"  # somebody wanted it so
+    STOPPED = "stopped"  # on request
     GONE = "gone"  # the engine does not know it
+    NOT_STARTED = "not started"  # no engine has it
+    UNKNOWN = "unknown"  # its engine does not answer
+
+    @property
+    def is_kept(self) -> bool:
+        """Return whether it runs, or will run again by itself."""
+        return self in (UnitStanding.WAITING, UnitStanding.RUNNING)
+
+    @property
+    def is_over(self) -> bool:
+        return self in (UnitStanding.ENDED, UnitStanding.FAILED, UnitStanding.STOPPED, UnitStanding.GONE)
 
 
 @dataclass(frozen=True)
@@ -65,8 +111,6 @@ class UnitState:
 
 class Engine(Protocol):
     """A handle is what an engine needs to find a unit again, as JSON; it is kept in the run's directory."""
-
-    name: str
 
     def check(self, unit: Unit) -> None:
         """ValueError with what to do, where this engine cannot run the unit. Starts nothing."""
@@ -92,6 +136,47 @@ class TakesArrays(Protocol):
 
     def start_array(self, units: Sequence[Unit]) -> list[dict[str, Any]]:
         """Handles in the order of the units."""
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What all engines do alike
+
+
+def search_path(path: str | None = None) -> str:
+    """Return PATH for a unit: programs of the environment in which Atoll runs first, even if it is not activated."""
+    return os.pathsep.join([str(Path(sys.executable).parent), path or os.environ.get("PATH", os.defpath)])
+
+
+def inherited_environment(without: Collection[str] = ()) -> dict[str, str]:
+    """Return the environment of this process for a unit, without these variables and those of another run."""
+    kept = {name: value for name, value in os.environ.items() if name[:6] != "ATOLL_" and name not in without}
+    return kept | {"PATH": search_path()}
+
+
+_START_LOG = re.compile(r"start-(\d+)(?:-node-(\d+))?\.log")
+
+
+def start_log(start: int, node: int = 0, nodes: int = 1) -> str:
+    """Return the name of the file for what one start of a unit prints.
+
+    >>> start_log(3), start_log(3, 1, 2)
+    ('start-0003.log', 'start-0003-node-1.log')
+    """
+    return f"start-{start:04}.log" if nodes == 1 else f"start-{start:04}-node-{node}.log"
+
+
+def start_logs(directory: Path, after: int = 0) -> list[Path]:
+    """Return the logs of the starts with a higher number than `after`, oldest first."""
+    found = [(match, path) for path in directory.glob("start-*") if (match := _START_LOG.fullmatch(path.name))]
+    numbered = sorted((int(match[1]), int(match[2] or 0), path) for match, path in found)
+    return [path for start, _, path in numbered if start > after]
+
+
+def last_start(directory: Path) -> int:
+    """Return the number of the last start that has a log; 0 if there is none."""
+    logs = start_logs(directory)
+    match = _START_LOG.fullmatch(logs[-1].name) if logs else None
+    return int(match[1]) if match else 0
 
 
 # --------------------------------------------------------------------------------------------------------------------

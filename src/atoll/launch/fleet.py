@@ -7,7 +7,6 @@ which that engine finds it again, and what it was started as. It is written afte
 from __future__ import annotations
 
 import difflib
-import fcntl
 import json
 import os
 import signal
@@ -21,25 +20,23 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atoll.files import write_text
-from atoll.launch.engine import Engine, TakesArrays, UnitStanding, UnitState, engine
-from atoll.launch.islands_file import SHARD, SYNCER, IslandsFile
-from atoll.launch.units import FLEET, Placed
+from atoll.files import LockHeldError, take_lock, write_text
+from atoll.launch.engine import SHARD, SYNCER, Engine, TakesArrays, Unit, UnitStanding, engine, is_island
+from atoll.launch.islands_file import IslandsFile
+from atoll.launch.units import FLEET
 
 KNOWN, LOCK = "units.json", "lock"
 FORMAT = 1
 AT_ONCE = 32
 """Units that are stopped at the same time: each may take its whole notice."""
 
-LOOK_S, LOOK_FAR_S = 1.0, 5.0
-"""How often units are looked at, on this machine and elsewhere."""
+POLL_INTERVAL_S, REMOTE_POLL_INTERVAL_S = 1.0, 5.0
+"""Between two looks at the units, on this machine and elsewhere."""
 
 LAST_WORDS_S = 120.0
 """For the syncer, from the end of the last island to its own: it writes the model."""
 
 HELD_BACK = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
-NOT_STARTED = "not started"
-OVER = frozenset({UnitStanding.ENDED, UnitStanding.FAILED, UnitStanding.STOPPED, UnitStanding.GONE})
 
 Say = Callable[[str, str], None]  # a unit, and what happens to it
 
@@ -51,45 +48,17 @@ class UnitRecord(NamedTuple):
     """What it was started as, without secrets."""
 
 
-class Look(NamedTuple):
-    """How a unit is. `status` None: it was never started, or its engine cannot be asked; `problem` says which."""
-
+class UnitStatus(NamedTuple):
     name: str
     engine: str
-    status: UnitState | None
-    problem: str = ""
-
-    @property
-    def standing(self) -> str:
-        if self.status is not None:
-            return self.status.standing.value
-        return "unknown" if self.problem else NOT_STARTED
-
-    @property
-    def why(self) -> str:
-        return self.status.why if self.status is not None else self.problem
-
-    @property
-    def is_over(self) -> bool:
-        return self.status is not None and self.status.standing in OVER
+    standing: UnitStanding = UnitStanding.NOT_STARTED
+    restarts: int = 0
+    why: str = ""
+    """In words; of an engine that does not answer, the problem."""
 
     @property
     def is_wrong(self) -> bool:
-        return bool(self.problem) or self.standing in (UnitStanding.FAILED.value, UnitStanding.GONE.value)
-
-    @property
-    def is_island(self) -> bool:
-        return self.name != SYNCER and not self.name.startswith(SHARD)
-
-    def to_json(self) -> dict[str, Any]:
-        restarts = self.status.restarts if self.status is not None else 0
-        return {
-            "name": self.name,
-            "engine": self.engine,
-            "standing": self.standing,
-            "restarts": restarts,
-            "why": self.why,
-        }
+        return self.standing in (UnitStanding.FAILED, UnitStanding.GONE, UnitStanding.UNKNOWN)
 
 
 class Fleet:
@@ -118,25 +87,21 @@ class Fleet:
             raise ValueError(f"{self.folder / KNOWN} was written by another version of Atoll: use that one")
         return {name: UnitRecord(**fields) for name, fields in told["units"].items()}
 
-    def looks(self, wanted: Sequence[str] = ()) -> list[Look]:
-        """Of the units of the file in its order, and then of those that were started and are not in it any more; only
-        of those that are wanted, where some are."""
+    def statuses(self, wanted: Sequence[str] = ()) -> list[UnitStatus]:
+        """Return the status of these units, or else of all: those of the file, then those that left the file."""
         known = self.known()
-        engines = {island.name: island.engine for island in self.file.islands}
-        return [
-            self.look(name, known[name])
-            if name in known
-            else Look(name, engines.get(name, self.file.syncer.engine), None)
-            for name in self._all_names()
-            if not wanted or name in wanted
-        ]
+        return [self._status(name, known) for name in self.names(wanted)]
 
-    def look(self, name: str, known: UnitRecord) -> Look:
-        """An engine that does not answer says nothing about the unit."""
+    def _status(self, name: str, known: Mapping[str, UnitRecord]) -> UnitStatus:
+        """Return the status of a unit. An engine that does not answer says nothing about the unit."""
+        if name not in known:
+            return UnitStatus(name, self._listed().get(name, ""))
+        of = known[name]
         try:
-            return Look(name, known.engine, self.engine(known.engine).status(known.handle))
-        except Exception as wrong:
-            return Look(name, known.engine, None, f"cannot be asked: {str(wrong) or type(wrong).__name__}")
+            state = self.engine(of.engine).status(of.handle)
+        except Exception as error:
+            return UnitStatus(name, of.engine, UnitStanding.UNKNOWN, why=f"cannot be asked: {_words(error)}")
+        return UnitStatus(name, of.engine, state.standing, state.restarts, state.why)
 
     def logs(self, name: str) -> list[Path]:
         known = self.known().get(name)
@@ -144,7 +109,8 @@ class Fleet:
 
     def names(self, wanted: Sequence[str]) -> list[str]:
         """ValueError for a name that no unit has; all of them where none is wanted."""
-        there = self._all_names()
+        listed = self._listed()
+        there = [*listed, *(name for name in self.known() if name not in listed)]
         for name in wanted:
             if name not in there:
                 near = difflib.get_close_matches(name, there, 1)
@@ -152,13 +118,11 @@ class Fleet:
                 raise ValueError(f"{self.file.path} has no unit {name}: {meant}")
         return [name for name in there if not wanted or name in wanted]
 
-    def _all_names(self) -> list[str]:
-        listed = self._listed()
-        return [*listed, *(name for name in self.known() if name not in listed)]
-
-    def _listed(self) -> list[str]:
-        shards = [f"{SHARD}{k}" for k in range(self.file.syncer.shards)]
-        return [SYNCER, *shards, *(island.name for island in self.file.islands)]
+    def _listed(self) -> dict[str, str]:
+        """Return the engines of the units of the file, by name."""
+        ours = [SYNCER, *(f"{SHARD}{k}" for k in range(self.file.syncer.shards))]
+        islands = {island.unit.name: island.unit.engine for island in self.file.islands}
+        return dict.fromkeys(ours, self.file.syncer.unit.engine) | islands
 
     def is_finished(self) -> bool:
         """As the store on a disk that this machine can see says; the model of a run with shards is gathered later."""
@@ -171,84 +135,81 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------------------ starting
 
-    def check(self, units: Sequence[Placed]) -> None:
-        """All that is wrong, before anything is started."""
+    def check(self, units: Sequence[Unit]) -> None:
+        """Raise ValueError with all problems, before anything is started."""
         problems: list[str] = []
-        for name, unit in units:
+        for unit in units:
             try:
-                self.engine(name).check(unit)
-            except ValueError as wrong:
-                problems.append(str(wrong))
+                self.engine(unit.engine).check(unit)
+            except ValueError as error:
+                problems.append(str(error))
         if problems:
             raise ValueError("; ".join(dict.fromkeys(problems)))
 
-    def render(self, placed: Placed) -> str:
-        return self.engine(placed.engine).render(placed.unit)
-
-    def up(self, units: Sequence[Placed], say: Say) -> list[str]:
+    def up(self, units: Sequence[Unit], say: Say) -> list[str]:
         """Start what is new, has failed or has left a run that goes on; returns the names of those. A second call
         starts nothing."""
         started: list[str] = []
         with self.alone("atoll up"):
             known = self.known()
-            looks = {name: self.look(name, known[name]) for name in known}
-            is_over = self.is_finished() or (SYNCER in looks and looks[SYNCER].standing == UnitStanding.ENDED.value)
-            wanted: list[Placed] = []
-            for placed in units:
-                name = placed.unit.name
-                left = self._left_alone(placed, known.get(name), looks.get(name), is_over)
-                if left is not None:
-                    say(name, left)
+            before = {name: self._status(name, known) for name in known}
+            is_over = self.is_finished() or (SYNCER in before and before[SYNCER].standing == UnitStanding.ENDED)
+            wanted: list[Unit] = []
+            for unit in units:
+                if unit.name in known:
+                    left = self._left_alone(unit, known[unit.name].told, before[unit.name], is_over)
                 else:
-                    wanted.append(placed)
+                    left = "the run is over: not started" if is_over else None
+                if left is not None:
+                    say(unit.name, left)
+                else:
+                    wanted.append(unit)
             for together in self._arrays(wanted):
                 with _uninterrupted():  # a unit that runs and is not written down is lost
-                    for placed, handle in zip(together, self._start(together), strict=True):
-                        known[placed.unit.name] = UnitRecord(placed.engine, handle, _told(placed))
+                    for unit, handle in zip(together, self._start(together), strict=True):
+                        known[unit.name] = UnitRecord(unit.engine, handle, _told(unit))
                     self._write(known)
-                for placed in together:
-                    name = placed.unit.name
-                    started.append(name)
-                    say(name, "started again" if name in looks else f"started by engine {placed.engine}")
-            for name in set(looks).difference(self._listed()):
-                say(name, f"is {looks[name].standing}, and not in the file any more: down it to forget it")
+                for unit in together:
+                    started.append(unit.name)
+                    say(unit.name, "started again" if unit.name in before else f"started by engine {unit.engine}")
+            for name in set(before).difference(self._listed()):
+                say(name, f"is {before[name].standing}, and not in the file any more: down it to forget it")
         return started
 
-    def _arrays(self, wanted: Sequence[Placed]) -> list[list[Placed]]:
-        """What is submitted at once: islands of one table, where the engine takes that; otherwise each by itself."""
-        tables = {island.name: island.table for island in self.file.islands}
-        made: list[list[Placed]] = []
+    def _arrays(self, wanted: Sequence[Unit]) -> list[list[Unit]]:
+        """Group what is submitted at once: islands of one table, where the engine takes that; otherwise each alone."""
+        tables = {island.unit.name: island.table for island in self.file.islands}
+        made: list[list[Unit]] = []
         before: str | None = None
-        for placed in wanted:
-            table = tables.get(placed.unit.name)
-            if table is not None and table == before and isinstance(self.engine(placed.engine), TakesArrays):
-                made[-1].append(placed)
+        for unit in wanted:
+            table = tables.get(unit.name)
+            if table is not None and table == before and isinstance(self.engine(unit.engine), TakesArrays):
+                made[-1].append(unit)
             else:
-                made.append([placed])
+                made.append([unit])
             before = table
         return made
 
-    def _start(self, together: Sequence[Placed]) -> list[dict[str, Any]]:
+    def _start(self, together: Sequence[Unit]) -> list[dict[str, Any]]:
         of_all = self.engine(together[0].engine)
         if len(together) > 1 and isinstance(of_all, TakesArrays):
-            return of_all.start_array([placed.unit for placed in together])
-        return [of_all.start(placed.unit) for placed in together]
+            return of_all.start_array(together)
+        return [of_all.start(unit) for unit in together]
 
-    def _left_alone(self, placed: Placed, known: UnitRecord | None, look: Look | None, is_over: bool) -> str | None:
-        """Why a unit is not started; None: it is."""
-        if look is None or known is None:
-            return "the run is over: not started" if is_over else None
-        if look.problem:
-            return f"{look.problem}; left alone; {self._or_forget(look.name)}"
-        if look.standing in (UnitStanding.RUNNING.value, UnitStanding.WAITING.value):
-            changed = _changes(known.told, _told(placed))
+    def _left_alone(self, unit: Unit, told: Mapping[str, Any], status: UnitStatus, is_over: bool) -> str | None:
+        """Return why a unit that was started before is not started again; None: it is."""
+        standing = status.standing
+        if standing == UnitStanding.UNKNOWN:
+            return f"{status.why}; left alone; {self._or_forget(status.name)}"
+        if standing.is_kept:
+            changed = _changes(told, _told(unit))
             if changed:
-                return f"is {look.standing} as it was, and {', '.join(changed)} changed: down it first, then up"
-            return f"is {look.standing}: left alone"
-        if look.standing == UnitStanding.ENDED.value:
-            has_done_all = is_over or (look.is_island and self._has_manifest())
+                return f"is {standing} as it was, and {', '.join(changed)} changed: down it first, then up"
+            return f"is {standing}: left alone"
+        if standing == UnitStanding.ENDED:
+            has_done_all = is_over or (is_island(unit.name) and self._has_manifest())
             return "has ended: left alone" if has_done_all else None
-        return f"{look.standing}, and the run is over: left alone" if is_over else None
+        return f"{standing}, and the run is over: left alone" if is_over else None
 
     # ------------------------------------------------------------------------------------------------------ stopping
 
@@ -257,7 +218,7 @@ class Fleet:
         names = self.names(wanted)
         with self.alone("atoll down"):
             known = self.known()
-            islands = [name for name in names if name != SYNCER and not name.startswith(SHARD)]
+            islands = [name for name in names if is_island(name)]
             others = [name for name in names if name not in islands]
             # A shard that is stopped before its syncer would be waited for; the syncer is first.
             stopped = [self._stop_all(each, known, say) for each in (islands, others[:1], others[1:])]
@@ -272,15 +233,16 @@ class Fleet:
             known = self.known()
             is_done = True
             for name in wanted:
-                look = self.look(name, known[name]) if name in known else Look(name, "", None)
-                if look.status is not None and not look.is_over:
-                    say(name, f"is {look.standing}, and its engine answers: atoll down {self.file.path} {name}")
+                standing, why = (status := self._status(name, known)).standing, status.why
+                if standing.is_kept:
+                    say(name, f"is {standing}, and its engine answers: atoll down {self.file.path} {name}")
                     is_done = False
                 elif name not in known:
                     say(name, "was not started")
                 else:
-                    may = "; if it still runs there, end it there before it is started again" if look.problem else ""
-                    say(name, f"forgotten: {look.why or look.standing}{may}")
+                    is_unknown = standing == UnitStanding.UNKNOWN
+                    may = "; if it still runs there, end it there before it is started again" if is_unknown else ""
+                    say(name, f"forgotten: {why or standing}{may}")
                     del known[name]
                     self._write(known)
             return is_done
@@ -289,21 +251,21 @@ class Fleet:
         return f"if that is gone for good: atoll down {self.file.path} {name} --forget"
 
     def _stop_all(self, names: Sequence[str], known: Mapping[str, UnitRecord], say: Say) -> bool:
-        looks = [self.look(name, known[name]) if name in known else Look(name, "", None) for name in names]
         wanted = []
-        for look in looks:
-            if look.name not in known:
-                say(look.name, "was not started")
-            elif look.standing in (UnitStanding.ENDED.value, UnitStanding.GONE.value):
-                say(look.name, f"is {look.standing}")
+        for name in names:
+            standing = self._status(name, known).standing
+            if name not in known:
+                say(name, "was not started")
+            elif standing in (UnitStanding.ENDED, UnitStanding.GONE):
+                say(name, f"is {standing}")
             else:
-                wanted.append(look.name)
+                wanted.append(name)
 
         def stop(name: str) -> bool:
             try:
                 self.engine(known[name].engine).stop(known[name].handle)
-            except Exception as wrong:
-                say(name, f"cannot be stopped: {str(wrong) or type(wrong).__name__}; {self._or_forget(name)}")
+            except Exception as error:
+                say(name, f"cannot be stopped: {_words(error)}; {self._or_forget(name)}")
                 return False
             say(name, "stopped")
             return True
@@ -315,42 +277,37 @@ class Fleet:
 
     # ----------------------------------------------------------------------------------------------------- following
 
-    def follow(self, show: Callable[[list[Look]], None]) -> list[Look]:
-        """Until all islands have ended; returns how everybody is then."""
+    def follow(self, show: Callable[[list[UnitStatus]], None]) -> list[UnitStatus]:
+        """Wait until all islands have ended; return the last status of all units."""
         ended_with: dict[str, int] | None = None  # restarts of each, when the syncer was seen to have ended
         last_island: float | None = None
         while True:
-            looks = self.looks()
-            show(looks)
+            statuses = self.statuses()
+            show(statuses)
             now = time.monotonic()
-            by_name = {look.name: look for look in looks}
-            if by_name[SYNCER].standing == UnitStanding.ENDED.value:
+            if any(each.name == SYNCER and each.standing == UnitStanding.ENDED for each in statuses):
                 if ended_with is None:
-                    ended_with = {look.name: look.status.restarts for look in looks if look.status is not None}
-                self._stop_those_who_wait(looks, ended_with)
-            there = [look for look in looks if look.standing != NOT_STARTED]
-            islands = [look for look in there if look.is_island]
-            if all(look.is_over for look in islands or there):
+                    ended_with = {each.name: each.restarts for each in statuses}
+                self._stop_late(statuses, ended_with)
+            there = [each for each in statuses if each.standing != UnitStanding.NOT_STARTED]
+            islands = [each for each in there if is_island(each.name)]
+            if all(each.standing.is_over for each in islands or there):
                 last_island = last_island if last_island is not None else now
-                has_ended = any(look.standing == UnitStanding.ENDED.value for look in islands)
-                others = [look for look in there if not look.is_island]
-                if not has_ended or all(look.is_over for look in others) or now - last_island > LAST_WORDS_S:
-                    return looks
-            time.sleep(LOOK_S if all(look.engine == "local" for look in there) else LOOK_FAR_S)
+                has_ended = any(each.standing == UnitStanding.ENDED for each in islands)
+                if not has_ended or all(each.standing.is_over for each in there) or now - last_island > LAST_WORDS_S:
+                    return statuses
+            is_near = all(each.engine == "local" for each in there)
+            time.sleep(POLL_INTERVAL_S if is_near else REMOTE_POLL_INTERVAL_S)
 
-    def _stop_those_who_wait(self, looks: Sequence[Look], ended_with: Mapping[str, int]) -> None:
-        """For a syncer that has ended well: shards, and islands that would only now be started, or were since."""
+    def _stop_late(self, statuses: Sequence[UnitStatus], ended_with: Mapping[str, int]) -> None:
+        """Stop what would wait for a syncer that has ended: shards, and islands that are started only now."""
         known = self.known()
-        for look in looks:
-            if look.is_over or look.status is None or look.name == SYNCER:
-                continue
-            is_late = look.status.standing is UnitStanding.WAITING or look.status.restarts > ended_with.get(
-                look.name, 0
-            )
-            if is_late or not look.is_island:
-                # Somebody else is at it, or its engine does not answer now; there is a next look.
+        for name, by_engine, standing, restarts, _ in statuses:
+            is_late = standing == UnitStanding.WAITING or restarts > ended_with.get(name, 0) or not is_island(name)
+            if standing.is_kept and name != SYNCER and is_late:
+                # Another process may hold the lock, or the engine may not answer now: there is a next look.
                 with suppress(ValueError, OSError), self.alone("atoll up"):
-                    self.engine(look.engine).stop(known[look.name].handle)
+                    self.engine(by_engine).stop(known[name].handle)
 
     # ------------------------------------------------------------------------------------------------- what it keeps
 
@@ -360,33 +317,29 @@ class Fleet:
 
     @contextmanager
     def alone(self, who: str) -> Iterator[None]:
-        """Whoever changes the run does so alone. ValueError says who is at it."""
+        """Hold the lock of the run: one process at a time changes it. ValueError names the one that does."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / LOCK, "a+", encoding="utf-8") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lock.seek(0)
-                other = lock.read().strip() or "somebody"
-                raise ValueError(f"{other} is changing this run: wait until it is done") from None
-            lock.truncate(0)
-            lock.write(f"{who} (process {os.getpid()} on {socket.gethostname()})")
-            lock.flush()
+        try:
+            lock = take_lock(self.folder / LOCK, f"{who} (process {os.getpid()} on {socket.gethostname()})")
+        except LockHeldError as error:
+            owner = error.owner or "another process"
+            raise ValueError(f"{owner} is changing this run: wait until it is done") from None
+        try:
             yield
+        finally:
+            os.close(lock)
 
 
-def _told(placed: Placed) -> dict[str, Any]:
-    """What a change of which is told. As JSON gives it back."""
-    unit = placed.unit
-    told = {
-        "engine": placed.engine,
-        "command": unit.command,
-        "environment": {name: value for name, value in unit.environment.items() if name not in unit.secret},
-        "secrets": sorted(unit.secret),
-        **{key: getattr(unit, key) for key in ("nodes", "cpus", "devices", "site", "restarts", "notice_s", "options")},
-    }
+def _words(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def _told(unit: Unit) -> dict[str, Any]:
+    """Return what the unit is started as, in JSON and without secrets: `up` says which of it has changed."""
+    shown = {name: value for name, value in unit.environment.items() if name not in unit.secret}
+    told = unit.to_json() | {"environment": shown, "secrets": sorted(unit.secret)}
     again: dict[str, Any] = json.loads(json.dumps(told, default=str))
-    return again
+    return {key: value for key, value in again.items() if key not in ("run", "name", "directory", "secret")}
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -415,54 +368,49 @@ def _uninterrupted() -> Iterator[None]:
 
 
 CHUNK_BYTES = 1 << 20
-MOST_LINE_BYTES = 1 << 20
+MAX_LINE_BYTES = 1 << 20
 """A longer line is shown in pieces."""
 
 
-class PrintedLine(NamedTuple):
-    unit: str
-    text: str
-
-
 class FleetLogs:
-    """`new` gives what has come since it was called last. `tail`: of each unit so many lines the first time."""
+    """Lines as pairs of a unit and a text. `tail`: so many of each unit the first time."""
 
     def __init__(self, fleet: Fleet, units: Sequence[str], tail: int | None = None) -> None:
         self.fleet = fleet
         self.units = units
         self.problems: dict[str, str] = {}  # by unit: why it cannot be read
         self._tail = tail
-        self._files: dict[tuple[str, Path], _File] = {}
+        self._files: dict[tuple[str, Path], _LogFile] = {}
         self._has_begun = False
 
-    def new(self) -> Iterator[PrintedLine]:
+    def new(self) -> Iterator[tuple[str, str]]:
+        """Return what was printed since the last call."""
         for unit in self.units:
             lines = self._lines(unit)
             if not self._has_begun and self._tail is not None:
                 lines = iter(deque(lines, maxlen=self._tail))
-            for text in lines:
-                yield PrintedLine(unit, text)
+            yield from ((unit, text) for text in lines)
         self._has_begun = True
 
-    def rest(self) -> Iterator[PrintedLine]:
-        """What was printed without an end of the line."""
+    def rest(self) -> Iterator[tuple[str, str]]:
+        """Return what was printed without an end of the line."""
         for (unit, _), file in self._files.items():
             if file.begun:
-                yield PrintedLine(unit, file.begun.decode(errors="replace"))
+                yield unit, file.begun.decode(errors="replace")
                 file.begun = b""
 
     def _lines(self, unit: str) -> Iterator[str]:
         try:
             paths = self.fleet.logs(unit)
-        except Exception as wrong:  # an engine that cannot be asked has its own kinds
-            self.problems[unit] = str(wrong) or type(wrong).__name__
+        except Exception as error:  # an engine that cannot be asked has its own kinds
+            self.problems[unit] = _words(error)
             return
         self.problems.pop(unit, None)
         for path in paths:
-            yield from self._files.setdefault((unit, path), _File(path)).lines()
+            yield from self._files.setdefault((unit, path), _LogFile(path)).lines()
 
 
-class _File:
+class _LogFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.offset = 0
@@ -471,7 +419,7 @@ class _File:
     def lines(self) -> Iterator[str]:
         try:
             size = self.path.stat().st_size
-            if size < self.offset:  # somebody has emptied it
+            if size < self.offset:  # it was truncated
                 self.offset, self.begun = 0, b""
             if size == self.offset:
                 return
@@ -480,7 +428,7 @@ class _File:
                 while chunk := file.read(CHUNK_BYTES):
                     self.offset += len(chunk)
                     *whole, self.begun = (self.begun + chunk).split(b"\n")
-                    if len(self.begun) > MOST_LINE_BYTES:
+                    if len(self.begun) > MAX_LINE_BYTES:
                         whole, self.begun = [*whole, self.begun], b""
                     for line in whole:
                         yield line.decode(errors="replace").rstrip("\r")

@@ -20,40 +20,33 @@
     devices = 8
     count = 2                              # far-1 and far-2
 
-Everything that is not understood is refused, with the file, the key and what is allowed; all of it at once.
+Every unknown key and bad value is refused, with the file, the key and what is allowed; all of them at once.
 """
 
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 import shlex
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from atoll.launch.engine import check_name
+from atoll.launch.engine import SYNCER, Unit, check_name, is_island
 from atoll.transport.endpoint import is_loopback, place
 
-SYNCER = "syncer"
-SHARD = "shard-"
-MOST_UNITS = 10_000
-MOST_NOTICE_S = 24 * 3600.0
+UNITS = "units"
+"""Folder of the run's directory: a directory for each unit, in which it runs and its engine keeps what it prints."""
 
-TOP = ("run", "directory", "syncer", "defaults", "islands")
-OF_SYNCER = (
-    *("engine", "address", "shards", "keys", "token_file", "arguments"),
-    *("cpus", "site", "restarts", "notice", "environment", "secrets", "options"),
-)
-OF_DEFAULTS = (
-    *("engine", "command", "arguments", "nodes", "cpus", "devices", "site", "restarts", "notice"),
-    *("environment", "secrets", "options"),
-)
-OF_ISLAND = (*OF_DEFAULTS, "number", "count")
+DEFAULT_ADDRESS = "127.0.0.1:7400"
+MAX_UNITS = 10_000
+MAX_NOTICE_S = 24 * 3600.0
 GIVEN = ("--out", "--resume", "--or-resume", "--standby", "--token", "--keys", "--shards")
 """Options of `atoll syncer` that have keys of their own here."""
+GIVEN_VARIABLES = frozenset({"ATOLL_SYNCER", "ATOLL_TOKEN", "ATOLL_KEYS", "ATOLL_LEARNER", "ATOLL_RUN_DIRECTORY"})
 
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,38}[A-Za-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -63,21 +56,14 @@ _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, None: 1.
 
 @dataclass(frozen=True)
 class SyncerTable:
-    engine: str = "local"
-    address: str = "127.0.0.1:7400"
+    unit: Unit
+    """Without a command, and its secrets without values, which come from the environment of `atoll up`."""
+    address: str
     """As islands dial it; several between commas."""
-    shards: int = 0
-    keys: Path | None = None
-    token_file: Path | None = None
-    arguments: tuple[str, ...] = ()
-    cpus: int = 1
-    site: str | None = None
-    restarts: int = 100
-    notice_s: float = 30.0
-    environment: Mapping[str, str] = field(default_factory=dict)
-    secrets: tuple[str, ...] = ()
-    """Variables that are taken from whoever calls `atoll up`, and shown to nobody."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    shards: int
+    keys: Path | None
+    token_file: Path | None
+    arguments: tuple[str, ...]
 
     @property
     def dialled(self) -> list[str]:
@@ -86,27 +72,17 @@ class SyncerTable:
 
     @property
     def is_of_one_machine(self) -> bool:
-        """What islands dial never leaves the machine that they are on."""
+        """Return whether connections to the syncer never leave the machine that they begin on."""
         return all(is_loopback(each.rpartition(":")[0]) for each in self.dialled)
 
 
 @dataclass(frozen=True)
 class IslandTable:
-    name: str
+    unit: Unit
+    """Its secrets have no values yet."""
     table: str
     """Its name in the file; several islands may be of one table."""
-    engine: str
-    command: tuple[str, ...]
     number: int
-    nodes: int = 1
-    cpus: int = 1
-    devices: int = 0
-    site: str | None = None
-    restarts: int = 100
-    notice_s: float = 30.0
-    environment: Mapping[str, str] = field(default_factory=dict)
-    secrets: tuple[str, ...] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -121,190 +97,152 @@ class IslandsFile:
     def load(cls, path: Path) -> IslandsFile:
         try:
             raw = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as wrong:
-            raise ValueError(f"{path} is not TOML: {wrong}") from None
-        return _TableReader(path).file(raw)
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not TOML: {error}") from None
+        return _TableReader(path, raw).file()
 
 
 class _TableReader:
-    """Collects what is wrong, so that people repair a file once."""
+    """Collects all problems, so that a file has to be repaired once only."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, raw: Mapping[str, Any]) -> None:
+        self.path, self.raw = path, raw
         self.beside = path.absolute().parent
-        self.problems: list[str] = []
+        self.problems: dict[str, None] = {}  # each once: one of the defaults is met with each island
+        self.run = self.take(raw, "run", "", _name, path.stem)
+        self.directory = (self.beside / self.take(raw, "directory", "", _text, f"runs/{self.run}")).resolve()
 
-    def file(self, raw: Mapping[str, Any]) -> IslandsFile:
-        self.known(raw, TOP, "")
-        run = self.take(raw, "run", "", _name, self.path.stem)
-        directory = self.beside / self.take(raw, "directory", "", _text, f"runs/{run}")
-        syncer = self.syncer(self.table(raw, "syncer"))
-        islands = self.islands(self.table(raw, "islands"), self.table(raw, "defaults"), syncer)
+    def file(self) -> IslandsFile:
+        self.known(self.raw, ("run", "directory", "syncer", "defaults", "islands"), "")
+        syncer = self.syncer(self.table("syncer"))
+        islands = self.islands(self.table("islands"), self.table("defaults"), syncer.unit.engine)
         if self.problems:
             count = len(self.problems)
             several = f"{count} things are wrong: " if count > 1 else ""
             raise ValueError(f"{self.path}: {several}{'; '.join(self.problems)}")
-        return IslandsFile(self.path, run, directory.resolve(), syncer, islands)
+        return IslandsFile(self.path, self.run, self.directory, syncer, islands)
 
     # ------------------------------------------------------------------------------------------------------- tables
 
     def syncer(self, raw: Mapping[str, Any]) -> SyncerTable:
         where = "syncer."
         self.known(raw, OF_SYNCER, where)
-        plain = SyncerTable()
         keys = self.take(raw, "keys", where, self.beside_path, None)
         token_file = self.take(raw, "token_file", where, self.beside_path, None)
         if keys is not None and not keys.is_dir():
-            self.problems.append(f"{where}keys is {keys}, which is no directory: make it with atoll keys init {keys}")
+            self.problem(f"{where}keys is {keys}, which is no directory: make it with atoll keys init {keys}")
         if token_file is not None and not token_file.is_file():
-            self.problems.append(f"{where}token_file is {token_file}, which is no file: put the token in it")
-        address = self.take(raw, "address", where, _addresses, plain.address)
+            self.problem(f"{where}token_file is {token_file}, which is no file: put the token in it")
+        address = self.take(raw, "address", where, _addresses, DEFAULT_ADDRESS)
         try:
             place(address, keys).check() if keys is None else place(address, keys)
-        except ValueError as wrong:
-            self.problems.append(f"{where}address: {wrong}")
+        except ValueError as error:
+            self.problem(f"{where}address: {error}")
         if isinstance(raw.get("options"), list | str):
-            self.problems.append(f"{where}options are those of the engine, a table; of atoll syncer it is arguments")
+            self.problem(f"{where}options are those of the engine, a table; of atoll syncer it is arguments")
             raw = {key: value for key, value in raw.items() if key != "options"}
         arguments = self.take(raw, "arguments", where, _words, ())
         for word in arguments:
             if word.partition("=")[0] in GIVEN:
-                self.problems.append(f"{where}arguments has {word}: atoll up gives that by itself, leave it out")
-        self.check_secrets(raw, where)
-        return SyncerTable(
-            engine=self.take(raw, "engine", where, _engine, plain.engine),
-            address=address,
-            shards=self.take(raw, "shards", where, _at_least(0), plain.shards),
-            keys=keys,
-            token_file=token_file,
-            arguments=arguments,
-            cpus=self.take(raw, "cpus", where, _at_least(1), plain.cpus),
-            site=self.take(raw, "site", where, _text, None),
-            restarts=self.take(raw, "restarts", where, _at_least(0), plain.restarts),
-            notice_s=self.take(raw, "notice", where, _notice, plain.notice_s),
-            environment=self.take(raw, "environment", where, _environment, {}),
-            secrets=self.take(raw, "secrets", where, _variables, ()),
-            options=self.take(raw, "options", where, _table, {}),
-        )
+                self.problem(f"{where}arguments has {word}: atoll up gives that by itself, leave it out")
+        shards = self.take(raw, "shards", where, _at_least(0), 0)
+        return SyncerTable(self.unit(raw, where, SYNCER, ()), address, shards, keys, token_file, arguments)
 
-    def islands(
-        self, raw: Mapping[str, Any], defaults: Mapping[str, Any], syncer: SyncerTable
-    ) -> tuple[IslandTable, ...]:
+    def islands(self, raw: Mapping[str, Any], defaults: Mapping[str, Any], engine: str) -> tuple[IslandTable, ...]:
         self.known(defaults, OF_DEFAULTS, "defaults.")
-        made: list[IslandTable] = []
-        numbers: dict[int, str] = {}
         if not raw:
-            self.problems.append('it names no island: begin one with [islands.NAME] and a line command = "..."')
-        wanted: list[tuple[IslandTable, int | None]] = []
-        for name, own in raw.items():
-            where = f"islands.{name}."
-            if not isinstance(own, dict):
-                self.problems.append(f"islands.{name} is no table: begin it with a line [islands.{name}]")
-                continue
-            wanted += self.alike(name, own, defaults, syncer, where)
-        for island, number in wanted:
-            if number is not None and (other := numbers.setdefault(number, island.name)) != island.name:
-                self.problems.append(
-                    f"{island.name} and {other} have number {number} both: give each its own, or leave them out"
-                )
+            self.problem('it names no island: begin one with [islands.NAME] and a line command = "..."')
+        made = [island for table, own in raw.items() for island in self.alike(table, own, defaults, engine)]
+        numbers: dict[int, str] = {}
         names: dict[str, str] = {}
-        free = 1
-        for island, number in wanted:
-            if (other := names.setdefault(island.name, island.table)) != island.table:
-                self.problems.append(f"islands.{island.table} and islands.{other} both make an island {island.name}")
-            if number is None:
-                while free in numbers:
-                    free += 1
-                numbers[free] = island.name
-            made.append(_numbered(island, number if number is not None else free))
-        return tuple(made)
+        for island in made:
+            name, number = island.unit.name, island.number
+            if number and (other := numbers.setdefault(number, name)) != name:
+                self.problem(f"{name} and {other} have number {number} both: give each its own, or leave them out")
+            if (other := names.setdefault(name, island.table)) != island.table:
+                self.problem(f"islands.{island.table} and islands.{other} both make an island {name}")
+        free = (number for number in itertools.count(1) if number not in numbers)
+        return tuple(island if island.number else replace(island, number=next(free)) for island in made)
 
-    def alike(
-        self, name: str, own: Mapping[str, Any], defaults: Mapping[str, Any], syncer: SyncerTable, where: str
-    ) -> list[tuple[IslandTable, int | None]]:
-        """The islands of one table, and the number that it wants for each."""
+    def alike(self, table: str, own: Any, defaults: Mapping[str, Any], engine: str) -> list[IslandTable]:
+        """Return the islands of one table, with number 0 where it gives none."""
+        if not isinstance(own, dict):
+            self.problem(f"islands.{table} is no table: begin it with a line [islands.{table}]")
+            return []
+        where = f"islands.{table}."
         self.known(own, OF_ISLAND, where)
-        usual = defaults.get("engine", syncer.engine)
+        usual = defaults.get("engine", engine)
         if own.get("engine", usual) != usual:
             defaults = {key: value for key, value in defaults.items() if key != "options"}  # another engine's
-        raw = {**defaults, **own}
-        for key in ("environment", "options"):
-            if isinstance(defaults.get(key), dict) and isinstance(own.get(key), dict):
-                raw[key] = {**defaults[key], **own[key]}
-        if isinstance(defaults.get("secrets"), list) and isinstance(own.get("secrets"), list):
-            raw["secrets"] = [*defaults["secrets"], *own["secrets"]]
-        self.check_secrets(raw, where)
+        raw = {"engine": engine, **defaults, **own}
+        for key, of_all in defaults.items():
+            if isinstance(of_all, dict) and isinstance(own.get(key), dict):
+                raw[key] = {**of_all, **own[key]}
+            elif key == "secrets" and isinstance(of_all, list) and isinstance(own.get(key), list):
+                raw[key] = [*of_all, *own[key]]
 
         def take(key: str, read: Callable[[Any], Any], default: Any) -> Any:
             return self.take(raw, key, where if key in own else "defaults.", read, default)
 
-        count = take("count", _at_least(1), None)
-        number = take("number", _at_least(1), None)
-        if count is not None and count > MOST_UNITS:
-            self.problems.append(f"{where}count is {count}: at most {MOST_UNITS} islands are in one file")
+        count, number = take("count", _at_least(1), None), take("number", _at_least(1), 0)
+        if count is not None and count > MAX_UNITS:
+            self.problem(f"{where}count is {count}: at most {MAX_UNITS} islands are in one file")
             count = 1
-        self.check_name(name, name if count is None else f"{name}-{count}")
-        engine = take("engine", _engine, syncer.engine)
+        names = [table] if count is None else [f"{table}-{k}" for k in range(1, count + 1)]
+        self.check_name(table, names[-1])
         command = take("command", _words, ())
-        if not command and "command" not in raw:
-            self.problems.append(f'islands.{name} has no command: say what it runs, as command = "python train.py"')
-        command += take("arguments", _words, ())
-        made = IslandTable(
-            name=name,
-            table=name,
-            engine=engine,
-            command=self.beside_words(command),
-            number=0,
-            nodes=take("nodes", _at_least(1), 1),
-            cpus=take("cpus", _at_least(1), 1),
-            devices=take("devices", _at_least(0), 0),
-            site=take("site", _text, None),
-            restarts=take("restarts", _at_least(0), 100),
-            notice_s=take("notice", _notice, 30.0),
-            environment=take("environment", _environment, {}),
-            secrets=take("secrets", _variables, ()),
-            options=take("options", _table, {}),
-        )
-        if count is None:
-            return [(made, number)]
+        if "command" not in raw:
+            self.problem(f'islands.{table} has no command: say what it runs, as command = "python train.py"')
+        command = self.beside_words(command + take("arguments", _words, ()))
         return [
-            (_named(made, f"{name}-{place}"), number + place - 1 if number is not None else None)
-            for place in range(1, count + 1)
+            IslandTable(self.unit(raw, where, name, command, own), table, number + k if number else 0)
+            for k, name in enumerate(names)
         ]
 
-    # ------------------------------------------------------------------------------------------------------- checks
+    def unit(
+        self,
+        raw: Mapping[str, Any],
+        where: str,
+        name: str,
+        command: tuple[str, ...],
+        own: Mapping[str, Any] | None = None,
+    ) -> Unit:
+        """Return the unit of a table. A key of `raw` that is not in `own` comes from the defaults."""
+        given: dict[str, Any] = {}
+        for key, (field, read) in OF_UNIT.items():
+            value = self.take(raw, key, where if own is None or key in own else "defaults.", read, None)
+            if value is not None:
+                given[field] = value
+        unit = Unit(self.run, name, command, self.directory / UNITS / name, **given)
+        for variable in unit.secret.intersection(unit.environment):
+            self.problem(f"{where}secrets has {variable}, and so has environment: leave it out of environment")
+        return unit
+
+    # --------------------------------------------------------------------------------------------------------- keys
+
+    def problem(self, sentence: str) -> None:
+        self.problems[sentence] = None
 
     def check_name(self, table: str, name: str) -> None:
         """`name`: of the last island that the table makes."""
         try:
-            _name(name)
-            if name == SYNCER or name.startswith(SHARD):
+            if not is_island(_name(name)):
                 raise ValueError(f"the name {name} belongs to the syncer and its shards: choose another")
-        except ValueError as wrong:
-            self.problems.append(f"islands.{table}: {wrong}")
-
-    def check_secrets(self, raw: Mapping[str, Any], where: str) -> None:
-        environment, secrets = raw.get("environment"), raw.get("secrets")
-        if not isinstance(environment, dict) or not isinstance(secrets, list):
-            return
-        for name in environment:
-            if name in secrets:
-                self.problems.append(f"{where}secrets has {name}, and so has environment: leave it out of environment")
-
-    # --------------------------------------------------------------------------------------------------------- keys
+        except ValueError as error:
+            self.problem(f"islands.{table}: {error}")
 
     def known(self, raw: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:
         for key in raw:
             if key not in keys:
                 near = difflib.get_close_matches(key, keys, 1)
                 meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(keys)}"
-                self.problems.append(f"{where}{key} is not known: {meant}")
+                self.problem(f"{where}{key} is not known: {meant}")
 
-    def table(self, raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-        found = raw.get(key, {})
+    def table(self, key: str) -> Mapping[str, Any]:
+        found = self.raw.get(key, {})
         if isinstance(found, dict):
             return found
-        self.problems.append(f"{key} is {found!r}: write it as a table, [{key}]")
+        self.problem(f"{key} is {found!r}: write it as a table, [{key}]")
         return {}
 
     def take(self, raw: Mapping[str, Any], key: str, where: str, read: Callable[[Any], Any], default: Any) -> Any:
@@ -312,37 +250,27 @@ class _TableReader:
             return default
         try:
             return read(raw[key])
-        except ValueError as wrong:
-            problem = f"{where}{key} {wrong}"
-            if problem not in self.problems:  # one of the defaults is met with each island
-                self.problems.append(problem)
+        except ValueError as error:
+            self.problem(f"{where}{key} {error}")
             return default
 
     def beside_path(self, value: Any) -> Path:
         return (self.beside / Path(_text(value)).expanduser()).resolve()
 
     def beside_words(self, command: tuple[str, ...]) -> tuple[str, ...]:
-        """Units run in directories of their own: a word that names a file beside this one is told in full."""
+        """Make words that name a file beside this one absolute: units run in directories of their own."""
 
-        def told(word: str) -> str:
-            if word.startswith(("./", "../")):
-                return str((self.beside / word).resolve())
-            looks_so = not word.startswith(("-", "/")) and ("." in word or "/" in word)
-            return str((self.beside / word).resolve()) if looks_so and (self.beside / word).is_file() else word
+        def absolute(word: str) -> str:
+            is_relative = word.startswith(("./", "../"))
+            if not is_relative and not word.startswith(("-", "/")) and ("." in word or "/" in word):
+                is_relative = (self.beside / word).is_file()
+            return str((self.beside / word).resolve()) if is_relative else word
 
-        return tuple(map(told, command))
-
-
-def _named(island: IslandTable, name: str) -> IslandTable:
-    return IslandTable(**{**vars(island), "name": name})
-
-
-def _numbered(island: IslandTable, number: int) -> IslandTable:
-    return IslandTable(**{**vars(island), "number": number})
+        return tuple(map(absolute, command))
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Values. Each says what is wrong as the end of a sentence that begins with the key.
+# Values. Each error is the end of a sentence that begins with the key.
 
 
 def _text(value: Any) -> str:
@@ -360,8 +288,8 @@ def _name(value: Any) -> str:
 def _engine(value: Any) -> str:
     try:
         check_name(_text(value))
-    except ValueError as wrong:
-        raise ValueError(f"is {value!r}: {wrong}") from None
+    except ValueError as error:
+        raise ValueError(f"is {value!r}: {error}") from None
     return str(value)
 
 
@@ -378,8 +306,8 @@ def _words(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         try:
             words = tuple(shlex.split(value))
-        except ValueError as wrong:
-            raise ValueError(f"is {value!r}: {wrong}; write it as a list of words") from None
+        except ValueError as error:
+            raise ValueError(f"is {value!r}: {error}; write it as a list of words") from None
     elif isinstance(value, list) and all(isinstance(word, str | int | float) for word in value):
         words = tuple(map(str, value))
     else:
@@ -398,7 +326,7 @@ def _addresses(value: Any) -> str:
 def _notice(value: Any) -> float:
     found = _DURATION.fullmatch(str(value).strip()) if not isinstance(value, bool) else None
     seconds = float(found[1]) * _SECONDS[found[2]] if found else -1.0
-    if not 0 < seconds <= MOST_NOTICE_S:
+    if not 0 < seconds <= MAX_NOTICE_S:
         raise ValueError(f'is {value!r}: write a time, as "30s", "2m" or a number of seconds, at most a day')
     return seconds
 
@@ -409,18 +337,18 @@ def _environment(value: Any) -> dict[str, str]:
     for name, text in value.items():
         if not _VARIABLE.fullmatch(name) or not isinstance(text, str | int | float) or "\0" in str(text):
             raise ValueError(f"has {name} = {text!r}: write a name of letters and digits, and a text")
-        if name in TOLD:
+        if name in GIVEN_VARIABLES:
             raise ValueError(f"has {name}: atoll up sets that by itself, leave it out")
     return {name: str(text).lower() if isinstance(text, bool) else str(text) for name, text in value.items()}
 
 
-def _variables(value: Any) -> tuple[str, ...]:
+def _variables(value: Any) -> frozenset[str]:
     if not isinstance(value, list) or not all(isinstance(name, str) and _VARIABLE.fullmatch(name) for name in value):
         raise ValueError(f'is {value!r}: write a list of names of variables, as ["WANDB_API_KEY"]')
     for name in value:
-        if name in TOLD:
+        if name in GIVEN_VARIABLES:
             raise ValueError(f"has {name}: atoll up sets that by itself, leave it out")
-    return tuple(dict.fromkeys(value))
+    return frozenset(value)
 
 
 def _table(value: Any) -> dict[str, Any]:
@@ -429,6 +357,22 @@ def _table(value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-TOLD = frozenset({"ATOLL_SYNCER", "ATOLL_TOKEN", "ATOLL_KEYS", "ATOLL_LEARNER", "ATOLL_RUN_DIRECTORY"})
-
-__all__ = ["SHARD", "SYNCER", "IslandTable", "IslandsFile", "SyncerTable"]
+OF_UNIT: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "engine": ("engine", _engine),
+    "nodes": ("nodes", _at_least(1)),
+    "cpus": ("cpus", _at_least(1)),
+    "devices": ("devices", _at_least(0)),
+    "site": ("site", _text),
+    "restarts": ("restarts", _at_least(0)),
+    "notice": ("notice_s", _notice),
+    "environment": ("environment", _environment),
+    "secrets": ("secret", _variables),
+    "options": ("options", _table),
+}
+"""Keys of a unit, with the field of `Unit` and the reader of the value."""
+OF_SYNCER = (
+    *("address", "shards", "keys", "token_file", "arguments"),
+    *(key for key in OF_UNIT if key not in ("nodes", "devices")),
+)
+OF_DEFAULTS = ("command", "arguments", *OF_UNIT)
+OF_ISLAND = (*OF_DEFAULTS, "number", "count")

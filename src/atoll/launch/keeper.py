@@ -13,7 +13,6 @@ SIGTERM to the keeper ends the unit. The guard of a keeper that was killed ends 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -26,13 +25,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from atoll.files import write_text
-from atoll.launch.engine import UnitStanding
+from atoll.files import LockHeldError, take_lock, write_text
+from atoll.launch.engine import UnitStanding, last_start, start_log
 from atoll.launch.guard import GuardedCommand, ProcessId, adopt_orphans, is_alive, kill_descendants, process_id
-from atoll.launch.supervisor import POLL_INTERVAL_S, ExitInfo, Restarts, UnitSpec, UnitSupervisor
+from atoll.launch.supervisor import POLL_INTERVAL_S, ExitInfo, Restarts, UnitSupervisor
 
 SPEC, STATE, LOCK, OWN_LOG = "unit.json", "keeper.json", "keeper.lock", "keeper.log"
-LOGS = "start-*.log"
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 1.0, 60.0
 DEFAULT_NOTICE_S = 30.0
 LOCK_TIMEOUT_S = 2.0
@@ -64,16 +62,6 @@ def read_state(directory: Path) -> dict[str, Any] | None:
     return state
 
 
-def is_locked(directory: Path) -> bool:
-    """Return whether the keeper or the guard of the unit lives."""
-    with suppress(FileNotFoundError), open(directory / LOCK, "rb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
-
-
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(value) + "\n")
 
@@ -92,11 +80,12 @@ class Keeper:
         }
         self._child: ProcessId | None = None
         self._starts = 0
-        self._first_log = 1 + max((int(path.stem.partition("-")[2]) for path in directory.glob(LOGS)), default=0)
+        self._first_log = 1 + last_start(directory)
         syncer = Path(spec["syncer"]) if spec["syncer"] is not None else None
-        unit = UnitSpec(spec["restarts"], spec["notice_s"], syncer, spec["ends_with_syncer"])
-        restarts = Restarts(BACKOFF_FIRST_S, BACKOFF_MAX_S, unit.restarts)
-        self._supervisor = UnitSupervisor(unit, self, restarts, self.report)
+        restarts = Restarts(BACKOFF_FIRST_S, BACKOFF_MAX_S, spec["restarts"])
+        self._supervisor = UnitSupervisor(
+            self._run_once, restarts, self.report, spec["notice_s"], syncer, spec["ends_with_syncer"]
+        )
 
     def keep(self, on_kept: Callable[[], None]) -> None:
         """Keep the unit running until it has ended well, has failed too often, or is stopped."""
@@ -115,8 +104,9 @@ class Keeper:
             self._note(why)
         self.report(standing, why, None)
 
-    def run(self, started: Callable[[str], None], should_end: Callable[[], bool], notice_s: float) -> ExitInfo:
+    def _run_once(self, started: Callable[[str], None], should_end: Callable[[], bool]) -> ExitInfo:
         self._starts += 1
+        notice_s = self._fixed["notice_s"]
         log = self._log().name
         try:
             command = GuardedCommand(self._command, os.environ, self._directory, log, notice_s, (self._lock,))
@@ -146,7 +136,7 @@ class Keeper:
     def _write(self, standing: UnitStanding, why: str, again_at: float | None = None) -> None:
         state = {
             "child": self._child.to_json() if self._child is not None else None,
-            "standing": standing.value,
+            "standing": standing,
             "restarts": max(0, self._starts - 1),
             "why": why,
             "again_at": again_at,
@@ -159,7 +149,7 @@ class Keeper:
             log.write(f"[atoll] {words}\n".encode())
 
     def _log(self) -> Path:
-        return self._directory / f"start-{self._first_log + max(0, self._starts - 1):04}.log"
+        return self._directory / start_log(self._first_log + max(0, self._starts - 1))
 
     def _last_line(self) -> str:
         """Return the last line that the command has printed."""
@@ -178,20 +168,15 @@ def _own_id() -> ProcessId:
 
 
 def _take_lock(directory: Path) -> int:
-    """Return the open lock file. BlockingIOError: another keeper, or the guard of a killed one, has it."""
-    lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    """Return the open lock file. LockHeldError: another keeper, or the guard of a killed one, has it."""
     until = time.monotonic() + LOCK_TIMEOUT_S
     while True:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
+            return take_lock(directory / LOCK, json.dumps(_own_id().to_json()))
+        except LockHeldError:
             if time.monotonic() > until:
                 raise
-            time.sleep(POLL_INTERVAL_S)
-    os.ftruncate(lock, 0)
-    os.write(lock, json.dumps(_own_id().to_json()).encode())
-    return lock
+        time.sleep(POLL_INTERVAL_S)
 
 
 def main() -> int:
@@ -208,7 +193,7 @@ def main() -> int:
     try:
         lock = _take_lock(directory)
         keeper = Keeper(directory, json.loads((directory / SPEC).read_text(encoding="utf-8")), lock)
-    except BlockingIOError:
+    except LockHeldError:
         os.write(writer, f"{directory} is kept by another keeper".encode())
         return 1
     except OSError as error:

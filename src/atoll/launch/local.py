@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from atoll.launch.engine import Unit, UnitStanding, UnitState
+from atoll.files import is_locked
+from atoll.launch.engine import Unit, UnitStanding, UnitState, inherited_environment, search_path, start_logs
 from atoll.launch.guard import ProcessId, is_alive, send_signal
-from atoll.launch.islands_file import SHARD, SYNCER
-from atoll.launch.keeper import LOGS, SPEC, STATE, is_locked, read_state, write_json
+from atoll.launch.keeper import LOCK, SPEC, STATE, read_state, write_json
 from atoll.launch.supervisor import POLL_INTERVAL_S
 
 START_S = 60.0
@@ -29,12 +29,9 @@ RESERVE_S = 15.0
 """For the keeper, after the notice: it kills what is left and writes that down."""
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-_OVER = (UnitStanding.ENDED, UnitStanding.FAILED, UnitStanding.STOPPED)
 
 
 class LocalEngine:
-    name = "local"
-
     def __init__(self) -> None:
         self._asked: dict[str, int] = {}  # devices, by unit
         self._there: list[str] | None = None
@@ -46,7 +43,7 @@ class LocalEngine:
             raise ValueError(f"{unit.name}: nodes is {unit.nodes}, and engine local has this machine only: give 1")
         if unit.options:
             raise ValueError(f"{unit.name}: engine local has no options; leave {', '.join(unit.options)} out")
-        if shutil.which(unit.command[0], path=_path(unit)) is None:
+        if shutil.which(unit.command[0], path=search_path(unit.environment.get("PATH"))) is None:
             raise ValueError(
                 f"{unit.name}: there is no program {unit.command[0]!r} on this machine: write its path, or ./NAME if"
                 f" it is beside the file"
@@ -61,8 +58,7 @@ class LocalEngine:
             )
 
     def render(self, unit: Unit) -> str:
-        told = {name: "(secret)" if name in unit.secret else value for name, value in unit.environment.items()}
-        words = [f"{name}={shlex.quote(value)}" for name, value in sorted(told.items())]
+        words = [f"{name}={shlex.quote(value)}" for name, value in unit.shown_environment().items()]
         if unit.devices:
             words.append(f"{VISIBLE}=({unit.devices} that are free)")
         kept = f"# {unit.name}, on this machine; restarts: {unit.restarts}, notice: {unit.notice_s:g} s"
@@ -71,20 +67,21 @@ class LocalEngine:
     def start(self, unit: Unit) -> dict[str, Any]:
         unit.directory.mkdir(parents=True, exist_ok=True)
         handle = {"directory": str(unit.directory), "host": socket.gethostname(), "notice_s": unit.notice_s}
-        syncer = unit.directory.parent / SYNCER if unit.name != SYNCER else None
         spec = {
             "command": list(unit.command),
             "restarts": unit.restarts,
             "notice_s": unit.notice_s,
-            "syncer": str(syncer) if syncer is not None else None,
-            "ends_with_syncer": unit.name.startswith(SHARD),
+            "syncer": str(unit.syncer) if unit.syncer is not None else None,
+            "ends_with_syncer": unit.ends_with_syncer,
         }
         if (told := read_state(unit.directory)) is not None:
-            if self._status(unit.directory).standing not in _OVER:
+            if not self._status(unit.directory).standing.is_over:
                 self._adopt(unit, spec, told)
                 return handle
             _wait_for_end(unit.directory, float(told["notice_s"]))
-        environment = _environment(unit)
+        environment = inherited_environment()
+        environment.setdefault("OMP_NUM_THREADS", str(unit.cpus))  # more threads than cores slow each other down
+        environment |= {**unit.environment, "PATH": search_path(unit.environment.get("PATH"))}
         devices = self._take(unit)
         if devices:
             environment[VISIBLE] = ",".join(devices)
@@ -129,21 +126,20 @@ class LocalEngine:
         if told is None:
             return UnitState(UnitStanding.GONE, why=f"nothing is known of it in {directory}")
         standing, restarts, why = UnitStanding(told["standing"]), int(told["restarts"]), str(told["why"])
-        if standing not in _OVER:
+        if not standing.is_over:
             keeper = ProcessId.from_json(told["keeper"])
             if keeper is None or not is_alive(keeper):
                 told = read_state(directory) or told  # it may have ended between the two looks
                 standing, why = UnitStanding(told["standing"]), str(told["why"])
-                if standing not in _OVER:
-                    also = "; its command is being ended" if is_locked(directory) else ""
+                if not standing.is_over:
+                    also = "; its command is being ended" if is_locked(directory / LOCK) else ""
                     return UnitState(UnitStanding.FAILED, restarts, f"its keeper was killed{also}")
         if told["again_at"] is not None:
             why = f"{why}; starts again in {max(0.0, told['again_at'] - time.time()):.0f} s"
         return UnitState(standing, int(told["restarts"]), why)
 
     def log(self, handle: Mapping[str, Any]) -> list[Path]:
-        directory = _here(handle)
-        return sorted(directory.glob(LOGS), key=lambda path: (len(path.name), path.name))
+        return start_logs(_here(handle))
 
     # ------------------------------------------------------------------------------------------------------ stopping
 
@@ -161,7 +157,7 @@ class LocalEngine:
             send_signal(keeper, signal.SIGKILL)
         _wait_for_end(directory, notice_s)
         told = read_state(directory) or told
-        if UnitStanding(told["standing"]) not in _OVER:
+        if not UnitStanding(told["standing"]).is_over:
             stopped = {"standing": "stopped", "why": "its keeper was killed before", "child": None, "again_at": None}
             write_json(directory / STATE, {**told, **stopped})
 
@@ -179,7 +175,7 @@ class LocalEngine:
             return []
         taken: set[str] = set()
         for path in unit.directory.parent.glob(f"*/{STATE}"):
-            if path.parent != unit.directory and self._status(path.parent).standing not in _OVER:
+            if path.parent != unit.directory and not self._status(path.parent).standing.is_over:
                 taken.update((read_state(path.parent) or {}).get("devices", []))
         there = self._devices() or [str(number) for number in range(unit.devices + len(taken))]
         free = [number for number in there if number not in taken]
@@ -198,23 +194,10 @@ def _here(handle: Mapping[str, Any]) -> Path:
 def _wait_for_end(directory: Path, notice_s: float) -> None:
     """Wait until neither keeper nor guard is left. The guard of a killed keeper gives the command its notice."""
     until = time.monotonic() + notice_s + RESERVE_S
-    while is_locked(directory):
+    while is_locked(directory / LOCK):
         if time.monotonic() > until:
             raise OSError(f"a process of the unit in {directory} does not end by SIGKILL: see `ps axf`")
         time.sleep(POLL_INTERVAL_S)
-
-
-def _path(unit: Unit) -> str:
-    """Programs of the environment in which Atoll runs come first, also where nobody has activated it."""
-    given = unit.environment.get("PATH") or os.environ.get("PATH", os.defpath)
-    return os.pathsep.join([str(Path(sys.executable).parent), given])
-
-
-def _environment(unit: Unit) -> dict[str, str]:
-    """That of whoever starts it; but what another run has told is not for this one."""
-    base = {name: value for name, value in os.environ.items() if not name.startswith("ATOLL_")}
-    base.setdefault("OMP_NUM_THREADS", str(unit.cpus))  # more threads than cores make everybody slow
-    return base | dict(unit.environment) | {"PATH": _path(unit)}
 
 
 def _check_directory(unit: Unit) -> None:
@@ -240,6 +223,3 @@ def _devices_there() -> list[str] | None:
             return None
         return [str(number) for number in range(torch.cuda.device_count())]
     return [str(number) for number in range(len(said.stdout.splitlines()))] if said.returncode == 0 else None
-
-
-__all__ = ["LocalEngine"]

@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from atoll.files import write_text
-from atoll.launch.engine import Unit, UnitStanding, UnitState
-from atoll.launch.islands_file import SHARD, SYNCER
+from atoll.launch.engine import Unit, UnitStanding, UnitState, start_logs
 
 OPTIONS = ("address", "namespace", "resources", "runtime_env", "strategy")
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
@@ -45,8 +44,6 @@ LOCAL_OBJECTS_BYTES = 100_000_000
 
 class RayEngine:
     """Options of a unit: `address`, `namespace`, `resources` per node, `strategy`, `runtime_env`."""
-
-    name = "ray"
 
     def __init__(self) -> None:
         self._drivers: dict[str, _Driver] = {}
@@ -68,13 +65,12 @@ class RayEngine:
 
     def render(self, unit: Unit) -> str:
         _check_options(unit)
-        needs = {"CPU": unit.cpus, "GPU": unit.devices, **unit.options.get("resources", {})}
-        bundle = ", ".join(f"{amount:g} {name}" for name, amount in needs.items() if amount) or "nothing"
+        bundle = ", ".join(f"{amount:g} {name}" for name, amount in needs_of(unit).items()) or "nothing"
         lines = [
             f"Ray cluster      {_wanted_address(unit) or 'of this machine'}",
             f"namespace        {unit.options.get('namespace', NAMESPACE)}",
             f"keeper           {_actor(unit)}: detached, on the head node, started again by Ray",
-            f"placement group  {_strategy(unit)}, {unit.nodes} x ({bundle})",
+            f"placement group  {strategy_of(unit)}, {unit.nodes} x ({bundle})",
             f"command          {shlex.join(unit.command)}",
             f"restarts         {unit.restarts}",
             f"notice           {unit.notice_s:g} s",
@@ -82,8 +78,7 @@ class RayEngine:
         ]
         if unit.options.get("runtime_env"):
             lines.append(f"runtime_env      {json.dumps(unit.options['runtime_env'], sort_keys=True)}")
-        for name, value in sorted(unit.environment.items()):
-            lines.append(f"environment      {name}={'(secret)' if name in unit.secret else value}")
+        lines += [f"environment      {name}={value}" for name, value in unit.shown_environment().items()]
         text = "\n".join(lines) + "\n"
         for name in unit.secret:  # wherever else it may stand
             hidden = unit.environment.get(name)
@@ -101,23 +96,7 @@ class RayEngine:
             "directory": str(unit.directory),
             "notice_s": unit.notice_s,
         }
-        kept = {
-            "command": unit.command,
-            "directory": str(unit.directory),
-            "environment": dict(unit.environment),
-            "nodes": unit.nodes,
-            "cpus": unit.cpus,
-            "devices": unit.devices,
-            "resources": dict(unit.options.get("resources", {})),
-            "strategy": _strategy(unit),
-            "runtime_env": unit.options.get("runtime_env"),
-            "restarts": unit.restarts,
-            "notice_s": unit.notice_s,
-            "group": f"{handle['namespace']}/{handle['actor']}",
-            "syncer": None if unit.name == SYNCER else str(unit.directory.parent / SYNCER),
-            "ends_with_syncer": unit.name.startswith(SHARD),
-        }
-        self._driver(address).ask("start", **_name(handle), kept=kept)
+        self._driver(address).ask("start", **_name(handle), unit=unit.to_json())
         return handle
 
     def status(self, handle: Mapping[str, Any]) -> UnitState:
@@ -147,7 +126,7 @@ class RayEngine:
             write_last_word(Path(handle["directory"]), told | {"standing": "stopped", "why": "its keeper is lost"})
 
     def log(self, handle: Mapping[str, Any]) -> list[Path]:
-        return logs_in(Path(handle["directory"]))
+        return start_logs(Path(handle["directory"]))
 
     def _driver(self, address: str) -> _Driver:
         if not _listens(address):  # a driver would wait for it for a minute, and then die of it
@@ -220,8 +199,14 @@ def _actor(unit: Unit) -> str:
     return f"{unit.run}.{unit.name}.{hashlib.sha256(str(unit.directory).encode()).hexdigest()[:8]}"
 
 
-def _strategy(unit: Unit) -> str:
-    """What is meant to be on several nodes is on different ones."""
+def needs_of(unit: Unit) -> dict[str, float]:
+    """Return the resources of one node of the unit, without those of which it needs none."""
+    needs = {"CPU": unit.cpus, "GPU": unit.devices, **unit.options.get("resources", {})}
+    return {name: amount for name, amount in needs.items() if amount}
+
+
+def strategy_of(unit: Unit) -> str:
+    """Return how its nodes are placed: several on different ones, unless the options say otherwise."""
     return str(unit.options.get("strategy", "PACK" if unit.nodes == 1 else "STRICT_SPREAD"))
 
 
@@ -229,8 +214,8 @@ def _check_options(unit: Unit) -> None:
     unknown = sorted(set(unit.options) - set(OPTIONS))
     if unknown:
         raise ValueError(f"{unit.name}: the Ray engine has no option {unknown[0]!r}; it has {', '.join(OPTIONS)}")
-    if _strategy(unit) not in STRATEGIES:
-        raise ValueError(f"{unit.name}: strategy {_strategy(unit)!r} is none of {', '.join(STRATEGIES)}")
+    if strategy_of(unit) not in STRATEGIES:
+        raise ValueError(f"{unit.name}: strategy {strategy_of(unit)!r} is none of {', '.join(STRATEGIES)}")
     resources = unit.options.get("resources", {})
     if not isinstance(resources, Mapping) or not all(
         isinstance(amount, int | float) and not isinstance(amount, bool) and amount > 0 for amount in resources.values()
@@ -326,33 +311,13 @@ def _local_cluster() -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# What is left of a unit in its directory: what it has printed, and the last state that its keeper wrote
+# What is left of a unit in its directory: the last state that its keeper wrote
 
 
 LAST_WORD = "ray.json"
 """How the unit is, for those who ask when its keeper is gone."""
 FINAL = ("ended", "failed", "stopped")
 """Standings after which there is no keeper."""
-
-
-def log_name(number: int, node: int, nodes: int) -> str:
-    """
-    >>> log_name(3, 0, 1), log_name(3, 1, 2)
-    ('start-0003.log', 'start-0003-node-1.log')
-    """
-    return f"start-{number:04}.log" if nodes == 1 else f"start-{number:04}-node-{node}.log"
-
-
-def logs_in(directory: Path) -> list[Path]:
-    """Oldest first."""
-    found = [(re.fullmatch(r"start-(\d+)(?:-node-(\d+))?\.log", path.name), path) for path in directory.glob("*.log")]
-    numbered = [(int(match[1]), int(match[2] or 0), path) for match, path in found if match]
-    return [path for _, _, path in sorted(numbered)]
-
-
-def next_number(directory: Path) -> int:
-    logs = logs_in(directory)
-    return int(logs[-1].name.split("-")[1].split(".")[0]) + 1 if logs else 1
 
 
 def last_word(directory: Path) -> dict[str, Any]:

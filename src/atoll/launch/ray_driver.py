@@ -17,15 +17,14 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
 
-from atoll.launch.engine import UnitStanding
+from atoll.launch.engine import Unit, UnitStanding
 from atoll.launch.ray_cluster import FINAL, last_word, write_last_word
-from atoll.launch.ray_keeper import RayKeeper, RayUnit
+from atoll.launch.ray_keeper import RayKeeper
 
 HEAD = "node:__internal_head__"
 """A resource that every head node has. Whatever needs a little of it is there."""
@@ -62,14 +61,13 @@ def main() -> None:
         answers.write(json.dumps(answer) + "\n")
 
 
-def _start(actor: str, namespace: str, kept: dict[str, Any]) -> None:
-    """It returns when the keeper lives: before that it still needs this process."""
-    wanted = RayUnit(**kept | {"command": tuple(kept["command"])})
+def _start(actor: str, namespace: str, unit: dict[str, Any]) -> None:
+    """Return when the keeper lives: before that it still needs this process."""
+    wanted = Unit.from_json(unit)
     if _is_kept(actor, namespace, wanted):
         return
-    directory = Path(wanted.directory)
-    if last_word(directory):
-        write_last_word(directory, {})
+    if last_word(wanted.directory):
+        write_last_word(wanted.directory, {})
     keeper: Any = ray.remote(RayKeeper)
     begun = keeper.options(
         name=actor,
@@ -79,7 +77,7 @@ def _start(actor: str, namespace: str, kept: dict[str, Any]) -> None:
         resources={HEAD: 0.001},
         max_restarts=-1,
         max_concurrency=4,
-    ).remote(wanted)
+    ).remote(wanted, f"{namespace}/{actor}")
     try:
         ray.get(begun.standing.remote(), timeout=START_S)
     except GetTimeoutError:
@@ -88,19 +86,19 @@ def _start(actor: str, namespace: str, kept: dict[str, Any]) -> None:
             f"the head node of the Ray cluster has started no process within {START_S:g} s; look at `ray status` there"
         ) from None
     except RayError as wrong:
-        if last_word(directory).get("standing") in FINAL:
+        if last_word(wanted.directory).get("standing") in FINAL:
             return  # a short life
         raise ValueError(
             f"the Ray cluster cannot run {actor}: {str(wrong).strip()}\nIts nodes need the Python environment of Atoll"
         ) from None
 
 
-def _is_kept(actor: str, namespace: str, wanted: RayUnit) -> bool:
-    """Whether a keeper has it already. One that has said its last word is waited for, one of something else refused."""
+def _is_kept(actor: str, namespace: str, wanted: Unit) -> bool:
+    """Return whether a keeper has it already. One that has ended is waited for, one of something else refused."""
     deadline = time.monotonic() + ANSWER_S
     while (found := _found(actor, namespace)) is not None:
         try:
-            told = ray.get(found.keeps.remote(), timeout=ANSWER_S)
+            told = ray.get(found.keeps.remote(wanted), timeout=ANSWER_S)
         except (GetTimeoutError, ActorUnavailableError):
             raise ValueError(f"the keeper of {actor} does not answer now: start it again later") from None
         except RayError:
@@ -108,7 +106,7 @@ def _is_kept(actor: str, namespace: str, wanted: RayUnit) -> bool:
         if told and told["standing"] not in FINAL:
             if told["is_stopping"]:
                 raise ValueError(f"{actor} is being stopped: start it again when it has left")
-            if told["digest"] == wanted.digest():
+            if told["is_same"]:
                 return True
             order = json.dumps({"do": "stop", "actor": actor, "namespace": namespace})
             driver = f"python -m atoll.launch.ray_driver {ray.get_runtime_context().gcs_address}"
@@ -129,9 +127,9 @@ def _status(actor: str, namespace: str) -> dict[str, Any]:
             told: dict[str, Any] = ray.get(found.standing.remote(), timeout=ANSWER_S)
             return told
         except GetTimeoutError:
-            return {"standing": UnitStanding.WAITING.value, "why": "its keeper does not answer yet"}
+            return {"standing": UnitStanding.WAITING, "why": "its keeper does not answer yet"}
         except ActorUnavailableError:
-            return {"standing": UnitStanding.WAITING.value, "why": "its keeper is started again by Ray"}
+            return {"standing": UnitStanding.WAITING, "why": "its keeper is started again by Ray"}
         except RayError:
             pass  # it ended while it was asked
     return {}

@@ -8,15 +8,10 @@ runners are its own: Ray ends them with it, and the guard of a runner ends its c
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
-import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +20,10 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from atoll.launch.engine import UnitStanding
+from atoll.launch.engine import Unit, UnitStanding, inherited_environment, last_start, start_log
 from atoll.launch.guard import CommandExit, GuardedCommand
-from atoll.launch.ray_cluster import last_word, log_name, next_number, write_last_word
-from atoll.launch.supervisor import RUN_POLL_INTERVAL_S, ExitInfo, Restarts, UnitSpec, UnitSupervisor
+from atoll.launch.ray_cluster import last_word, needs_of, strategy_of, write_last_word
+from atoll.launch.supervisor import RUN_POLL_INTERVAL_S, ExitInfo, Restarts, UnitSupervisor
 
 POLL_INTERVAL_S = 0.25
 WRITE_INTERVAL_S = 2.0
@@ -40,30 +35,6 @@ KILL_WAIT_S = 30.0
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.5, 30.0
 OF_RAY_ITSELF = ("PYTHONBREAKPOINT", "RAY_CLIENT_MODE", "RAY_JOB_ID", "RAY_LD_PRELOAD_ON_WORKERS", "RAY_RAYLET_PID")
 """Variables that Ray sets for a process of its own; a command of the user is none."""
-
-
-@dataclass(frozen=True)
-class RayUnit:
-    """What a keeper has to know of its unit."""
-
-    command: tuple[str, ...]
-    directory: str
-    environment: Mapping[str, str]
-    nodes: int
-    cpus: int
-    devices: int
-    resources: Mapping[str, float]
-    strategy: str
-    runtime_env: Mapping[str, Any] | None
-    restarts: int
-    notice_s: float
-    group: str
-    syncer: str | None
-    """Directory of the run's syncer; None for the syncer itself."""
-    ends_with_syncer: bool
-
-    def digest(self) -> str:
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
 
 class NodeRunner:
@@ -82,12 +53,13 @@ class NodeRunner:
             return address, probe.getsockname()[1]
 
     def run(
-        self, command: Sequence[str], environment: Mapping[str, str], directory: str, log: str
+        self, command: Sequence[str], environment: Mapping[str, str], directory: Path, log: str
     ) -> CommandExit | str:
         """Return how the command has ended, or why it could not be started."""
         try:
             with self._lock:
-                self._running = GuardedCommand(command, environment_here() | dict(environment), Path(directory), log)
+                whole = inherited_environment(OF_RAY_ITSELF) | dict(environment)
+                self._running = GuardedCommand(command, whole, directory, log)
                 if self._stop_s is not None:
                     self._running.stop(self._stop_s)
             return self._running.wait()
@@ -104,21 +76,19 @@ class NodeRunner:
 class RayKeeper:
     """Keeps one unit running until it ends well, fails for good or is stopped; then frees all that it had."""
 
-    def __init__(self, unit: RayUnit) -> None:
-        self._unit = unit
-        self._directory = Path(unit.directory)
-        self._directory.mkdir(parents=True, exist_ok=True)
+    def __init__(self, unit: Unit, group: str) -> None:
+        self._unit, self._group_name = unit, group
+        unit.directory.mkdir(parents=True, exist_ok=True)
         self._runners: list[Any] = []
         self._group: PlacementGroup | None = None
-        before = last_word(self._directory)
+        before = last_word(unit.directory)
         self._starts = int(before.get("starts", 0))
         self._restarts = Restarts(
             BACKOFF_FIRST_S, BACKOFF_MAX_S, unit.restarts, failures=int(before.get("failures", 0))
         )
-        spec = UnitSpec(
-            unit.restarts, unit.notice_s, Path(unit.syncer) if unit.syncer is not None else None, unit.ends_with_syncer
+        self._supervisor = UnitSupervisor(
+            self._run_once, self._restarts, self._report, unit.notice_s, unit.syncer, unit.ends_with_syncer
         )
-        self._supervisor = UnitSupervisor(spec, self, self._restarts, self._report)
         self._state: dict[str, Any] = {}
         self._is_written = False
         self._report(UnitStanding.WAITING, "its keeper is there")
@@ -127,10 +97,10 @@ class RayKeeper:
     def standing(self) -> dict[str, Any]:
         return dict(self._state)
 
-    def keeps(self) -> dict[str, Any]:
+    def keeps(self, unit: Unit) -> dict[str, Any]:
         """Return whether this is a keeper of the same unit, and whether it stays."""
-        digest, is_stopping = self._unit.digest(), self._supervisor.is_stopping()
-        return {"digest": digest, "is_stopping": is_stopping, "standing": self._state["standing"]}
+        is_stopping = self._supervisor.is_stopping()
+        return {"is_same": unit == self._unit, "is_stopping": is_stopping, "standing": self._state["standing"]}
 
     def stop(self) -> None:
         self._supervisor.stop()
@@ -139,7 +109,7 @@ class RayKeeper:
 
     def _live(self) -> None:
         try:
-            _remove_groups(self._unit.group)  # of this keeper's life before, if Ray has started it again
+            _remove_groups(self._group_name)  # of this keeper's life before, if Ray has started it again
             if self._supervisor.is_run_over():
                 standing, why = UnitStanding.STOPPED, OVER
             else:
@@ -148,20 +118,20 @@ class RayKeeper:
             standing, why = UnitStanding.FAILED, f"its keeper failed: {type(error).__name__}: {_first_line(error)}"
         self._stop_runners()
         with contextlib.suppress(RayError):
-            _remove_groups(self._unit.group)
+            _remove_groups(self._group_name)
         deadline = time.monotonic() + FULL_DISK_S
         while not self._report(standing, why) and time.monotonic() < deadline:
             time.sleep(WRITE_INTERVAL_S)
         # Only now: who finds no keeper reads its last state. Ray does not start an actor again that was killed so.
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
-    def run(self, started: Callable[[str], None], should_end: Callable[[], bool], notice_s: float) -> ExitInfo:
-        """One start on all nodes."""
+    def _run_once(self, started: Callable[[str], None], should_end: Callable[[], bool]) -> ExitInfo:
+        """Start the command on all nodes, and wait for its end."""
         places = self._place(should_end)
         if isinstance(places, str):
             return ExitInfo(places, is_failure=False)
         self._starts += 1
-        number = next_number(self._directory)
+        start = last_start(self._unit.directory) + 1
         (address, port), *_ = places
         started("on " + ", ".join(place for place, _ in places))
         running = [
@@ -169,19 +139,19 @@ class RayKeeper:
                 self._unit.command,
                 dict(self._unit.environment) | node_variables(node, self._unit.nodes, address, port),
                 self._unit.directory,
-                log_name(number, node, self._unit.nodes),
+                start_log(start, node, self._unit.nodes),
             )
             for node, runner in enumerate(self._runners)
         ]
-        return self._watch(running, should_end, notice_s)
+        return self._watch(running, should_end)
 
     def _place(self, should_end: Callable[[], bool]) -> list[tuple[str, int]] | str:
         """Return the addresses of runners on all nodes, or why there are none. Reports what is missing meanwhile."""
         unit, lost = self._unit, bool(self._starts)
-        needs = {"CPU": unit.cpus, "GPU": unit.devices, **unit.resources}
+        needs = needs_of(unit)
         if self._group is None:
-            bundle = {name: amount for name, amount in needs.items() if amount} or {"CPU": 0.001}
-            self._group = placement_group([bundle] * unit.nodes, strategy=unit.strategy, name=unit.group)
+            bundles = [needs or {"CPU": 0.001}] * unit.nodes
+            self._group = placement_group(bundles, strategy=strategy_of(unit), name=self._group_name)
         if not self._runners:
             self._runners = [self._runner(node) for node in range(unit.nodes)]
         asked = [runner.where.remote() for runner in self._runners]
@@ -208,13 +178,13 @@ class RayKeeper:
         return runner.options(
             num_cpus=unit.cpus,
             num_gpus=unit.devices,
-            resources=dict(unit.resources) or None,
-            runtime_env=dict(unit.runtime_env) if unit.runtime_env else None,
+            resources=unit.options.get("resources") or None,
+            runtime_env=unit.options.get("runtime_env") or None,
             max_concurrency=4,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, node),
         ).remote()
 
-    def _watch(self, running: list[Any], should_end: Callable[[], bool], notice_s: float) -> ExitInfo:
+    def _watch(self, running: list[Any], should_end: Callable[[], bool]) -> ExitInfo:
         """Wait until all nodes have ended. If one has failed, or the unit is to end, all of them are stopped."""
         failed: list[ExitInfo] = []
         waiting, leaves, deadline = list(running), False, float("inf")
@@ -225,9 +195,9 @@ class RayKeeper:
                 failed += [info] if info.why else []
             leaves = leaves or bool(failed) or should_end()
             if leaves and deadline == float("inf"):
-                deadline = time.monotonic() + notice_s + KILL_WAIT_S
+                deadline = time.monotonic() + self._unit.notice_s + KILL_WAIT_S
                 for runner in self._runners:
-                    runner.stop.remote(notice_s)
+                    runner.stop.remote(self._unit.notice_s)
             if time.monotonic() > deadline:
                 failed.append(ExitInfo("a node does not answer", is_failure=False))
                 break
@@ -244,11 +214,11 @@ class RayKeeper:
     def _report(self, standing: UnitStanding, why: str, again_at: float | None = None) -> bool:
         """Return whether it is written down. A full disk must not end the unit."""
         failures = self._restarts.failures
-        state = {"standing": standing.value, "why": why, "starts": self._starts, "failures": failures}
+        state = {"standing": standing, "why": why, "starts": self._starts, "failures": failures}
         if state != self._state or not self._is_written:
             self._state = state
             try:
-                write_last_word(self._directory, state)
+                write_last_word(self._unit.directory, state)
                 self._is_written = True
             except OSError:
                 self._is_written = False
@@ -256,13 +226,6 @@ class RayKeeper:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-
-
-def environment_here() -> dict[str, str]:
-    """Of this process, less what Ray has set for itself and what another run was told. Programs of the environment in
-    which Atoll runs come first."""
-    own = {name: value for name, value in os.environ.items() if name not in OF_RAY_ITSELF and name[:6] != "ATOLL_"}
-    return own | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])}
 
 
 def node_variables(node: int, nodes: int, address: str, port: int) -> dict[str, str]:
@@ -278,7 +241,7 @@ def _missing(group: PlacementGroup, needs: Mapping[str, float], nodes: int) -> s
     found = placement_group_table(group)
     if found.get("state") == "CREATED":
         return ""
-    wanted = ", ".join(f"{amount:g} {name}" for name, amount in needs.items() if amount) or "any resources"
+    wanted = ", ".join(f"{amount:g} {name}" for name, amount in needs.items()) or "any resources"
     count = "no node" if nodes == 1 else f"no {nodes} nodes"
     if found.get("stats", {}).get("scheduling_state") == "NO_RESOURCES":
         return f"{count} with {wanted} free yet"
@@ -303,6 +266,3 @@ def _exit_of(run: Any, of_node: str) -> ExitInfo:
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
-
-
-__all__ = ["NodeRunner", "RayKeeper", "RayUnit"]

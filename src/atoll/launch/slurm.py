@@ -15,18 +15,16 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from atoll.files import write_text
-from atoll.launch.engine import Unit, UnitStanding, UnitState
+from atoll.launch.engine import Unit, UnitStanding, UnitState, inherited_environment, last_start, start_logs
 
 BODY = Path(__file__).with_name("slurm_job.sh")
-SYNCER, SHARD = "syncer", "shard-"  # names of units in a run
 HANDLE, LOG = "handle.json", "slurm/slurm.log"
 ASK_TIMEOUT_S = 30.0
 SPARE_S = 15  # beyond the notice: to kill, to write down why, and to ask for the next place in the queue
@@ -72,8 +70,6 @@ class _Job:
 
 class SlurmEngine:
     """`SlurmEngine()` speaks to the cluster of this machine, `SlurmEngine(conf)` to that of a slurm.conf."""
-
-    name = "slurm"
 
     def __init__(self, conf: Path | None = None) -> None:
         self.conf = conf
@@ -166,8 +162,7 @@ class SlurmEngine:
 
     def log(self, handle: Mapping[str, Any]) -> list[Path]:
         home = Path(handle["home"])
-        first = int(handle["starts"])
-        files = [path for number, path in sorted(_logs(home).items()) if number > first]
+        files = start_logs(home, after=int(handle["starts"]))
         # What Slurm itself says, for a job that never came to its script.
         return files or [path for path in (Path(handle.get("directory", home.parent)) / LOG,) if path.exists()]
 
@@ -179,9 +174,9 @@ class SlurmEngine:
             # Before sbatch: whoever does not live to see its answer has said what to look for.
             write_text(_home(unit) / HANDLE, json.dumps({**handles[unit.name], "job": None}) + "\n")
         # What a unit is told it is told by its own files; what this shell has for other runs, or in secret, stays here.
-        own = ("ATOLL_", *sorted(frozenset().union(*(unit.secret for unit in units))))
+        secret = frozenset().union(*(unit.secret for unit in units))
         try:
-            words = self._ask("sbatch", "--parsable", str(_home(units[0]) / "job.sh"), without=own)
+            words = self._ask("sbatch", "--parsable", str(_home(units[0]) / "job.sh"), without=secret)
         except ConnectionError as error:
             found = self._running(units)  # the controller may have it all the same
             if len(found) == len(units):
@@ -254,10 +249,8 @@ class SlurmEngine:
         except ValueError:
             return  # it has ended meanwhile; who asked looks again
 
-    def _ask(self, *command: str, conf: str | None = None, without: tuple[str, ...] = ()) -> str:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(without)}
-        # As the local engine has it: `python` and `torchrun` are those beside the interpreter that submits.
-        environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
+    def _ask(self, *command: str, conf: str | None = None, without: Collection[str] = ()) -> str:
+        environment = inherited_environment(without)
         if conf is not None or self.conf is not None:
             environment["SLURM_CONF"] = conf or str(self.conf)
         try:
@@ -372,14 +365,13 @@ def _header(units: Sequence[Unit]) -> str:
 
 
 def _settings(unit: Unit) -> str:
-    syncer = "" if unit.name == SYNCER else str(unit.directory.parent / SYNCER)
     return (
         f"command=({shlex.join(unit.command)})\n"
         f"nodes={unit.nodes}\n"
         f"notice={math.ceil(unit.notice_s)}\n"
         f"restarts={unit.restarts}\n"
-        f"syncer={shlex.quote(syncer)}\n"
-        f"with_syncer={'yes' if unit.name.startswith(SHARD) else 'no'}\n"
+        f"syncer={shlex.quote(str(unit.syncer or ''))}\n"
+        f"with_syncer={'yes' if unit.ends_with_syncer else 'no'}\n"
         f"setup={shlex.quote(str(unit.options.get('setup', '')))}\n"
     )
 
@@ -397,15 +389,12 @@ def _prepare(unit: Unit) -> int:
     """Files that the script reads. Returns how often the unit was started by jobs of before, whose logs are kept."""
     home = _home(unit)
     home.mkdir(parents=True, exist_ok=True)
-    starts = max((int(_kept(home).get("starts", 0)), *_logs(home)))
+    starts = max(int(_kept(home).get("starts", 0)), last_start(home))
     (home / "stopped").unlink(missing_ok=True)
     write_text(home / "state", f"starts={starts}\nfailures=0\n")
     write_text(home / "settings", _settings(unit))
     write_text(home / "environment", _environment(unit))
-    secrets = home / "secrets"
-    secrets.unlink(missing_ok=True)
-    with os.fdopen(os.open(secrets, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(_environment(unit, secret=True))
+    write_text(home / "secrets", _environment(unit, secret=True), mode=0o600)
     return starts
 
 
@@ -416,11 +405,6 @@ def _last_handle(unit: Unit) -> dict[str, Any]:
     except (FileNotFoundError, ValueError):
         return {"job": None, "name": _name([unit]), "task": None, "directory": str(unit.directory), "wanted": None}
     return handle
-
-
-def _logs(home: Path) -> dict[int, Path]:
-    """By the number of the start."""
-    return {int(path.stem.removeprefix("start-")): path for path in home.glob("start-*.log")}
 
 
 def _kept(home: Path) -> dict[str, str]:
@@ -438,6 +422,3 @@ def _noted(home: Path, number: str) -> dict[str, str]:
     """What the script of this very job has written down."""
     kept = _kept(home)
     return kept if kept.get("job") == number else {}
-
-
-__all__ = ["SlurmEngine"]

@@ -1,7 +1,7 @@
 """One rule for every process that is kept running: when it is started again, how long it waits, when to give up.
 
-`Restarts` counts the exits of one process and decides. `UnitSupervisor` keeps one unit of an engine running with a
-spawner: `launch.keeper` spawns a command below a guard, `launch.ray_keeper` the same on the nodes of a Ray cluster.
+`Restarts` counts the exits of one process and decides. `UnitSupervisor` keeps one unit of an engine running:
+`launch.keeper` runs a command below a guard, `launch.ray_keeper` the same on the nodes of a Ray cluster.
 `reference.supervisor` keeps the processes of a job running, which come from a fork server (`reference.children`).
 """
 
@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from atoll.launch.engine import UnitStanding
 
@@ -97,41 +97,29 @@ class ExitInfo(NamedTuple):
         return cls("" if code == 0 else f"killed by {name}" if code < 0 else name, was_killed=was_killed)
 
 
-class Spawner(Protocol):
-    """Starts a unit, and ends it."""
-
-    def run(self, started: Callable[[str], None], should_end: Callable[[], bool], notice_s: float) -> ExitInfo:
-        """Run the unit once; OSError where it cannot be started.
-
-        Calls `started` with a description, and `should_end` again and again: once it is true, the unit gets SIGTERM,
-        and SIGKILL when the notice is over.
-        """
-
-
-class UnitSpec(NamedTuple):
-    """What a supervisor has to know of its unit."""
-
-    restarts: int
-    notice_s: float
-    syncer: Path | None
-    """Directory of the syncer's unit; None for the syncer itself."""
-    ends_with_syncer: bool
+RunOnce = Callable[[Callable[[str], None], Callable[[], bool]], ExitInfo]
+"""Runs a unit once; OSError where it cannot be started. Calls the first argument with a description of the process,
+and the second one again and again: once it is true, the unit gets SIGTERM, and SIGKILL when its notice is over."""
 
 
 class UnitSupervisor:
     """Keeps one unit running until it ends well, fails for good or is stopped.
 
-    `report` takes the standing, the reason and the time of the next start.
+    `report` takes the standing, the reason and the time of the next start. `syncer` is the directory of the syncer's
+    unit, None for the syncer itself.
     """
 
     def __init__(
         self,
-        unit: UnitSpec,
-        spawner: Spawner,
+        run_once: RunOnce,
         restarts: Restarts,
         report: Callable[[UnitStanding, str, float | None], object],
+        notice_s: float,
+        syncer: Path | None,
+        ends_with_syncer: bool,
     ) -> None:
-        self._unit, self._spawner, self._restarts, self._report = unit, spawner, restarts, report
+        self._run_once, self._restarts, self._report = run_once, restarts, report
+        self._notice_s, self._syncer, self._ends_with_syncer = notice_s, syncer, ends_with_syncer
         self._is_run_over, self._checked_run_at = False, float("-inf")
         self._is_stopping = False
 
@@ -146,7 +134,7 @@ class UnitSupervisor:
         """Return whether the syncer has ended well: a unit that starts now would wait for it for ever."""
         now = time.monotonic()
         if now - self._checked_run_at >= max_age_s:
-            self._is_run_over = self._unit.syncer is not None and has_ended(self._unit.syncer)
+            self._is_run_over = self._syncer is not None and has_ended(self._syncer)
             self._checked_run_at = now
         return self._is_run_over
 
@@ -154,16 +142,16 @@ class UnitSupervisor:
         while True:
             began = time.monotonic()
             try:
-                ended = self._spawner.run(self._started, self._should_end, self._unit.notice_s)
+                ended = self._run_once(self._started, self._should_end)
             except OSError as error:
                 ended = ExitInfo(f"it cannot be started: {error}")
-            late = f"did not end within {self._unit.notice_s:g} s, and was killed" if ended.was_killed else ""
+            late = f"did not end within {self._notice_s:g} s, and was killed" if ended.was_killed else ""
             if self.is_stopping():
                 return UnitStanding.STOPPED, late or ("" if ended.is_failure else ended.why)
             is_over = self.is_run_over()
-            if is_over and self._unit.ends_with_syncer:
+            if is_over and self._ends_with_syncer:
                 return UnitStanding.ENDED, late or "the run is over"
-            if not ended.why and not self._unit.ends_with_syncer:
+            if not ended.why and not self._ends_with_syncer:
                 return UnitStanding.ENDED, ""
             why = ended.why or LEFT_EARLY
             if is_over:
@@ -184,7 +172,4 @@ class UnitSupervisor:
         self._report(UnitStanding.RUNNING, description, None)
 
     def _should_end(self) -> bool:
-        return self.is_stopping() or (self._unit.ends_with_syncer and self.is_run_over(RUN_POLL_INTERVAL_S))
-
-
-__all__ = ["HEALTHY_S", "ExitInfo", "Restarts", "Spawner", "UnitSpec", "UnitSupervisor", "has_ended", "signal_name"]
+        return self.is_stopping() or (self._ends_with_syncer and self.is_run_over(RUN_POLL_INTERVAL_S))

@@ -1,49 +1,43 @@
-"""The units of a run: what the file of `atoll up` means, in the words of engines."""
+"""The units of a run: the commands and environments that the file of `atoll up` stands for."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
-from atoll.launch.engine import BY_PLACE, Unit
-from atoll.launch.islands_file import SHARD, SYNCER, IslandsFile, IslandTable, SyncerTable
+from atoll.files import write_text
+from atoll.launch.engine import BY_PLACE, SHARD, SYNCER, Unit
+from atoll.launch.islands_file import IslandsFile, IslandTable
 from atoll.learner.environment import JOIN_TIMEOUT_S, KEYS, LEARNER, NOTICE_S, RUN_DIRECTORY, TOKEN
 from atoll.learner.environment import SYNCER as SYNCER_TOLD
 from atoll.transport.endpoint import PLAIN
-
-UNITS = "units"
-"""Folder of the run's directory: a directory for each unit, in which it runs and its engine keeps what it prints."""
 
 FLEET = "fleet"
 """Folder of the run's directory: what `atoll up` knows of the units, the token that it made."""
 
 TOKEN_FILE = "token"
 JOIN_S = 3600
-"""An island that nobody lets in for so long has failed: without it, one whose run is over would wait for ever."""
+"""An island that is not admitted for so long has failed: one whose run is over would wait for ever."""
 
 ANY = "0.0.0.0"
 ATOLL = (sys.executable, "-m", "atoll")
 
 
-class Placed(NamedTuple):
-    """A unit, and the engine that keeps it going."""
-
-    engine: str
-    unit: Unit
-
-
-def units_of(file: IslandsFile, token: str | None) -> list[Placed]:
-    """The syncer, its shards, and the islands in the order of the file."""
+def units_of(file: IslandsFile, token: str | None) -> list[Unit]:
+    """Return the syncer, its shards, and the islands in the order of the file."""
     shards = [_shard(file, token, k) for k in range(file.syncer.shards)]
     return [_syncer(file, token), *shards, *(_island(file, token, island) for island in file.islands)]
 
 
 def token_of(file: IslandsFile, make: bool) -> str | None:
-    """What the file says; without a word about access one is made, once. `make` False: for those who only look. Whoever
-    makes one is alone with the run."""
+    """Return the token of the run; None with keys. Where the file says nothing about access, one is made, once.
+
+    `make` False: nothing is written. With `make`, the caller holds the lock of the run.
+    """
     given = file.syncer.token_file
     if given is not None:
         token = given.read_text(encoding="utf-8").strip()
@@ -57,18 +51,14 @@ def token_of(file: IslandsFile, make: bool) -> str | None:
         if not make:
             return "made-by-atoll-up"
         kept.parent.mkdir(parents=True, exist_ok=True)
-        # Named when it is whole: a token that was cut off would lock everybody out of a run that goes on.
-        part = kept.with_name(f".{TOKEN_FILE}-{os.getpid()}")
-        part.unlink(missing_ok=True)
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as out:
-            out.write(secrets.token_urlsafe(24) + "\n")
-        part.replace(kept)
+        # Atomically: a token that was cut off would lock everybody out of a run that goes on.
+        write_text(kept, secrets.token_urlsafe(24) + "\n", mode=0o600)
     return kept.read_text(encoding="utf-8").strip()
 
 
 def stays_here(file: IslandsFile) -> str | None:
-    """A sentence, where units may come to machines from which the address of the syncer leads nowhere."""
-    engines = sorted({file.syncer.engine, *(island.engine for island in file.islands)} & BY_PLACE)
+    """Return a warning where units may run on machines from which the address of the syncer leads nowhere."""
+    engines = sorted({file.syncer.unit.engine, *(island.unit.engine for island in file.islands)} & BY_PLACE)
     if not engines or not file.syncer.is_of_one_machine:
         return None
     return (
@@ -77,19 +67,19 @@ def stays_here(file: IslandsFile) -> str | None:
     )
 
 
-def notice_from_env(notice_s: float) -> float:
-    """A learner leaves a little before its engine loses patience."""
+def learner_notice_s(notice_s: float) -> float:
+    """Return the notice of a learner: a little less than that of its engine."""
     return round(max(0.8 * notice_s, notice_s - 2.0), 3)
 
 
 def _dialled(file: IslandsFile) -> tuple[str, int]:
-    """Host and port of the first address."""
+    """Return host and port of the first address."""
     host, _, port = file.syncer.dialled[0].rpartition(":")
     return host, int(port)
 
 
 def _listens_on(file: IslandsFile) -> str:
-    """This machine only, where that is all that islands dial."""
+    """Return this machine only, where that is all that islands dial."""
     hosts = {each.rpartition(":")[0] for each in file.syncer.dialled}
     return hosts.pop().strip("[]") if len(hosts) == 1 and file.syncer.is_of_one_machine else ANY
 
@@ -98,15 +88,7 @@ def _has(arguments: tuple[str, ...], option: str) -> bool:
     return any(word.partition("=")[0] == option for word in arguments)
 
 
-def _secrets(of: SyncerTable | IslandTable, name: str) -> dict[str, str]:
-    """From the environment of whoever calls."""
-    missing = [variable for variable in of.secrets if variable not in os.environ]
-    if missing:
-        raise ValueError(f"{name}: secrets has {', '.join(missing)}, which is not set here: export it, and call again")
-    return {variable: os.environ[variable] for variable in of.secrets}
-
-
-def _syncer(file: IslandsFile, token: str | None) -> Placed:
+def _syncer(file: IslandsFile, token: str | None) -> Unit:
     table = file.syncer
     command = [*ATOLL, "syncer", "--out", str(file.directory), "--or-resume"]
     if not _has(table.arguments, "--host"):
@@ -119,11 +101,11 @@ def _syncer(file: IslandsFile, token: str | None) -> Placed:
         command += ["--keys", str(_key(table.keys, SYNCER))]
     if table.shards:
         command += ["--shards", str(table.shards)]
-    return _kept(file, SYNCER, (*command, *table.arguments), token)
+    return _started_as(replace(table.unit, command=(*command, *table.arguments)), {}, token)
 
 
-def _shard(file: IslandsFile, token: str | None, k: int) -> Placed:
-    """Whatever `arguments` say of the syncer: learners are told where a shard is by the shard itself."""
+def _shard(file: IslandsFile, token: str | None, k: int) -> Unit:
+    """Whatever `arguments` say of the syncer: a shard itself tells learners its address."""
     table, name = file.syncer, f"{SHARD}{k}"
     host, port = _dialled(file)
     port += 1 + k
@@ -134,59 +116,32 @@ def _shard(file: IslandsFile, token: str | None, k: int) -> Placed:
         command.append("--plain-text")
     if table.keys is not None:
         command += ["--keys", str(_key(table.keys, SYNCER))]
-    return _kept(file, name, tuple(command), token)
+    unit = replace(table.unit, name=name, command=tuple(command), directory=table.unit.directory.with_name(name))
+    return _started_as(unit, {}, token)
 
 
-def _kept(file: IslandsFile, name: str, command: tuple[str, ...], token: str | None) -> Placed:
-    """A unit of ours: the syncer or a shard."""
-    table = file.syncer
-    secret = _secrets(table, SYNCER) | ({TOKEN: token} if token is not None else {})
-    unit = Unit(
-        run=file.run,
-        name=name,
-        command=command,
-        directory=file.directory / UNITS / name,
-        environment={"PYTHONUNBUFFERED": "1", **table.environment, **secret},
-        secret=frozenset(secret),
-        cpus=table.cpus,
-        site=table.site,
-        restarts=table.restarts,
-        notice_s=table.notice_s,
-        options=table.options,
-    )
-    return Placed(table.engine, unit)
-
-
-def _island(file: IslandsFile, token: str | None, island: IslandTable) -> Placed:
+def _island(file: IslandsFile, token: str | None, island: IslandTable) -> Unit:
     environment = {
         SYNCER_TOLD: file.syncer.address,
         LEARNER: str(island.number),
         RUN_DIRECTORY: str(file.directory),
-        NOTICE_S: f"{notice_from_env(island.notice_s):g}",
+        NOTICE_S: f"{learner_notice_s(island.unit.notice_s):g}",
         JOIN_TIMEOUT_S: str(JOIN_S),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # docs/islands.md: ranks that are started again would wait for ever
-        "PYTHONUNBUFFERED": "1",
-        **island.environment,
     }
-    secret = _secrets(island, island.name) | ({TOKEN: token} if token is not None else {})
     if file.syncer.keys is not None:
-        environment[KEYS] = str(_key(file.syncer.keys, island.name, island.table))
-    unit = Unit(
-        run=file.run,
-        name=island.name,
-        command=island.command,
-        directory=file.directory / UNITS / island.name,
-        environment=environment | secret,
-        secret=frozenset(secret),
-        nodes=island.nodes,
-        cpus=island.cpus,
-        devices=island.devices,
-        site=island.site,
-        restarts=island.restarts,
-        notice_s=island.notice_s,
-        options=island.options,
-    )
-    return Placed(island.engine, unit)
+        environment[KEYS] = str(_key(file.syncer.keys, island.unit.name, island.table))
+    return _started_as(island.unit, environment, token)
+
+
+def _started_as(unit: Unit, environment: Mapping[str, str], token: str | None) -> Unit:
+    """Return the unit with its whole environment. The values of its secrets come from that of this process."""
+    if missing := sorted(unit.secret.difference(os.environ)):
+        names = ", ".join(missing)
+        raise ValueError(f"{unit.name}: secrets has {names}, which is not set here: export it, and call again")
+    secret = {name: os.environ[name] for name in unit.secret} | ({TOKEN: token} if token is not None else {})
+    whole = {"PYTHONUNBUFFERED": "1", **environment, **unit.environment, **secret}
+    return replace(unit, environment=whole, secret=frozenset(secret))
 
 
 def _key(keys: Path, *names: str) -> Path:
@@ -194,6 +149,3 @@ def _key(keys: Path, *names: str) -> Path:
         if (keys / name).is_dir():
             return keys / name
     raise ValueError(f"{keys} has no key for {names[0]}: make one with atoll keys add {keys} {names[0]}")
-
-
-__all__ = ["FLEET", "JOIN_S", "UNITS", "Placed", "notice_from_env", "stays_here", "token_of", "units_of"]

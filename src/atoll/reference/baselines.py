@@ -23,14 +23,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from atoll.checkpoint.model_file import save_model
+from atoll.checkpoint.model_file import MODEL, write_tensors
 from atoll.reference.data import dealt
 from atoll.reference.job_settings import JobSettings
 from atoll.reference.loop import InnerLoop, Metrics, Step
 from atoll.reference.models import parameter_count
 from atoll.tensors.model_view import ModelView
 from atoll.tensors.outer import OuterStep
-from atoll.tensors.plan import make_plan, tensors_of
+from atoll.tensors.plan import make_plan, named_tensors, tensors_of
 
 RENDEZVOUS = "rendezvous"
 GLOO_WAIT_S = 300.0
@@ -224,6 +224,6 @@ def train_baseline(settings: JobSettings, learner: int, run: Path) -> None:
             }
         )
         if learner == 1:
-            save_model(loop.model, run)
+            write_tensors(named_tensors(loop.model), run / MODEL)
     if processes > 1:
         dist.barrier()  # whoever goes takes its sockets along, which others may still read from

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atoll.checkpoint.model_file import MODEL, model_digest, save_model, write_tensors
+from atoll.checkpoint.model_file import MODEL, model_digest, write_tensors
 from atoll.checkpoint.published import is_finished, run_settings
 from atoll.checkpoint.restore import find_source, restore
 from atoll.dashboard.terminal import LiveView
@@ -49,6 +49,7 @@ from atoll.reference.report import REPORT, JobReport, Judged, baseline_report, d
 from atoll.reference.saved_models import first_model, load_model, published_model
 from atoll.store.run_settings import CONFIG, check_new
 from atoll.syncer.initial_model import INIT
+from atoll.tensors.plan import named_tensors
 
 LOOK_S = 0.25
 END_WAIT_S = 8.0
@@ -92,14 +93,14 @@ def resume_job(run: Path, view: LiveView, learners: int | None = None) -> JobRep
 
 def restore_job(source: str, run: Path, view: LiveView, learners: int | None, changes: dict[str, Any]) -> JobReport:
     """A new run from a snapshot of another, by that one's settings but for `changes`."""
-    from atoll.reference.supervisor import new_run_id
+    from atoll.reference.supervisor import new_run_id, run_of
 
     found = find_source(source)
     settings = JobSettings.load(found.run / CONFIG)
     if learners is not None:
         settings = with_learners(settings, learners)
     settings = replace(settings, **changes)
-    restore(found, run, settings, new_run_id(run), view.say)
+    restore(found, run, run_of(settings, new_run_id(run)), view.say)
     return _carry_out(settings, run, view, Text.load(settings.data))
 
 
@@ -136,7 +137,7 @@ def finish(settings: JobSettings, run: Path, corpus: Text) -> JobReport:
     """Model, evaluation and report. May be repeated, should it be interrupted."""
     torch.set_num_threads(1)  # of several the sums would differ in their last bits
     if settings.method == "decoupled":
-        save_model(published_model(run, settings), run)
+        write_tensors(named_tensors(published_model(run, settings)), run / MODEL)
     judged = judge(run, corpus)
     if settings.method != "decoupled":
         report = baseline_report(run, settings, judged)

@@ -26,7 +26,7 @@ from atoll.reference.loop import InnerLoop
 from atoll.reference.saved_models import first_model, published_model
 from atoll.store.learner_parts import Part, list_parts, part_path, read_part
 from atoll.store.run_settings import CONFIG
-from atoll.store.tensor_file import read_file, read_tensor_file
+from atoll.store.tensor_file import read_tensors
 from atoll.tape import format
 from atoll.tape.files import RunTapes
 from atoll.tape.format import Actor, Entry
@@ -152,7 +152,7 @@ def _beginning(run: Path, tapes: RunTapes, fragments: int) -> Beginning | None:
 
 
 def _kept(path: Path) -> KeptFragment:
-    note, tensors = read_tensor_file(read_file(path))
+    note, tensors = read_tensors(path)
     record = format.decode(note) if note else None
     if record is not None and not isinstance(record, VersionRecord):
         raise ValueError(f"{path} holds {type(record).__name__}, no version")

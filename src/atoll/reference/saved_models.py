@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from atoll.checkpoint.model_file import MODEL, fill_from
+from atoll.checkpoint.model_file import MODEL, fill, read_safetensors
 from atoll.checkpoint.published import plan_of, published_fragments
 from atoll.reference.job_settings import JobSettings
 from atoll.reference.loop import model_config
@@ -19,7 +19,7 @@ def first_model(settings: JobSettings, run: Path) -> GPT:
     """Build the model that the run began with: the values of --init, or those of its seed."""
     model = build(model_config(settings), settings.seed)
     if (run / INIT).is_file():
-        fill_from(run / INIT, model)
+        fill(model, read_safetensors(run / INIT), str(run / INIT))
     return model
 
 
@@ -42,5 +42,5 @@ def load_model(run: Path) -> tuple[JobSettings, GPT]:
         raise ValueError(f"{run} has no {MODEL} yet: finish the run with atoll train --out {run} --resume")
     settings = JobSettings.load(run / CONFIG)
     model = build(model_config(settings), settings.seed)
-    fill_from(run / MODEL, model)
+    fill(model, read_safetensors(run / MODEL), str(run / MODEL))
     return settings, model

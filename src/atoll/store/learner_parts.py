@@ -32,8 +32,8 @@ from xxhash import xxh3_128_hexdigest
 
 from atoll.core.protocol import SnapshotPart
 from atoll.core.types import FragmentId, LearnerId, RunConfig
-from atoll.files import OURS, UNFINISHED, make_folder, sync_folder, write_file
-from atoll.store.tensor_file import read_file, read_tensor_file, tensor_file
+from atoll.files import UNFINISHED, atomic_folder, make_folder, write_file
+from atoll.store.tensor_file import read_tensors, reason, tensor_file
 from atoll.tensors import optimizer_state
 from atoll.tensors.optimizers import Optimizers
 from atoll.tensors.sharding import boxes_of
@@ -166,35 +166,34 @@ def write_part(
 
 
 def _written_by_ranks(path: Path, taken: optimizer_state.Taken) -> tuple[optimizer_state.Taken, ShardsNote | None]:
-    """What is dealt out, written by all ranks and named; the rest of it, and the note. None: nothing is dealt out, or
-    not all ranks see this folder, and everything has to be put together here."""
+    """Let all ranks write what is sharded; return the rest of it, and the note of the files.
+
+    None: nothing is sharded, or not all ranks see this folder, and everything has to be gathered here.
+    """
     if taken.spread is None or not taken.parts:
         return taken, None
     from atoll.store import sharded_parts
 
-    unfinished = path.with_name(f".{path.stem}.{os.getpid():x}-{OURS}{UNFINISHED}")
-    sharded_parts.remove_folder(unfinished)
-    unfinished.mkdir()
     try:
-        notes = taken.spread(taken, unfinished)
-        if notes is None:
-            sharded_parts.remove_folder(unfinished)
-            return taken, None
-        shards = sharded_parts.joined(notes)
-        sharded_parts.finish(unfinished, shards)
-        sharded_parts.remove_folder(shards_path(path))
-        os.rename(unfinished, shards_path(path))
-        sync_folder(path.parent)
-    except BaseException:
-        sharded_parts.remove_folder(unfinished)
-        raise
+        with atomic_folder(shards_path(path)) as folder:
+            notes = taken.spread(taken, folder)
+            if notes is None:
+                raise _NotSharedError
+            shards = sharded_parts.joined(notes)
+            sharded_parts.finish(folder, shards)
+    except _NotSharedError:
+        return taken, None
     left = {number: tensor for number, tensor in taken.tensors.items() if number not in taken.parts}
     return taken._replace(tensors=left, parts={}, spread=None), shards
 
 
+class _NotSharedError(Exception):
+    """Not all ranks see the folder of the parts."""
+
+
 def _remove(folder: Path, keep: int) -> None:
-    """All but the newest, and what a killed process left half-written. What cannot be removed now is so later."""
-    listed = _listed(folder)
+    """Remove all but the newest, and what a killed process left half-written. After an error the rest stays for now."""
+    listed = _numbered(folder, _PART)
     kept = {shards_path(path) for _, path in listed[-keep:]}
     old = [path for _, path in listed[:-keep]]  # before the files of their ranks, which alone are of no use
     for path in [*folder.glob(f".*{UNFINISHED}"), *old, *(set(folder.glob("*.dcp")) - kept)]:
@@ -275,7 +274,7 @@ def set_rng(states: Mapping[str, Tensor]) -> None:
 
 def read_part(path: Path) -> Part:
     """Raises OSError, or ValueError with what is wrong with the file."""
-    text, tensors = read_tensor_file(read_file(path))
+    text, tensors = read_tensors(path)
     note = json.loads(text)
     fields = {FORMAT: _FIELDS, SHARDED_FORMAT: _SHARDED_FIELDS}.get(note.get("format")) if _is_note(note) else None
     if fields is None or note.keys() != fields.keys():
@@ -298,12 +297,8 @@ def _is_note(value: Any) -> bool:
 
 def list_parts(run: Path) -> dict[LearnerId, list[int]]:
     """Snapshots of which each learner has a part here, oldest first. Nothing is read."""
-    found = {}
-    for learner, folder in _folders(run):
-        numbers = [number for number, _ in _listed(folder)]
-        if numbers:
-            found[learner] = numbers
-    return found
+    found = {learner: _numbered(folder, _PART) for learner, folder in _numbered(run / PARTS, _FOLDER)}
+    return {learner: [number for number, _ in parts] for learner, parts in found.items() if parts}
 
 
 def find_inner_state(
@@ -334,36 +329,23 @@ def find_inner_state(
             prepared = part.prepare(optimizers, model)
             others(part)
             return part, prepared
-        except (OSError, ValueError) as wrong:
-            say(f"{path}: {_what(wrong)}; trying an older one")
+        except (OSError, ValueError) as error:
+            say(f"{path}: {reason(error)}; trying an older one")
     return None
 
 
 def _candidates(run: Path, learner: LearnerId) -> Iterator[Path]:
     """Its own, newest first; then those of others, the newest snapshot first, in the order of their numbers."""
-    listed = {number: _listed(folder) for number, folder in _folders(run)}
+    listed = {number: _numbered(folder, _PART) for number, folder in _numbered(run / PARTS, _FOLDER)}
     yield from (path for _, path in reversed(listed.pop(learner, [])))
     others = [(-snapshot, number, path) for number, parts in listed.items() for snapshot, path in parts]
     yield from (path for _, _, path in sorted(others))
 
 
-def _folders(run: Path) -> list[tuple[LearnerId, Path]]:
-    try:
-        names = os.listdir(run / PARTS)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    found = [(int(match[1]), run / PARTS / match[0]) for match in map(_FOLDER.fullmatch, names) if match]
-    return sorted(found)
-
-
-def _listed(folder: Path) -> list[tuple[int, Path]]:
-    """Parts in a folder by the number of their snapshot, oldest first."""
+def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
+    """Return the entries of a folder whose names match, in the order of their numbers; none where it is missing."""
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted((int(match[1]), folder / match[0]) for match in map(_PART.fullmatch, names) if match)
-
-
-def _what(wrong: OSError | ValueError) -> str:
-    return wrong.strerror or str(wrong) if isinstance(wrong, OSError) else str(wrong)
+    return sorted((int(match[1]), folder / match[0]) for match in map(pattern.fullmatch, names) if match)

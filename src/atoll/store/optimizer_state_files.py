@@ -22,16 +22,8 @@ import safetensors
 import torch
 from torch import Tensor
 
-from atoll.store.tensor_file import ALIGNMENT, DTYPES
+from atoll.store.tensor_file import tensor_layout
 from atoll.tensors import optimizer_state
-
-_NAMES = DTYPES | {
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-}
 
 
 class StateFile:
@@ -96,7 +88,7 @@ def packed(taken: optimizer_state.Taken, folder: Path | None) -> StateFile:
         number: (tensor.dtype, taken.parts[number].sizes if number in taken.parts else tuple(tensor.shape))
         for number, tensor in taken.tensors.items()
     }
-    head, begins, size = _layout(taken.about, kinds)
+    head, begins, size = tensor_layout({"atoll": json.dumps(taken.about, separators=(",", ":"))}, kinds)
     file = StateFile(size, folder)
     file.view[: len(head)] = head
     rooms = {number: file.tensor(begins[number], *kind) for number, kind in kinds.items()}
@@ -105,22 +97,3 @@ def packed(taken: optimizer_state.Taken, folder: Path | None) -> StateFile:
         if tensor is not rooms[number]:
             rooms[number].copy_(tensor)
     return file
-
-
-def _layout(
-    about: Mapping[str, Any], kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-) -> tuple[bytes, dict[str, int], int]:
-    """What stands before the tensors, where each of them begins, and the size of it all."""
-    fields: dict[str, Any] = {"__metadata__": {"atoll": json.dumps(about, separators=(",", ":"))}}
-    begins, end = {}, 0
-    # The widest numbers first, so that every tensor begins at a multiple of its element.
-    for number, (dtype, shape) in sorted(kinds.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
-        if dtype not in _NAMES:
-            raise ValueError(f"the state of this optimizer has tensors of {dtype}, which cannot travel")
-        begins[number], size = end, math.prod(shape) * dtype.itemsize
-        end += size
-        fields[number] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [end - size, end]}
-    header = json.dumps(fields, separators=(",", ":")).encode("ascii")
-    header += b" " * (-(8 + len(header)) % ALIGNMENT)
-    head = len(header).to_bytes(8, "little") + header
-    return head, {number: len(head) + begin for number, begin in begins.items()}, len(head) + end

@@ -13,11 +13,9 @@ rows of which tensor are where in them. `.metadata` is a pickle, and nothing her
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +43,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from xxhash import xxh3_128
 
-from atoll.files import sync_folder
+from atoll.files import atomic_folder, link_or_copy
 from atoll.store.tensor_file import DamageError
 from atoll.tensors import optimizer_state
 from atoll.tensors.sharding import Box, Boxes
@@ -91,7 +89,8 @@ def write_shard(folder: Path, rank: int, taken: optimizer_state.Taken, mine: Col
         raise _cause(wrong, folder) from wrong
     for result in written:
         number, where = result.index.fqn, result.storage_data
-        note["tensors"][number] = [_dtype_name(taken.tensors[number]), list(taken.parts[number].sizes)]
+        dtype = str(taken.tensors[number].dtype)
+        note["tensors"][number] = [dtype.removeprefix("torch."), list(taken.parts[number].sizes)]
         box = taken.parts[number].box
         chunk = [number, list(box.offset), list(box.shape), where.offset, where.length]
         note["files"].setdefault(where.relative_path, {"chunks": []})["chunks"].append(chunk)
@@ -127,10 +126,9 @@ def joined(notes: Collection[ShardsNote]) -> ShardsNote:
 
 
 def finish(folder: Path, shards: ShardsNote) -> None:
-    """Everybody has written: the metadata, and all names durable."""
+    """Write the metadata, when all ranks have written their files."""
     results = [WriteResult(index, info.length, info) for index, info in _storage(shards).items()]
     FileSystemWriter(folder, sync_files=True).finish(Metadata(_described(shards)), [results])
-    sync_folder(folder)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -234,10 +232,6 @@ class Shards:
         for name, file in self.note["files"].items():
             _check_size(self.folder / name, file["bytes"])
 
-    @property
-    def bytes(self) -> int:
-        return sum(file["bytes"] for file in self.note["files"].values())
-
 
 def for_rank(about: Mapping[str, Any], here: Mapping[str, Tensor], shards: Shards, boxes: Boxes) -> dict[str, Tensor]:
     """Of all tensors of inner state what a rank with these boxes needs: of those that are here, and from disk."""
@@ -333,28 +327,9 @@ def _check_size(path: Path, size: int) -> None:
         raise DamageError(f"{path.parent.name}/{path.name} has {found} of {size} bytes: it is cut short, or another")
 
 
-def copy_shards(source: Shards, target: Path, put: Callable[[Path, Path], None]) -> None:
-    """All files under other names in a new folder, which is whole or not there. Raises where one is damaged."""
+def copy_shards(source: Shards, target: Path) -> None:
+    """Give all files second names in a new folder, which is whole or not there. Raises where one is damaged."""
     source.check_all()
-    shutil.rmtree(target, ignore_errors=True)
-    unfinished = target.with_name(f".{target.name}.copied.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
+    with atomic_folder(target) as folder:
         for path in sorted(source.folder.iterdir()):
-            put(path, unfinished / path.name)
-        sync_folder(unfinished)
-        os.rename(unfinished, target)
-    except BaseException:
-        remove_folder(unfinished)
-        raise
-    sync_folder(target.parent)
-
-
-def remove_folder(folder: Path) -> None:
-    with contextlib.suppress(OSError):
-        shutil.rmtree(folder)
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+            link_or_copy(path, folder / path.name)

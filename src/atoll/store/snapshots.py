@@ -6,24 +6,17 @@ may be the same directory or on other machines; so may be the directories of sha
 
 from __future__ import annotations
 
-import os
-import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from atoll.core.protocol import SnapshotRecord
 from atoll.core.types import FragmentId
 from atoll.store.learner_parts import part_bytes, part_path
-from atoll.store.tensor_file import small_file_text
-from atoll.tape import format
+from atoll.store.version_store import RECORD, StoreDamaged, complete_snapshots, snapshot_folder, snapshot_record
 
-SNAPSHOTS = "snapshots"
-RECORD = "record.json"
 STORE = "store"
 SHARDS = "shards"
 """Directories of the shards that `atoll train` has started, by their numbers."""
-
-_NUMBER = re.compile(r"\d{9,18}")
 
 
 class SnapshotInfo(NamedTuple):
@@ -59,12 +52,7 @@ class SnapshotInfo(NamedTuple):
 
 def list_snapshots(run: Path) -> list[SnapshotInfo]:
     """Oldest first. One whose record is damaged is listed with what is wrong."""
-    folder = run / STORE / SNAPSHOTS
-    try:
-        names = sorted(name for name in os.listdir(folder) if _NUMBER.fullmatch(name))
-    except FileNotFoundError:
-        return []
-    found = [snapshot_info(run, int(name)) for name in names]
+    found = [snapshot_info(run, number) for number in complete_snapshots(run / STORE)]
     return [info for info in found if info is not None]
 
 
@@ -75,32 +63,19 @@ def stores_of(run: Path) -> list[Path]:
 
 def version_of_snapshot(run: Path, number: int, p: FragmentId) -> Path:
     """Where the version of a fragment is that belongs to a snapshot; where it should be, if it is nowhere."""
-    names = [store / SNAPSHOTS / f"{number:09d}" / f"{p:03d}.safetensors" for store in stores_of(run)]
+    names = [snapshot_folder(store, number) / f"{p:03d}.safetensors" for store in stores_of(run)]
     return next((name for name in names if name.exists()), names[0])
 
 
 def snapshot_info(run: Path, number: int) -> SnapshotInfo | None:
     """None: there is no such snapshot, or it is not complete."""
-    folder = run / STORE / SNAPSHOTS / f"{number:09d}"
+    record, problem = None, ""
     try:
-        data = (folder / RECORD).read_bytes()
-        saved_at = (folder / RECORD).stat().st_mtime
-        names = [name for store in stores_of(run) for name in (store / SNAPSHOTS / f"{number:09d}").glob("*")]
-        size = sum(_size(name) or 0 for name in names)
+        saved_at = (snapshot_folder(run / STORE, number) / RECORD).stat().st_mtime
+        size = sum(file.stat().st_size for store in stores_of(run) for file in snapshot_folder(store, number).glob("*"))
+        record = snapshot_record(run / STORE, number)
     except FileNotFoundError:
         return None
-    try:
-        record = format.decode(small_file_text(data))
-        if not isinstance(record, SnapshotRecord) or record.snapshot != number:
-            raise ValueError(f"holds {record!r:.100}, another record than its name says")
-    except ValueError as wrong:
-        return SnapshotInfo(number, saved_at, size, None, f"{folder / RECORD}: {wrong}")
-    return SnapshotInfo(number, saved_at, size, record, "")
-
-
-def _size(path: Path) -> int | None:
-    """None: it is not here."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None
+    except StoreDamaged as error:
+        problem = f"{error.path}: {error.what}"
+    return SnapshotInfo(number, saved_at, size, record, problem) if record or problem else None

@@ -10,25 +10,26 @@ A digest (XXH3, 128 bits) in the file itself covers every byte of it:
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
-_MOST_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _DIGEST_DIGITS = 32
 _NO_DIGEST = b"0" * _DIGEST_DIGITS
-ALIGNMENT = 64
+_ALIGNMENT = 64
 
 _SMALL = (b'{"digest":"', b'","value":', b"}\n")
 _TENSORS_START = b'{"__metadata__":{"digest":"'
 _DIGEST_AT = 8 + len(_TENSORS_START)
 
-DTYPES: dict[torch.dtype, str] = {
+_DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -39,8 +40,13 @@ DTYPES: dict[torch.dtype, str] = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
 }
-_DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+_DTYPES_BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 class StoreDamaged(ValueError):  # noqa: N818 - the name of a fact, as the user reads it
@@ -54,7 +60,12 @@ class StoreDamaged(ValueError):  # noqa: N818 - the name of a fact, as the user 
 
 
 class DamageError(ValueError):
-    """What is wrong inside of a file; who knows the file makes a `StoreDamaged` of it."""
+    """What is wrong inside of a file; the caller that knows the file makes a `StoreDamaged` of it."""
+
+
+def reason(error: OSError | ValueError) -> str:
+    """Return what is wrong with a file, without its name."""
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -66,11 +77,6 @@ def small_file(value: str) -> list[bytes]:
     text = value.encode("utf-8")
     first, middle, last = _SMALL
     return [first + xxh3_128_hexdigest(text).encode() + middle + text + last]
-
-
-def read_small_file(data: bytes) -> Any:
-    """The value of a small file."""
-    return json.loads(small_file_text(data))
 
 
 def small_file_text(data: bytes) -> str:
@@ -91,28 +97,39 @@ def small_file_text(data: bytes) -> str:
 # Tensors
 
 
-def tensor_file(note: str, tensors: Mapping[str, Tensor]) -> list[memoryview | bytes]:
-    """A file of tensors, in pieces: the tensors themselves are not copied. `note` is any text."""
+class TensorLayout(NamedTuple):
+    """Where the parts of a safetensors file are."""
+
+    head: bytes
+    """What stands before the tensors."""
+    begins: dict[str, int]
+    """Where each tensor begins in the file, in this order."""
+    size: int
+
+
+def tensor_layout(metadata: Mapping[str, str], kinds: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> TensorLayout:
+    """Lay out a safetensors file for tensors of these types and shapes."""
+    fields: dict[str, Any] = {"__metadata__": metadata}
+    begins, end = {}, 0
     # The widest numbers first, so that every tensor begins at a multiple of its element.
-    named = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    views, fields, end = [], {}, 0
-    for name, tensor in named:
-        if tensor.dtype not in DTYPES:
-            raise ValueError(f"tensor {name!r} is {tensor.dtype}: a store keeps {', '.join(map(str, DTYPES))}")
-        flat = _flat_bytes(tensor)
-        fields[name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [end, end + flat.numel()],
-        }
-        end += flat.numel()
-        array: Any = flat.numpy()
-        views.append(memoryview(array) if flat.numel() else memoryview(b""))
+    for name, (dtype, shape) in sorted(kinds.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
+        if dtype not in _DTYPES:
+            raise ValueError(f"tensor {name!r} is {dtype}: a file has {', '.join(map(str, _DTYPES))}")
+        begins[name], end = end, end + math.prod(shape) * dtype.itemsize
+        fields[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [begins[name], end]}
+    header = json.dumps(fields, separators=(",", ":")).encode("ascii")
+    header += b" " * (-(8 + len(header)) % _ALIGNMENT)
+    head = len(header).to_bytes(8, "little") + header
+    return TensorLayout(head, {name: len(head) + begin for name, begin in begins.items()}, len(head) + end)
+
+
+def tensor_file(note: str, tensors: Mapping[str, Tensor]) -> list[memoryview | bytes]:
+    """Return a file of tensors, in pieces: the tensors themselves are not copied. `note` is any text."""
     metadata = {"digest": _NO_DIGEST.decode(), "record": note}
-    header = json.dumps({"__metadata__": metadata} | fields, separators=(",", ":")).encode("ascii")
-    assert header.startswith(_TENSORS_START)
-    header += b" " * (-(8 + len(header)) % ALIGNMENT)
-    head = bytearray(len(header).to_bytes(8, "little") + header)
+    layout = tensor_layout(metadata, {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
+    head = bytearray(layout.head)
+    assert head.startswith(_TENSORS_START, 8)
+    views = [_bytes_of(tensors[name]) for name in layout.begins]
     state = xxh3_128(head)
     for view in views:
         state.update(view)
@@ -120,11 +137,12 @@ def tensor_file(note: str, tensors: Mapping[str, Tensor]) -> list[memoryview | b
     return [bytes(head), *views]
 
 
-def _flat_bytes(tensor: Tensor) -> Tensor:
+def _bytes_of(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     if flat.stride() != (1,):  # one value or none counts as contiguous whatever its stride
         flat = torch.empty(flat.numel(), dtype=flat.dtype).copy_(flat)
-    return flat.view(torch.uint8)
+    array: Any = flat.view(torch.uint8).numpy()
+    return memoryview(array) if flat.numel() else memoryview(b"")
 
 
 def read_tensor_file(data: bytearray) -> tuple[str, dict[str, Tensor]]:
@@ -145,7 +163,7 @@ def _header_bytes(data: bytearray) -> int:
     if len(data) < _DIGEST_AT + _DIGEST_DIGITS:
         raise DamageError(f"the file has {len(data)} bytes and is cut short")
     size = int.from_bytes(data[:8], "little")
-    if data[8:_DIGEST_AT] != _TENSORS_START or size > min(_MOST_HEADER_BYTES, len(data) - 8):
+    if data[8:_DIGEST_AT] != _TENSORS_START or size > min(_MAX_HEADER_BYTES, len(data) - 8):
         raise DamageError("not a file of tensors that Atoll wrote, or cut short")
     return size
 
@@ -161,8 +179,8 @@ def _tensors(data: bytearray, start: int, fields: dict[str, Any]) -> Iterator[tu
         yield name, flat.reshape(field["shape"])
 
 
-def read_file(path: Path) -> bytearray:
-    """A whole file in memory that may be written."""
+def read_tensors(path: Path) -> tuple[str, dict[str, Tensor]]:
+    """Return the note and the tensors of a file, in memory that may be written. Raises OSError, or DamageError."""
     with open(path, "rb", buffering=0) as file:
         data = bytearray(os.fstat(file.fileno()).st_size)
         view, filled = memoryview(data), 0
@@ -171,4 +189,4 @@ def read_file(path: Path) -> bytearray:
             if not count:
                 raise DamageError(f"the file ends after {filled} of {len(data)} bytes")
             filled += count
-        return data
+    return read_tensor_file(data)

@@ -1,7 +1,7 @@
 """The syncer's directory: every version durable before anybody sees it, and found again by the next process.
 
     lock                                 held by the syncer that runs here; holds its process id
-    alive                                its sign of life, for a standby (`lease`)
+    alive                                its heartbeat, for a standby (`fencing`)
     epoch                                the number of the newest syncer that ever started here
     claims/000000005                     epoch 5 is taken: no two syncers get the same number
     run.json                             settings of the run, written when it is founded
@@ -13,7 +13,7 @@
     fragments/007/000000012.safetensors  version 12 of fragment 7: value, outer state, who is in it; the newest few
     snapshots/000000004/                 a snapshot: record.json and the version of every fragment that belongs to it
 
-How files are written and read is in `durable`. A damaged file is an error that names it, never a reason to take an
+How files are written and read is in `tensor_file`. A damaged file is an error that names it, never a reason to take an
 older one: learners hold the newer version already.
 
 Two syncers on one directory: on one machine the lock keeps the second away. Where locks do not work (some network file
@@ -27,14 +27,12 @@ before (1) has either given its file the name before (2), and is read, or finds 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -42,14 +40,13 @@ from torch import Tensor
 from atoll.core.protocol import LeaseRecord, ManifestRecord, MembersRecord, Record, SnapshotRecord, VersionRecord
 from atoll.core.syncer.state import Restored
 from atoll.core.types import FragmentId, Version
-from atoll.files import UNFINISHED, make_folder, sync_folder, write_file
-from atoll.store.fencing import LOCK, lives_elsewhere, remove_sign, write_sign
+from atoll.files import UNFINISHED, LockHeldError, link_or_copy, make_folder, sync_folder, take_lock, write_file
+from atoll.store.fencing import LOCK, lives_elsewhere, remove_heartbeat, write_heartbeat
 from atoll.store.tensor_file import (
     DamageError,
     StoreDamaged,
-    read_file,
-    read_small_file,
-    read_tensor_file,
+    read_tensors,
+    reason,
     small_file,
     small_file_text,
     tensor_file,
@@ -64,6 +61,7 @@ LOST_EPOCHS = 1000
 CONTROLS = "controls.json"
 HEAD = "head.json"
 END_RECEIVED = "end_received.json"
+RECORD = "record.json"
 
 _FRAGMENT = re.compile(r"\d{3,}")
 _VERSION = re.compile(r"(\d{9,})\.safetensors")
@@ -112,12 +110,12 @@ class Store:
             raise ValueError(f"keep must be at least 1, got {keep}: the newest version is always kept")
         path = Path(directory).absolute()
         make_folder(path)
-        store = cls(path, keep, _taken_over(path / LOCK) if take_over else _locked(path / LOCK))
+        store = cls(path, keep, _locked(path / LOCK, take_over))
         try:
-            if not take_over and (sign := lives_elsewhere(path)) is not None:
+            if not take_over and (heartbeat := lives_elsewhere(path)) is not None:
                 raise InUse(
-                    f"{path} is in use by the process {sign.pid} on {sign.host}: stop that syncer, or wait for its"
-                    " end with --standby"
+                    f"{path} is in use by the process {heartbeat.pid} on {heartbeat.host}: stop that syncer, or wait"
+                    " for its end with --standby"
                 )
             store.begin_epoch()
         except BaseException:
@@ -137,16 +135,14 @@ class Store:
     def close(self) -> None:
         """Let the directory go. Closing twice is no mistake."""
         if self._lock is not None:
-            remove_sign(self.directory, self.epoch)
+            remove_heartbeat(self.directory, self.epoch)
             os.close(self._lock)
             self._lock = None
 
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, wrong: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # ---------------------------------------------------------------------------------------------------- writing
@@ -229,7 +225,7 @@ class Store:
         `versions`: of all fragments of the run, of which some may be here. They get second names. Without a record they
         are of no snapshot: the next process removes them.
         """
-        folder = self._snapshot_folder(snapshot)
+        folder = snapshot_folder(self.directory, snapshot)
         fragments = self.fragments()
         assert not fragments or fragments[-1] < len(versions), f"a snapshot of {len(versions)} fragments: {fragments}"
         self.check_epoch()
@@ -237,22 +233,26 @@ class Store:
         for fragment in fragments:
             name = folder / f"{fragment:03d}.safetensors"
             if not name.exists():  # then it was held before; in the folder of this number it is no other version
-                _second_name(self.version_path(fragment, versions[fragment]), name)
+                try:
+                    link_or_copy(self.version_path(fragment, versions[fragment]), name)
+                except FileNotFoundError as error:
+                    error.strerror = "a version of the snapshot is no longer kept: keep more versions"
+                    raise
 
     def let_go(self, snapshot: int) -> None:
         """The snapshot did not come about."""
-        folder = self._snapshot_folder(snapshot)
-        if not (folder / "record.json").exists():
+        folder = snapshot_folder(self.directory, snapshot)
+        if not (folder / RECORD).exists():
             shutil.rmtree(folder, ignore_errors=True)
 
     def _put_snapshot(self, record: SnapshotRecord) -> None:
         """The values are second names of files that are there already; the record, written last, makes it valid."""
-        folder = self._snapshot_folder(record.snapshot)
+        folder = snapshot_folder(self.directory, record.snapshot)
         self.hold(record.snapshot, record.versions)
         sync_folder(folder)
-        self._put(folder / "record.json", small_file(format.encode(record)))
-        for old in self.snapshots()[: -self._keep]:
-            shutil.rmtree(self._snapshot_folder(old), ignore_errors=True)
+        self._put(folder / RECORD, small_file(format.encode(record)))
+        for old in complete_snapshots(self.directory)[: -self._keep]:
+            shutil.rmtree(snapshot_folder(self.directory, old), ignore_errors=True)
 
     def _put(self, path: Path, pieces: list[Any], replace: bool = True) -> None:
         assert self._lock is not None, "the store is closed"
@@ -268,31 +268,20 @@ class Store:
 
     def settings(self) -> dict[str, Any] | None:
         """What `write_settings` wrote; None when the run was never founded."""
-        return self._small("run.json", _RESTORE)
+        return read_value(self.directory / "run.json")
 
     def controls(self) -> dict[str, Any] | None:
         """What `write_controls` wrote; None when nobody has ever asked for anything."""
-        return self._small(CONTROLS, "remove it: nothing is paused or changed then")
+        return read_value(self.directory / CONTROLS, "remove it: nothing is paused or changed then")
 
     def end_received(self) -> set[int]:
         """Return the learners that have acknowledged the end of the run, as far as earlier syncers wrote it down."""
-        kept = self._small(END_RECEIVED, "remove it: the end is served to all learners again")
+        kept = read_value(self.directory / END_RECEIVED, "remove it: the end is served to all learners again")
         return set(kept["learners"]) if kept is not None else set()
 
     def head(self) -> dict[str, Any] | None:
         """What `write_head` wrote."""
-        return self._small(HEAD, _RESTORE)
-
-    def _small(self, name: str, advice: str) -> dict[str, Any] | None:
-        path = self.directory / name
-        data = _read_if_there(path)
-        if data is None:
-            return None
-        try:
-            value: dict[str, Any] = read_small_file(data)
-        except ValueError as wrong:
-            raise StoreDamaged(path, str(wrong), advice) from None
-        return value
+        return read_value(self.directory / HEAD)
 
     def restored(self) -> Restored:
         """What a syncer core starts from. Reads and checks every newest version."""
@@ -301,11 +290,12 @@ class Store:
             _, record, _ = self.newest(fragment)
             if record is not None:
                 versions[fragment] = record
-        members = self._record(_NAMES[MembersRecord], MembersRecord)
-        return Restored(versions, members, self.manifest(), self._record(_NAMES[LeaseRecord], LeaseRecord))
+        members = read_record(self.directory / _NAMES[MembersRecord], MembersRecord)
+        leases = read_record(self.directory / _NAMES[LeaseRecord], LeaseRecord)
+        return Restored(versions, members, self.manifest(), leases)
 
     def manifest(self) -> ManifestRecord | None:
-        return self._record(_NAMES[ManifestRecord], ManifestRecord)
+        return read_record(self.directory / _NAMES[ManifestRecord], ManifestRecord)
 
     def newest(self, fragment: FragmentId) -> tuple[Version, VersionRecord | None, dict[str, Tensor]]:
         """The newest version of a fragment. Version 0 has no record. The tensors are the caller's to change."""
@@ -317,10 +307,10 @@ class Store:
     def _read(self, fragment: FragmentId, version: Version) -> tuple[VersionRecord | None, dict[str, Tensor]]:
         path = self.version_path(fragment, version)
         try:
-            note, tensors = read_tensor_file(read_file(path))
+            note, tensors = read_tensors(path)
             record = format.decode(note) if note else None
-        except (OSError, ValueError) as wrong:
-            raise StoreDamaged(path, _what(wrong), _advice(self._versions[fragment])) from None
+        except (OSError, ValueError) as error:
+            raise StoreDamaged(path, reason(error), _advice(self._versions[fragment])) from None
         if record is None and version == 0:
             return None, tensors
         if not isinstance(record, VersionRecord) or (record.fragment, record.version) != (fragment, version):
@@ -330,15 +320,6 @@ class Store:
     def fragments(self) -> tuple[FragmentId, ...]:
         """Those that have a version."""
         return tuple(sorted(fragment for fragment, versions in self._versions.items() if versions))
-
-    def snapshots(self) -> tuple[int, ...]:
-        """Numbers of the complete snapshots, oldest first."""
-        folder = self.directory / "snapshots"
-        found = [int(name) for name in os.listdir(folder) if _SNAPSHOT.fullmatch(name)]
-        return tuple(sorted(number for number in found if (self._snapshot_folder(number) / "record.json").exists()))
-
-    def snapshot(self, number: int) -> SnapshotRecord | None:
-        return self._record(f"snapshots/{number:09d}/record.json", SnapshotRecord)
 
     def check_epoch(self) -> None:
         """Raise `Fenced` when a syncer of a later epoch has taken the directory."""
@@ -350,36 +331,19 @@ class Store:
             raise StoreDamaged(path, f"says epoch {stored} while epoch {self.epoch} runs here", _RESTORE)
 
     def beat(self) -> None:
-        """A sign of life; raises `Fenced` like `check_epoch`. May be called from any one thread beside the writing."""
+        """Write a heartbeat; raises `Fenced` like `check_epoch`. One thread beside the writing may call it."""
         self.check_epoch()
         self._beats += 1
-        write_sign(self.directory, self.epoch, self._beats)
+        write_heartbeat(self.directory, self.epoch, self._beats)
 
     # ---------------------------------------------------------------------------------------------------- inside
-
-    def _record(self, name: str, kind: type[R]) -> R | None:
-        path = self.directory / name
-        data = _read_if_there(path)
-        if data is None:
-            return None
-        try:
-            record = format.decode(small_file_text(data))
-            if type(record) is not kind:
-                raise DamageError(f"holds {type(record).__name__}, expected {kind.__name__}")
-        except ValueError as wrong:
-            raise StoreDamaged(path, str(wrong), _RESTORE) from None
-        found: R = record
-        return found
 
     def _newest(self, fragment: FragmentId) -> Version | None:
         versions = self._versions.get(fragment)
         return versions[-1] if versions else None
 
     def version_path(self, fragment: FragmentId, version: Version) -> Path:
-        return self.directory / "fragments" / f"{fragment:03d}" / f"{version:09d}.safetensors"
-
-    def _snapshot_folder(self, number: int) -> Path:
-        return self.directory / "snapshots" / f"{number:09d}"
+        return fragment_folder(self.directory, fragment) / f"{version:09d}.safetensors"
 
     def _sweep(self) -> None:
         """Remove what a killed process left half-done, and learn which versions there are."""
@@ -387,7 +351,7 @@ class Store:
             left.unlink(missing_ok=True)
         for name in sorted(os.listdir(self.directory / "snapshots")):
             folder = self.directory / "snapshots" / name
-            if _SNAPSHOT.fullmatch(name) and not (folder / "record.json").exists():
+            if _SNAPSHOT.fullmatch(name) and not (folder / RECORD).exists():
                 shutil.rmtree(folder)
         self._look_for_versions()
         for fragment, found in self._versions.items():
@@ -399,8 +363,7 @@ class Store:
         for name in sorted(os.listdir(self.directory / "fragments")):
             folder = self.directory / "fragments" / name
             if _FRAGMENT.fullmatch(name) and folder.is_dir():
-                found = sorted(int(match[1]) for match in map(_VERSION.fullmatch, os.listdir(folder)) if match)
-                self._versions[int(name)] = found
+                self._versions[int(name)] = versions_in(folder)
 
     def _raise_epoch(self) -> None:
         stored = self._stored_epoch()
@@ -412,8 +375,12 @@ class Store:
 
     def _stored_epoch(self) -> int:
         path = self.directory / "epoch"
-        data = _read_if_there(path)
-        return self._lost_epoch() if data is None else _read_epoch(path, data)
+        try:
+            return _read_epoch(path, path.read_bytes())
+        except FileNotFoundError:
+            return self._lost_epoch()
+        except OSError as error:
+            raise StoreDamaged(path, reason(error), _RESTORE) from None
 
     def _claim(self, epoch: int) -> int:
         """The first number from this one on that nobody has: of two who start at once one is the other's successor."""
@@ -458,69 +425,78 @@ class Store:
 # Files of the store
 
 
-def _locked(path: Path) -> int:
-    """The lock, taken. It goes away with the process, however that ends."""
-    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+def fragment_folder(store: Path, fragment: FragmentId) -> Path:
+    return store / "fragments" / f"{fragment:03d}"
+
+
+def versions_in(folder: Path) -> list[Version]:
+    """Return the versions in the folder of a fragment, oldest first."""
+    return sorted(int(match[1]) for match in map(_VERSION.fullmatch, os.listdir(folder)) if match)
+
+
+def snapshot_folder(store: Path, number: int) -> Path:
+    return store / "snapshots" / f"{number:09d}"
+
+
+def complete_snapshots(store: Path) -> tuple[int, ...]:
+    """Return the numbers of the snapshots that have a record, oldest first."""
+    names = (path.parent.name for path in store.glob(f"snapshots/*/{RECORD}"))
+    return tuple(sorted(int(name) for name in names if _SNAPSHOT.fullmatch(name)))
+
+
+def snapshot_record(store: Path, number: int) -> SnapshotRecord | None:
+    """Return the record of a snapshot; None where there is none. Raises `StoreDamaged`."""
+    path = snapshot_folder(store, number) / RECORD
+    record = read_record(path, SnapshotRecord)
+    if record is not None and record.snapshot != number:
+        raise StoreDamaged(path, f"holds {record!r:.100}, another record than its name says", _RESTORE)
+    return record
+
+
+def _locked(path: Path, take_over: bool) -> int:
+    """Return the lock, taken; with `take_over` another one in its place where a process that hangs has it."""
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        return take_lock(path, f"{os.getpid()}\n")
+    except LockHeldError as error:
+        if not take_over:
+            owner = error.owner or "unknown"
             raise InUse(
-                f"{path.parent} is in use by the process {holder}: stop that syncer, or choose another directory"
+                f"{path.parent} is in use by the process {owner}: stop that syncer, or choose another directory"
             ) from None
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, b"%d\n" % os.getpid(), 0)
-    except BaseException:
-        os.close(lock)
-        raise
-    return lock
+    path.unlink(missing_ok=True)
+    return _locked(path, take_over=False)
 
 
-def _taken_over(path: Path) -> int:
-    """The lock, or another one in its place where a process that stands still has it."""
+def read_value(path: Path, advice: str = _RESTORE, decode: Callable[[str], Any] = json.loads) -> dict[str, Any] | None:
+    """Return the value of a small file; None where there is no file. Raises `StoreDamaged`."""
     try:
-        return _locked(path)
-    except InUse:
-        path.unlink(missing_ok=True)
-        return _locked(path)
-
-
-def _read_if_there(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
+        value: dict[str, Any] = decode(small_file_text(path.read_bytes()))
+        return value
     except FileNotFoundError:
         return None
-    except OSError as wrong:
-        raise StoreDamaged(path, _what(wrong), _RESTORE) from None
+    except (OSError, ValueError) as error:
+        raise StoreDamaged(path, reason(error), advice) from None
+
+
+def read_record(path: Path, kind: type[R]) -> R | None:
+    """Return the record in a small file; None where there is no file. Raises `StoreDamaged`."""
+    record: Any = read_value(path, decode=format.decode)
+    if record is None or type(record) is kind:
+        found: R | None = record
+        return found
+    raise StoreDamaged(path, f"holds {type(record).__name__}, expected {kind.__name__}", _RESTORE)
 
 
 def _read_epoch(path: Path, data: bytes) -> int:
     try:
-        epoch = read_small_file(data)
+        epoch = json.loads(small_file_text(data))
         if type(epoch) is not int or epoch < 1:
             raise DamageError(f"holds {epoch!r:.60}, no epoch")
-    except ValueError as wrong:
+    except ValueError as error:
         raise StoreDamaged(
-            path, str(wrong), "remove it while no syncer runs here: the next one begins with an epoch far beyond"
+            path, str(error), "remove it while no syncer runs here: the next one begins with an epoch far beyond"
         ) from None
     return epoch
-
-
-def _second_name(path: Path, name: Path) -> None:
-    """The file under a second name, so that it stays when the first is removed; a copy where there are no links."""
-    name.unlink(missing_ok=True)
-    try:
-        os.link(path, name)
-    except FileNotFoundError as error:
-        error.strerror = "a version of the snapshot is no longer kept: keep more versions"
-        raise
-    except OSError:
-        write_file(name, [read_file(path)])
-
-
-def _what(wrong: Exception) -> str:
-    return wrong.strerror or str(wrong) if isinstance(wrong, OSError) else str(wrong)
 
 
 def _advice(versions: list[Version]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
-from atoll.store.fencing import TAKE_OVER_S, Turn, Watcher
+from atoll.store.fencing import TAKE_OVER_S, TakeoverDecision, Watcher
 from atoll.store.run_settings import RunSettings
 from atoll.store.version_store import Fenced
 from atoll.syncer.http_api import build_app
@@ -67,12 +67,12 @@ def serve_syncer(
 
 def wait_to_take_over(
     directory: Path, take_over_s: float = TAKE_OVER_S, on_wait: Callable[[], None] | None = None
-) -> Turn | None:
+) -> TakeoverDecision | None:
     """Return when it is time; None when the run has come to its end meanwhile."""
     store = directory / "store"
     watcher = Watcher(store, take_over_s)
     while not (store / "manifest.json").exists():
-        turn = watcher.look()
+        turn = watcher.poll()
         if turn is not None:
             return turn
         if on_wait is not None:

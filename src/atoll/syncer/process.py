@@ -55,7 +55,7 @@ from atoll.core.syncer.core import SyncerCore
 from atoll.core.syncer.state import Restored
 from atoll.core.types import NOTHING, SYNCER, FragmentId, Incarnation, LearnerId, Version
 from atoll.logs import WARNINGS, Named, ReasonLog
-from atoll.store.fencing import BEAT_EVERY_S
+from atoll.store.fencing import HEARTBEAT_INTERVAL_S
 from atoll.store.run_settings import RunClock, RunSettings
 from atoll.store.tensor_file import StoreDamaged
 from atoll.store.version_store import CONTROLS, Fenced, Store
@@ -568,7 +568,7 @@ class SyncerProcess:
     async def _watch_fence(self) -> None:
         """A sign of life. Another syncer that takes over must be noticed also while nothing is written."""
         while True:
-            await asyncio.sleep(BEAT_EVERY_S)
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
             try:
                 await asyncio.to_thread(self.store.beat)  # not behind a version that is being written
             except Fenced as fenced:

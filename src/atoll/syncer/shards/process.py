@@ -34,7 +34,7 @@ from atoll.core.protocol import (
 )
 from atoll.core.types import FragmentId, Incarnation, LearnerId, RoundId, Version
 from atoll.logs import Named
-from atoll.store.fencing import BEAT_EVERY_S
+from atoll.store.fencing import HEARTBEAT_INTERVAL_S
 from atoll.store.run_settings import RunSettings
 from atoll.store.version_store import Fenced, Store, StoreDamaged
 from atoll.syncer.fragment_endpoints import Bulk, MemoryGate, guard_of
@@ -368,7 +368,7 @@ class ShardProcess:
 
     async def watch_fence(self) -> None:
         while True:
-            await asyncio.sleep(BEAT_EVERY_S)
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
             try:
                 await asyncio.to_thread(self.store.beat)
             except Fenced as fenced:
