@@ -32,7 +32,6 @@ from atoll.core.protocol import (
     LearnerDisconnected,
     MergeDone,
     MergeRound,
-    MessageArrived,
     Persist,
     Published,
     Refuse,
@@ -55,7 +54,6 @@ from atoll.core.syncer.core import SyncerCore
 from atoll.core.syncer.state import Restored
 from atoll.core.types import NOTHING, SYNCER, FragmentId, Incarnation, LearnerId, Version
 from atoll.logs import WARNINGS, Named, ReasonLog
-from atoll.store.fencing import BEAT_EVERY_S
 from atoll.store.run_settings import RunClock, RunSettings
 from atoll.store.tensor_file import StoreDamaged
 from atoll.store.version_store import CONTROLS, Fenced, Store
@@ -190,7 +188,7 @@ class SyncerProcess:
         kept = self.store.settings()
         if kept is not None:
             self.settings = settings.resumed(RunSettings.from_json(kept))
-        self.keeper = FragmentExecutor(self.store, self.log, self.tell, self._on_durable, self._fenced)
+        self.keeper = FragmentExecutor(self.store, self)
         self._execute: Mapping[type, Callable[[Any], None]] = {
             Send: self._send,
             Say: self._say,
@@ -218,7 +216,7 @@ class SyncerProcess:
             self._spawn(self._restore_from(self.shards, self.settings.plan))
         elif self.settings.plan is not None:
             await self._restore(self.settings.plan)
-        self._spawn(self._watch_fence())
+        self._spawn(self.keeper.watch_fence())
         if self.access.tls is not None:
             self._spawn(self.access.watch(self._connections))
 
@@ -285,15 +283,8 @@ class SyncerProcess:
 
     # ---------------------------------------------------------------------------------------------------- the core
 
-    def tell(self, event: SyncerEvent, payload: Payload | None = None) -> None:
-        """One event for the core. A core that fails is not asked again: nobody knows what it would do."""
-        self._effects_of(event, payload)
-
-    def tell_arrived(self, event: MessageArrived) -> bool:
-        """Pass a contribution that is at a shard to the core. Return False if the core does not accept it."""
-        return any(type(effect) is Accumulate for effect in self._effects_of(event, None))
-
-    def _effects_of(self, event: SyncerEvent, payload: Payload | None) -> list[SyncerEffect]:
+    def tell(self, event: SyncerEvent, payload: Payload | None = None) -> list[SyncerEffect]:
+        """Have the core handle an event, and carry out its effects. A core that has failed is not called again."""
         if self._stopping or self.failed is not None:
             return []
         try:
@@ -406,9 +397,9 @@ class SyncerProcess:
         """All fragments, wherever they are."""
         return self.shards.fragments if self.shards is not None else self.keeper.held
 
-    def _on_durable(self, held: SyncerFragment) -> None:
-        if held.stats is not None:
-            self.note_merge(held.id, held.served.version, held.stats)
+    def note_durable(self, fragment: SyncerFragment) -> None:
+        if fragment.stats is not None:
+            self.note_merge(fragment.id, fragment.served.version, fragment.stats)
 
     def note_merge(self, fragment: FragmentId, version: Version, measured: MergeStats) -> None:
         self.metrics.merged(self.clock.now(), self.store.epoch, fragment, version, measured)
@@ -495,7 +486,7 @@ class SyncerProcess:
             try:
                 await self.keeper.on_disk(self.store.write_controls, wishes.kept)
             except Fenced as fenced:
-                self._fenced(fenced)
+                self.note_fenced(fenced)
                 raise
             self.wishes = wishes
 
@@ -565,19 +556,7 @@ class SyncerProcess:
 
     # ---------------------------------------------------------------------------------------------------- stopping
 
-    async def _watch_fence(self) -> None:
-        """A sign of life. Another syncer that takes over must be noticed also while nothing is written."""
-        while True:
-            await asyncio.sleep(BEAT_EVERY_S)
-            try:
-                await asyncio.to_thread(self.store.beat)  # not behind a version that is being written
-            except Fenced as fenced:
-                self._fenced(fenced)
-                return
-            except (OSError, StoreDamaged) as wrong:
-                self.log.warning("the store cannot be read or written: %s", wrong)
-
-    def _fenced(self, fenced: Fenced) -> None:
+    def note_fenced(self, fenced: Fenced) -> None:
         self.superseded = str(fenced)
         if self.core is not None:
             self.tell(StoreFenced(fenced.epoch))
