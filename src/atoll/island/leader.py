@@ -55,7 +55,6 @@ from atoll.island.rank_connection import (
     failure_text,
 )
 from atoll.island.rank_rpc import RankRpcClient
-from atoll.island.row_transfer import RowLeader
 from atoll.island.topology import Ranks, fsdp_modules, reshard
 from atoll.store.learner_parts import Part
 from atoll.tensors import optimizer_state
@@ -84,7 +83,7 @@ class LeaderBackground(Protocol):
     @property
     def has_token(self) -> bool: ...
 
-    def lead(self, leader: RowLeader, hands: RankRpcClient, ranks: int) -> None: ...
+    def lead(self, leader: Leader, hands: RankRpcClient, ranks: int) -> None: ...
 
 
 class Leader(SingleRankIsland):

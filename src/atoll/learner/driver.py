@@ -139,9 +139,7 @@ class LearnerDriver:
             if not self._actions:
                 before_wait()
                 self._news.wait(0.2)
-            actions = [self._with_state(action) for action in self._actions]
-            self._actions.clear()
-            return actions, self.core.state.rests
+            return [self._with_state(action) for action in self._take_actions()], self.core.state.rests
 
     def step(self, tokens: int, samples: int, begin: float, noticed: int) -> tuple[float | None, list[Action], bool]:
         """Return how long this call waited for the lock, the actions of this boundary, and whether the learner rests.
@@ -162,8 +160,7 @@ class LearnerDriver:
             self.lock.acquire()
             waited_s = time.monotonic() - begin
         try:
-            actions = list(self._actions)
-            self._actions.clear()
+            actions = self._take_actions()
             if self.core.training:
                 step_time_s = max(0.0, begin - self._last_end) / untold.steps
                 event = StepTaken(untold.steps, untold.tokens, step_time_s, untold.samples)
@@ -185,8 +182,7 @@ class LearnerDriver:
                 before_wait()
                 self._news.wait(0.2)
             came, self._came = self._came, False
-            actions = list(self._actions)
-            self._actions.clear()
+            actions = self._take_actions()
             due = (came and core.has_boundary_work) or core.leaving.can_answer()
             if core.training and (due or not core.state.rests):
                 self._last_end = time.monotonic()  # the next step begins here
@@ -247,24 +243,26 @@ class LearnerDriver:
     def _handle(self, event: LearnerEvent, at: float | None = None) -> list[Action]:
         """Effects go to the background in the order of the events, whoever told of them."""
         with self._interrupts:
-            return self._handled(event, at)
+            moment = at if at is not None else time.monotonic()
+            now = self._clock.at(moment)
+            self._is_whole = False  # whatever is raised in between leaves the core ahead of its tape
+            effects = self.core.handle(now, event)
+            actor = Actor(self.core.state.id, self.core.state.incarnation)
+            entry = Entry(now, actor, self.core.state.tick, event, tuple(effects))
+            actions = [action for effect in effects if (action := self._action(effect)) is not None]
+            starts = any(type(action) is Start for action in actions)
+            if starts:
+                self._last_end = moment  # the first step begins here
+            if starts or type(event) is StepTaken:
+                self._status.progress = self.core.state.progress
+            self._came = self._came or type(event) is not StepTaken
+            self._outbox.append((entry, effects))
+            self._is_whole = True
+            return actions
 
-    def _handled(self, event: LearnerEvent, at: float | None) -> list[Action]:
-        moment = at if at is not None else time.monotonic()
-        now = self._clock.at(moment)
-        self._is_whole = False  # whatever is raised in between leaves the core ahead of its tape
-        effects = self.core.handle(now, event)
-        actor = Actor(self.core.state.id, self.core.state.incarnation)
-        entry = Entry(now, actor, self.core.state.tick, event, tuple(effects))
-        actions = [action for effect in effects if (action := self._action(effect)) is not None]
-        if any(type(action) is Start for action in actions):
-            self._last_end = moment  # the first step begins here
-            self._status.progress = self.core.state.progress
-        elif type(event) is StepTaken:
-            self._status.progress = self.core.state.progress
-        self._came = self._came or type(event) is not StepTaken
-        self._outbox.append((entry, effects))
-        self._is_whole = True
+    def _take_actions(self) -> list[Action]:
+        actions = list(self._actions)
+        self._actions.clear()
         return actions
 
     def _action(self, effect: Effect) -> Action | None:

@@ -111,7 +111,7 @@ class LeadingRank:
     def stats(self) -> LearnerStats:
         """Return the counters of this rank. May be called from any thread."""
         fragments = self.fragments
-        driver, link = self.driver, self._background
+        driver, link = self.driver, self._background.link
         core, untold = (driver.core, driver.untold) if driver is not None else (None, NOTHING_UNTOLD)
         return LearnerStats(
             steps=core.state.step + untold.steps if core is not None else 0,
@@ -262,8 +262,7 @@ class LeadingRank:
         """Count the step and carry out what is due, as the leader of the ranks or as the only one."""
         driver = self.driver
         assert driver is not None
-        self._background.check()
-        self._background.check_away()
+        self._check_background()
         self._background.last_loss = loss
         tokens = self.island.hear(RankRequest.STEP, tokens)
         samples, self._fresh = self._fresh, 0
@@ -281,7 +280,7 @@ class LeadingRank:
 
     def _told(self, driver: LearnerDriver, is_paused: bool) -> BoundaryStatus:
         """What the other ranks of this island are told at every boundary."""
-        core, link = driver.core, self._background
+        core, link = driver.core, self._background.link
         sent = (link.bytes_up, link.bytes_down, self._adopted, self._contributed, core.state.taken)
         return BoundaryStatus(is_paused, self._status.progress, core.state.step, core.state.trained, *sent)
 
@@ -394,7 +393,7 @@ class LeadingRank:
             raise broken
 
     def _say_leaving(self, driver: LearnerDriver, wrong: BaseException | type[BaseException] | None) -> None:
-        speaks = self._background.is_attached and driver.is_whole()
+        speaks = self._background.driver is driver and driver.is_whole()
         if speaks and not self._status.finished and self._stop is None:
             kind = wrong if wrong is None or isinstance(wrong, type) else type(wrong)
             why = "its loop ended" if kind is None else f"its loop ended with {kind.__name__}"

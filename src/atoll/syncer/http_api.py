@@ -40,6 +40,7 @@ from atoll.transport.wire import (
     decode_header,
     decode_message,
     frame_head,
+    max_state_bytes,
     parse_json,
 )
 
@@ -47,7 +48,6 @@ MAX_LEARNER = 1_000_000
 MOST_METRICS_BYTES = 4096
 MOST_PLAN_BYTES = 256 * 2**20
 MOST_MODEL_BYTES = 2**40
-STATE_BYTES_PER_PARAMETER = 64
 
 
 class PlanRefusal(NamedTuple):
@@ -275,7 +275,7 @@ class Paths:
             raise WireError(f"inner state was due, found {type(envelope.body).__name__}", "type")
         self.bulk.check_link(envelope.learner, envelope.incarnation, envelope.session)
         assert self.syncer.plan is not None
-        most = STATE_BYTES_PER_PARAMETER * self.syncer.plan.total_numel + 2**24
+        most = max_state_bytes(self.syncer.plan.total_numel)
         if head.payload_bytes > most:
             raise WireError(f"inner state of {head.payload_bytes} bytes, the limit is {most}", "size")
         return envelope

@@ -17,12 +17,20 @@ import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import aiohttp
 from torch import Tensor
 
-from atoll.core.protocol import Contribution, Envelope, LearnerEvent
+from atoll.core.protocol import (
+    Contribution,
+    DialFailed,
+    Envelope,
+    LinkClosed,
+    LinkMeasured,
+    LinkOpened,
+    MessageArrived,
+)
 from atoll.core.types import FragmentId, RoundId, Version
 from atoll.tensors.codecs import codec
 from atoll.tensors.settings import Numerics
@@ -74,20 +82,19 @@ class LinkClosedError(OSError):
     """The link of a transfer has ended before it."""
 
 
-class LearnerLink:
-    """`on_message`, `on_opened`, `on_closed` and `on_failed` are called in the loop, in the order of what happened."""
+LinkEvent: TypeAlias = LinkOpened | LinkClosed | DialFailed | MessageArrived | LinkMeasured
 
+
+class LinkOwner(Protocol):
+    def handle_link_event(self, event: LinkEvent) -> None:
+        """Handle an event of the link, in the loop. Events come in the order in which they happened."""
+
+
+class LearnerLink:
     def __init__(
-        self,
-        address: str,
-        token: str | None,
-        log: logging.Logger,
-        on_message: Callable[[Envelope], None],
-        on_opened: Callable[[int], None],
-        on_closed: Callable[[int, str], None],
-        on_failed: Callable[[str], None],
-        tls: ClientTls | None = None,
+        self, address: str, token: str | None, log: logging.Logger, owner: LinkOwner, tls: ClientTls | None = None
     ) -> None:
+        self.owner = owner
         self.address = address  # all of them, as they were given
         self._addresses = tuple(address.split(","))
         self._place = 0  # of the one that is asked
@@ -95,10 +102,6 @@ class LearnerLink:
         self.bytes_down = 0
         self.log = log
         self._headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
-        self._on_message = on_message
-        self._on_opened = on_opened
-        self._on_closed = on_closed
-        self._on_failed = on_failed
         self._session: aiohttp.ClientSession | None = None
         self._connection: WebSocketConnection | None = None  # of the newest link, until it is hung up
         self._closed = asyncio.Event()  # of the newest link
@@ -123,7 +126,7 @@ class LearnerLink:
 
     def url(self, path: str, at: str | None = None) -> str:
         """At the syncer, or at this address of one of its shards."""
-        return f"http{'s' if self._tls is not None else ''}://{at or self._addresses[self._place]}{path}"
+        return f"http{'s' if self._tls is not None else ''}://{at or self.asked}{path}"
 
     @property
     def has_token(self) -> bool:
@@ -133,13 +136,6 @@ class LearnerLink:
     def asked(self) -> str:
         """The address that is asked now."""
         return self._addresses[self._place]
-
-    def count(self, way: str, size: int) -> None:
-        """Bytes that other ranks of this island have moved."""
-        if way == "up":
-            self.bytes_up += size
-        else:
-            self.bytes_down += size
 
     def turn(self) -> None:
         """Nobody answers here: the next address is asked, where there is one. Another syncer may have taken over."""
@@ -179,7 +175,7 @@ class LearnerLink:
         connection = self._connection = WebSocketConnection(socket)
         reading = asyncio.ensure_future(self._read(connection))
         try:
-            self._on_opened(number)
+            self.owner.handle_link_event(LinkOpened(number))
             await asyncio.wait((reading, connection.task), return_when=asyncio.FIRST_COMPLETED)
             broken = f"the connection broke: {why(connection.error)}" if connection.error is not None else ""
         finally:
@@ -190,7 +186,8 @@ class LearnerLink:
             await asyncio.wait((reading,), timeout=CLOSING_S)
             closed.set()
             reading.cancel()
-        self._on_closed(number, broken or (reading.result() if reading.done() else "it was given up"))
+        why_closed = broken or (reading.result() if reading.done() else "it was given up")
+        self.owner.handle_link_event(LinkClosed(number, why_closed))
 
     async def while_open(self, transfer: Coroutine[Any, Any, T]) -> T:
         """A transfer that ends with the link to which it belongs: nobody wants what comes later.
@@ -224,7 +221,7 @@ class LearnerLink:
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 problem = why(error)
             self.turn()
-        self._on_failed(problem)
+        self.owner.handle_link_event(DialFailed(problem))
         return None
 
     async def _read(self, connection: WebSocketConnection) -> str:
@@ -232,7 +229,7 @@ class LearnerLink:
         try:
             async for data in connection.messages():
                 if isinstance(data, bytes):
-                    self._on_message(decode_message(data, "syncer"))
+                    self.owner.handle_link_event(MessageArrived(decode_message(data, "syncer")))
         except WireError as error:
             return f"what the syncer sent cannot be read: {error}"
         return connection.ended
@@ -489,12 +486,11 @@ class LearnerBulk:
         self.down = Direction(bytes_per_s, "down", streams)
         self._meters: dict[str, LinkMeter] = {}  # of the ways whose codec is not named
 
-    def tell_of(self, tell: Callable[[LearnerEvent], None], numerics: Numerics, largest: int) -> None:
-        """What is measured here is told from now on. `largest`: values of the largest fragment."""
-        self._meters = {}
-        for direction, wish in ((self.up, numerics.up), (self.down, numerics.down)):
-            if wish == "auto":
-                self._meters[direction.way] = LinkMeter(direction, largest, tell)
+    def attach_meters(self, numerics: Numerics, largest: int) -> None:
+        """Measure the ways whose codec is not named. `largest`: values of the largest fragment."""
+        ways = ((self.up, numerics.up), (self.down, numerics.down))
+        measured = [direction for direction, wish in ways if wish == "auto"]
+        self._meters = {each.way: LinkMeter(each, largest, self._link.owner.handle_link_event) for each in measured}
 
     def share_rate(self, ranks: int) -> None:
         """So many processes send and fetch over what was given to one."""
@@ -606,11 +602,8 @@ class LearnerBulk:
             under_way.is_stale = True
             raise ConnectionError("the syncer serves other bytes of this version now")
 
-    def give_back(self, fetched: FetchedFragment) -> None:
-        """Its bytes were decoded; their memory is used again."""
-        self._buffers.give(fetched.data)
-
-    def give_back_bytes(self, data: Tensor) -> None:
+    def give_back(self, data: Tensor) -> None:
+        """The bytes were decoded; their memory is used again."""
         self._buffers.give(data)
 
     def forget_places(self) -> None:

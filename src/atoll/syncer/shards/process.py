@@ -10,7 +10,6 @@ import asyncio
 import json
 import logging
 import socket
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +31,7 @@ from atoll.core.protocol import (
     SyncerEvent,
 )
 from atoll.core.types import FragmentId, Incarnation, LearnerId, RoundId, Version
-from atoll.logs import Named
+from atoll.logs import Named, RepeatLimit
 from atoll.store.run_settings import RunSettings
 from atoll.store.version_store import Fenced, Store
 from atoll.syncer.fragment_endpoints import Bulk, MemoryGate, guard_of
@@ -125,7 +124,7 @@ class ShardProcess:
         self._connection: WebSocketConnection | None = None
         self._arrived: dict[Arrived, Payload] = {}  # told of, and not yet answered
         self._kept: Counter[tuple[FragmentId, Version]] = Counter()
-        self._complained_at = float("-inf")
+        self._complaints = RepeatLimit(SAY_EVERY_S)
 
     @property
     def plan(self) -> FragmentPlan | None:
@@ -194,9 +193,7 @@ class ShardProcess:
         return f"http{'s' if self._client_tls is not None else ''}://{self._syncers[self._place]}{path}"
 
     def _complain(self, problem: str) -> None:
-        now = time.monotonic()
-        if now - self._complained_at >= SAY_EVERY_S:
-            self._complained_at = now
+        if self._complaints.left_out("no syncer") is not None:
             self.log.warning("no syncer at %s (%s); dialling again and again", ",".join(self._syncers), problem)
 
     def _forget_link(self) -> None:
