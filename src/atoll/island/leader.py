@@ -1,7 +1,7 @@
 """Rank 0 of an island of many: it alone speaks to the syncer, and the other ranks do as it says.
 
 At a step boundary all ranks ask and it answers with its list. Where every rank holds whole rows, each sends and fetches
-its own, and it is this one that says when (`row_traffic`). Elsewhere it orders rows of one fragment from the others in
+its own, and this one says when (`row_transfer`). Elsewhere it orders rows of one fragment from the others in
 the background, puts them together, and hands out those of a version that has arrived. Either way its core hears of a
 version when every rank has its rows in host memory, so that nobody waits for any at the boundary where it is adopted.
 """
@@ -129,10 +129,6 @@ class Leader(SingleRankIsland):
                 self._send_state(line, starting)
         self.waited_s += time.monotonic() - self._began
         return actions
-
-    def pulse(self) -> None:
-        """While it joins: the others know that it is still there."""
-        self.say([])
 
     def stay(self) -> None:
         for line in self.ranks.control:

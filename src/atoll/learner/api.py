@@ -20,13 +20,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.core.types import MOST_TOKENS_PER_STEP
-from atoll.errors import (
-    IslandBroken,
-    JoinTimeout,
-    KeysRefused,
-    LearnerRefused,
-    SyncerUnreachable,
-)
 from atoll.island.follower import Follower
 from atoll.island.leader import Leader
 from atoll.island.stats import LearnerStats, LearnerStatus
@@ -340,14 +333,3 @@ class Learner:
                 self._rank.close(wrong)
         finally:
             self._interrupts.forget()
-
-
-__all__ = [
-    "IslandBroken",
-    "JoinTimeout",
-    "KeysRefused",
-    "Learner",
-    "LearnerRefused",
-    "LearnerStats",
-    "SyncerUnreachable",
-]

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -57,7 +58,7 @@ from atoll.island.rank_rpc import RankRpcClient, obey
 from atoll.island.row_transfer import RowTraffic, RowWork
 from atoll.island.stats import LearnerStats
 from atoll.learner.driver import LearnerDriver
-from atoll.learner.join import RETRY_S, SAY_EVERY_S, Door
+from atoll.learner.join import RETRY_S, SAY_EVERY_S, JoinClient
 from atoll.learner.part_writer import PartKeeper
 from atoll.logs import WARNINGS, ReasonLog, RepeatLimit, about
 from atoll.store.optimizer_state_files import StateFile, packed
@@ -290,19 +291,19 @@ class FragmentTraffic:
         return work.buffer
 
 
+@dataclass(eq=False)
 class _Arriving:
     """The value of one version, put together by the computing thread in the order in which its bytes come in."""
 
-    def __init__(self, fragment: FragmentTensors, base: Buffer | None, compute: ThreadPoolExecutor) -> None:
-        self._fragment = fragment
-        self._base = base
-        self.compute = compute
-        self._fetched: FetchedFragment | None = None
-        self._work: ValueInWork | None = None
-        self._newest: Future[None] | None = None
+    _fragment: FragmentTensors
+    _base: Buffer | None
+    _compute: ThreadPoolExecutor
+    _fetched: FetchedFragment | None = None
+    _work: ValueInWork | None = None
+    _newest: Future[None] | None = None
 
     def on_bytes(self, fetched: FetchedFragment, first_bytes: int) -> None:
-        self._newest = self.compute.submit(self._go_on, fetched, first_bytes)
+        self._newest = self._compute.submit(self._go_on, fetched, first_bytes)
 
     async def whole(self, fetched: FetchedFragment) -> Buffer | None:
         """All its bytes are here; None: they make another value than the one that was published."""
@@ -320,7 +321,7 @@ class _Arriving:
 
     def end(self) -> None:
         """After what the computing thread still does with it."""
-        self.compute.submit(self._release, self._base)
+        self._compute.submit(self._release, self._base)
 
     # In the computing thread: a buffer that is new takes its time.
 
@@ -374,7 +375,7 @@ class Background:
         self.while_waiting: Callable[[], None] | None = None  # about once a second, in the training thread
         self.link = LearnerLink(place.addresses, token, log, self, place.tls)
         self.bulk = LearnerBulk(self.link, max_rate, streams)
-        self._door = Door(self.link, log)
+        self._join_client = JoinClient(self.link, log)
         self._thread = threading.Thread(target=self._run, name="atoll-background", daemon=True)
         self.compute = ThreadPoolExecutor(1, thread_name_prefix="atoll-codec")
         self._traffic = FragmentTraffic(self)
@@ -448,20 +449,21 @@ class Background:
 
     def fetch_settings(self, wanted: int | None, join_by: float | None) -> RunSettings:
         """Return what the run is. Wait for a syncer that is not there yet, and log that."""
-        self.settings, self.is_founded, self.syncer_directory = self._wait_for(self._door.settings(wanted, join_by))
+        found = self._wait_for(self._join_client.settings(wanted, join_by))
+        self.settings, self.is_founded, self.syncer_directory = found
         self.bulk.shards = self.settings.shards
         return self.settings
 
     def found(self, plan: FragmentPlan, view: ModelView, join_by: float | None) -> None:
         """Bring this learner's model. If another one was faster, that one's is the run's: ask for the settings."""
-        self._wait_for(self._door.found(plan, view, self.compute, join_by))
+        self._wait_for(self._join_client.found(plan, view, self.compute, join_by))
 
     def ask_for_number(self, wanted: int | None, join_by: float | None) -> tuple[int, int]:
-        return self._wait_for(self._door.number(wanted, join_by))
+        return self._wait_for(self._join_client.number(wanted, join_by))
 
     def fetch_final(self, fragments: list[FragmentTensors], join_by: float | None) -> None:
         """The published values of a run that is over, for a learner that came too late to take part."""
-        self._wait_for(self._door.final(fragments, join_by, self._traffic.fetch_final))
+        self._wait_for(self._join_client.final(fragments, join_by, self._traffic.fetch_final))
 
     def attach(
         self, driver: LearnerDriver, parts: PartKeeper, run: Path | None, stats: Callable[[], LearnerStats]
@@ -502,7 +504,7 @@ class Background:
 
     def try_reach(self, address: str) -> None:
         """Raises where this process may not speak to the syncer."""
-        self._wait_for(self._door.reach(address))
+        self._wait_for(self._join_client.reach(address))
 
     def _own_rows(self, generation: int) -> list[RowFragment]:
         return [fragment.rows for fragment in self.fragments if fragment.rows is not None]

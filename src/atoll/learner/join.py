@@ -1,4 +1,4 @@
-"""The door of a run: what a learner asks before it has a link. Here, and only here, somebody waits for an answer."""
+"""Requests of a learner before it has a link. Here, and only here, the training thread waits for answers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FetchFinal: TypeAlias = Callable[[FragmentTensors, int], Awaitable[Buffer | None
 """`FragmentTraffic.fetch_final`"""
 
 
-class Door:
+class JoinClient:
     """`join_by` is a moment of the monotonic clock; None waits for as long as it takes, and says so."""
 
     def __init__(self, link: LearnerLink, log: logging.Logger) -> None:
