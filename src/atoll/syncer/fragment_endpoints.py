@@ -482,15 +482,7 @@ class Frames:
         self, kind: Kind, accept: Callable[[FrameHead, bytes], Any], is_wanted: Callable[[], bool] = lambda: True
     ) -> Frame:
         """`is_wanted` is asked before every write into the memory that `accept` gave."""
-        wanted = 0
-
-        def noting(head: FrameHead, header: bytes) -> Any:
-            nonlocal wanted
-            memory = accept(head, header)
-            wanted = head.payload_bytes
-            return memory
-
-        parser = FrameParser(kind, noting, several=True)
+        parser = FrameParser(kind, accept, several=True)
         async with StandStill(SILENT_S) as still:
             while not parser.done:
                 chunk = await self._more()
@@ -500,11 +492,11 @@ class Frames:
                     raise NoLinkError
                 parser.feed(chunk)
                 still.moved += 1
-                if wanted and self._gate is not None and not self._taken:
+                if parser.accepted_bytes and self._gate is not None and not self._taken:
                     still.pause()
-                    await self._gate.take(wanted)
+                    await self._gate.take(parser.accepted_bytes)
                     still.go_on()
-                    self._taken = wanted
+                    self._taken = parser.accepted_bytes
         frame = parser.finish()
         self._rest = parser.rest
         return frame

@@ -11,10 +11,10 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +61,8 @@ from atoll.syncer.controls import Wishes
 from atoll.syncer.fragment_endpoints import MemoryGate
 from atoll.syncer.fragment_executor import FragmentExecutor, Payload
 from atoll.syncer.initial_model import INIT, warm_values
-from atoll.syncer.shards.coordinator import ShardCoordinator
+from atoll.syncer.shards.coordinator import RemoteFragment, ShardCoordinator
+from atoll.syncer.shards.messages import HoldCut, LetGoCut
 from atoll.syncer.status import SnapshotNews, SyncerMetrics
 from atoll.tape.files import TapeKeeper, new_header
 from atoll.tape.format import Actor, Entry
@@ -72,15 +73,10 @@ from atoll.transport.tls import ServerTls
 from atoll.transport.websocket import WebSocketConnection
 from atoll.transport.wire import encode_message
 
-
-class PinnableFragment(Protocol):
-    """A fragment whose versions can be kept for a learner that was told of them."""
-
-    def hold(self, version: Version) -> object | None: ...
-
-    def release(self, version: Version) -> None: ...
+LinkKey = tuple[LearnerId, Incarnation, int]
 
 
+@dataclass(slots=True, eq=False)
 class SyncerLink:
     """What waits for a learner is bounded: a newer version of a fragment takes the place of an older notice.
 
@@ -89,17 +85,11 @@ class SyncerLink:
     8, and so on. Where versions come faster than a request travels, it would never get any.
     """
 
-    def __init__(
-        self,
-        key: tuple[LearnerId, Incarnation, int],
-        connection: WebSocketConnection,
-        fragments: Mapping[FragmentId, PinnableFragment],
-    ) -> None:
-        self.key = key
-        self._fragments = fragments
-        self._told: dict[FragmentId, Version] = {}  # and kept, until the learner has it or wants another
-        self._untold: dict[FragmentId, Envelope] = {}  # the newest version of a fragment that is in `_told`
-        self.connection = connection
+    key: LinkKey
+    connection: WebSocketConnection
+    _fragments: Mapping[FragmentId, SyncerFragment | RemoteFragment]
+    _told: dict[FragmentId, Version] = field(default_factory=dict)  # and kept, until it has that one or wants another
+    _untold: dict[FragmentId, Envelope] = field(default_factory=dict)  # the newest version of what is in `_told`
 
     def post(self, envelope: Envelope) -> None:
         if self.connection.is_closing:
@@ -137,8 +127,6 @@ class SyncerLink:
 
 RECEIVING_BYTES = 256 * 2**20
 """Of contributions that are being received at once, unless four of the largest fragments are more."""
-
-LinkKey = tuple[LearnerId, Incarnation, int]
 
 
 class SyncerProcess:
@@ -393,7 +381,7 @@ class SyncerProcess:
         return self.keeper.held
 
     @property
-    def served(self) -> Mapping[FragmentId, PinnableFragment]:
+    def served(self) -> Mapping[FragmentId, SyncerFragment | RemoteFragment]:
         """All fragments, wherever they are."""
         return self.shards.fragments if self.shards is not None else self.keeper.held
 
@@ -419,11 +407,11 @@ class SyncerProcess:
             self._held = cut.id
             self.keeper.on_disk_later(self.store.hold, cut.id, cut.versions)
             if self.shards is not None:
-                self.shards.hold(cut.id, cut.versions)
+                self.shards.post_all(HoldCut(cut.id, cut.versions))
         elif cut is None and self._held:
             self.keeper.on_disk_later(self.store.let_go, self._held)
             if self.shards is not None:
-                self.shards.let_go(self._held)
+                self.shards.post_all(LetGoCut(self._held))
             self._held = 0
 
     def _halt(self, effect: Halt) -> None:

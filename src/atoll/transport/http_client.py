@@ -182,7 +182,9 @@ class LearnerLink:
             connection.cancel()
             if self._connection is connection:
                 self._connection = None
-            await _close(socket)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSING_S):
+                    await socket.close()
             await asyncio.wait((reading,), timeout=CLOSING_S)
             closed.set()
             reading.cancel()
@@ -355,13 +357,6 @@ def why(error: BaseException | None) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
         error = error.os_error  # aiohttp puts its settings for TLS into the sentence, which nobody asked for
     return str(error) or type(error).__name__
-
-
-async def _close(socket: aiohttp.ClientWebSocketResponse) -> None:
-    """Politely, but not for long."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(CLOSING_S):
-            await socket.close()
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -625,7 +620,7 @@ class LearnerBulk:
                     await self.put("/v1/contribution", Kind.CONTRIBUTION, codec, header, view, place)
             else:
                 with self.measured("up", lambda: growing.size):
-                    await self._contribute_slices(codec, envelope, body, header, growing, place)
+                    await self._contribute_slices(codec, header, envelope, body.round, growing, place)
         except (aiohttp.ClientError, OSError):
             self._places = []
             raise
@@ -633,18 +628,20 @@ class LearnerBulk:
     async def _contribute_slices(
         self,
         codec: int,
-        envelope: Envelope,
-        body: Contribution,
         header: bytes,
+        envelope: Envelope,
+        round_id: RoundId,
         growing: StreamingBuffer,
         place: str | None,
     ) -> None:
-        is_new = self._begun.get(body.round.fragment) != body.round
-        self._begun[body.round.fragment] = body.round
+        is_new = self._begun.get(round_id.fragment) != round_id
+        self._begun[round_id.fragment] = round_id
+        sender = envelope.learner, envelope.incarnation, envelope.session
 
         async def move(begin: int, end: int) -> None:
             assert growing.data is not None
-            await self._put_slice(envelope, as_bytes(growing.data), begin, end, place)
+            view, about = as_bytes(growing.data), SliceHeader(*sender, round_id, begin, growing.size)
+            await self.put("/v1/slice", Kind.SLICE, 0, about.encode(), view[begin:end], place)
 
         for attempt in range(TRIES):
             try:
@@ -673,13 +670,6 @@ class LearnerBulk:
             return Spans((int(begin), int(end)) for begin, end in told["missing"]) if told is not None else Spans()
         except (KeyError, TypeError, ValueError):
             raise WireError("what the syncer misses cannot be read", "type") from None
-
-    async def _put_slice(self, envelope: Envelope, view: memoryview, begin: int, end: int, place: str | None) -> None:
-        body = envelope.body
-        assert isinstance(body, Contribution)
-        learner, incarnation, session = envelope.learner, envelope.incarnation, envelope.session
-        header = SliceHeader(learner, incarnation, session, body.round, begin, view.nbytes)
-        await self.put("/v1/slice", Kind.SLICE, 0, header.encode(), view[begin:end], place)
 
     async def put(
         self, path: str, kind: Kind, codec: int, header: bytes, view: memoryview, place: str | None = None

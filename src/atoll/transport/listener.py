@@ -18,6 +18,7 @@ import socket
 import ssl
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from atoll.transport.auth import HEADER, Access, Rejection
@@ -142,7 +143,9 @@ class Listener:
                 self._admit(self._speaking, key, self._silent.pop(key))
                 transport = await self._led_in(sock, first, key[1][0])
                 while transport is not None and not proved.is_set() and not transport.is_closing():
-                    await _within(LOOK_EVERY_S, proved)
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(LOOK_EVERY_S):
+                            await proved.wait()
         except TimeoutError:
             self._access.reject(TOO_SLOW, key[1][0], "a connection")
         except (ConnectionError, OSError):
@@ -277,12 +280,4 @@ async def _last_words(sock: socket.socket, said: bytes) -> None:
             while await loop.sock_recv(sock, 65536):
                 pass
     except (OSError, TimeoutError):
-        return
-
-
-async def _within(wait_s: float, event: asyncio.Event) -> None:
-    try:
-        async with asyncio.timeout(wait_s):
-            await event.wait()
-    except TimeoutError:
         return

@@ -364,6 +364,11 @@ class FrameParser:
         self._wrong: WireError | None = None
 
     @property
+    def accepted_bytes(self) -> int:
+        """Return the size of the payload; 0 before `accept` has returned memory for it."""
+        return self._payload.nbytes
+
+    @property
     def rest(self) -> bytes:
         """What came after the frame. Who reads it takes care of it: `finish` does not complain any more."""
         self._several = True

@@ -1,7 +1,7 @@
 """The shards of a run, seen from its syncer: processes that hold fragments, merge them and serve them.
 
 Fragment p belongs to shard p % n. The syncer decides, as it would alone; for the fragments it has no tensors, but sends
-its effects to their shard and hears the events from there (`shard_words`). A shard that is away stops its fragments and
+its effects to their shard and hears the events from there (`messages`). A shard that is away stops its fragments and
 nothing else; whoever holds the newest durable versions of them may come in its place.
 """
 
@@ -41,11 +41,9 @@ from atoll.syncer.shards.messages import (
     GoBack,
     HeadHello,
     HeldHere,
-    HoldCut,
     Holds,
     KeepVersion,
     LetGo,
-    LetGoCut,
     Merged,
     OpenLinks,
     ShardHello,
@@ -172,8 +170,7 @@ class ShardCoordinator:
 
     def founded(self) -> None:
         """The syncer has its own record: from here on what the shards hold is of this run."""
-        for link in self.links.values():
-            link.post(self._head())
+        self.post_all(self._head())
 
     def _hold_all(self, fragments: int) -> bool:
         return {p for link in self.links.values() for p in link.held} == set(range(fragments))
@@ -390,15 +387,11 @@ class ShardCoordinator:
         if link is not None:
             link.post(said)
 
+    def post_all(self, said: FromHead) -> None:
+        for link in self.links.values():
+            link.post(said)
+
     # ---------------------------------------------------------------------------------------------------- snapshots
-
-    def hold(self, snapshot: int, versions: tuple[Version, ...]) -> None:
-        for link in self.links.values():
-            link.post(HoldCut(snapshot, versions))
-
-    def let_go(self, snapshot: int) -> None:
-        for link in self.links.values():
-            link.post(LetGoCut(snapshot))
 
     def _save_snapshot(self, record: SnapshotRecord) -> None:
         """Every shard makes its versions durable under the snapshot's name, and then the syncer its record: that one
@@ -407,8 +400,7 @@ class ShardCoordinator:
         if len(self.links) < self.count:
             self._give_up_snapshot(self._missing())
             return
-        for link in self.links.values():
-            link.post(Persist(record))
+        self.post_all(Persist(record))
 
     def _part_saved(self, shard: int, said: Persisted | PersistFailed) -> None:
         if self._saving is None or self._saving[0].key() != said.key:
@@ -434,9 +426,7 @@ class ShardCoordinator:
                 self.syncer.tell(ShardLost(self.of(shard), "it went away while the run began"))
 
     def links_changed(self) -> None:
-        said = self._open_links()
-        for link in self.links.values():
-            link.post(said)
+        self.post_all(self._open_links())
 
     def _open_links(self) -> OpenLinks:
         return OpenLinks(tuple(sorted(self.syncer.links)))
