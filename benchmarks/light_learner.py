@@ -22,14 +22,11 @@ from atoll.core.protocol import (
     AdoptFragment,
     Contribution,
     Dial,
-    DialFailed,
     Envelope,
     Hangup,
     InnerState,
     LearnerEvent,
     LeaveWanted,
-    LinkClosed,
-    LinkOpened,
     MessageArrived,
     Published,
     Send,
@@ -43,7 +40,7 @@ from atoll.core.types import FragmentId
 from atoll.store.run_settings import RunSettings
 from atoll.tensors.plan import FragmentPlan, TensorInfo, make_plan
 from atoll.transport.buffers import StreamingBuffer
-from atoll.transport.http_client import LearnerBulk, LearnerLink, Refusal, fragment_sizes
+from atoll.transport.http_client import LearnerBulk, LearnerLink, LinkEvent, Refusal, fragment_sizes
 from atoll.transport.wire import CODEC_NUMBERS, Kind, WireError, encode_message
 
 LOG = logging.getLogger("atoll.light")
@@ -71,8 +68,7 @@ class LightLearner:
         token: str | None = None,
     ) -> None:
         self.number = number
-        hears = (self._on_message, self._on_opened, self._on_closed, self._on_failed)
-        self.link = LearnerLink(address, token, LOG, *hears)
+        self.link = LearnerLink(address, token, LOG, self)
         self.bulk = LearnerBulk(self.link, None)
         self.sent = 0  # control messages
         self.heard = 0
@@ -189,7 +185,7 @@ class LightLearner:
 
     async def fetch(self, p: FragmentId, version: int, base: int | None) -> None:
         sizes = fragment_sizes(self._plan.numel(p), self._settings.numerics.downs)
-        self.bulk.give_back(await self.bulk.fetch(p, version, base, sizes))
+        self.bulk.give_back((await self.bulk.fetch(p, version, base, sizes)).data)
 
     async def _put(self, envelope: Envelope) -> None:
         try:
@@ -220,22 +216,16 @@ class LightLearner:
 
     # ---------------------------------------------------------------------------------------------------- hearing
 
-    def _on_opened(self, session: int) -> None:
-        self.tell(LinkOpened(session))
-
-    def _on_closed(self, session: int, why: str) -> None:
-        self.tell(LinkClosed(session, why))
-
-    def _on_failed(self, why: str) -> None:
-        self.tell(DialFailed(why))
-
-    def _on_message(self, envelope: Envelope) -> None:
+    def handle_link_event(self, event: LinkEvent) -> None:
+        if not isinstance(event, MessageArrived):
+            self.tell(event)
+            return
         self.heard += 1
-        body = envelope.body
+        envelope, body = event.envelope, event.envelope.body
         if type(body) is Published:
             self._noticed[body.fragment] = envelope
             if body.fragment not in self._fetching:
                 self._fetching.add(body.fragment)
                 self._spawn(self._get(body.fragment))
         else:
-            self.tell(MessageArrived(envelope))  # of inner state the notice is enough: nobody uses it here
+            self.tell(event)  # of inner state the notice is enough: nobody uses it here

@@ -20,7 +20,7 @@ from atoll.tensors.model_view import ModelView
 from atoll.tensors.plan import digest_of, make_plan, tensors_of
 from atoll.tensors.row_sharding import share_out
 from atoll.tensors.sharding import Box
-from atoll.transport.http_client import LearnerBulk, LearnerLink
+from atoll.transport.http_client import LearnerBulk, LearnerLink, LinkEvent
 from atoll.transport.wire import FragmentHeader, Kind, WireError, as_bytes, frame_head
 
 ROWS = 1000
@@ -36,6 +36,11 @@ def fragment_of_rank(rank: int) -> RowFragment:
     rows = FragmentTensors(ModelView(model, plan), 0, codec("f32"), share=share, rank=rank).rows
     assert rows is not None
     return rows
+
+
+class Owner:
+    def handle_link_event(self, event: LinkEvent) -> None:
+        raise AssertionError(f"no link is dialled here: {event}")
 
 
 Spoil = Callable[[FragmentHeader, bytes, int], tuple[FragmentHeader, bytes, int]]
@@ -64,8 +69,7 @@ async def fetched(spoil: Spoil, rank: int = 1) -> tuple[RowFragment, list[tuple[
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = runner.addresses[0][1]
-    nothing: Callable[..., None] = lambda *_: None  # noqa: E731
-    link = LearnerLink(f"127.0.0.1:{port}", None, logging.getLogger("test"), nothing, nothing, nothing, nothing)
+    link = LearnerLink(f"127.0.0.1:{port}", None, logging.getLogger("test"), Owner())
     await link.start()
     fragment = fragment_of_rank(rank)
     try:

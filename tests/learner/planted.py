@@ -400,7 +400,7 @@ def published_first(directory: Path) -> None:
         work = self._loop.run_in_executor(self._disk_thread, self.store.write, record, tensors)
         work.add_done_callback(_look_away)
         held.now_durable()
-        self._loop.call_soon(self._tell, Persisted(record.key()))
+        self._loop.call_soon(self._host.tell, Persisted(record.key()))
 
     FragmentExecutor.persist = too_early  # type: ignore[method-assign]
 

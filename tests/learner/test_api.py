@@ -476,7 +476,7 @@ def test_a_failure_in_the_background_is_raised_in_the_next_step(tmp_path, caplog
 
         def island() -> None:
             with learner_of(run, job, 1) as learner:
-                for fragment in learner._background._fragments:
+                for fragment in learner._background.fragments:
                     fragment.begin_value = decode  # type: ignore[method-assign, assignment]
                 train(learner, job)
 

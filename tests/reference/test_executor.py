@@ -16,7 +16,6 @@ from atoll.reference.executor import (
     StepInfo,
     SyncerTensors,
     Trainee,
-    digest,
     initial_values,
     load_values,
 )
@@ -24,6 +23,7 @@ from atoll.sim.draws import draw
 from atoll.sim.world import SwarmWorld
 from atoll.tape.format import Actor, Entry
 from atoll.tensors.codecs import Feedback, codec
+from atoll.tensors.plan import digest_of
 from atoll.tensors.settings import Numerics
 from atoll.tensors.syncer_fragment import SyncerFragment
 from tests.reference import tiny
@@ -120,7 +120,7 @@ def test_a_step_that_was_lost_with_a_shard_leaves_no_trace(before):
                 version += 1
                 tensors.publish(0)
         assert tensors.versions[0] == version
-        return digest(torch.cat([tensors.fragments[0].served.value, tensors.fragments[0].outer.value]))
+        return digest_of(torch.cat([tensors.fragments[0].served.value, tensors.fragments[0].outer.value]))
 
     every = list(range(before + 2))
     without = [place for place in every if place != before]
@@ -135,7 +135,7 @@ def test_the_same_entries_give_the_same_bits():
         for _, actor, restored in (s for s in starts if s[0] == place):
             again.started(actor, restored)
         again.apply(entry)
-    assert [digest(v) for v in again.published()] == [digest(v) for v in execution.published()]
+    assert [digest_of(v) for v in again.published()] == [digest_of(v) for v in execution.published()]
     assert again.digests == execution.digests
     for actor, learner in execution.learners.items():
         theirs = again.learners[actor].trainee.model.state_dict()

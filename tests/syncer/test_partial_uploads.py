@@ -94,7 +94,7 @@ def test_what_is_no_number_of_streams_is_refused(wanted):
 
 def test_a_learner_hands_on_how_many_streams_are_wanted():
     job = work()
-    bulk = Learner(job.model, job.optimizer, "127.0.0.1:7400", streams=3)._background._bulk
+    bulk = Learner(job.model, job.optimizer, "127.0.0.1:7400", streams=3)._background.bulk
     assert (bulk.up.streams, bulk.down.streams) == (3, 3)
     with pytest.raises(ValueError, match="streams is 17"):
         Learner(job.model, job.optimizer, "127.0.0.1:7400", streams=17)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from atoll.transport.http_client import LearnerBulk, LearnerLink, LinkClosedError
+from atoll.core.protocol import LinkOpened
+from atoll.transport.http_client import LearnerBulk, LearnerLink, LinkClosedError, LinkEvent
 
 
 class Standing:
@@ -37,8 +38,17 @@ class Standing:
         raise AssertionError
 
 
+class Owner:
+    def __init__(self) -> None:
+        self.opened = asyncio.Event()
+
+    def handle_link_event(self, event: LinkEvent) -> None:
+        if isinstance(event, LinkOpened):
+            self.opened.set()
+
+
 async def with_a_fetch_under_way(then: Any) -> None:
-    standing, opened, closed = Standing(), asyncio.Event(), asyncio.Event()
+    standing, owner = Standing(), Owner()
     app = web.Application()
     app.router.add_get("/v1/link", standing.link)
     app.router.add_get("/v1/fragment/0/1", standing.fragment)
@@ -48,11 +58,11 @@ async def with_a_fetch_under_way(then: Any) -> None:
     await site.start()
     host, port = runner.addresses[0][:2]
     log = logging.getLogger("test")
-    link = LearnerLink(f"{host}:{port}", None, log, print, lambda _: opened.set(), lambda *_: closed.set(), print)
+    link = LearnerLink(f"{host}:{port}", None, log, owner)
     await link.start()
     dialled = asyncio.ensure_future(link.dial(0.0))
     try:
-        await opened.wait()
+        await owner.opened.wait()
         fetch = asyncio.ensure_future(link.while_open(LearnerBulk(link, None).fetch(0, 1, None, {-1: 4})))
         await standing.asked.wait()
         await then(standing, link, fetch)

@@ -10,10 +10,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from atoll.syncer.main import bound
 from atoll.transport import listener
 from atoll.transport.auth import Access
-from atoll.transport.listener import MOST_UNPROVEN, Listener
+from atoll.transport.listener import MOST_UNPROVEN, Listener, bound
 from tests.learner.runs import LIMIT_S
 
 KNOCKS = listener.BACKLOG - 2

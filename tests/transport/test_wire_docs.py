@@ -85,7 +85,7 @@ def limits_are_those_of_the_code(text: str) -> Iterator[str]:
         "a whole number": f"{(wire.MOST_NUMBER - wire.LEAST_NUMBER).bit_length()} bits",
         "text with figures": f"{http_api.MOST_METRICS_BYTES} characters",
         "a plan": f"{http_api.MOST_PLAN_BYTES // mib} MiB",
-        "inner state": f"{http_api.STATE_BYTES_PER_PARAMETER} bytes per parameter",
+        "inner state": f"{wire.STATE_BYTES_PER_PARAMETER} bytes per parameter",
         "silence in the middle of a body": f"{fragment_endpoints.SILENT_S:g} s",
         "time in which nobody goes on with one of them": f"{fragment_endpoints.IDLE_S:g} s",
         "messages that wait for a learner that does not read": f"{MAX_WAITING},",

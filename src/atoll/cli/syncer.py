@@ -117,8 +117,8 @@ def run_syncer(
     from atoll.reference.job_settings import JobSettings
     from atoll.reference.loop import model_config
     from atoll.store.run_settings import CONFIG, check_new
-    from atoll.syncer.main import bound
     from atoll.transport.auth import check_access
+    from atoll.transport.listener import bound
     from atoll.transport.tls import ServerTls
 
     token = serving.token or None  # an empty variable is no token

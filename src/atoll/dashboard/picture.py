@@ -91,7 +91,7 @@ class RunPicture(RunTimeline):
 
     def _silent_s(self) -> float:
         """Since the newest tape was written, when nobody has seen it grow yet: by the clock of its disk."""
-        return max(0.0, time.time() - max((_written(tail.reader.path) for tail in self._tails.values()), default=0.0))
+        return max(0.0, time.time() - max((_stat(tail.reader.path)[1] for tail in self._tails.values()), default=0.0))
 
     def age_s(self) -> float:
         """Since a tape has grown, as it was seen from here: clocks of other hosts do not matter."""
@@ -99,7 +99,7 @@ class RunPicture(RunTimeline):
 
     def loading(self) -> float | None:
         """How much of the tapes is read, as a share; None where it is all."""
-        whole = sum(_size(tail.reader.path) for tail in self._tails.values())
+        whole = sum(_stat(tail.reader.path)[0] for tail in self._tails.values())
         done = sum(tail.offset for tail in self._tails.values())
         return done / whole if whole - done > 4 * 2**20 else None
 
@@ -226,18 +226,13 @@ class RunPicture(RunTimeline):
         return wished_s if since is None or at <= since else min(wished_s, at - since)
 
 
-def _size(path: Path) -> int:
+def _stat(path: Path) -> tuple[int, float]:
+    """Return its size and when it was written; zeros where it cannot be read."""
     try:
-        return path.stat().st_size
+        found = path.stat()
     except OSError:
-        return 0
-
-
-def _written(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
+        return 0, 0.0
+    return found.st_size, found.st_mtime
 
 
 # --------------------------------------------------------------------------------------------------------------------

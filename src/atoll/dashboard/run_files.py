@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -100,13 +101,8 @@ class RunFiles:
 
     def last_words(self, who: str) -> str | None:
         """The end of a process's log: `learner 3` wrote logs/learner-3.log."""
-        try:
-            with open(self.run / "logs" / f"{who.replace(' ', '-')}.log", "rb") as file:
-                file.seek(max(0, file.seek(0, 2) - 4 * LAST_WORDS))
-                data = file.read(4 * LAST_WORDS)
-        except OSError:
-            return None
-        lines = data.decode(errors="replace").strip().splitlines()
+        log = self.run / "logs" / f"{who.replace(' ', '-')}.log"
+        lines = end_of(log, 4 * LAST_WORDS).decode(errors="replace").strip().splitlines()
         return " / ".join(map(sentence_of, lines[-2:]))[-LAST_WORDS:] or None
 
 
@@ -222,6 +218,16 @@ class MetricsHistory:
     def rate(self, name: str, learner: int, begin: float, end: float) -> float | None:
         series = self.series.get(f"{name}.learner.{learner}")
         return series.rate(begin, end) if series is not None else None
+
+
+def end_of(path: Path, size: int) -> bytes:
+    """Return the last bytes of a file, at most so many; none where it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+            return file.read(size)
+    except OSError:
+        return b""
 
 
 def _read(path: Path) -> dict[str, Any] | None:

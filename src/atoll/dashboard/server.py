@@ -7,7 +7,6 @@ only sends. docs/dash.md has the paths.
 from __future__ import annotations
 
 import asyncio
-import errno
 import hmac
 import json
 import logging
@@ -30,10 +29,13 @@ from aiohttp import web
 from atoll import __version__
 from atoll.dashboard import control, figures
 from atoll.dashboard.alerts import Alert, Rules
+from atoll.dashboard.control import Refused
 from atoll.dashboard.picture import RunPicture, story_until
 from atoll.dashboard.view import picture_at, timeline, told_config
 from atoll.tape.format import TapeError
 from atoll.tape.story import Subject, shown
+from atoll.transport.endpoint import is_loopback
+from atoll.transport.listener import bound
 from atoll.transport.tls import ServerTls, key_files
 
 log = logging.getLogger("atoll.dash")
@@ -52,8 +54,6 @@ MOST_LINES = 1000
 MOST_NAMES = 80
 MOST_BODY_BYTES = 4096
 ALERTS_S = 5.0
-
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
 
 HEADERS = {
     "Content-Security-Policy": (
@@ -179,7 +179,7 @@ class Dash:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if self._token is None and _host(request) not in LOOPBACK:
+        if self._token is None and not is_loopback(_host(request)):
             return _error(403, "without a token this page is for this machine only: open it by localhost")
         if request.headers.get("Sec-Fetch-Site") == "cross-site":
             return _error(403, "another site asks: open the page itself")
@@ -193,7 +193,7 @@ class Dash:
             return _error(405, "not in this way")
         except web.HTTPRequestEntityTooLarge:
             return _error(413, f"more than {MOST_BODY_BYTES} bytes")
-        except _Bad as error:
+        except Refused as error:
             return _error(error.status, str(error))
         except ConnectionResetError:
             raise  # it has gone away
@@ -237,13 +237,13 @@ class Dash:
     def _watched(self, request: web.Request) -> RunFeed:
         index = int(request.match_info["run"])
         if index >= len(self.runs):
-            raise _Bad(404, f"there is no run {index} here")
+            raise Refused(404, f"there is no run {index} here")
         return self.runs[index]
 
     def _open(self, request: web.Request) -> RunPicture:
         picture = self._watched(request).picture
         if picture is None:
-            raise _Bad(503, "the run has not begun: there are no tapes yet")
+            raise Refused(503, "the run has not begun: there are no tapes yet")
         return picture
 
     async def _picture(self, request: web.Request) -> web.StreamResponse:
@@ -281,7 +281,7 @@ class Dash:
         try:
             return await self._in_turn(draw)
         except KeyError as unknown:
-            raise _Bad(404, f"there is no series {unknown}") from None
+            raise Refused(404, f"there is no series {unknown}") from None
 
     async def _story(self, request: web.Request) -> web.StreamResponse:
         subject: Subject = ("run", 0)
@@ -331,26 +331,23 @@ class Dash:
         """Only with a token, from this page itself, and asked twice."""
         watched = self._watched(request)
         if self._token is None:
-            raise _Bad(401, "this page only shows; start atoll dash with the run's token to control it")
+            raise Refused(401, "this page only shows; start atoll dash with the run's token to control it")
         if not self._may_control(watched.run):
-            raise _Bad(503, "no syncer of this run can be reached from here with this token")
+            raise Refused(503, "no syncer of this run can be reached from here with this token")
         origin = request.headers.get("Origin", "")
         if origin.partition("://")[2] != request.host:
-            raise _Bad(403, "this must come from the page itself")
+            raise Refused(403, "this must come from the page itself")
         if request.content_type != "application/json":
-            raise _Bad(415, "this must be JSON")
+            raise Refused(415, "this must be JSON")
         try:
             wanted = control.OperatorRequest.parse(json.loads(await request.read()))
         except RecursionError:
-            raise _Bad(400, "this is no wish") from None
+            raise Refused(400, "this is no wish") from None
         except ValueError as error:
-            raise _Bad(400, str(error)) from None
+            raise Refused(400, str(error)) from None
         if not wanted.sure:
             return _json({"ask": wanted.question()}, 409)
-        try:
-            done = await asyncio.get_running_loop().run_in_executor(None, control.carry_out, watched.run, wanted)
-        except control.Refused as refused:
-            raise _Bad(refused.status, str(refused)) from None
+        done = await asyncio.get_running_loop().run_in_executor(None, control.carry_out, watched.run, wanted)
         log.warning("%s: %s, asked for by %s", watched.name, done, wanted.who)
         return _json({"done": done})
 
@@ -374,12 +371,6 @@ class Dash:
                 self._known |= now
 
 
-class _Bad(Exception):  # noqa: N818 - an answer
-    def __init__(self, status: int, sentence: str) -> None:
-        super().__init__(sentence)
-        self.status = status
-
-
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     response.headers.update({name: value for name, value in HEADERS.items() if name not in response.headers})
 
@@ -398,14 +389,14 @@ def _number(request: web.Request, name: str) -> float | None:
     except ValueError:
         found = math.nan
     if not math.isfinite(found):
-        raise _Bad(400, f"{name} is {text[:40]!r}; give a number")
+        raise Refused(400, f"{name} is {text[:40]!r}; give a number")
     return found
 
 
 def _names(request: web.Request) -> tuple[list[str], str]:
     x = request.query.get("x", "time")
     if x not in ("time", "tokens"):
-        raise _Bad(400, f"x is {x[:40]!r}; give time or tokens")
+        raise Refused(400, f"x is {x[:40]!r}; give time or tokens")
     return list(dict.fromkeys(filter(None, request.query.get("names", "").split(","))))[:MOST_NAMES], x
 
 
@@ -446,9 +437,9 @@ def serve(
     plain_text: bool = False,
 ) -> None:
     """Until Ctrl-C or SIGTERM. ValueError and TapeError for whatever is wrong with what was asked."""
-    if token is None and host not in LOOPBACK:
+    if token is None and not is_loopback(host):
         raise ValueError(f"--host {host} shows the run to others: give a token (--token or ATOLL_TOKEN) as well")
-    if keys is None and host not in LOOPBACK and not plain_text:
+    if keys is None and not is_loopback(host) and not plain_text:
         raise ValueError(
             f"on {host} others could read the page and its token on the way: give --keys DIR with the syncer's key"
             f" (atoll keys init), or --plain-text where nobody else is on the network"
@@ -508,21 +499,11 @@ async def _wait_for_shutdown(while_stdin: bool) -> None:
 
 def _listen(host: str, port: int | None) -> socket.socket:
     """On the port that was asked for, or the first free one of a few."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     wanted = [port] if port is not None else [*range(PORT, PORT + TRIES), 0]
-    for number in wanted:
-        listening = socket.socket(family, socket.SOCK_STREAM)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listening.bind((host.strip("[]"), number))
-            listening.listen(64)
-        except OSError as error:
-            listening.close()
-            if error.errno == errno.EADDRINUSE and number != wanted[-1]:
-                continue
-            raise ValueError(f"cannot listen on {host}, port {number}: {error.strerror}") from None
-        return listening
-    raise AssertionError("one of the ports was the last")
+    for number in wanted[:-1]:
+        with suppress(ValueError):
+            return bound(host, number, listens=True)
+    return bound(host, wanted[-1], listens=True)
 
 
 def _address(host: str, port: int, token: str | None, scheme: str) -> str:

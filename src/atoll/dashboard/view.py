@@ -5,7 +5,6 @@ from __future__ import annotations
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from atoll.core.types import RunConfig
 from atoll.dashboard.alerts import alerts_at
 from atoll.dashboard.picture import JOINED_LATER_S, RECENT_MERGES, STALE_S, RunPicture
 from atoll.tape.bounded_logs import Merge
@@ -31,7 +30,8 @@ def picture_at(picture: RunPicture, at: float | None = None) -> dict[str, Any]:
     sample = picture.sample(None if now else when)
     live = now and is_live(picture, sample)
     span_s = picture.rate_span_s(when)
-    recent = picture.newest_merges(when, _recent_count(picture))
+    fragments = len(picture.config.fragment_ids()) if picture.config is not None else 1
+    recent = picture.newest_merges(when, RECENT_MERGES * fragments)
     islands = [_island(picture, learner, when, sample, span_s, recent) for learner in _known(picture, when)]
     _add_speeds(islands)
     return {
@@ -52,7 +52,7 @@ def picture_at(picture: RunPicture, at: float | None = None) -> dict[str, Any]:
         "syncer": _syncer(picture, when, live),
         "islands": islands,
         "fragments": [] if sample is None else _fragments(sample, when),
-        "ledger": None if sample is None else _ledger(sample),
+        "ledger": None if sample is None else sample.books._asdict() | {"balanced": sample.is_balanced},
         "alerts": [each._asdict() for each in alerts_at(picture, when, sample, islands, live)],
     }
 
@@ -93,13 +93,15 @@ def _headline(
     view = sample.view if sample is not None else None
     done = picture.tokens_until(at)
     per_s = (done - picture.tokens_until(at - span_s)) / span_s if at > picture.begin else None
-    losses = [each["loss"] for each in islands if each["loss"] is not None and each["state"] in TRAINS]
+    known = [each for each in islands if each["loss"] is not None]
+    training = [each for each in known if each["state"] in TRAINS]  # none in a run that is over: what all ended with
+    losses = [each["loss"] for each in training or known]
     budget = picture.config.budget_tokens if picture.config is not None else None
     remaining_s = None
     if budget is not None and per_s and view is not None and view.stage == "running":
         remaining_s = max(0.0, budget - view.trained) / per_s
     return {
-        "loss": fmean(losses) if losses else _last_loss(islands),
+        "loss": fmean(losses) if losses else None,
         "tokens": int(done),
         "tokens_per_s": per_s,
         "goodput": picture.goodput(at),
@@ -111,29 +113,14 @@ def _headline(
         "learners": len(islands),
         "bytes_up_per_s": picture.rate("bytes_up", at, span_s),
         "bytes_down_per_s": picture.rate("bytes_down", at, span_s),
-        "effective_h": _effective_h(recent),
+        # steps that a contributor had taken since its last merge of the same fragment
+        "effective_h": _mean([m for m in recent if m.contributors], "steps"),
         "remaining_s": remaining_s,
         "merges": picture.merges_until(at),
         "rounds_in_flight": view.rounds_in_flight if view is not None else None,
         "quorum": sample.quorum if sample is not None else None,
         "grace_margin": sample.grace_margin if sample is not None else None,
     }
-
-
-def _last_loss(islands: list[dict[str, Any]]) -> float | None:
-    """Of a run that is over: what they ended with."""
-    losses = [each["loss"] for each in islands if each["loss"] is not None]
-    return fmean(losses) if losses else None
-
-
-def _recent_count(picture: RunPicture) -> int:
-    fragments = len(picture.config.fragment_ids()) if picture.config is not None else 1
-    return RECENT_MERGES * fragments
-
-
-def _effective_h(recent: list[Merge]) -> float | None:
-    """Steps that a contributor had taken since its last merge of the same fragment."""
-    return _mean([m for m in recent if m.contributors], "steps")
 
 
 def _mean(merges: list[Merge], name: str) -> float | None:
@@ -273,11 +260,6 @@ def _fragments(sample: SyncerSample, at: float) -> list[dict[str, Any]]:
     ]
 
 
-def _ledger(sample: SyncerSample) -> dict[str, Any]:
-    books = sample.books
-    return {**books._asdict(), "balanced": sample.is_balanced}
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # The timeline
 
@@ -355,8 +337,7 @@ def marks(picture: RunPicture) -> list[TimelineMark]:
 
 
 def told_config(picture: RunPicture) -> dict[str, Any]:
-    config: RunConfig | None = picture.config
-    told = picture.files.config
+    config, told = picture.config, picture.files.config
     if told is None and config is not None:
         told = {"run": config.run_id, "fragments": config.fragments, "every_steps": config.every_steps}
     return {"config": told, "report": picture.files.report}

@@ -22,6 +22,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy
@@ -188,19 +189,19 @@ def _mixed(bits: int) -> int:
     return bits ^ (bits >> 31)
 
 
+@dataclass(eq=False)
 class LeasedBatches:
     """Batches of the samples that the run gives to this island, until the run is over."""
 
-    def __init__(
-        self, dataset: MapStyle, learner: Takes, batch_size: int, seed: int, collate: Callable[[list[Any]], Any]
-    ) -> None:
-        if len(dataset) < 1 or batch_size < 1:
-            raise ValueError(f"{len(dataset)} samples in batches of {batch_size}: both must be at least 1")
-        self.dataset = dataset
-        self.learner = learner
-        self.batch_size = batch_size
-        self.seed = seed
-        self.collate = collate
+    dataset: MapStyle
+    learner: Takes
+    batch_size: int
+    seed: int
+    collate: Callable[[list[Any]], Any]
+
+    def __post_init__(self) -> None:
+        if len(self.dataset) < 1 or self.batch_size < 1:
+            raise ValueError(f"{len(self.dataset)} samples in batches of {self.batch_size}: both must be at least 1")
 
     def __len__(self) -> int:
         """Batches in as many samples as there are. It also keeps trainers from reading ahead (docs/data.md)."""

@@ -252,9 +252,7 @@ class LightningCallback(Callback):
             return
         self._is_in = False
         self._show_its_own()
-        self.learner.__exit__(
-            type(wrong) if wrong is not None else None, wrong, wrong.__traceback__ if wrong is not None else None
-        )
+        self.learner.__exit__(None, wrong, None)
 
 
 def _optimizer_of(trainer: Trainer) -> Optimizer:

@@ -16,6 +16,3 @@ def check_settings(names: Iterable[str]) -> None:
     for name in names:
         if name not in known:
             raise ValueError(f"atoll.Learner has no setting {name!r}; there are {', '.join(sorted(known))}")
-
-
-__all__ = ["check_settings"]

@@ -129,8 +129,7 @@ class OnAnIsland(_Trainer):
     def _leave(self, wrong: BaseException | None) -> None:
         if self.learner is not None and self._is_in:
             self._is_in = False
-            trace = wrong.__traceback__ if wrong is not None else None
-            self.learner.__exit__(type(wrong) if wrong is not None else None, wrong, trace)
+            self.learner.__exit__(None, wrong, None)
 
 
 def _plain(shape: Shape) -> Shape:

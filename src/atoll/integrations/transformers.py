@@ -127,7 +127,7 @@ class AtollCallback(TrainerCallback):
         if isinstance(self._schedule, FollowedSchedule):
             self._schedule.undo()
         self._schedule = None
-        self.learner.__exit__(type(wrong) if wrong is not None else None, wrong, None)
+        self.learner.__exit__(None, wrong, None)
 
     # --------------------------------------------------------------------------------------------------------- training
 

@@ -123,9 +123,8 @@ class SingleRankIsland:
         """Send the actions to all ranks, which wait for them since `hear`."""
         return actions
 
-    def say(self, words: list[Any]) -> None: ...
-
-    def pulse(self) -> None: ...
+    def say(self, words: list[Any]) -> None:
+        """While it joins: with no words, the other ranks know that this one is still there."""
 
     def stay(self) -> None:
         """All ranks want to leave, and rest with this one before they do."""

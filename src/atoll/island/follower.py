@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from atoll.core.types import NOTHING, AdoptHow, FragmentId, RoundId, Version
 from atoll.errors import AtollError, IslandBroken, LearnerRefused
 from atoll.island.boundary import LEFT, cause_of
-from atoll.island.fragments import Buffer, CopyGone, FragmentTensors, RowFragment, plan_of
+from atoll.island.fragments import Buffer, Copied, CopyGone, FragmentTensors, RowFragment, plan_of
 from atoll.island.optimizer_state_io import ORDERS as PART_ORDERS
 from atoll.island.optimizer_state_io import FollowerParts, receive_tensors
 from atoll.island.rank_connection import (
@@ -306,18 +306,16 @@ class Follower:
         with self._news:
             return self._rows[p].hold_version(version)
 
-    def _fragment(self, p: FragmentId) -> FollowerFragment:
-        assert self._view is not None
-        up, share = codec(self._status.settings.numerics.ups[0]), self._shares[p] if self._shares else None
-        return FollowerFragment(FragmentTensors(self._view, p, up, share=share, rank=self._ranks.rank))
-
     def _on_attach(self, learner: int, incarnation: int, generation: int, alpha: float) -> None:
         """One incarnation begins."""
         assert self._view is not None and self._plan is not None
         self._status.number = (learner, incarnation)
         self._alpha = alpha
+        up = codec(self._status.settings.numerics.ups[0])
+        shares: Sequence[RowShare | None] = self._shares or [None] * len(self._plan.fragments)
+        made = [FragmentTensors(self._view, p, up, None, share, self._ranks.rank) for p, share in enumerate(shares)]
         with self._news:
-            self._rows = [self._fragment(p) for p in range(len(self._plan.fragments))]
+            self._rows = [FollowerFragment(each) for each in made]
             self._generation = generation
             self._parcels.clear()
             self._parcel = 0
@@ -447,11 +445,8 @@ class Follower:
         wait: Callable[[], None] | None = None
         with self._news:
             if order is Order.COPY:
-                self._wait_until(lambda: generation < self._generation or self._copies(p, generation) >= key)
-                state = self._rows[p].state
-                copied = state.copied if generation == self._generation else None
-                if copied is not None and copied.serial == key:
-                    state.hold_copy()
+                state, copied = self._hold_copy(p, key, generation)
+                if copied is not None:
                     held = [(state, copied.buffer), (state, copied.anchor)]
                     wait = copied.taken.result()
             else:
@@ -469,8 +464,14 @@ class Follower:
             for rows, buffer in held:
                 rows.release(buffer)
 
-    def _copies(self, p: FragmentId, generation: int) -> int:
-        return self._rows[p].copies if generation == self._generation else 0
+    def _hold_copy(self, p: FragmentId, serial: int, generation: int) -> tuple[FragmentTensors, Copied | None]:
+        """With the lock held: wait for the copy with this serial. The caller releases it; None: it is gone."""
+        self._wait_until(
+            lambda: generation < self._generation or (generation == self._generation and self._rows[p].copies >= serial)
+        )
+        state = self._rows[p].state
+        copied = state.copied if generation == self._generation else None
+        return state, state.hold_copy() if copied is not None and copied.serial == serial else None
 
     def _send_rows(self, p: FragmentId, packed: Tensor) -> None:
         self._orders.say(RankReply.HERE)
@@ -479,13 +480,8 @@ class Follower:
 
     def _encode(self, p: FragmentId, key: int, generation: int) -> None:
         """This rank's strips of the copy with this serial."""
-        copied = None
         with self._news:
-            self._wait_until(lambda: generation < self._generation or self._copies(p, generation) >= key)
-            state = self._rows[p].state
-            newest = state.copied if generation == self._generation else None
-            if newest is not None and newest.serial == key:
-                copied = state.hold_copy()
+            state, copied = self._hold_copy(p, key, generation)
         rows = state.rows
         assert rows is not None
         if copied is None:
@@ -599,6 +595,3 @@ class Follower:
 
 def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-__all__ = ["Follower"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from atoll.tensors.row_sharding import ByteLayout, EncodeRange, RowShare, StripC
 from atoll.tensors.sharding import windows
 from atoll.transport.buffers import ByteSink
 from atoll.transport.wire import CODEC_NUMBERS, as_bytes
+
+if TYPE_CHECKING:
+    from atoll.island.leader import Leader
 
 TOLD_VALUES = 2**20
 """Encoded between two words about it, so that words are few and slices wait for little."""
@@ -260,24 +263,12 @@ class RowFragment:
         return found.value
 
 
-class OtherRanks(Protocol):
-    """The other ranks of an island, as the fragments of its leader need them."""
-
-    parcel: int  # number of the part that is copied at this boundary
-
-    def gather(self, order: Order, p: FragmentId, key: int, whole: Tensor) -> None:
-        """Add the rows of the other ranks to a whole flat fragment."""
-
-    def share(self, p: FragmentId, version: Version, whole: Tensor) -> None:
-        """Send every rank its rows of a version."""
-
-
 class FragmentTensors:
     """One fragment at one rank of a learner. `anchor`: the published value that was last adopted; `newest`: that
     arrived. `adopted` is the anchor as the training thread knows it: the core may have decided on the next one already.
 
     `rows`: this rank's part of the fragment, where every rank sends and fetches its own; then all tensors hold those
-    rows only. `others`: at the leader of an island.
+    rows only. `leader`: of an island, at rank 0.
     """
 
     def __init__(
@@ -285,7 +276,7 @@ class FragmentTensors:
         view: ModelView,
         p: FragmentId,
         up: Codec,
-        others: OtherRanks | None = None,
+        leader: Leader | None = None,
         share: RowShare | None = None,
         rank: int = 0,
     ) -> None:
@@ -298,7 +289,7 @@ class FragmentTensors:
         self.buffers = Buffers(view, p)
         self.rows = RowFragment(self.tensors, self.buffers, share, rank) if share is not None else None
         self._view = view
-        self._others = others
+        self._leader = leader
         self._asked: Future[Callable[[], None]] | None = None  # of the newest copy, made or not
         self._copies = 0
         self.anchor: Buffer | None = None
@@ -321,16 +312,16 @@ class FragmentTensors:
 
     def _begin_copy(self, copied: Copied) -> Callable[[], None]:
         own = self._view.begin_read(self.p, copied.buffer.tensor)
-        if self._others is None or self.rows is not None:
+        if self._leader is None or self.rows is not None:
             return own
-        return self._with_others(own, self._others, Order.COPY, copied.serial, copied.buffer)
+        return self._with_others(own, self._leader, Order.COPY, copied.serial, copied.buffer)
 
     def _with_others(
-        self, own: Callable[[], None], others: OtherRanks, order: Order, key: int, buffer: Buffer
+        self, own: Callable[[], None], leader: Leader, order: Order, key: int, buffer: Buffer
     ) -> Callable[[], None]:
         def wait() -> None:
             own()
-            others.gather(order, self.p, key, buffer.tensor)
+            leader.gather(order, self.p, key, buffer.tensor)
 
         return wait
 
@@ -349,13 +340,15 @@ class FragmentTensors:
         """The fragment as it stands, in a buffer that holds it once the function has run. It is to be released."""
         buffer = self.buffers.take()
         own = self._view.begin_read(self.p, buffer.tensor)
-        if self._others is None:
+        leader = self._leader
+        if leader is None:
             return buffer, own
+        key = leader.parcel
         if self.rows is None:
-            return buffer, self._with_others(own, self._others, Order.PART, self._others.parcel, buffer)
+            return buffer, self._with_others(own, leader, Order.PART, key, buffer)
         # A part holds whole fragments. This one exists only while it is written. It has one holder too many, so that
         # it never becomes one of the buffers, which have another size.
-        others, key, whole = self._others, self._others.parcel, Buffer(torch.empty(0))
+        whole = Buffer(torch.empty(0))
         whole.holders = 2
 
         def wait() -> None:
@@ -364,7 +357,7 @@ class FragmentTensors:
             for window in windows(self._view.plan, self.p, self._view.boxes):
                 window.of(whole.tensor).copy_(window.of_packed(buffer.tensor))
             self.release(buffer)
-            others.gather(Order.PART, self.p, key, whole.tensor)
+            leader.gather(Order.PART, self.p, key, whole.tensor)
 
         return whole, wait
 
@@ -478,8 +471,8 @@ class FragmentTensors:
 
     def share(self, version: Version, value: Buffer) -> None:
         """Every rank of the island has its rows of the value when this returns."""
-        if self._others is not None:
-            self._others.share(self.p, version, value.tensor)
+        if self._leader is not None:
+            self._leader.share(self.p, version, value.tensor)
 
 
 def plan_of(model: nn.Module, settings: RunSettings) -> FragmentPlan:

@@ -1,7 +1,7 @@
 """Rank 0 of an island of many: it alone speaks to the syncer, and the other ranks do as it says.
 
 At a step boundary all ranks ask and it answers with its list. Where every rank holds whole rows, each sends and fetches
-its own, and it is this one that says when (`row_traffic`). Elsewhere it orders rows of one fragment from the others in
+its own, and this one says when (`row_transfer`). Elsewhere it orders rows of one fragment from the others in
 the background, puts them together, and hands out those of a version that has arrived. Either way its core hears of a
 version when every rank has its rows in host memory, so that nobody waits for any at the boundary where it is adopted.
 """
@@ -55,7 +55,6 @@ from atoll.island.rank_connection import (
     failure_text,
 )
 from atoll.island.rank_rpc import RankRpcClient
-from atoll.island.row_transfer import RowLeader
 from atoll.island.topology import Ranks, fsdp_modules, reshard
 from atoll.store.learner_parts import Part
 from atoll.tensors import optimizer_state
@@ -84,7 +83,7 @@ class LeaderBackground(Protocol):
     @property
     def has_token(self) -> bool: ...
 
-    def lead(self, leader: RowLeader, hands: RankRpcClient, ranks: int) -> None: ...
+    def lead(self, leader: Leader, hands: RankRpcClient, ranks: int) -> None: ...
 
 
 class Leader(SingleRankIsland):
@@ -130,10 +129,6 @@ class Leader(SingleRankIsland):
                 self._send_state(line, starting)
         self.waited_s += time.monotonic() - self._began
         return actions
-
-    def pulse(self) -> None:
-        """While it joins: the others know that it is still there."""
-        self.say([])
 
     def stay(self) -> None:
         for line in self.ranks.control:

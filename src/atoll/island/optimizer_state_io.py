@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from atoll.island.boundary import cause_of
 from atoll.island.rank_connection import Order, RankConnection, RankReply
 from atoll.island.topology import Ranks
 from atoll.store.learner_parts import Part
@@ -210,10 +211,8 @@ class FollowerParts:
         try:
             mine = mine_of(self._ranks, inner.about)
             self._written = (write_shard(folder, self._ranks.rank, inner, mine), "")
-        except OSError as wrong:
-            self._written = (None, f"{wrong.filename}: {wrong.strerror}" if wrong.filename else str(wrong))
-        except Exception as wrong:  # the leader is told, and training goes on
-            self._written = (None, f"{type(wrong).__name__}: {wrong}")
+        except Exception as error:  # the leader is told, and training goes on
+            self._written = (None, cause_of(error))
 
     def _tell(self, key: int) -> None:
         if self._writing is None or self._writing[0] != key:

@@ -2,7 +2,7 @@
 
 Each follower has three of them to its leader, rank 0. Over one its training thread asks at every step boundary and is
 answered; over the next its background obeys orders to give or take rows; over the last it is told to send or to fetch
-its own (`rank_hands`). They are plain sockets, and not a group of `torch.distributed`: see docs/design.md.
+its own (`rank_rpc`). They are plain sockets, and not a group of `torch.distributed`: see docs/design.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ KEEPALIVE = ((15, "TCP_KEEPIDLE"), (5, "TCP_KEEPINTVL"), (6, "TCP_KEEPCNT"))
 _GREETING = struct.Struct("<4s32sIB")
 _MAGIC = b"ATLR"
 _ASK = struct.Struct("<BBxxIq")
-_ANSWER = struct.Struct("<BBxxIdqqqqqqq")
+_ANSWER = struct.Struct("<BBxxIdqqqqq")
 _ORDER = struct.Struct("<BxxxIqq")
 MOST_TEXT = 1 << 20
 MOST_WORDS = 1 << 28
@@ -98,8 +98,6 @@ class BoundaryStatus(NamedTuple):
     tokens: int = 0
     bytes_up: int = 0
     bytes_down: int = 0
-    adopted: int = 0
-    contributed: int = 0
     samples: int = 0
 
 

@@ -13,18 +13,17 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import aiohttp
 from msgspec.structs import astuple
-from torch import Tensor
 
 from atoll.core.protocol import Contribution, Envelope
 from atoll.core.types import FragmentId, RoundId, Version
 from atoll.errors import IslandBroken
 from atoll.island.fragments import Buffer, Copied, CopyGone, RowFragment
 from atoll.island.rank_rpc import RankRpcClient
-from atoll.tensors.codecs import CODECS, Codec
+from atoll.tensors.codecs import CODECS
 from atoll.tensors.row_sharding import ByteLayout, EncodeRange, RowRange, cover, lay
 from atoll.transport.buffers import ByteBuffers, Spans
 from atoll.transport.http_client import RETRY_S, TRIES, Fetching, LearnerBulk, LearnerLink, Refusal, fragment_sizes
@@ -38,6 +37,9 @@ from atoll.transport.wire import (
     as_bytes,
     encode_message,
 )
+
+if TYPE_CHECKING:
+    from atoll.island.leader import Leader
 
 LOST_S = 120.0
 """For so long a rank has brought and got nothing, while rank 0 has: it has lost its own way to the syncer."""
@@ -112,9 +114,9 @@ class RowWork:
         fragments: Callable[[int], Sequence[RowFragment]],
         hold: Callable[[FragmentId, Version], Buffer | None],
     ) -> None:
-        self._link = link
-        self._bulk = bulk
-        self._compute = compute
+        self.link = link
+        self.bulk = bulk
+        self.compute = compute
         self._fragments = fragments
         self._hold = hold
         self._fetching: dict[FragmentId, RowFetching] = {}
@@ -123,7 +125,7 @@ class RowWork:
     async def carry_out(self, word: str, what: dict[str, Any]) -> Any:
         """As the leader asks another rank for it."""
         if not self._under_way:
-            await self._link.renew_keys()  # no link is dialled here, at which that would be done
+            await self.link.renew_keys()  # no link is dialled here, at which that would be done
         self._under_way += 1
         try:
             if word == "send":
@@ -149,13 +151,13 @@ class RowWork:
 
         async def put(begin: int, own: int, size: int) -> None:
             header = SliceHeader(what.learner, what.incarnation, what.session, round_id, begin, what.of)
-            await self._bulk.put("/v1/slice", Kind.SLICE, 0, header.encode(), view[own : own + size], what.at)
+            await self.bulk.put("/v1/slice", Kind.SLICE, 0, header.encode(), view[own : own + size], what.at)
 
         async def move(begin: int, end: int) -> None:
             await _few_at_once([lambda part=part: put(*part) for part in laid.cut(begin, end)])  # type: ignore[misc]
 
         moved = missing.bytes
-        await self._bulk.up.carry(missing, move)
+        await self.bulk.up.carry(missing, move)
         return {"moved": moved}
 
     async def fetch(self, what: FetchRowsRequest) -> dict[str, Any]:
@@ -174,7 +176,7 @@ class RowWork:
         sizes = fragment_sizes(fragment.dealt.numel, fragment.tensors.codecs(what.downs))
 
         async def get(begin: int, own: int, size: int) -> None:
-            await self._bulk.fetch_slice(p, fetching, sizes, begin, begin + size)
+            await self.bulk.fetch_slice(p, fetching, sizes, begin, begin + size)
 
         async def move(begin: int, end: int) -> None:
             parts = fetching.laid.cut(begin, end)
@@ -184,7 +186,7 @@ class RowWork:
             if under_way.header is None:
                 await get(0, 0, 1)
             moved = under_way.missing.bytes
-            await self._bulk.down.carry(under_way.missing, move)
+            await self.bulk.down.carry(under_way.missing, move)
         except (Refusal, WireError):
             self._fetching.pop(p, None)
             raise
@@ -198,10 +200,10 @@ class RowWork:
         if header.base is not None and base is None:
             raise WireError(f"an update to version {header.base}, which is not here", "type")
         made = came.codec, came.strips, came.laid, data, base, version, header.value_digest
-        decoding = self._compute.submit(fragment.decode, *made)
+        decoding = self.compute.submit(fragment.decode, *made)
         decoding.add_done_callback(lambda _: fragment.buffers.release(base))
         await asyncio.wrap_future(decoding)
-        self._bulk.give_back_bytes(data)
+        self.bulk.give_back(data)
         return header.value_digest
 
 
@@ -221,34 +223,14 @@ async def _few_at_once(jobs: list[Callable[[], Any]]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class RowLeader(Protocol):
-    """What the leader of an island does with all ranks for `RowTraffic`, in the computing thread."""
-
-    generation: int  # of incarnations
-
-    def exchange(self, p: FragmentId, serial: int, given: Tensor, by: Codec) -> Tensor:
-        """Have all ranks encode their strips of a copy. Return the values of other ranks that rank 0 encodes."""
-
-    def pass_on(self, p: FragmentId, version: Version, own: Tensor, digest: str) -> bool:
-        """Have all ranks take the rows that they fetched. Return whether the whole is what was published."""
-
-
 class RowTraffic:
-    def __init__(
-        self,
-        link: LearnerLink,
-        bulk: LearnerBulk,
-        compute: ThreadPoolExecutor,
-        leader: RowLeader,
-        hands: RankRpcClient,
-        work: RowWork,
-    ) -> None:
+    """At the leader. `work`: its own rows."""
+
+    def __init__(self, leader: Leader, hands: RankRpcClient, work: RowWork) -> None:
         self._leader = leader
-        self._link = link
-        self._bulk = bulk
-        self._compute = compute
         self._hands = hands
         self._work = work
+        self._link, self._bulk, self._compute = work.link, work.bulk, work.compute
         self._begun: dict[FragmentId, RoundId] = {}  # contributions of which the syncer may have a part
         self._lost_since: dict[int, float] = {}  # ranks whose transfers fail, and not rank 0's
 
@@ -367,10 +349,13 @@ class RowTraffic:
                 raise each
             found.append(each)
         theirs = found[len(mine) :]
-        direction = self._bulk.up if way == "up" else self._bulk.down
         moved = sum(answer["moved"] for answer in theirs)
-        direction.moved_elsewhere += moved
-        self._link.count(way, moved)
+        if way == "up":
+            self._bulk.up.moved_elsewhere += moved
+            self._link.bytes_up += moved
+        else:
+            self._bulk.down.moved_elsewhere += moved
+            self._link.bytes_down += moved
         return found
 
     def _watch(self, theirs: dict[int, Any]) -> None:

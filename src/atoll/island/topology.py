@@ -170,6 +170,3 @@ def whose_data(told: list[Any]) -> tuple[tuple[bool, ...], tuple[int, ...]]:
         return tuple(rank == min(ranks) for rank, (_, ranks) in enumerate(told)), slots
     slots = tuple(ranks.index(rank) if rank in ranks else 0 for rank, (_, ranks) in enumerate(told))
     return tuple(rank in first for rank in range(len(told))), slots
-
-
-__all__ = ["Ranks", "fsdp_modules", "meet", "reshard", "whose_data"]

@@ -9,7 +9,6 @@ one list and all of its ranks carry it out at the same step.
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -21,13 +20,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.core.types import MOST_TOKENS_PER_STEP
-from atoll.errors import (
-    IslandBroken,
-    JoinTimeout,
-    KeysRefused,
-    LearnerRefused,
-    SyncerUnreachable,
-)
 from atoll.island.follower import Follower
 from atoll.island.leader import Leader
 from atoll.island.stats import LearnerStats, LearnerStatus
@@ -37,21 +29,11 @@ from atoll.learner.arguments import (
     check_learner,
     check_model,
     check_path,
-    check_seconds,
+    seconds_of,
     whole_number,
 )
 from atoll.learner.background import Background
-from atoll.learner.environment import (
-    KEYS,
-    RUN_DIRECTORY,
-    TOKEN,
-    away_timeout_from_env,
-    env,
-    join_timeout_from_env,
-    learner_from_env,
-    notice_from_env,
-    syncer_from_env,
-)
+from atoll.learner.environment import KEYS, RUN_DIRECTORY, TOKEN, env, learner_from_env, syncer_from_env
 from atoll.learner.leading_rank import LeadingRank
 from atoll.learner.loop_check import LoopCheck, TrainedParameters
 from atoll.learner.preemption import Interrupts, Notice
@@ -146,12 +128,8 @@ class Learner:
         token = token if token is not None else env(TOKEN)
         keys = keys if keys is not None or ca is not None else env(KEYS)
         run_directory = run_directory if run_directory is not None else env(RUN_DIRECTORY)
-        learner = learner if learner is not None else learner_from_env()
-        learner = check_learner(learner) if learner is not None else None
-        if join_timeout_s is not None:
-            join_timeout_s = check_seconds("join_timeout_s", "how long to wait for the run", join_timeout_s)
-        else:
-            join_timeout_s = join_timeout_from_env()
+        learner = check_learner(learner) if learner is not None else learner_from_env()
+        join_timeout_s = seconds_of("join_timeout_s", "how long to wait for the run", join_timeout_s)
         if extra_state is not None and not callable(extra_state):
             raise ValueError(f"extra_state is a function that returns what to keep, got {extra_state!r}")
         self.log = Named(log if log is not None else logging.getLogger("atoll.learner"), learner=learner)
@@ -164,14 +142,12 @@ class Learner:
         syncer_place = place(syncer, own_keys, check_path("ca", ca) if ca is not None else None)
         rate = rate_of(max_rate) if max_rate is not None else None
         bounds = rate, check_streams(streams)
-        away_timeout_s = away_timeout_s if away_timeout_s is not None else away_timeout_from_env() or AWAY_TIMEOUT_S
-        if away_timeout_s != math.inf:
-            away_timeout_s = check_seconds("away_timeout_s", "how long to train without a syncer", away_timeout_s)
-        self._background = Background(syncer_place, token, self.log, *bounds, away_timeout_s)
+        away_s = seconds_of("away_timeout_s", "how long to train without a syncer, inf for ever", away_timeout_s, True)
+        self._background = Background(syncer_place, token, self.log, *bounds, away_s or AWAY_TIMEOUT_S)
         self._entered = False
         self._pid = 0  # of the process that has entered
         self._interrupts = Interrupts()
-        self._notice = Notice(notice_s if notice_s is not None else notice_from_env(), self.log)
+        self._notice = Notice(seconds_of("notice_s", "the time from SIGTERM to the end", notice_s), self.log)
         self.published_values = PublishedValues(model, self._interrupts)
         self._trained: TrainedParameters | None = None  # from the join on
         self._loop_check: LoopCheck | None = None  # from the join on
@@ -357,14 +333,3 @@ class Learner:
                 self._rank.close(wrong)
         finally:
             self._interrupts.forget()
-
-
-__all__ = [
-    "IslandBroken",
-    "JoinTimeout",
-    "KeysRefused",
-    "Learner",
-    "LearnerRefused",
-    "LearnerStats",
-    "SyncerUnreachable",
-]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from numbers import Real
 from os import PathLike
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from atoll.learner.environment import env
 
 
 def check_model(model: object, optimizer: object) -> None:
@@ -67,6 +70,22 @@ def check_seconds(name: str, meaning: str, value: Any) -> float:
     if not (is_number and 0 < float(value) < math.inf):
         raise ValueError(f"{name} is {meaning}, in seconds above 0; got {value!r}")
     return float(value)
+
+
+def seconds_of(name: str, meaning: str, given: Any, may_be_endless: bool = False) -> float | None:
+    """Return the seconds that were given, or else those of the environment, as ATOLL_NOTICE_S for `notice_s`."""
+    if given is not None:
+        return given if may_be_endless and given == math.inf else check_seconds(name, meaning, given)
+    variable = f"ATOLL_{name.upper()}"
+    if (text := env(variable)) is None:
+        return None
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found <= (math.inf if may_be_endless else sys.float_info.max):
+        raise ValueError(f"{variable} is {meaning}, a number of seconds; it says {text!r}")
+    return found
 
 
 def check_path(name: str, value: Any) -> Path:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,7 +37,6 @@ from atoll.core.protocol import (
     InnerState,
     LearnerEvent,
     LinkClosed,
-    LinkOpened,
     MessageArrived,
     NoPeer,
     Published,
@@ -52,14 +52,15 @@ from atoll.core.types import FragmentId, RoundId, Version
 from atoll.errors import AtollError, BackgroundFailed, IslandBroken, SyncerUnreachable
 from atoll.island.boundary import cause_of
 from atoll.island.fragments import Buffer, Copied, CopyGone, FragmentTensors, RowFragment, ValueInWork
+from atoll.island.leader import Leader
 from atoll.island.rank_connection import RankConnection
 from atoll.island.rank_rpc import RankRpcClient, obey
-from atoll.island.row_transfer import RowLeader, RowTraffic, RowWork
+from atoll.island.row_transfer import RowTraffic, RowWork
 from atoll.island.stats import LearnerStats
 from atoll.learner.driver import LearnerDriver
-from atoll.learner.join import RETRY_S, SAY_EVERY_S, Door
+from atoll.learner.join import RETRY_S, SAY_EVERY_S, JoinClient
 from atoll.learner.part_writer import PartKeeper
-from atoll.logs import WARNINGS, ReasonLog, about
+from atoll.logs import WARNINGS, ReasonLog, RepeatLimit, about
 from atoll.store.optimizer_state_files import StateFile, packed
 from atoll.store.run_settings import RunSettings
 from atoll.tensors import optimizer_state
@@ -72,12 +73,13 @@ from atoll.transport.http_client import (
     LearnerBulk,
     LearnerLink,
     LinkClosedError,
+    LinkEvent,
     Refusal,
     fragment_sizes,
     why,
 )
 from atoll.transport.pacing import DEFAULT_STREAMS
-from atoll.transport.wire import CODEC_NUMBERS, Kind, WireError, encode_message
+from atoll.transport.wire import CODEC_NUMBERS, Kind, WireError, encode_message, max_state_bytes
 
 T = TypeVar("T")
 FETCH_TRIES = 3
@@ -89,41 +91,18 @@ SMALL_BYTES = 2**18
 
 
 class FragmentTraffic:
-    """Of one learner. `spawn` starts a task, `tell` tells the core of an event, `drain` carries out what it wants."""
+    """Contributions up and published versions down, in the loop of a learner's background thread."""
 
-    def __init__(
-        self,
-        link: LearnerLink,
-        bulk: LearnerBulk,
-        compute: ThreadPoolExecutor,
-        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-        tell: Callable[[LearnerEvent], None],
-        drain: Callable[[], None],
-    ) -> None:
-        self._link = link
-        self._bulk = bulk
-        self._compute = compute
-        self._spawn = spawn
-        self._tell = tell
-        self._drain = drain
-        self._log = link.log
-        self._driver: LearnerDriver | None = None
-        self._fragments: list[FragmentTensors] = []
-        self._downs: tuple[str, ...] = ()
+    def __init__(self, background: Background) -> None:
+        self._background = background
+        self._link, self._bulk, self._compute = background.link, background.bulk, background.compute
+        self._log = background.log
         self._noticed: dict[FragmentId, Envelope] = {}  # newest notice of each fragment that is being fetched
         self._fetching: set[FragmentId] = set()
         self._fetches = asyncio.Semaphore(FETCHES)
         self._places_up = asyncio.Semaphore(UPLOADS)
         self._uploads: dict[FragmentId, tuple[RoundId, asyncio.Task[None]]] = {}
         self.rows: RowTraffic | None = None  # in an island whose ranks send and fetch their own
-
-    def begin(self, driver: LearnerDriver, fragments: list[FragmentTensors], downs: tuple[str, ...]) -> None:
-        """One incarnation of it."""
-        self._driver, self._fragments, self._downs = driver, fragments, downs
-
-    def detach(self) -> None:
-        """Stop telling the core of events."""
-        self._driver = None
 
     def end(self) -> None:
         """Its tasks are over, or cancelled."""
@@ -138,10 +117,10 @@ class FragmentTraffic:
             if round_id == body.round:
                 return  # asked once more, and on its way: on a thin link a new start would never come to its end
             upload.cancel()  # a newer copy of the same fragment; nobody wants the older one
-        self._uploads[body.round.fragment] = (body.round, self._spawn(self._contribute(envelope, body)))
+        self._uploads[body.round.fragment] = (body.round, self._background.spawn(self._contribute(envelope, body)))
 
     async def _contribute(self, envelope: Envelope, body: Contribution) -> None:
-        driver, fragment = self._driver, self._fragments[body.round.fragment]
+        driver, fragment = self._background.driver, self._background.fragments[body.round.fragment]
         if driver is None:
             return
         with driver.lock:
@@ -196,7 +175,7 @@ class FragmentTraffic:
         self._noticed[body.fragment] = envelope
         if body.fragment not in self._fetching:
             self._fetching.add(body.fragment)
-            self._spawn(self._fetch(body.fragment))
+            self._background.spawn(self._fetch(body.fragment))
 
     async def _fetch(self, p: FragmentId) -> None:
         try:
@@ -208,13 +187,13 @@ class FragmentTraffic:
             self._fetching.discard(p)
 
     async def _fetch_one(self, p: FragmentId, envelope: Envelope, body: Published) -> None:
-        driver = self._driver
+        driver, fragments = self._background.driver, self._background.fragments
         if driver is None:
             return
-        if not 0 <= p < len(self._fragments):
+        if not 0 <= p < len(fragments):
             self._log.warning("the syncer tells of fragment %d, which this model does not have", p)
             return
-        fragment = self._fragments[p]
+        fragment = fragments[p]
         with driver.lock:
             known = body.version <= fragment.newest_version
             base = fragment.hold_newest(body.base) if body.base is not None else None
@@ -235,15 +214,15 @@ class FragmentTraffic:
     ) -> None:
         """Give the core a publish message: the only way by which one reaches it. `value`: all ranks have their rows of
         it; None if there was nothing to fetch."""
-        is_kept = self._driver is not None and self._driver.receive_version(envelope, fragment, body.version, value)
-        if not is_kept:
+        driver = self._background.driver
+        if driver is None or not driver.receive_version(envelope, fragment, body.version, value):
             fragment.release(value)
-        self._drain()
+        self._background.drain()
 
     async def _fetch_whole(self, fragment: FragmentTensors, base: Buffer | None, body: Published) -> Buffer | None:
         """Return the value when all ranks have their rows of it; None if there is none, as the core has been told."""
         p, arriving = fragment.p, _Arriving(fragment, base, self._compute)
-        sizes = fragment_sizes(fragment.numel, fragment.tensors.codecs(self._downs))
+        sizes = fragment_sizes(fragment.numel, fragment.tensors.codecs(self._background.settings.numerics.downs))
         try:
             fetched = await self._tried(
                 body, lambda: self._bulk.fetch(p, body.version, body.base, sizes, arriving.on_bytes)
@@ -255,14 +234,14 @@ class FragmentTraffic:
                 self._refuse(body)
             else:
                 await asyncio.get_running_loop().run_in_executor(self._compute, fragment.share, body.version, value)
-            self._bulk.give_back(fetched)
+            self._bulk.give_back(fetched.data)
             return arriving.taken() if value is not None else None
         finally:
             arriving.end()
 
     async def _fetch_rows(self, fragment: RowFragment, body: Published) -> Buffer | None:
         """Return rank 0's rows when all ranks have theirs; None if there are none, as the core has been told."""
-        rows, downs = self.rows, self._downs
+        rows, downs = self.rows, self._background.settings.numerics.downs
         assert rows is not None
         found = await self._tried(body, lambda: rows.fetch(fragment, body.version, body.base, downs))
         if found == (None,):
@@ -270,7 +249,8 @@ class FragmentTraffic:
         return found[0] if found is not None else None
 
     def _refuse(self, body: Published) -> None:
-        self._tell(FragmentDamaged(body.fragment, body.version, "the value is not the one that was published"))
+        problem = "the value is not the one that was published"
+        self._background.tell(FragmentDamaged(body.fragment, body.version, problem))
 
     async def _tried(self, body: Published, fetch: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
         """Every notice is answered: a version that cannot be had is told to the core, which asks for another one."""
@@ -291,11 +271,13 @@ class FragmentTraffic:
                 named = about("fragment", p, version=body.version)
                 self._log.info("fragment %d at version %d did not arrive: %s", p, body.version, problem, extra=named)
                 await asyncio.sleep(RETRY_S * 2**attempt)
-        self._tell(FragmentDamaged(p, body.version, problem))
+        self._background.tell(FragmentDamaged(p, body.version, problem))
         return None
 
-    async def fetch_final(self, fragment: FragmentTensors, version: int, downs: tuple[str, ...]) -> Buffer | None:
-        """The whole value, when the run is over."""
+    async def fetch_final(self, fragment: FragmentTensors, version: int) -> Buffer | None:
+        """The whole value, when the run is over. All ranks have their rows when this returns; None: they are not those
+        that were published."""
+        downs = self._background.settings.numerics.downs
         if fragment.rows is not None:
             assert self.rows is not None
             (value,) = await self.rows.fetch(fragment.rows, version, None, downs)
@@ -309,16 +291,16 @@ class FragmentTraffic:
         return work.buffer
 
 
+@dataclass(eq=False)
 class _Arriving:
     """The value of one version, put together by the computing thread in the order in which its bytes come in."""
 
-    def __init__(self, fragment: FragmentTensors, base: Buffer | None, compute: ThreadPoolExecutor) -> None:
-        self._fragment = fragment
-        self._base = base
-        self._compute = compute
-        self._fetched: FetchedFragment | None = None
-        self._work: ValueInWork | None = None
-        self._newest: Future[None] | None = None
+    _fragment: FragmentTensors
+    _base: Buffer | None
+    _compute: ThreadPoolExecutor
+    _fetched: FetchedFragment | None = None
+    _work: ValueInWork | None = None
+    _newest: Future[None] | None = None
 
     def on_bytes(self, fetched: FetchedFragment, first_bytes: int) -> None:
         self._newest = self._compute.submit(self._go_on, fetched, first_bytes)
@@ -357,7 +339,6 @@ class _Arriving:
 
 
 METRICS_EVERY_S = 1.0
-STATE_BYTES_PER_PARAMETER = 64
 
 
 class Away(NamedTuple):
@@ -392,32 +373,30 @@ class Background:
         self.is_founded = False
         self.syncer_directory = ""  # of the run, at the syncer
         self.while_waiting: Callable[[], None] | None = None  # about once a second, in the training thread
-        told = (self._on_message, self._on_opened, self._on_closed, self._on_failed)
-        self._link = LearnerLink(place.addresses, token, log, *told, place.tls)
-        self._bulk = LearnerBulk(self._link, max_rate, streams)
-        self._door = Door(self._link, self._bulk, log)
+        self.link = LearnerLink(place.addresses, token, log, self, place.tls)
+        self.bulk = LearnerBulk(self.link, max_rate, streams)
+        self._join_client = JoinClient(self.link, log)
         self._thread = threading.Thread(target=self._run, name="atoll-background", daemon=True)
-        self._compute = ThreadPoolExecutor(1, thread_name_prefix="atoll-codec")
-        work = (self._compute, self._spawn, self.tell, self._drain)
-        self._traffic = FragmentTraffic(self._link, self._bulk, *work)
-        self._execute: dict[type[Effect], Callable[[Any], None]] = {
+        self.compute = ThreadPoolExecutor(1, thread_name_prefix="atoll-codec")
+        self._traffic = FragmentTraffic(self)
+        self._execute: dict[type[Effect], Callable[[Any], object]] = {
             Send: self._send,
-            Dial: self._dial,
-            Hangup: self._hang_up,
+            Dial: lambda effect: self.spawn(self.link.dial(effect.after_s)),
+            Hangup: lambda effect: self.link.hang_up(effect.session),
             Say: self._say,
             AdoptFragment: self._settle,
             SaveSnapshot: self._save_part,
         }
         self._drain_due = False
         self._error: BaseException | None = None
-        self._driver: LearnerDriver | None = None
-        self._fragments: list[FragmentTensors] = []
-        self._settings = RunSettings()
+        self.driver: LearnerDriver | None = None
+        self.fragments: list[FragmentTensors] = []
+        self.settings = RunSettings()
         self._run_directory: Path | None = None
         self._parts: PartKeeper | None = None  # of this incarnation
         self._timer: asyncio.TimerHandle | None = None
         self._told_at = (0.0, 0)  # when metrics were sent last, and the tokens then
-        self._complained_at, self._complained_of = 0.0, ""  # that nobody answers, and why
+        self._complaints = RepeatLimit(SAY_EVERY_S)
         self._tasks: set[asyncio.Task[None]] = set()  # a task that nobody holds may vanish
         self._stopping = False
 
@@ -428,7 +407,7 @@ class Background:
         self._place.check()
         self._loop = asyncio.new_event_loop()
         self._thread.start()
-        self._wait_for(self._link.start())
+        self._wait_for(self.link.start())
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -451,14 +430,6 @@ class Background:
                     raise
         return future.result()
 
-    @property
-    def bytes_up(self) -> int:
-        return self._link.bytes_up
-
-    @property
-    def bytes_down(self) -> int:
-        return self._link.bytes_down
-
     def check(self) -> None:
         if isinstance(self._error, IslandBroken):
             raise IslandBroken(str(self._error)) from self._error
@@ -470,7 +441,7 @@ class Background:
         away = self._away
         if away is not None and time.monotonic() - away.since >= self._away_timeout_s:
             raise SyncerUnreachable(
-                f"no syncer has answered at {self._link.address} since {away.date} ({away.problem}), which is longer"
+                f"no syncer has answered at {self.link.address} since {away.date} ({away.problem}), which is longer"
                 f" than away_timeout_s = {self._away_timeout_s:g}: its machine is down, or the run is over. The model"
                 " is as the last step left it. Start the syncer again with `atoll syncer --resume` on its directory,"
                 " which also serves the end of a finished run, and then this script; or set a longer away_timeout_s"
@@ -478,20 +449,21 @@ class Background:
 
     def fetch_settings(self, wanted: int | None, join_by: float | None) -> RunSettings:
         """Return what the run is. Wait for a syncer that is not there yet, and log that."""
-        self._settings, self.is_founded, self.syncer_directory = self._wait_for(self._door.settings(wanted, join_by))
-        self._bulk.shards = self._settings.shards
-        return self._settings
+        found = self._wait_for(self._join_client.settings(wanted, join_by))
+        self.settings, self.is_founded, self.syncer_directory = found
+        self.bulk.shards = self.settings.shards
+        return self.settings
 
     def found(self, plan: FragmentPlan, view: ModelView, join_by: float | None) -> None:
         """Bring this learner's model. If another one was faster, that one's is the run's: ask for the settings."""
-        self._wait_for(self._door.found(plan, view, self._compute, join_by))
+        self._wait_for(self._join_client.found(plan, view, self.compute, join_by))
 
     def ask_for_number(self, wanted: int | None, join_by: float | None) -> tuple[int, int]:
-        return self._wait_for(self._door.number(wanted, join_by))
+        return self._wait_for(self._join_client.number(wanted, join_by))
 
     def fetch_final(self, fragments: list[FragmentTensors], join_by: float | None) -> None:
         """The published values of a run that is over, for a learner that came too late to take part."""
-        self._wait_for(self._door.final(fragments, self._settings.numerics.downs, join_by, self._traffic.fetch_final))
+        self._wait_for(self._join_client.final(fragments, join_by, self._traffic.fetch_final))
 
     def attach(
         self, driver: LearnerDriver, parts: PartKeeper, run: Path | None, stats: Callable[[], LearnerStats]
@@ -505,18 +477,18 @@ class Background:
     @property
     def address(self) -> str:
         """Where the syncer answers."""
-        return self._link.asked
+        return self.link.asked
 
     @property
     def has_token(self) -> bool:
-        return self._link.has_token
+        return self.link.has_token
 
-    def lead(self, leader: RowLeader, hands: RankRpcClient, ranks: int) -> None:
+    def lead(self, leader: Leader, hands: RankRpcClient, ranks: int) -> None:
         """At rank 0. What a link may carry is for all of them together."""
-        self._bulk.share_rate(ranks)
-        work = RowWork(self._link, self._bulk, self._compute, self._own_rows, self._hold_version)
+        self.bulk.share_rate(ranks)
+        work = RowWork(self.link, self.bulk, self.compute, self._own_rows, self._hold_version)
         self._wait_for(hands.open())
-        self._traffic.rows = RowTraffic(self._link, self._bulk, self._compute, leader, hands, work)
+        self._traffic.rows = RowTraffic(leader, hands, work)
 
     def obey(
         self,
@@ -526,28 +498,23 @@ class Background:
         ranks: int,
     ) -> None:
         """At another rank, until the leader hangs up."""
-        self._bulk.share_rate(ranks)
-        work = RowWork(self._link, self._bulk, self._compute, rows, hold)
-        self._loop.call_soon_threadsafe(lambda: self._spawn(obey(line, work.carry_out)))
+        self.bulk.share_rate(ranks)
+        work = RowWork(self.link, self.bulk, self.compute, rows, hold)
+        self._loop.call_soon_threadsafe(lambda: self.spawn(obey(line, work.carry_out)))
 
     def try_reach(self, address: str) -> None:
         """Raises where this process may not speak to the syncer."""
-        self._wait_for(self._door.reach(address))
+        self._wait_for(self._join_client.reach(address))
 
     def _own_rows(self, generation: int) -> list[RowFragment]:
-        return [fragment.rows for fragment in self._fragments if fragment.rows is not None]
+        return [fragment.rows for fragment in self.fragments if fragment.rows is not None]
 
     def _hold_version(self, p: FragmentId, version: Version) -> Buffer | None:
-        driver = self._driver
+        driver = self.driver
         if driver is None:  # it leaves
             return None
         with driver.lock:
-            return self._fragments[p].hold_newest(version)
-
-    @property
-    def is_attached(self) -> bool:
-        """Between `attach` and the end of that incarnation: what the core is told is written down and sent."""
-        return self._driver is not None
+            return self.fragments[p].hold_newest(version)
 
     def detach(self) -> None:
         """One incarnation ends without having trained. Nothing of it may be heard by the next."""
@@ -556,13 +523,13 @@ class Background:
     def kick(self) -> None:
         if not self._drain_due and not self._stopping:
             self._drain_due = True
-            self._loop.call_soon_threadsafe(self._drain)
+            self._loop.call_soon_threadsafe(self.drain)
 
     def stop(self, last_words_s: float | None) -> None:
         """Close everything; with time for last words, what was posted is sent first."""
         if self._stopping or self._thread.ident is None:
             return
-        for fragment in self._fragments:
+        for fragment in self.fragments:
             fragment.abandon()
         if not self._thread.is_alive():  # it has failed; what it left is cleared away all the same
             self._thread = threading.Thread(target=self._run, name="atoll-background", daemon=True)
@@ -574,36 +541,34 @@ class Background:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
-            self._compute.shutdown()
+            self.compute.shutdown()
 
     async def _end(self, last_words_s: float | None) -> None:
         await self._leave_off(last_words_s)
-        await self._link.close()
+        await self.link.close()
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        await asyncio.to_thread(self._compute.shutdown)
+        await asyncio.to_thread(self.compute.shutdown)
         await self._loop.shutdown_default_executor()
 
     # ---------------------------------------------------------------------------------------------------- the core
 
     async def _begin(self, driver: LearnerDriver, parts: PartKeeper, stats: Callable[[], LearnerStats]) -> None:
-        self._driver = driver
-        self._fragments = fragments = driver.boundary.fragments
+        self.driver = driver
+        self.fragments = driver.boundary.fragments
         self._parts = parts
         self._told_at = (time.monotonic(), 0)
-        self._bulk.tell_of(self.tell, self._settings.numerics, max(fragment.whole_numel for fragment in fragments))
-        self._traffic.begin(driver, fragments, self._settings.numerics.downs)
-        self._spawn(self._tell_metrics(stats))
+        self.bulk.attach_meters(self.settings.numerics, max(fragment.whole_numel for fragment in self.fragments))
+        self.spawn(self._tell_metrics(stats))
 
     async def _leave_off(self, last_words_s: float | None) -> None:
         """What was posted is said and written down; whatever comes after is nobody's."""
-        self._drain()
-        self._driver = None
-        self._traffic.detach()
+        self.drain()
+        self.driver = None
         if last_words_s is not None:
-            await self._link.say_goodbye(last_words_s)
+            await self.link.say_goodbye(last_words_s)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -618,19 +583,19 @@ class Background:
 
     def tell(self, event: LearnerEvent) -> None:
         """Tell the core of an event and carry out its effects. Called in the loop."""
-        if self._driver is None:
+        if self.driver is None:
             return
         try:
-            self._driver.tell(event)
+            self.driver.tell(event)
         except BaseException as wrong:  # our bug: the training thread raises it at its next step
             self._failed(wrong)
             return
-        self._drain()
+        self.drain()
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         """Carry out the effects of all events so far."""
         self._drain_due = False
-        driver = self._driver
+        driver = self.driver
         if driver is None:
             return
         try:
@@ -647,13 +612,13 @@ class Background:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        due_s = self._driver.due_in() if self._driver is not None else None
+        due_s = self.driver.due_in() if self.driver is not None else None
         if due_s is not None:
             self._timer = self._loop.call_later(max(0.0, due_s), self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None
-        due_s = self._driver.due_in() if self._driver is not None else None
+        due_s = self.driver.due_in() if self.driver is not None else None
         if due_s is not None and due_s <= 0:
             self.tell(TimerFired())
         else:
@@ -667,7 +632,7 @@ class Background:
                 self.log.error("the background of this learner has failed", exc_info=wrong)
             self._error = wrong
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         async def guarded() -> None:
             try:
                 await work
@@ -682,9 +647,6 @@ class Background:
         task.add_done_callback(lambda _: work.close())  # it may have been cancelled before it began
         return task
 
-    async def _computed(self, job: Callable[..., T], *args: Any) -> T:
-        return await self._loop.run_in_executor(self._compute, job, *args)
-
     # ---------------------------------------------------------------------------------------------------- effects
 
     def _send(self, effect: Send) -> None:
@@ -693,34 +655,23 @@ class Background:
         if type(body) is Contribution:
             self._traffic.contribute(envelope, body)
         elif type(body) is InnerState:
-            assert self._driver is not None
-            self._spawn(self._give_state(self._driver, envelope, body))
+            assert self.driver is not None
+            self.spawn(self._give_state(self.driver, envelope, body))
         else:
-            self._link.post(envelope)
-
-    def _dial(self, effect: Dial) -> None:
-        self._spawn(self._link.dial(effect.after_s))
-
-    def _hang_up(self, effect: Hangup) -> None:
-        self._link.hang_up(effect.session)
+            self.link.post(envelope)
 
     def _say(self, effect: Say) -> None:
         self._reasons.write(effect.reason, effect.subject)
         if effect.reason.code == "state-late":
-            self._spawn(self._seek())  # before the last peer has failed too
+            self.spawn(self._seek())  # before the last peer has failed too
 
     def _settle(self, effect: AdoptFragment) -> None:
-        future = self._compute.submit(self._fragments[effect.fragment].settle, effect.merged_copy)
-        future.add_done_callback(self._settled)
-
-    def _settled(self, done: Future[None]) -> None:
-        wrong = done.exception()
-        if wrong is not None:
-            self._failed(wrong)
+        future = self.compute.submit(self.fragments[effect.fragment].settle, effect.merged_copy)
+        future.add_done_callback(lambda done: self._failed(error) if (error := done.exception()) is not None else None)
 
     def _save_part(self, effect: SaveSnapshot) -> None:
         assert self._parts is not None
-        self._spawn(self._parts.save(effect))
+        self.spawn(self._parts.save(effect))
 
     # ---------------------------------------------------------------------------------------------------- sending
 
@@ -728,7 +679,7 @@ class Background:
         """Send inner state, or the answer that there is none to give: the other learner does not wait for it then."""
         try:
             taken = await asyncio.wrap_future(driver.take_promised_state(envelope))
-            file = await self._computed(packed, taken, self._run_directory)
+            file = await self._loop.run_in_executor(self.compute, packed, taken, self._run_directory)
         except AtollError:  # the island is broken
             raise
         except Exception as error:
@@ -736,57 +687,50 @@ class Background:
             self.log.warning("cannot give inner state to learner %d: %s; training goes on", body.to, cause)
             file = packed(optimizer_state.refusal(cause), None)
         try:
-            await self._bulk.put("/v1/state", Kind.INNER_STATE, 0, encode_message(envelope), file.view)
+            await self.bulk.put("/v1/state", Kind.INNER_STATE, 0, encode_message(envelope), file.view)
         except (Refusal, aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             self.log.warning("inner state for learner %d did not arrive: %s", body.to, why(error))
 
     async def _tell_metrics(self, get_stats: Callable[[], LearnerStats]) -> None:
         while True:
             await asyncio.sleep(METRICS_EVERY_S)
-            if self._driver is None:
+            if self.driver is None:
                 return
             stats = get_stats()
             now, (then, before) = time.monotonic(), self._told_at
             self._told_at = (now, stats.tokens)
             told = metrics_of(stats, self.last_loss, (stats.tokens - before) / (now - then) if now > then else 0.0)
-            self._link.post_metrics(json.dumps(told))
+            self.link.post_metrics(json.dumps(told))
 
     # ---------------------------------------------------------------------------------------------------- hearing
 
-    def _on_opened(self, session: int) -> None:
-        self.tell(LinkOpened(session))
-
-    def _note_away(self, problem: str) -> Away:
-        if self._away is None:
-            self._away = Away(time.monotonic(), time.strftime("%Y-%m-%d %H:%M:%S"), problem)
-        self._away = self._away._replace(problem=problem)
-        return self._away
-
-    def _on_closed(self, session: int, reason: str) -> None:
-        self._note_away(reason)
-        self.tell(LinkClosed(session, reason))
-
-    def _on_failed(self, reason: str) -> None:
-        now, away = time.monotonic(), self._note_away(reason)
-        if now - self._complained_at >= SAY_EVERY_S or reason != self._complained_of:
-            self._complained_at, self._complained_of = now, reason
+    def handle_link_event(self, event: LinkEvent) -> None:
+        """Handle what happens on the link and to it; `LearnerLink` calls this."""
+        if isinstance(event, MessageArrived):
+            self._on_message(event.envelope)
+            return
+        if isinstance(event, LinkClosed | DialFailed):
+            if self._away is None:
+                self._away = Away(time.monotonic(), time.strftime("%Y-%m-%d %H:%M:%S"), event.why)
+            self._away = self._away._replace(problem=event.why)
+        if isinstance(event, DialFailed) and self._complaints.left_out(event.why) is not None:
             limit = f", for up to {self._away_timeout_s:g} s" if self._away_timeout_s < math.inf else ""
             said = "cannot reach syncer at %s since %s (%s); retrying%s"
-            self.log.warning(said, self._link.address, away.date, reason, limit)
-        self.tell(DialFailed(reason))
+            self.log.warning(said, self.link.address, self._away and self._away.date, event.why, limit)
+        self.tell(event)
 
     def _on_message(self, envelope: Envelope) -> None:
         body = envelope.body
-        if self._driver is None:
+        if self.driver is None:
             return  # it says goodbye
         if type(body) is Welcome:
             self._away = None
         if type(body) is Published:
             self._traffic.notice(envelope, body)
         elif type(body) is InnerState:
-            self._spawn(self._fetch_state(envelope))
+            self.spawn(self._fetch_state(envelope))
         elif type(body) is NoPeer:
-            self._spawn(self._seek(envelope))
+            self.spawn(self._seek(envelope))
         else:
             if type(body) is RefuseContribution and body.reason.code in WARNINGS:
                 p = body.round.fragment
@@ -796,7 +740,7 @@ class Background:
 
     async def _seek(self, no_peer: Envelope | None = None) -> None:
         """Inner state on disk, for a learner to which nobody gives any. The core hears of it first."""
-        driver, parts = self._driver, self._parts
+        driver, parts = self.driver, self._parts
         if driver is None or parts is None:
             return
         if driver.is_joining():
@@ -805,7 +749,7 @@ class Background:
             self.tell(MessageArrived(no_peer))
 
     async def _fetch_state(self, envelope: Envelope) -> None:
-        most = STATE_BYTES_PER_PARAMETER * sum(fragment.whole_numel for fragment in self._fragments) + 2**24
+        most = max_state_bytes(sum(fragment.whole_numel for fragment in self.fragments))
         files: list[StateFile] = []
 
         def room(size: int) -> memoryview:
@@ -813,11 +757,11 @@ class Background:
             return files[0].view
 
         try:
-            await self._link.inner_state(envelope.learner, envelope.incarnation, most, room)
+            await self.link.inner_state(envelope.learner, envelope.incarnation, most, room)
         except (Refusal, WireError, aiohttp.ClientError, OSError, TimeoutError) as wrong:
             self.log.warning("a peer's inner state could not be fetched: %s", why(wrong))  # another peer is asked
             return
-        driver = self._driver
+        driver = self.driver
         if driver is None or not driver.is_joining():
             self.tell(MessageArrived(envelope))
             return

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from atoll.core.learner.core import LearnerCore
@@ -59,6 +60,7 @@ class Untold(NamedTuple):
 NOTHING_UNTOLD = Untold(0, 0, 0)
 
 
+@dataclass(eq=False)
 class LearnerDriver:
     """Owns the core of one incarnation, its lock, clock, tape and outbox.
 
@@ -67,37 +69,27 @@ class LearnerDriver:
     effects that `next_effects` returns. `lock` also guards the fragments; it is held for microseconds.
     """
 
-    def __init__(
-        self,
-        core: LearnerCore,
-        boundary: StepBoundary,
-        clock: RunClock,
-        tape: TapeKeeper,
-        parts: PartKeeper,
-        interrupts: Interrupts,
-        notice: Notice,
-        status: LearnerStatus,
-        log: logging.Logger,
-    ) -> None:
-        self.core = core
-        self.boundary = boundary
-        self.lock = threading.RLock()  # it knows whose it is: an interrupt may leave it locked
-        self.untold = NOTHING_UNTOLD
+    core: LearnerCore
+    boundary: StepBoundary
+    _clock: RunClock
+    _tape: TapeKeeper
+    _parts: PartKeeper
+    _interrupts: Interrupts
+    _notice: Notice
+    _status: LearnerStatus
+    _log: logging.Logger
+    lock: threading.RLock = field(default_factory=threading.RLock)  # has an owner: see `release_lock`
+    untold: Untold = NOTHING_UNTOLD
+    _actions: deque[Action] = field(default_factory=deque)  # of events that the background told of; for a boundary
+    _outbox: deque[tuple[Entry, list[LearnerEffect]]] = field(default_factory=deque)
+    _states: dict[tuple[int, int], Future[optimizer_state.Taken]] = field(default_factory=dict)  # promised
+    _inner_state: Given | None = None  # of a peer, to start from
+    _is_whole: bool = True  # the newest event is on its way to the tape
+    _came: bool = False  # something that the core was told of, since the training thread last looked
+    _last_end: float = 0.0  # of the previous boundary, on the monotonic clock
+
+    def __post_init__(self) -> None:
         self._news = threading.Condition(self.lock)  # actions for the training thread, while it joins or rests
-        self._actions: deque[Action] = deque()  # of events that the background told of; done at the next boundary
-        self._outbox: deque[tuple[Entry, list[LearnerEffect]]] = deque()
-        self._clock = clock
-        self._tape = tape
-        self._parts = parts
-        self._interrupts = interrupts
-        self._notice = notice
-        self._status = status
-        self._log = log
-        self._states: dict[tuple[int, int], Future[optimizer_state.Taken]] = {}  # promised at a step boundary
-        self._inner_state: Given | None = None  # of a peer, to start from
-        self._is_whole = True  # the newest event is on its way to the tape
-        self._came = False  # something that the core was told of, since the training thread last looked
-        self._last_end = 0.0  # of the previous boundary, on the monotonic clock
 
     # ------------------------------------------------------------------------------------------------ from any thread
 
@@ -139,9 +131,7 @@ class LearnerDriver:
             if not self._actions:
                 before_wait()
                 self._news.wait(0.2)
-            actions = [self._with_state(action) for action in self._actions]
-            self._actions.clear()
-            return actions, self.core.state.rests
+            return [self._with_state(action) for action in self._take_actions()], self.core.state.rests
 
     def step(self, tokens: int, samples: int, begin: float, noticed: int) -> tuple[float | None, list[Action], bool]:
         """Return how long this call waited for the lock, the actions of this boundary, and whether the learner rests.
@@ -162,8 +152,7 @@ class LearnerDriver:
             self.lock.acquire()
             waited_s = time.monotonic() - begin
         try:
-            actions = list(self._actions)
-            self._actions.clear()
+            actions = self._take_actions()
             if self.core.training:
                 step_time_s = max(0.0, begin - self._last_end) / untold.steps
                 event = StepTaken(untold.steps, untold.tokens, step_time_s, untold.samples)
@@ -185,8 +174,7 @@ class LearnerDriver:
                 before_wait()
                 self._news.wait(0.2)
             came, self._came = self._came, False
-            actions = list(self._actions)
-            self._actions.clear()
+            actions = self._take_actions()
             due = (came and core.has_boundary_work) or core.leaving.can_answer()
             if core.training and (due or not core.state.rests):
                 self._last_end = time.monotonic()  # the next step begins here
@@ -247,24 +235,26 @@ class LearnerDriver:
     def _handle(self, event: LearnerEvent, at: float | None = None) -> list[Action]:
         """Effects go to the background in the order of the events, whoever told of them."""
         with self._interrupts:
-            return self._handled(event, at)
+            moment = at if at is not None else time.monotonic()
+            now = self._clock.at(moment)
+            self._is_whole = False  # whatever is raised in between leaves the core ahead of its tape
+            effects = self.core.handle(now, event)
+            actor = Actor(self.core.state.id, self.core.state.incarnation)
+            entry = Entry(now, actor, self.core.state.tick, event, tuple(effects))
+            actions = [action for effect in effects if (action := self._action(effect)) is not None]
+            starts = any(type(action) is Start for action in actions)
+            if starts:
+                self._last_end = moment  # the first step begins here
+            if starts or type(event) is StepTaken:
+                self._status.progress = self.core.state.progress
+            self._came = self._came or type(event) is not StepTaken
+            self._outbox.append((entry, effects))
+            self._is_whole = True
+            return actions
 
-    def _handled(self, event: LearnerEvent, at: float | None) -> list[Action]:
-        moment = at if at is not None else time.monotonic()
-        now = self._clock.at(moment)
-        self._is_whole = False  # whatever is raised in between leaves the core ahead of its tape
-        effects = self.core.handle(now, event)
-        actor = Actor(self.core.state.id, self.core.state.incarnation)
-        entry = Entry(now, actor, self.core.state.tick, event, tuple(effects))
-        actions = [action for effect in effects if (action := self._action(effect)) is not None]
-        if any(type(action) is Start for action in actions):
-            self._last_end = moment  # the first step begins here
-            self._status.progress = self.core.state.progress
-        elif type(event) is StepTaken:
-            self._status.progress = self.core.state.progress
-        self._came = self._came or type(event) is not StepTaken
-        self._outbox.append((entry, effects))
-        self._is_whole = True
+    def _take_actions(self) -> list[Action]:
+        actions = list(self._actions)
+        self._actions.clear()
         return actions
 
     def _action(self, effect: Effect) -> Action | None:
@@ -299,6 +289,3 @@ class LearnerDriver:
         """Tell the core of a notice, at a step boundary."""
         self._notice.hear_of(noticed)
         return [action for wish in self._notice.wishes(self.core) for action in self._handle(wish)]
-
-
-__all__ = ["NOTHING_UNTOLD", "LearnerDriver"]

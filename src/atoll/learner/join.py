@@ -1,4 +1,4 @@
-"""The door of a run: what a learner asks before it has a link. Here, and only here, somebody waits for an answer."""
+"""Requests of a learner before it has a link. Here, and only here, the training thread waits for answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from atoll.island.fragments import Buffer, FragmentTensors
 from atoll.store.run_settings import RunSettings
 from atoll.tensors.model_view import ModelView
 from atoll.tensors.plan import FragmentPlan
-from atoll.transport.http_client import ChunkedModel, ChunkedPayload, LearnerBulk, LearnerLink, Refusal, why
+from atoll.transport.http_client import ChunkedModel, ChunkedPayload, LearnerLink, Refusal, why
 from atoll.transport.tls import tls_problem
 from atoll.transport.wire import WireError
 
@@ -31,16 +31,15 @@ MAY_CHANGE = (408, 503, 507)
 """Answers that are another one later: too slow, not ready, no room."""
 
 T = TypeVar("T")
-FetchFinal: TypeAlias = Callable[[FragmentTensors, int, tuple[str, ...]], Awaitable[Buffer | None]]
-"""All ranks have their rows when it returns; None: they are not those that were published."""
+FetchFinal: TypeAlias = Callable[[FragmentTensors, int], Awaitable[Buffer | None]]
+"""`FragmentTraffic.fetch_final`"""
 
 
-class Door:
+class JoinClient:
     """`join_by` is a moment of the monotonic clock; None waits for as long as it takes, and says so."""
 
-    def __init__(self, link: LearnerLink, bulk: LearnerBulk, log: logging.Logger) -> None:
+    def __init__(self, link: LearnerLink, log: logging.Logger) -> None:
         self._link = link
-        self._bulk = bulk
         self._log = log
 
     async def settings(self, wanted: int | None, join_by: float | None) -> tuple[RunSettings, bool, str]:
@@ -89,19 +88,17 @@ class Door:
             if not (await self._link.ask("GET", "/v1/run")).get("founded"):
                 raise
 
-    async def final(
-        self, fragments: list[FragmentTensors], downs: tuple[str, ...], join_by: float | None, fetch: FetchFinal
-    ) -> None:
+    async def final(self, fragments: list[FragmentTensors], join_by: float | None, fetch: FetchFinal) -> None:
         """The values that a run has ended with become the anchors."""
-        await self._patiently(lambda: self._fetch_final(fragments, downs, fetch), join_by)
+        await self._patiently(lambda: self._fetch_final(fragments, fetch), join_by)
 
-    async def _fetch_final(self, fragments: list[FragmentTensors], downs: tuple[str, ...], fetch: FetchFinal) -> None:
+    async def _fetch_final(self, fragments: list[FragmentTensors], fetch: FetchFinal) -> None:
         told = await self._link.ask("GET", "/v1/status")
         if told["stage"] != "finished":
             raise TimeoutError("the last merges are under way")
         for fragment, shown in zip(fragments, told["fragments"], strict=True):
             version = int(shown["version"])
-            value = await fetch(fragment, version, downs)
+            value = await fetch(fragment, version)
             if value is None:
                 raise WireError(f"fragment {fragment.p} is not the one that was published", "digest")
             fragment.arrived(version, value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,50 +50,36 @@ MOST_REJOINS = 5
 STRANGERS = frozenset({"refused-run", "refused-fingerprint"})
 
 
+@dataclass(eq=False)
 class LeadingRank:
     """Used by the training thread, except for `stats`. Replace `island` before `join` if there are several ranks."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Optimizers,
-        background: Background,
-        status: LearnerStatus,
-        interrupts: Interrupts,
-        notice: Notice,
-        log: Named,
-        *,
-        learner: int | None,
-        run_directory: Path | None,
-        join_timeout_s: float | None,
-        extra_state: Callable[[], Any] | None,
-    ) -> None:
-        self.island = SingleRankIsland()
-        self.driver: LearnerDriver | None = None  # of the newest incarnation
-        self._model = model
-        self._optimizers = optimizers
-        self._background = background
-        self._status = status
-        self._interrupts = interrupts
-        self._notice = notice
-        self._log = log
-        self._wanted = learner
-        self._run_directory = run_directory
-        self._join_timeout_s = join_timeout_s
-        self._extra_state = extra_state
-        self._join_by: float | None = None  # on the monotonic clock
-        self._clock = RunClock(time.time())
-        self._boundary: StepBoundary | None = None
-        self._stop: Stop | None = None
-        self._line: SampleLine | None = None
-        self._fresh = 0  # samples that were taken for the step that is under way
-        self._repeats = False  # and it has no new ones
-        self._repeated = 0
-        self._began = 0.0
-        self._boundary_s = 0.0
-        self._lock_wait_s = 0.0
-        self._adopted = 0
-        self._contributed = 0
+    _model: nn.Module
+    _optimizers: Optimizers
+    _background: Background
+    _status: LearnerStatus
+    _interrupts: Interrupts
+    _notice: Notice
+    _log: Named
+    learner: int | None  # the number that is asked for
+    run_directory: Path | None
+    join_timeout_s: float | None
+    extra_state: Callable[[], Any] | None
+    island: SingleRankIsland = field(default_factory=SingleRankIsland)
+    driver: LearnerDriver | None = None  # of the newest incarnation
+    _join_by: float | None = None  # on the monotonic clock
+    _clock: RunClock = field(default_factory=lambda: RunClock(time.time()))
+    _boundary: StepBoundary | None = None
+    _stop: Stop | None = None
+    _line: SampleLine | None = None
+    _fresh: int = 0  # samples that were taken for the step that is under way
+    _repeats: bool = False  # and it has no new ones
+    _repeated: int = 0
+    _began: float = 0.0
+    _boundary_s: float = 0.0
+    _lock_wait_s: float = 0.0
+    _adopted: int = 0
+    _contributed: int = 0
 
     @property
     def is_open(self) -> bool:
@@ -111,7 +97,7 @@ class LeadingRank:
     def stats(self) -> LearnerStats:
         """Return the counters of this rank. May be called from any thread."""
         fragments = self.fragments
-        driver, link = self.driver, self._background
+        driver, link = self.driver, self._background.link
         core, untold = (driver.core, driver.untold) if driver is not None else (None, NOTHING_UNTOLD)
         return LearnerStats(
             steps=core.state.step + untold.steps if core is not None else 0,
@@ -138,54 +124,54 @@ class LeadingRank:
     # ---------------------------------------------------------------------------------------------------- joining
 
     def join(self) -> None:
-        if self._join_timeout_s is not None:
-            self._join_by = time.monotonic() + self._join_timeout_s
+        if self.join_timeout_s is not None:
+            self._join_by = time.monotonic() + self.join_timeout_s
         self._background.start()
-        self._background.while_waiting = self.island.pulse
+        self._background.while_waiting = lambda: self.island.say([])
         self._join()
         self._background.while_waiting = None
 
     def _join(self) -> None:
-        settings = self._background.fetch_settings(self._wanted, self._join_by)
+        settings = self._background.fetch_settings(self.learner, self._join_by)
         self.island.say([["settings", settings.to_json()]])
         plan = plan_of(self._model, settings)
         view = self.island.view(self._model, plan)
         optimizer_state.named(self._optimizers, self._model)  # raises for an optimizer of another model
         while not self._background.is_founded:
             self._background.found(plan, view, self._join_by)
-            settings = self._background.fetch_settings(self._wanted, self._join_by)
+            settings = self._background.fetch_settings(self.learner, self._join_by)
         self._status.settings = settings
         self._clock = RunClock(settings.founded_at)
         for _ in range(MOST_REJOINS):
             if self._start(plan, view):
                 return
         raise LearnerRefused(
-            f"refused {MOST_REJOINS} times as learner {self._wanted}: {self._run_directory} holds tapes of other"
+            f"refused {MOST_REJOINS} times as learner {self.learner}: {self.run_directory} holds tapes of other"
             " processes with these numbers, or the syncer gave them up; give another number, or another run directory"
         )
 
     def _start(self, plan: FragmentPlan, view: ModelView) -> bool:
         """Start one incarnation, up to its first step. Return False if its number is used up and it needs another."""
         settings = self._status.settings
-        learner, incarnation = self._background.ask_for_number(self._wanted, self._join_by)
-        self._wanted = learner
+        learner, incarnation = self._background.ask_for_number(self.learner, self._join_by)
+        self.learner = learner
         self._log.fields |= {"run": settings.config.run_id, "learner": learner, "incarnation": incarnation}
         actor = Actor(learner, incarnation)
-        if self._run_directory is not None and tape_path(self._run_directory, actor).exists():
+        if self.run_directory is not None and tape_path(self.run_directory, actor).exists():
             return False  # a process that was killed before it was admitted by a syncer that was killed had this number
         config = replace(settings.config, fragments=len(plan.fragments), fingerprint=plan.fingerprint())
         up = codec(settings.numerics.ups[0])
         fragments = [self.island.fragment(view, p, up) for p in range(len(plan.fragments))]
         self._line = SampleLine(config.lease_samples) if config.lease_samples else None
         self._status.number = (learner, incarnation)
-        made_of = self._model, self._optimizers, fragments, config.blend_alpha, self._extra_state
+        made_of = self._model, self._optimizers, fragments, config.blend_alpha, self.extra_state
         self._boundary = boundary = self.island.boundary(*made_of, settings.config.warmup_steps)
         self.island.say([["attach", learner, incarnation, self.island.generation, config.blend_alpha]])
-        tape = TapeKeeper(self._run_directory, new_header(actor, config), self._log)
-        parts = PartKeeper(self._run_directory, config, learner, incarnation, self._background.tell, self._log)
+        tape = TapeKeeper(self.run_directory, new_header(actor, config), self._log)
+        parts = PartKeeper(self.run_directory, config, learner, incarnation, self._background.tell, self._log)
         owned = LearnerCore(config, learner, incarnation), boundary, self._clock, tape, parts
         self.driver = driver = LearnerDriver(*owned, self._interrupts, self._notice, self._status, self._log)
-        self._background.attach(driver, parts, self._run_directory, self.stats)
+        self._background.attach(driver, parts, self.run_directory, self.stats)
         driver.tell(Started())
         self._background.kick()
         is_paused = self._wait_for_start(driver)
@@ -224,9 +210,9 @@ class LeadingRank:
             return False
         if "refused-finished" not in core.state.said:
             self.driver = None  # it never was a learner of this run
-            if self._run_directory is not None and not STRANGERS.isdisjoint(core.state.said):
+            if self.run_directory is not None and not STRANGERS.isdisjoint(core.state.said):
                 # The tape of another model or run would make the directory one of two runs.
-                tape_path(self._run_directory, Actor(core.state.id, core.state.incarnation)).unlink(missing_ok=True)
+                tape_path(self.run_directory, Actor(core.state.id, core.state.incarnation)).unlink(missing_ok=True)
             is_other_model = "refused-fingerprint" in core.state.said
             hint = f"; {start_anew(self._background.syncer_directory)}" if is_other_model else ""
             raise LearnerRefused(f"{stop.reason}{hint}")
@@ -262,8 +248,7 @@ class LeadingRank:
         """Count the step and carry out what is due, as the leader of the ranks or as the only one."""
         driver = self.driver
         assert driver is not None
-        self._background.check()
-        self._background.check_away()
+        self._check_background()
         self._background.last_loss = loss
         tokens = self.island.hear(RankRequest.STEP, tokens)
         samples, self._fresh = self._fresh, 0
@@ -281,9 +266,9 @@ class LeadingRank:
 
     def _told(self, driver: LearnerDriver, is_paused: bool) -> BoundaryStatus:
         """What the other ranks of this island are told at every boundary."""
-        core, link = driver.core, self._background
-        sent = (link.bytes_up, link.bytes_down, self._adopted, self._contributed, core.state.taken)
-        return BoundaryStatus(is_paused, self._status.progress, core.state.step, core.state.trained, *sent)
+        core, link = driver.core, self._background.link
+        done = core.state.step, core.state.trained, link.bytes_up, link.bytes_down, core.state.taken
+        return BoundaryStatus(is_paused, self._status.progress, *done)
 
     def _carry_out(self, driver: LearnerDriver, actions: list[Action]) -> bool:
         """What has to be done before the next step. True when it said that training starts or ends."""
@@ -394,7 +379,7 @@ class LeadingRank:
             raise broken
 
     def _say_leaving(self, driver: LearnerDriver, wrong: BaseException | type[BaseException] | None) -> None:
-        speaks = self._background.is_attached and driver.is_whole()
+        speaks = self._background.driver is driver and driver.is_whole()
         if speaks and not self._status.finished and self._stop is None:
             kind = wrong if wrong is None or isinstance(wrong, type) else type(wrong)
             why = "its loop ended" if kind is None else f"its loop ended with {kind.__name__}"
@@ -416,6 +401,3 @@ class LeadingRank:
         if stats.parameters:
             host, device = stats.host_bytes / stats.parameters, stats.device_bytes / stats.parameters
             self._log.info("Atoll's memory per parameter: %.1f bytes on the host, %.1f on the device", host, device)
-
-
-__all__ = ["LeadingRank"]

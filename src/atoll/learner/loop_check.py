@@ -237,6 +237,3 @@ def _sentence(name: str, what: str, then: str) -> str:
         f"a parameter was {what} after the join: {name}. What travels was settled then, and it {then}: leave and"
         " join anew as it was, or train the other parameters in a new run (atoll syncer --init)"
     )
-
-
-__all__ = ["EVERY", "MAX_UNREPORTED", "PATIENCE", "PERSISTS", "LoopCheck", "TrainedParameters"]

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 
 from atoll.core.protocol import (
@@ -29,29 +30,23 @@ from atoll.store.learner_parts import TakenPart, write_part
 BUSY = "the part before it is still being written"
 
 
+@dataclass(eq=False)
 class PartKeeper:
     """`run` None: no part is kept. Snapshots then hold this learner's counters and not its inner state."""
 
-    def __init__(
-        self,
-        run: Path | None,
-        config: RunConfig,
-        learner: LearnerId,
-        incarnation: Incarnation,
-        tell: Callable[[LearnerEvent], None],
-        log: logging.Logger,
-    ) -> None:
-        self._run = run
-        self._config = config
-        self._learner = learner
-        self._incarnation = incarnation
-        self._tell = tell
-        self._log = log
-        self._due: tuple[SnapshotPart, Future[TakenPart]] | None = None  # copied or to be copied, and not yet durable
-        self._saved: Saved | None = None
-        self._seeking: asyncio.Task[None] | None = None
-        if run is None:
-            log.info("no run_directory: snapshots will not hold the inner state of this learner")
+    _run: Path | None
+    _config: RunConfig
+    _learner: LearnerId
+    _incarnation: Incarnation
+    _tell: Callable[[LearnerEvent], None]
+    _log: logging.Logger
+    _due: tuple[SnapshotPart, Future[TakenPart]] | None = None  # copied or to be copied, and not yet durable
+    _saved: Saved | None = None
+    _seeking: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        if self._run is None:
+            self._log.info("no run_directory: snapshots will not hold the inner state of this learner")
 
     # ---------------------------------------------------------------- in the training thread, with the learner's lock
 

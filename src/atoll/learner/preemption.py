@@ -179,6 +179,3 @@ class Notice:
             self._log.info(
                 "This island was asked to leave; the run goes on. Tokens not merged: %d then, %d now", before, now
             )
-
-
-__all__ = ["SAME_NOTICE_S", "Notice", "check_notice"]

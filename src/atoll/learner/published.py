@@ -81,6 +81,3 @@ def _put_back(model: nn.Module, own: dict[str, Tensor]) -> None:
     now = named_tensors(model)
     for name, value in own.items():
         local_of(now[name].detach()).copy_(value)
-
-
-__all__ = ["PublishedValues"]

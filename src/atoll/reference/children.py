@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from atoll.dashboard.run_files import end_of
 from atoll.launch.guard import exit_with_parent
 from atoll.logs import VARIABLE, sentence_of, set_up
 
@@ -110,12 +111,7 @@ class Child:
 
     def last_words(self) -> str:
         """The last line of its log that says something."""
-        try:
-            with open(self.log, "rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
-                lines = [line.strip() for line in file.read().decode("utf-8", "replace").splitlines()]
-        except OSError:
-            return ""
+        lines = [line.strip() for line in end_of(self.log, 4096).decode("utf-8", "replace").splitlines()]
         return next((sentence_of(line) for line in reversed(lines) if line), "")
 
 

@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import xxhash
 from torch import Tensor, nn
 
 from atoll.core.ledger import SampleLine
@@ -63,7 +62,7 @@ from atoll.tensors import optimizer_state, outer
 from atoll.tensors.codecs import Codec, codec
 from atoll.tensors.learner_fragment import LearnerFragment
 from atoll.tensors.model_view import ModelView
-from atoll.tensors.plan import FragmentPlan
+from atoll.tensors.plan import FragmentPlan, digest_of
 from atoll.tensors.settings import Numerics
 from atoll.tensors.syncer_fragment import ServedVersion, SyncerFragment
 
@@ -417,7 +416,7 @@ class Execution:
         learner.heard = max(learner.heard, body.progress)
         expected = self.digests.get((p, body.version))
         if expected is not None:
-            found = digest(value)
+            found = digest_of(value)
             assert found == expected, f"{learner.actor} holds {found} as version {body.version} of {p}, not {expected}"
             self.compared += 1
 
@@ -496,10 +495,6 @@ class Execution:
         learner.fragments.clear()
         for held in (learner.values, learner.anchors, learner.copies):
             held.clear()
-
-
-def digest(value: Tensor) -> str:
-    return xxhash.xxh3_128_hexdigest(value.numpy().data)
 
 
 def initial_values(model: nn.Module, plan: FragmentPlan) -> list[Tensor]:

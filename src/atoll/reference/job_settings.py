@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_type_hints
+
+from msgspec import ValidationError, convert
 
 from atoll.core.settings import check_settings, same_setting, setting
 from atoll.core.types import AdoptHow, RunConfig
@@ -331,13 +333,16 @@ class JobSettings:
         if given != known:
             odd = sorted(given ^ known)[0]
             raise ValueError(f"the job's settings {'lack' if odd in known else 'have an unknown'} field {odd!r}")
-        values = {name: told[name] for name in known}
-        for name, value in values.items():
-            if not _fits(name, value):
-                raise ValueError(f"the job's settings have {value!r} as {name}")
+        # The JSON may come over the network: types are checked before anything is computed with the values.
+        types = get_type_hints(cls) | {"numerics": dict[str, Any], "kills": tuple[tuple[int, float, float], ...]}
+        values: dict[str, Any] = {}
+        for name in known:
+            try:
+                values[name] = convert(told[name], types[name])
+            except ValidationError as error:
+                raise ValueError(f"the job's settings have {told[name]!r} as {name}: {error}") from None
         values["numerics"] = Numerics.from_json(values["numerics"])
         values["kills"] = tuple(Kill(*kill) for kill in values["kills"])
-        values["speeds"] = tuple(float(speed) for speed in values["speeds"])
         return cls(**values)
 
     def save(self, path: Path) -> None:
@@ -353,30 +358,3 @@ class JobSettings:
             return cls.from_json(told)
         except ValueError as wrong:
             raise ValueError(f"{path}: {wrong}") from None
-
-
-_KINDS: dict[str, tuple[type, ...]] = {
-    "bool": (bool,),
-    "float": (int, float),
-    "int": (int,),
-    "int | None": (int, type(None)),
-    "str": (str,),
-    "str | None": (str, type(None)),
-    "Method": (str,),
-    "AdoptHow": (str,),
-    "Numerics": (dict,),
-}
-
-
-def _fits(name: str, value: object) -> bool:
-    """The JSON may come over the network: types are checked before anything is computed with the values."""
-    kind = next(str(each.type) for each in fields(JobSettings) if each.name == name)
-    if name == "kills":
-        return isinstance(value, list) and all(isinstance(k, list) and len(k) == 3 and _are_numbers(k) for k in value)
-    if name == "speeds":
-        return isinstance(value, list) and _are_numbers(value)
-    return isinstance(value, _KINDS[kind]) and (kind == "bool" or not isinstance(value, bool))
-
-
-def _are_numbers(values: list[object]) -> bool:
-    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from atoll.dashboard.run_files import JsonTail
+from atoll.dashboard.run_files import JsonTail, end_of
 from atoll.reference.data import Sampler, Text
 from atoll.reference.job_settings import JobSettings
 from atoll.reference.models import GPT, SIZES, GPTConfig, build, clip_, inner_optimizer, schedule, set_lr
@@ -181,10 +180,5 @@ def read_metrics(run: Path, learner: int) -> list[dict[str, Any]]:
 
 def newest_metrics(run: Path, learner: int) -> dict[str, Any] | None:
     """The last complete line, without reading the file."""
-    try:
-        with open(metrics_path(run, learner), "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
-            lines = file.read().split(b"\n")[:-1]
-    except FileNotFoundError:
-        return None
+    lines = end_of(metrics_path(run, learner), 4096).split(b"\n")[:-1]
     return next((json.loads(line) for line in reversed(lines) if line.endswith(b"}")), None)

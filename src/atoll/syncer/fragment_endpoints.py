@@ -18,11 +18,12 @@ import mmap
 import os
 import tempfile
 import time
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from aiohttp import web
@@ -30,15 +31,11 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from atoll.core.protocol import Contribution, Envelope, MessageArrived
-from atoll.core.types import MOST_TOKENS, FragmentId, Incarnation, LearnerId, RoundId
-from atoll.logs import Named
-from atoll.store.run_settings import RunSettings
-from atoll.syncer.fragment_executor import Payload
+from atoll.core.types import MOST_TOKENS, Incarnation, LearnerId, RoundId
+from atoll.syncer.fragment_executor import FragmentHost, Payload
 from atoll.tensors.codecs import Codec, codec
-from atoll.tensors.plan import FragmentPlan
 from atoll.tensors.robust_merge import unfit_in_fragment
-from atoll.tensors.syncer_fragment import SyncerFragment
-from atoll.transport.auth import HEADER, Access, IdentityMismatchError, Rejection, check_speaker, log_key
+from atoll.transport.auth import HEADER, IdentityMismatchError, Rejection, check_speaker, log_key
 from atoll.transport.buffers import CHUNK_BYTES, SMALL_BYTES, ByteBuffers, Span, Spans
 from atoll.transport.wire import (
     CODEC_NUMBERS,
@@ -63,29 +60,28 @@ class ArrivalKey(NamedTuple):
     round: RoundId
 
 
+@dataclass(slots=True, eq=False)
 class Claim:
     """One request that brings one slice. Whoever brings the same bytes later takes its place: the earlier one belongs
     to a connection that its sender has given up."""
 
-    def __init__(self, arrival: Arrival, begin: int, end: int) -> None:
-        self.arrival = arrival
-        self.begin = begin
-        self.end = end
-        self.is_wanted = True
+    arrival: Arrival
+    begin: int
+    end: int
+    is_wanted: bool = True
 
     @property
     def memory(self) -> memoryview:
         return as_bytes(self.arrival.data)[self.begin : self.end]
 
 
+@dataclass(slots=True, eq=False)
 class Arrival:
-    def __init__(self, key: ArrivalKey, data: Tensor, held_bytes: int) -> None:
-        self.key = key
-        self.data = data
-        self.held_bytes = held_bytes  # of the gate; 0: it is in a file
-        self.missing = Spans([(0, data.numel())])
-        self.claims: set[Claim] = set()
-        self.touched = time.monotonic()
+    data: Tensor
+    held_bytes: int  # of the gate; 0: it is in a file
+    missing: Spans
+    claims: set[Claim] = field(default_factory=set)
+    touched: float = field(default_factory=time.monotonic)
 
 
 class Arrivals:
@@ -158,11 +154,9 @@ class Arrivals:
         for old in [k for k in self._begun if k.learner == key.learner]:
             if old.round.fragment == key.round.fragment or old.incarnation != key.incarnation:
                 self._forget(old)
-        if self._gate.take_now(size):
-            arrival = Arrival(key, self._buffers.take(size), size)
-        else:
-            arrival = Arrival(key, self._in_file(size), 0)
-        self._begun[key] = arrival
+        is_held = self._gate.take_now(size)
+        data = self._buffers.take(size) if is_held else self._in_file(size)
+        arrival = self._begun[key] = Arrival(data, size if is_held else 0, Spans([(0, size)]))
         return arrival
 
     def _in_file(self, size: int) -> Tensor:
@@ -254,30 +248,8 @@ class Brought(NamedTuple):
     data: Tensor | None
 
 
-class Host(Protocol):
-    """The process whose fragments they are: a syncer, or a shard of one."""
-
-    directory: Path
-    settings: RunSettings
-    gate: MemoryGate
-    log: Named
-    bytes_up: int
-    bytes_down: int
-
-    @property
-    def plan(self) -> FragmentPlan | None: ...
-
-    @property
-    def fragments(self) -> Mapping[FragmentId, SyncerFragment]: ...
-
-    @property
-    def links(self) -> Container[tuple[LearnerId, Incarnation, int]]: ...
-
-    def tell(self, event: MessageArrived, payload: Payload | None = None) -> None: ...
-
-
 class Bulk:
-    def __init__(self, syncer: Host) -> None:
+    def __init__(self, syncer: FragmentHost) -> None:
         self.syncer = syncer
         self._buffers = ByteBuffers()
         self.arrivals = Arrivals(syncer.directory / "spool", self._buffers, syncer.gate)
@@ -440,7 +412,7 @@ class Bulk:
                 start = head + encoded
                 if view.nbytes == whole.nbytes:  # all learners fetch the same bytes: the digest is computed once
                     held.frame_heads[served.version, base, begin, end] = start
-            sent = await _stream(request, start, view)
+            sent = await stream(request, start, view)
             syncer.bytes_down += view.nbytes
             return sent
         finally:
@@ -510,15 +482,7 @@ class Frames:
         self, kind: Kind, accept: Callable[[FrameHead, bytes], Any], is_wanted: Callable[[], bool] = lambda: True
     ) -> Frame:
         """`is_wanted` is asked before every write into the memory that `accept` gave."""
-        wanted = 0
-
-        def noting(head: FrameHead, header: bytes) -> Any:
-            nonlocal wanted
-            memory = accept(head, header)
-            wanted = head.payload_bytes
-            return memory
-
-        parser = FrameParser(kind, noting, several=True)
+        parser = FrameParser(kind, accept, several=True)
         async with StandStill(SILENT_S) as still:
             while not parser.done:
                 chunk = await self._more()
@@ -528,11 +492,11 @@ class Frames:
                     raise NoLinkError
                 parser.feed(chunk)
                 still.moved += 1
-                if wanted and self._gate is not None and not self._taken:
+                if parser.accepted_bytes and self._gate is not None and not self._taken:
                     still.pause()
-                    await self._gate.take(wanted)
+                    await self._gate.take(parser.accepted_bytes)
                     still.go_on()
-                    self._taken = wanted
+                    self._taken = parser.accepted_bytes
         frame = parser.finish()
         self._rest = parser.rest
         return frame
@@ -582,7 +546,7 @@ async def computed(size: int, pass_over: Callable[..., T], *args: Any) -> T:
     return await asyncio.get_running_loop().run_in_executor(None, pass_over, *args)
 
 
-async def _stream(request: web.Request, start: bytes, payload: memoryview) -> web.StreamResponse:
+async def stream(request: web.Request, start: bytes, payload: memoryview) -> web.StreamResponse:
     """In pieces, so that a slow reader costs nothing but its own time; one that does not read at all is cut off."""
     if payload.nbytes <= SMALL_BYTES:
         return web.Response(body=start + bytes(payload), content_type="application/octet-stream")
@@ -605,16 +569,7 @@ async def _stream(request: web.Request, start: bytes, payload: memoryview) -> we
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Guarded(Protocol):
-    """The process whose paths they are."""
-
-    access: Access
-    refused: Counter[str]
-    log: Named
-    on_proved: Callable[[asyncio.BaseTransport | None], None]
-
-
-def guard_of(host: Guarded) -> Any:
+def guard_of(host: FragmentHost) -> Any:
     """A middleware: whatever is wrong with a request closes that connection and is counted."""
 
     @web.middleware

@@ -7,12 +7,14 @@ nor the event loop, in which everything else here is called.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from msgspec import structs
 from torch import Tensor
@@ -30,44 +32,71 @@ from atoll.core.protocol import (
     SyncerEvent,
     VersionRecord,
 )
-from atoll.core.types import FragmentId, Version
+from atoll.core.types import FragmentId, Incarnation, LearnerId, Version
+from atoll.logs import Named
+from atoll.store.fencing import HEARTBEAT_INTERVAL_S
 from atoll.store.run_settings import RunSettings
+from atoll.store.tensor_file import StoreDamaged
 from atoll.store.version_store import Fenced, Store
 from atoll.tensors.plan import FragmentPlan
 from atoll.tensors.syncer_fragment import SyncerFragment
+from atoll.transport.auth import Access
+
+if TYPE_CHECKING:
+    from atoll.syncer.fragment_endpoints import MemoryGate
 
 T = TypeVar("T")
 
 
+@dataclass(slots=True, eq=False)
 class Payload:
     """The values of a contribution. Their memory counts as held until they are added to the sums, or not wanted."""
 
-    def __init__(self, data: Tensor, up: str, norm: float, give_back: Callable[[], None]) -> None:
-        self.data = data
-        self.up = up  # the codec that they are in
-        self.norm = norm
-        self.give_back = give_back
-        self.is_taken = False  # whoever takes it gives the memory back
+    data: Tensor
+    up: str  # the codec that they are in
+    norm: float
+    give_back: Callable[[], None]
+    is_taken: bool = False  # whoever takes it gives the memory back
+
+
+class FragmentHost(Protocol):
+    """The process whose fragments they are: a syncer, or a shard of one."""
+
+    directory: Path
+    settings: RunSettings
+    gate: MemoryGate
+    access: Access
+    refused: Counter[str]
+    log: Named
+    bytes_up: int
+    bytes_down: int
+    on_proved: Callable[[asyncio.BaseTransport | None], None]
+
+    @property
+    def plan(self) -> FragmentPlan | None: ...
+
+    @property
+    def fragments(self) -> Mapping[FragmentId, SyncerFragment]: ...
+
+    @property
+    def links(self) -> Container[tuple[LearnerId, Incarnation, int]]: ...
+
+    def tell(self, event: SyncerEvent, payload: Payload | None = None) -> object:
+        """Handle a result of the executor, or a contribution that has arrived with its values."""
+
+    def note_durable(self, fragment: SyncerFragment) -> None:
+        """Take note of a new durable version, before the event `Persisted`."""
+
+    def note_fenced(self, fenced: Fenced) -> None:
+        """Stop: another process has the store."""
 
 
 class FragmentExecutor:
-    """`tell` hears what came of it; `on_durable` is called before `tell` when a version is, `on_fenced` instead of it
-    when another process has the store."""
-
-    def __init__(
-        self,
-        store: Store,
-        log: logging.Logger,
-        tell: Callable[[SyncerEvent], None],
-        on_durable: Callable[[SyncerFragment], None],
-        on_fenced: Callable[[Fenced], None],
-    ) -> None:
+    def __init__(self, store: Store, host: FragmentHost) -> None:
         self.store = store
         self.held: dict[FragmentId, SyncerFragment] = {}
-        self._log = log
-        self._tell = tell
-        self._on_durable = on_durable
-        self._on_fenced = on_fenced
+        self._host = host
+        self._log = host.log
         self._loop = asyncio.get_running_loop()
         self._merge_thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-merge")
         self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-disk")
@@ -160,9 +189,9 @@ class FragmentExecutor:
 
     def _merge_ended(self, effect: MergeRound, wrong: BaseException | None) -> None:
         if wrong is not None:
-            self._tell(MergeFailed(effect.round, f"{type(wrong).__name__}: {wrong}"))
+            self._host.tell(MergeFailed(effect.round, f"{type(wrong).__name__}: {wrong}"))
         else:
-            self._tell(MergeDone(effect.round))
+            self._host.tell(MergeDone(effect.round))
 
     def discard(self, effect: DiscardRound) -> None:
         self._merge(partial(self.held[effect.round.fragment].discard, effect.round), self._report_trouble)
@@ -186,18 +215,31 @@ class FragmentExecutor:
             return
         wrong = done.exception()
         if isinstance(wrong, Fenced):
-            self._on_fenced(wrong)
+            self._host.note_fenced(wrong)
         elif isinstance(wrong, OSError):
-            self._tell(PersistFailed(key, wrong.strerror or str(wrong)))
+            self._host.tell(PersistFailed(key, wrong.strerror or str(wrong)))
         elif wrong is not None:
             self._log.error("a record could not be written", exc_info=wrong)
-            self._tell(PersistFailed(key, f"{type(wrong).__name__}: {wrong}"))
+            self._host.tell(PersistFailed(key, f"{type(wrong).__name__}: {wrong}"))
         else:
             if key.kind == "version":
                 held = self.held[key.number]
                 held.now_durable()
-                self._on_durable(held)
-            self._tell(Persisted(key))
+                self._host.note_durable(held)
+            self._host.tell(Persisted(key))
+
+    async def watch_fence(self) -> None:
+        """Write the heartbeat of the store for ever. Another process that takes over must be noticed also while nothing
+        is written."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+            try:
+                await asyncio.to_thread(self.store.beat)  # not behind a version that is being written
+            except Fenced as fenced:
+                self._host.note_fenced(fenced)
+                return
+            except (OSError, StoreDamaged) as error:
+                self._log.warning("the store cannot be read or written: %s", error)
 
     async def stop(self) -> None:
         for thread in (self._merge_thread, self._disk_thread):

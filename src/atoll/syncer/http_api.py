@@ -8,7 +8,7 @@ import math
 import mmap
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from aiohttp import web
@@ -19,7 +19,7 @@ from atoll.core.reasons import Reason
 from atoll.core.types import FragmentId, Incarnation, LearnerId, first_difference
 from atoll.store.run_settings import start_anew
 from atoll.store.snapshots import snapshot_info
-from atoll.syncer.controls import control, who_problem
+from atoll.syncer.controls import Answer, control, who_problem
 from atoll.syncer.fragment_endpoints import MOST_DIGITS, Bulk, Frames, error_response, guard_of, numbers
 from atoll.syncer.process import SyncerLink, SyncerProcess
 from atoll.syncer.prometheus import MISSING, exposition
@@ -40,6 +40,7 @@ from atoll.transport.wire import (
     decode_header,
     decode_message,
     frame_head,
+    max_state_bytes,
     parse_json,
 )
 
@@ -47,12 +48,6 @@ MAX_LEARNER = 1_000_000
 MOST_METRICS_BYTES = 4096
 MOST_PLAN_BYTES = 256 * 2**20
 MOST_MODEL_BYTES = 2**40
-STATE_BYTES_PER_PARAMETER = 64
-
-
-class PlanRefusal(NamedTuple):
-    status: int
-    sentence: str
 
 
 def build_app(syncer: SyncerProcess) -> web.Application:
@@ -139,22 +134,22 @@ class Paths:
                 return error_response(507, f"the syncer cannot write the model: {error.strerror}")
             return web.json_response({"founded": True}, status=201)
 
-    def _plan_refusal(self, plan: FragmentPlan) -> PlanRefusal | None:
+    def _plan_refusal(self, plan: FragmentPlan) -> Answer | None:
         settings = self.syncer.settings
         if plan.total_numel * 4 > MOST_MODEL_BYTES:
-            return PlanRefusal(413, f"a model of {plan.total_numel} parameters is larger than this syncer takes")
+            return Answer(413, f"a model of {plan.total_numel} parameters is larger than this syncer takes")
         wanted = settled_plan(plan.tensors, settings.config.fragments, settings.numerics.plan)
         if plan != wanted:
             given, due = (f"{each.how} with {len(each.fragments)} fragments" for each in (plan, wanted))
             if given == due:
                 due += " that hold other tensors; use one version of Atoll everywhere"
-            return PlanRefusal(409, f"the plan is {given}, the run's is {due}")
+            return Answer(409, f"the plan is {given}, the run's is {due}")
         if self.syncer.plan is None:
             return None
         ours, theirs = self.syncer.plan.fingerprint(), plan.fingerprint()
         if ours != theirs:
             reason = Reason("refused-fingerprint", (first_difference(ours, theirs),))
-            return PlanRefusal(409, f"{reason}; {start_anew(str(self.syncer.directory.absolute()))}")
+            return Answer(409, f"{reason}; {start_anew(str(self.syncer.directory.absolute()))}")
         return None
 
     async def _read_value(self, frames: Frames, plan: FragmentPlan, p: FragmentId) -> Tensor:
@@ -275,7 +270,7 @@ class Paths:
             raise WireError(f"inner state was due, found {type(envelope.body).__name__}", "type")
         self.bulk.check_link(envelope.learner, envelope.incarnation, envelope.session)
         assert self.syncer.plan is not None
-        most = STATE_BYTES_PER_PARAMETER * self.syncer.plan.total_numel + 2**24
+        most = max_state_bytes(self.syncer.plan.total_numel)
         if head.payload_bytes > most:
             raise WireError(f"inner state of {head.payload_bytes} bytes, the limit is {most}", "size")
         return envelope

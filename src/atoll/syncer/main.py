@@ -8,21 +8,21 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
 from aiohttp import web
 
 from atoll.store.fencing import TAKE_OVER_S, TakeoverDecision, Watcher
 from atoll.store.run_settings import RunSettings
 from atoll.store.version_store import Fenced
+from atoll.syncer.fragment_executor import FragmentHost
 from atoll.syncer.http_api import build_app
 from atoll.syncer.process import SyncerProcess
 from atoll.transport.auth import check_access
 from atoll.transport.buffers import READ_BYTES
 from atoll.transport.endpoint import SyncerAddress, remove_address_file, write_address_file
-from atoll.transport.listener import BACKLOG, Listener
+from atoll.transport.listener import Listener, bound, written
 from atoll.transport.tls import KeyFiles, ServerTls
 
 LOOK_EVERY_S = 0.25
@@ -60,9 +60,10 @@ def serve_syncer(
     """
     tls = ServerTls(keys) if keys is not None else None
     check_access(host, token, tls, plain_text)
-    return asyncio.run(
-        _serve(directory, settings, host, port, token, on_ready, on_finished, take_over, tls, serve_end_s, sock)
-    )
+    # Bind before the store is opened: a process without its address must neither raise the epoch, which would only end
+    # another syncer, nor leave a new directory behind.
+    sock = sock if sock is not None else bound(host, port)
+    return asyncio.run(_serve(directory, settings, sock, token, on_ready, on_finished, take_over, tls, serve_end_s))
 
 
 def wait_to_take_over(
@@ -85,69 +86,74 @@ def wait_to_take_over(
 async def _serve(
     directory: Path,
     settings: RunSettings,
-    host: str,
-    port: int,
+    sock: socket.socket,
     token: str | None,
     on_ready: Callable[[str], None] | None,
     on_finished: Callable[[SyncerProcess], None] | None,
     take_over: bool,
     tls: ServerTls | None,
     serve_end_s: float,
-    sock: socket.socket | None,
 ) -> bool:
-    log = logging.getLogger("atoll.syncer")
-    stopped = asyncio.Event()
-    if take_over:
-        # Bind before the epoch is raised: without its address this process would only have ended the other one.
-        sock = bound(host, port)
     try:
-        syncer = SyncerProcess(directory, settings, token=token, tls=tls, log=log, take_over=take_over)
-    except BaseException as wrong:
-        if sock is not None:
-            sock.close()
-        if isinstance(wrong, Fenced):
-            raise Superseded(str(wrong)) from None
+        syncer = SyncerProcess(directory, settings, token=token, tls=tls, take_over=take_over)
+    except BaseException as error:
+        sock.close()
+        if isinstance(error, Fenced):
+            raise Superseded(str(error)) from None
         raise
-    log = syncer.log  # which names the run
-    unheard = logging.getLogger("atoll.syncer.http")
-    unheard.setLevel(logging.CRITICAL)  # of aiohttp: whoever sends what is no HTTP would fill the log with tracebacks
-    runner = web.AppRunner(
-        build_app(syncer), access_log=None, logger=unheard, shutdown_timeout=2.0, read_bufsize=READ_BYTES
-    )
-    signals = stop_on_signals(stopped)
-    listener: Listener | None = None
-    try:
-        await syncer.start()
-        await runner.setup()
-        sock = sock if sock is not None else bound(host, port)
-        assert runner.server is not None
-        listener = Listener(sock, runner.server, syncer.access)
-        syncer.on_proved = listener.proved
-        listener.start()
-        address = written(sock)
-        _tell_where(directory, SyncerAddress(address, token, syncer.store.epoch, tls.files if tls else None), log)
-        log.info("listening on %s%s", address, _how(token, tls))
-        if on_ready is not None:
-            on_ready(address)
-        began, was_over = time.monotonic(), serve_end_s > 0 and syncer.store.manifest() is not None
-        # Only the end is left to serve: shards that hold the final values are not waited for any longer than that.
-        only_end = [asyncio.sleep(serve_end_s)] if was_over and on_finished is None else []
-        await first(stopped.wait(), syncer.over.wait(), *only_end)
-        _check(syncer)
-        if syncer.finished and on_finished is not None:
-            await syncer.gather()
-            await asyncio.to_thread(on_finished, syncer)
-        if syncer.finished:
-            await _serve_end(syncer, stopped, serve_end_s - (time.monotonic() - began if was_over else 0.0))
+    async with http_server(syncer, build_app(syncer), sock) as (listener, stopped):
+        try:
+            await syncer.start()
+            listener.start()
+            address = written(sock)
+            _tell_where(syncer, SyncerAddress(address, token, syncer.store.epoch, tls.files if tls else None))
+            syncer.log.info("listening on %s%s", address, _how(token, tls))
+            if on_ready is not None:
+                on_ready(address)
+            began, was_over = time.monotonic(), serve_end_s > 0 and syncer.store.manifest() is not None
+            # Only the end is left to serve: shards that hold the final values are not waited for any longer than that.
+            only_end = [asyncio.sleep(serve_end_s)] if was_over and on_finished is None else []
+            await first(stopped.wait(), syncer.over.wait(), *only_end)
             _check(syncer)
-        return syncer.finished
-    finally:
-        remove_address_file(directory, syncer.store.epoch)
-        await syncer.stop()
-        if listener is not None:
+            if syncer.finished and on_finished is not None:
+                await syncer.gather()
+                await asyncio.to_thread(on_finished, syncer)
+            if syncer.finished:
+                await _serve_end(syncer, stopped, serve_end_s - (time.monotonic() - began if was_over else 0.0))
+                _check(syncer)
+            return syncer.finished
+        finally:
+            remove_address_file(directory, syncer.store.epoch)
+            await syncer.stop()
+
+
+@contextlib.asynccontextmanager
+async def http_server(
+    host: FragmentHost, app: web.Application, sock: socket.socket
+) -> AsyncIterator[tuple[Listener, asyncio.Event]]:
+    """Set up the application of a syncer or shard. `Listener.start` opens its port; the event is set by SIGINT and
+    SIGTERM."""
+    unheard = logging.getLogger(f"{host.log.name}.http")
+    unheard.setLevel(logging.CRITICAL)  # of aiohttp: whoever sends what is no HTTP would fill the log with tracebacks
+    runner = web.AppRunner(app, access_log=None, logger=unheard, shutdown_timeout=2.0, read_bufsize=READ_BYTES)
+    stopped, loop = asyncio.Event(), asyncio.get_running_loop()
+    signals = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(ValueError):  # not in the main thread: whoever runs us there ends us otherwise
+            # Not `loop.add_signal_handler`: the loop hears of a signal through a pipe, which is full when threads have
+            # much to tell a busy loop, and then the signal is lost.
+            signals[number] = signal.signal(number, lambda *_: loop.call_soon_threadsafe(stopped.set))
+    try:
+        await runner.setup()
+        assert runner.server is not None
+        listener = Listener(sock, runner.server, host.access)
+        host.on_proved = listener.proved
+        try:
+            yield listener, stopped
+        finally:
             await listener.stop()
-        if sock is not None:
-            sock.close()
+    finally:
+        sock.close()
         await runner.cleanup()
         for number, handler in signals.items():
             signal.signal(number, handler)
@@ -182,53 +188,11 @@ def _how(token: str | None, tls: ServerTls | None) -> str:
     return "" if token else ", this machine only: no token was given"
 
 
-def _tell_where(directory: Path, reachable: SyncerAddress, log: logging.Logger) -> None:
+def _tell_where(syncer: SyncerProcess, reachable: SyncerAddress) -> None:
     try:
-        write_address_file(directory, reachable)
-    except OSError as wrong:
-        log.warning("commands on this machine will not find this syncer: %s", wrong)
-
-
-def stop_on_signals(stopped: asyncio.Event) -> dict[signal.Signals, Any]:
-    """The handlers that were there before. Not `loop.add_signal_handler`: the loop hears of a signal through a pipe,
-    which is full when threads have much to tell a busy loop, and then the signal is lost."""
-    loop = asyncio.get_running_loop()
-    before = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(ValueError):  # not in the main thread: whoever runs us there ends us otherwise
-            before[number] = signal.signal(number, lambda *_: loop.call_soon_threadsafe(stopped.set))
-    return before
-
-
-def bound(host: str, port: int, listens: bool = False) -> socket.socket:
-    """Return a socket that is bound to this address.
-
-    `listens`: reserve the port at once. Two sockets with SO_REUSEADDR may be bound to one port until one of them
-    listens.
-    """
-    if not 0 <= port <= 65535:
-        raise ValueError(f"{port} is not a port; give a number from 0 to 65535 (0: a free port)")
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        write_address_file(syncer.directory, reachable)
     except OSError as error:
-        raise ValueError(f"cannot listen on {host}: {error.strerror}; give another --host") from None
-    family, kind, _, _, where = found[0]
-    sock = socket.socket(family, kind)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind(where)
-        if listens:
-            sock.listen(BACKLOG)
-    except OSError as error:
-        sock.close()
-        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}; give another --port") from None
-    return sock
-
-
-def written(sock: socket.socket) -> str:
-    """Where it listens, as an address is written."""
-    host, port = sock.getsockname()[:2]
-    return f"[{host}]:{port}" if sock.family is socket.AF_INET6 else f"{host}:{port}"
+        syncer.log.warning("commands on this machine will not find this syncer: %s", error)
 
 
 async def first(*waits: object) -> None:

@@ -11,10 +11,10 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ from atoll.core.protocol import (
     LearnerDisconnected,
     MergeDone,
     MergeRound,
-    MessageArrived,
     Persist,
     Published,
     Refuse,
@@ -55,7 +54,6 @@ from atoll.core.syncer.core import SyncerCore
 from atoll.core.syncer.state import Restored
 from atoll.core.types import NOTHING, SYNCER, FragmentId, Incarnation, LearnerId, Version
 from atoll.logs import WARNINGS, Named, ReasonLog
-from atoll.store.fencing import HEARTBEAT_INTERVAL_S
 from atoll.store.run_settings import RunClock, RunSettings
 from atoll.store.tensor_file import StoreDamaged
 from atoll.store.version_store import CONTROLS, Fenced, Store
@@ -63,7 +61,8 @@ from atoll.syncer.controls import Wishes
 from atoll.syncer.fragment_endpoints import MemoryGate
 from atoll.syncer.fragment_executor import FragmentExecutor, Payload
 from atoll.syncer.initial_model import INIT, warm_values
-from atoll.syncer.shards.coordinator import ShardCoordinator
+from atoll.syncer.shards.coordinator import RemoteFragment, ShardCoordinator
+from atoll.syncer.shards.messages import HoldCut, LetGoCut
 from atoll.syncer.status import SnapshotNews, SyncerMetrics
 from atoll.tape.files import TapeKeeper, new_header
 from atoll.tape.format import Actor, Entry
@@ -74,15 +73,10 @@ from atoll.transport.tls import ServerTls
 from atoll.transport.websocket import WebSocketConnection
 from atoll.transport.wire import encode_message
 
-
-class PinnableFragment(Protocol):
-    """A fragment whose versions can be kept for a learner that was told of them."""
-
-    def hold(self, version: Version) -> object | None: ...
-
-    def release(self, version: Version) -> None: ...
+LinkKey = tuple[LearnerId, Incarnation, int]
 
 
+@dataclass(slots=True, eq=False)
 class SyncerLink:
     """What waits for a learner is bounded: a newer version of a fragment takes the place of an older notice.
 
@@ -91,17 +85,11 @@ class SyncerLink:
     8, and so on. Where versions come faster than a request travels, it would never get any.
     """
 
-    def __init__(
-        self,
-        key: tuple[LearnerId, Incarnation, int],
-        connection: WebSocketConnection,
-        fragments: Mapping[FragmentId, PinnableFragment],
-    ) -> None:
-        self.key = key
-        self._fragments = fragments
-        self._told: dict[FragmentId, Version] = {}  # and kept, until the learner has it or wants another
-        self._untold: dict[FragmentId, Envelope] = {}  # the newest version of a fragment that is in `_told`
-        self.connection = connection
+    key: LinkKey
+    connection: WebSocketConnection
+    _fragments: Mapping[FragmentId, SyncerFragment | RemoteFragment]
+    _told: dict[FragmentId, Version] = field(default_factory=dict)  # and kept, until it has that one or wants another
+    _untold: dict[FragmentId, Envelope] = field(default_factory=dict)  # the newest version of what is in `_told`
 
     def post(self, envelope: Envelope) -> None:
         if self.connection.is_closing:
@@ -139,8 +127,6 @@ class SyncerLink:
 
 RECEIVING_BYTES = 256 * 2**20
 """Of contributions that are being received at once, unless four of the largest fragments are more."""
-
-LinkKey = tuple[LearnerId, Incarnation, int]
 
 
 class SyncerProcess:
@@ -190,7 +176,7 @@ class SyncerProcess:
         kept = self.store.settings()
         if kept is not None:
             self.settings = settings.resumed(RunSettings.from_json(kept))
-        self.keeper = FragmentExecutor(self.store, self.log, self.tell, self._on_durable, self._fenced)
+        self.keeper = FragmentExecutor(self.store, self)
         self._execute: Mapping[type, Callable[[Any], None]] = {
             Send: self._send,
             Say: self._say,
@@ -218,7 +204,7 @@ class SyncerProcess:
             self._spawn(self._restore_from(self.shards, self.settings.plan))
         elif self.settings.plan is not None:
             await self._restore(self.settings.plan)
-        self._spawn(self._watch_fence())
+        self._spawn(self.keeper.watch_fence())
         if self.access.tls is not None:
             self._spawn(self.access.watch(self._connections))
 
@@ -285,15 +271,8 @@ class SyncerProcess:
 
     # ---------------------------------------------------------------------------------------------------- the core
 
-    def tell(self, event: SyncerEvent, payload: Payload | None = None) -> None:
-        """One event for the core. A core that fails is not asked again: nobody knows what it would do."""
-        self._effects_of(event, payload)
-
-    def tell_arrived(self, event: MessageArrived) -> bool:
-        """Pass a contribution that is at a shard to the core. Return False if the core does not accept it."""
-        return any(type(effect) is Accumulate for effect in self._effects_of(event, None))
-
-    def _effects_of(self, event: SyncerEvent, payload: Payload | None) -> list[SyncerEffect]:
+    def tell(self, event: SyncerEvent, payload: Payload | None = None) -> list[SyncerEffect]:
+        """Have the core handle an event, and carry out its effects. A core that has failed is not called again."""
         if self._stopping or self.failed is not None:
             return []
         try:
@@ -402,13 +381,13 @@ class SyncerProcess:
         return self.keeper.held
 
     @property
-    def served(self) -> Mapping[FragmentId, PinnableFragment]:
+    def served(self) -> Mapping[FragmentId, SyncerFragment | RemoteFragment]:
         """All fragments, wherever they are."""
         return self.shards.fragments if self.shards is not None else self.keeper.held
 
-    def _on_durable(self, held: SyncerFragment) -> None:
-        if held.stats is not None:
-            self.note_merge(held.id, held.served.version, held.stats)
+    def note_durable(self, fragment: SyncerFragment) -> None:
+        if fragment.stats is not None:
+            self.note_merge(fragment.id, fragment.served.version, fragment.stats)
 
     def note_merge(self, fragment: FragmentId, version: Version, measured: MergeStats) -> None:
         self.metrics.merged(self.clock.now(), self.store.epoch, fragment, version, measured)
@@ -428,11 +407,11 @@ class SyncerProcess:
             self._held = cut.id
             self.keeper.on_disk_later(self.store.hold, cut.id, cut.versions)
             if self.shards is not None:
-                self.shards.hold(cut.id, cut.versions)
+                self.shards.post_all(HoldCut(cut.id, cut.versions))
         elif cut is None and self._held:
             self.keeper.on_disk_later(self.store.let_go, self._held)
             if self.shards is not None:
-                self.shards.let_go(self._held)
+                self.shards.post_all(LetGoCut(self._held))
             self._held = 0
 
     def _halt(self, effect: Halt) -> None:
@@ -495,7 +474,7 @@ class SyncerProcess:
             try:
                 await self.keeper.on_disk(self.store.write_controls, wishes.kept)
             except Fenced as fenced:
-                self._fenced(fenced)
+                self.note_fenced(fenced)
                 raise
             self.wishes = wishes
 
@@ -565,19 +544,7 @@ class SyncerProcess:
 
     # ---------------------------------------------------------------------------------------------------- stopping
 
-    async def _watch_fence(self) -> None:
-        """A sign of life. Another syncer that takes over must be noticed also while nothing is written."""
-        while True:
-            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
-            try:
-                await asyncio.to_thread(self.store.beat)  # not behind a version that is being written
-            except Fenced as fenced:
-                self._fenced(fenced)
-                return
-            except (OSError, StoreDamaged) as wrong:
-                self.log.warning("the store cannot be read or written: %s", wrong)
-
-    def _fenced(self, fenced: Fenced) -> None:
+    def note_fenced(self, fenced: Fenced) -> None:
         self.superseded = str(fenced)
         if self.core is not None:
             self.tell(StoreFenced(fenced.epoch))

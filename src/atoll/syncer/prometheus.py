@@ -21,73 +21,62 @@ MOST_LABELLED = 256
 
 
 class MetricInfo(NamedTuple):
-    """One metric: gauge or counter, the names of its labels, what it says."""
+    """One metric: what it says, and the names of its labels. It is a counter if its name ends with `_total`."""
 
-    type: str
     help: str
     labels: tuple[str, ...] = ()
 
 
 METRICS: Mapping[str, MetricInfo] = {
     # health
-    "atoll_run_info": MetricInfo("gauge", "1; the run and the version of Atoll are labels", ("run", "version")),
-    "atoll_run_stage": MetricInfo("gauge", "1 for the stage that the run is in", ("stage",)),
-    "atoll_run_seconds": MetricInfo("gauge", "the run's clock: seconds since it was founded"),
-    "atoll_run_progress_ratio": MetricInfo("gauge", "share of the budget that is used, 0 to 1"),
-    "atoll_syncer_epoch": MetricInfo("gauge", "rises with every syncer that takes up the run"),
-    "atoll_learners_alive": MetricInfo("gauge", "learners that are there and train"),
-    "atoll_learners_asked": MetricInfo("gauge", "learners that the widest open round asks"),
-    "atoll_learners_merged": MetricInfo("gauge", "contributions in the widest of the newest merges of all fragments"),
-    "atoll_quorum_learners": MetricInfo("gauge", "K: contributions without which nothing is merged"),
-    "atoll_learner_standing": MetricInfo("gauge", "1 for the standing of each learner", ("learner", "standing")),
-    "atoll_learner_link_up": MetricInfo("gauge", "1 while the learner has a link", ("learner",)),
-    "atoll_learner_incarnation": MetricInfo("gauge", "which process trains as this learner", ("learner",)),
-    "atoll_learner_strikes": MetricInfo("gauge", "bad messages that are held against it", ("learner",)),
+    "atoll_run_info": MetricInfo("1; the run and the version of Atoll are labels", ("run", "version")),
+    "atoll_run_stage": MetricInfo("1 for the stage that the run is in", ("stage",)),
+    "atoll_run_seconds": MetricInfo("the run's clock: seconds since it was founded"),
+    "atoll_run_progress_ratio": MetricInfo("share of the budget that is used, 0 to 1"),
+    "atoll_syncer_epoch": MetricInfo("rises with every syncer that takes up the run"),
+    "atoll_learners_alive": MetricInfo("learners that are there and train"),
+    "atoll_learners_asked": MetricInfo("learners that the widest open round asks"),
+    "atoll_learners_merged": MetricInfo("contributions in the widest of the newest merges of all fragments"),
+    "atoll_quorum_learners": MetricInfo("K: contributions without which nothing is merged"),
+    "atoll_learner_standing": MetricInfo("1 for the standing of each learner", ("learner", "standing")),
+    "atoll_learner_link_up": MetricInfo("1 while the learner has a link", ("learner",)),
+    "atoll_learner_incarnation": MetricInfo("which process trains as this learner", ("learner",)),
+    "atoll_learner_strikes": MetricInfo("bad messages that are held against it", ("learner",)),
     # throughput
-    "atoll_trained_tokens": MetricInfo(
-        "gauge", "tokens trained by all learners; may fall a little when a syncer restarts"
-    ),
-    "atoll_step_seconds": MetricInfo("gauge", "a learner's step, as rounds are timed by it"),
-    "atoll_learner_steps": MetricInfo("gauge", "steps of this incarnation", ("learner",)),
-    "atoll_learner_loss": MetricInfo("gauge", "loss of its newest step", ("learner",)),
-    "atoll_learner_tokens_per_second": MetricInfo("gauge", "tokens trained per second", ("learner",)),
-    "atoll_learner_tokens_total": MetricInfo("counter", "tokens of this incarnation", ("learner",)),
-    "atoll_learner_boundary_seconds_total": MetricInfo(
-        "counter", "what Atoll took of the training thread", ("learner",)
-    ),
+    "atoll_trained_tokens": MetricInfo("tokens trained by all learners; may fall a little when a syncer restarts"),
+    "atoll_step_seconds": MetricInfo("a learner's step, as rounds are timed by it"),
+    "atoll_learner_steps": MetricInfo("steps of this incarnation", ("learner",)),
+    "atoll_learner_loss": MetricInfo("loss of its newest step", ("learner",)),
+    "atoll_learner_tokens_per_second": MetricInfo("tokens trained per second", ("learner",)),
+    "atoll_learner_tokens_total": MetricInfo("tokens of this incarnation", ("learner",)),
+    "atoll_learner_boundary_seconds_total": MetricInfo("what Atoll took of the training thread", ("learner",)),
     # merges
-    "atoll_merges_total": MetricInfo("counter", "merges that are durable"),
-    "atoll_contributions_total": MetricInfo("counter", "contributions merged by this process"),
-    "atoll_merge_seconds_total": MetricInfo("counter", "seconds in which this process merged"),
-    "atoll_last_merge_timestamp_seconds": MetricInfo("gauge", "unix time of the newest merge of this process"),
-    "atoll_rounds_in_flight": MetricInfo("gauge", "rounds that are open"),
-    "atoll_rounds_in_flight_limit": MetricInfo("gauge", "rounds that may be open at once"),
-    "atoll_quorum_seconds": MetricInfo("gauge", "from the opening of a round to its quorum, mean"),
-    "atoll_sync_seconds": MetricInfo("gauge", "from a merge to its arrival at learners, mean"),
-    "atoll_fragment_version": MetricInfo("gauge", "durable version", ("fragment",)),
-    "atoll_merge_delta_norm": MetricInfo(
-        "gauge", "length of the merged delta, mean over the newest merge of each fragment"
-    ),
-    "atoll_merge_cosine": MetricInfo("gauge", "cosine between learners' deltas, mean over fragments"),
-    "atoll_merge_momentum_norm": MetricInfo("gauge", "length of the outer momentum, mean over fragments"),
-    "atoll_merge_step_norm": MetricInfo("gauge", "length of the published update, mean over fragments"),
-    "atoll_merge_left_out_ratio": MetricInfo(
-        "gauge", "quantisation error of the published update, mean over fragments"
-    ),
+    "atoll_merges_total": MetricInfo("merges that are durable"),
+    "atoll_contributions_total": MetricInfo("contributions merged by this process"),
+    "atoll_merge_seconds_total": MetricInfo("seconds in which this process merged"),
+    "atoll_last_merge_timestamp_seconds": MetricInfo("unix time of the newest merge of this process"),
+    "atoll_rounds_in_flight": MetricInfo("rounds that are open"),
+    "atoll_rounds_in_flight_limit": MetricInfo("rounds that may be open at once"),
+    "atoll_quorum_seconds": MetricInfo("from the opening of a round to its quorum, mean"),
+    "atoll_sync_seconds": MetricInfo("from a merge to its arrival at learners, mean"),
+    "atoll_fragment_version": MetricInfo("durable version", ("fragment",)),
+    "atoll_merge_delta_norm": MetricInfo("length of the merged delta, mean over the newest merge of each fragment"),
+    "atoll_merge_cosine": MetricInfo("cosine between learners' deltas, mean over fragments"),
+    "atoll_merge_momentum_norm": MetricInfo("length of the outer momentum, mean over fragments"),
+    "atoll_merge_step_norm": MetricInfo("length of the published update, mean over fragments"),
+    "atoll_merge_left_out_ratio": MetricInfo("quantisation error of the published update, mean over fragments"),
     # ledger
-    "atoll_ledger_merged_tokens": MetricInfo("gauge", "trained tokens that are in the model, mean over fragments"),
-    "atoll_ledger_pending_tokens": MetricInfo("gauge", "trained tokens that are not merged yet, mean over fragments"),
-    "atoll_ledger_dropped_tokens": MetricInfo(
-        "gauge", "trained tokens that are lost, mean over fragments", ("reason",)
-    ),
-    "atoll_ledger_balanced": MetricInfo("gauge", "1: in every fragment trained = merged + pending + dropped"),
+    "atoll_ledger_merged_tokens": MetricInfo("trained tokens that are in the model, mean over fragments"),
+    "atoll_ledger_pending_tokens": MetricInfo("trained tokens that are not merged yet, mean over fragments"),
+    "atoll_ledger_dropped_tokens": MetricInfo("trained tokens that are lost, mean over fragments", ("reason",)),
+    "atoll_ledger_balanced": MetricInfo("1: in every fragment trained = merged + pending + dropped"),
     # links
-    "atoll_syncer_received_bytes_total": MetricInfo("counter", "contributions that arrived at this process"),
-    "atoll_syncer_sent_bytes_total": MetricInfo("counter", "fragments that this process sent"),
-    "atoll_learner_sent_bytes_total": MetricInfo("counter", "sent by this incarnation", ("learner",)),
-    "atoll_learner_received_bytes_total": MetricInfo("counter", "received by this incarnation", ("learner",)),
-    "atoll_refused_total": MetricInfo("counter", "bad requests and messages that this process refused", ("code",)),
-    "atoll_ignored_total": MetricInfo("counter", "messages that came too late to matter", ("reason",)),
+    "atoll_syncer_received_bytes_total": MetricInfo("contributions that arrived at this process"),
+    "atoll_syncer_sent_bytes_total": MetricInfo("fragments that this process sent"),
+    "atoll_learner_sent_bytes_total": MetricInfo("sent by this incarnation", ("learner",)),
+    "atoll_learner_received_bytes_total": MetricInfo("received by this incarnation", ("learner",)),
+    "atoll_refused_total": MetricInfo("bad requests and messages that this process refused", ("code",)),
+    "atoll_ignored_total": MetricInfo("messages that came too late to matter", ("reason",)),
 }
 
 Sample = tuple[str, tuple[str, ...], float | None]
@@ -104,7 +93,7 @@ def exposition(syncer: SyncerProcess, accept: str) -> tuple[bytes, str]:
         def collect(self) -> Iterable[Metric]:
             families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
             for name, kind in METRICS.items():
-                family = CounterMetricFamily if kind.type == "counter" else GaugeMetricFamily
+                family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
                 families[name] = family(name, kind.help, labels=kind.labels)
             for name, labels, value in samples(syncer):
                 if value is not None:
@@ -161,10 +150,9 @@ def _of_merges(syncer: SyncerProcess) -> Iterator[Sample]:
     yield "atoll_last_merge_timestamp_seconds", (), metrics.merged_at
     newest = list(metrics.newest.values())
     yield "atoll_merge_delta_norm", (), _mean(measured.merged_norm for measured in newest)
-    yield "atoll_merge_cosine", (), _mean(measured.cosine for measured in newest)
-    yield "atoll_merge_momentum_norm", (), _mean(measured.momentum_norm for measured in newest)
-    yield "atoll_merge_step_norm", (), _mean(measured.step_norm for measured in newest)
     yield "atoll_merge_left_out_ratio", (), _mean(measured.left_out for measured in newest)
+    for name in ("cosine", "momentum_norm", "step_norm"):
+        yield f"atoll_merge_{name}", (), _mean(getattr(measured, name) for measured in newest)
 
 
 def _of_the_ledger(lines: list[Mapping[str, Any]]) -> Iterator[Sample]:

@@ -17,12 +17,20 @@ import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import aiohttp
 from torch import Tensor
 
-from atoll.core.protocol import Contribution, Envelope, LearnerEvent
+from atoll.core.protocol import (
+    Contribution,
+    DialFailed,
+    Envelope,
+    LinkClosed,
+    LinkMeasured,
+    LinkOpened,
+    MessageArrived,
+)
 from atoll.core.types import FragmentId, RoundId, Version
 from atoll.tensors.codecs import codec
 from atoll.tensors.settings import Numerics
@@ -74,20 +82,19 @@ class LinkClosedError(OSError):
     """The link of a transfer has ended before it."""
 
 
-class LearnerLink:
-    """`on_message`, `on_opened`, `on_closed` and `on_failed` are called in the loop, in the order of what happened."""
+LinkEvent: TypeAlias = LinkOpened | LinkClosed | DialFailed | MessageArrived | LinkMeasured
 
+
+class LinkOwner(Protocol):
+    def handle_link_event(self, event: LinkEvent) -> None:
+        """Handle an event of the link, in the loop. Events come in the order in which they happened."""
+
+
+class LearnerLink:
     def __init__(
-        self,
-        address: str,
-        token: str | None,
-        log: logging.Logger,
-        on_message: Callable[[Envelope], None],
-        on_opened: Callable[[int], None],
-        on_closed: Callable[[int, str], None],
-        on_failed: Callable[[str], None],
-        tls: ClientTls | None = None,
+        self, address: str, token: str | None, log: logging.Logger, owner: LinkOwner, tls: ClientTls | None = None
     ) -> None:
+        self.owner = owner
         self.address = address  # all of them, as they were given
         self._addresses = tuple(address.split(","))
         self._place = 0  # of the one that is asked
@@ -95,10 +102,6 @@ class LearnerLink:
         self.bytes_down = 0
         self.log = log
         self._headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
-        self._on_message = on_message
-        self._on_opened = on_opened
-        self._on_closed = on_closed
-        self._on_failed = on_failed
         self._session: aiohttp.ClientSession | None = None
         self._connection: WebSocketConnection | None = None  # of the newest link, until it is hung up
         self._closed = asyncio.Event()  # of the newest link
@@ -123,7 +126,7 @@ class LearnerLink:
 
     def url(self, path: str, at: str | None = None) -> str:
         """At the syncer, or at this address of one of its shards."""
-        return f"http{'s' if self._tls is not None else ''}://{at or self._addresses[self._place]}{path}"
+        return f"http{'s' if self._tls is not None else ''}://{at or self.asked}{path}"
 
     @property
     def has_token(self) -> bool:
@@ -133,13 +136,6 @@ class LearnerLink:
     def asked(self) -> str:
         """The address that is asked now."""
         return self._addresses[self._place]
-
-    def count(self, way: str, size: int) -> None:
-        """Bytes that other ranks of this island have moved."""
-        if way == "up":
-            self.bytes_up += size
-        else:
-            self.bytes_down += size
 
     def turn(self) -> None:
         """Nobody answers here: the next address is asked, where there is one. Another syncer may have taken over."""
@@ -179,18 +175,21 @@ class LearnerLink:
         connection = self._connection = WebSocketConnection(socket)
         reading = asyncio.ensure_future(self._read(connection))
         try:
-            self._on_opened(number)
+            self.owner.handle_link_event(LinkOpened(number))
             await asyncio.wait((reading, connection.task), return_when=asyncio.FIRST_COMPLETED)
             broken = f"the connection broke: {why(connection.error)}" if connection.error is not None else ""
         finally:
             connection.cancel()
             if self._connection is connection:
                 self._connection = None
-            await _close(socket)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSING_S):
+                    await socket.close()
             await asyncio.wait((reading,), timeout=CLOSING_S)
             closed.set()
             reading.cancel()
-        self._on_closed(number, broken or (reading.result() if reading.done() else "it was given up"))
+        why_closed = broken or (reading.result() if reading.done() else "it was given up")
+        self.owner.handle_link_event(LinkClosed(number, why_closed))
 
     async def while_open(self, transfer: Coroutine[Any, Any, T]) -> T:
         """A transfer that ends with the link to which it belongs: nobody wants what comes later.
@@ -224,7 +223,7 @@ class LearnerLink:
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 problem = why(error)
             self.turn()
-        self._on_failed(problem)
+        self.owner.handle_link_event(DialFailed(problem))
         return None
 
     async def _read(self, connection: WebSocketConnection) -> str:
@@ -232,7 +231,7 @@ class LearnerLink:
         try:
             async for data in connection.messages():
                 if isinstance(data, bytes):
-                    self._on_message(decode_message(data, "syncer"))
+                    self.owner.handle_link_event(MessageArrived(decode_message(data, "syncer")))
         except WireError as error:
             return f"what the syncer sent cannot be read: {error}"
         return connection.ended
@@ -360,13 +359,6 @@ def why(error: BaseException | None) -> str:
     return str(error) or type(error).__name__
 
 
-async def _close(socket: aiohttp.ClientWebSocketResponse) -> None:
-    """Politely, but not for long."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(CLOSING_S):
-            await socket.close()
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # Payloads that are never in one place: the ranks of an island show them to their leader piece by piece
 #
@@ -489,12 +481,11 @@ class LearnerBulk:
         self.down = Direction(bytes_per_s, "down", streams)
         self._meters: dict[str, LinkMeter] = {}  # of the ways whose codec is not named
 
-    def tell_of(self, tell: Callable[[LearnerEvent], None], numerics: Numerics, largest: int) -> None:
-        """What is measured here is told from now on. `largest`: values of the largest fragment."""
-        self._meters = {}
-        for direction, wish in ((self.up, numerics.up), (self.down, numerics.down)):
-            if wish == "auto":
-                self._meters[direction.way] = LinkMeter(direction, largest, tell)
+    def attach_meters(self, numerics: Numerics, largest: int) -> None:
+        """Measure the ways whose codec is not named. `largest`: values of the largest fragment."""
+        ways = ((self.up, numerics.up), (self.down, numerics.down))
+        measured = [direction for direction, wish in ways if wish == "auto"]
+        self._meters = {each.way: LinkMeter(each, largest, self._link.owner.handle_link_event) for each in measured}
 
     def share_rate(self, ranks: int) -> None:
         """So many processes send and fetch over what was given to one."""
@@ -606,11 +597,8 @@ class LearnerBulk:
             under_way.is_stale = True
             raise ConnectionError("the syncer serves other bytes of this version now")
 
-    def give_back(self, fetched: FetchedFragment) -> None:
-        """Its bytes were decoded; their memory is used again."""
-        self._buffers.give(fetched.data)
-
-    def give_back_bytes(self, data: Tensor) -> None:
+    def give_back(self, data: Tensor) -> None:
+        """The bytes were decoded; their memory is used again."""
         self._buffers.give(data)
 
     def forget_places(self) -> None:
@@ -632,7 +620,7 @@ class LearnerBulk:
                     await self.put("/v1/contribution", Kind.CONTRIBUTION, codec, header, view, place)
             else:
                 with self.measured("up", lambda: growing.size):
-                    await self._contribute_slices(codec, envelope, body, header, growing, place)
+                    await self._contribute_slices(codec, header, envelope, body.round, growing, place)
         except (aiohttp.ClientError, OSError):
             self._places = []
             raise
@@ -640,18 +628,20 @@ class LearnerBulk:
     async def _contribute_slices(
         self,
         codec: int,
-        envelope: Envelope,
-        body: Contribution,
         header: bytes,
+        envelope: Envelope,
+        round_id: RoundId,
         growing: StreamingBuffer,
         place: str | None,
     ) -> None:
-        is_new = self._begun.get(body.round.fragment) != body.round
-        self._begun[body.round.fragment] = body.round
+        is_new = self._begun.get(round_id.fragment) != round_id
+        self._begun[round_id.fragment] = round_id
+        sender = envelope.learner, envelope.incarnation, envelope.session
 
         async def move(begin: int, end: int) -> None:
             assert growing.data is not None
-            await self._put_slice(envelope, as_bytes(growing.data), begin, end, place)
+            view, about = as_bytes(growing.data), SliceHeader(*sender, round_id, begin, growing.size)
+            await self.put("/v1/slice", Kind.SLICE, 0, about.encode(), view[begin:end], place)
 
         for attempt in range(TRIES):
             try:
@@ -680,13 +670,6 @@ class LearnerBulk:
             return Spans((int(begin), int(end)) for begin, end in told["missing"]) if told is not None else Spans()
         except (KeyError, TypeError, ValueError):
             raise WireError("what the syncer misses cannot be read", "type") from None
-
-    async def _put_slice(self, envelope: Envelope, view: memoryview, begin: int, end: int, place: str | None) -> None:
-        body = envelope.body
-        assert isinstance(body, Contribution)
-        learner, incarnation, session = envelope.learner, envelope.incarnation, envelope.session
-        header = SliceHeader(learner, incarnation, session, body.round, begin, view.nbytes)
-        await self.put("/v1/slice", Kind.SLICE, 0, header.encode(), view[begin:end], place)
 
     async def put(
         self, path: str, kind: Kind, codec: int, header: bytes, view: memoryview, place: str | None = None

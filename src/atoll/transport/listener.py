@@ -18,6 +18,7 @@ import socket
 import ssl
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from atoll.transport.auth import HEADER, Access, Rejection
@@ -142,7 +143,9 @@ class Listener:
                 self._admit(self._speaking, key, self._silent.pop(key))
                 transport = await self._led_in(sock, first, key[1][0])
                 while transport is not None and not proved.is_set() and not transport.is_closing():
-                    await _within(LOOK_EVERY_S, proved)
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(LOOK_EVERY_S):
+                            await proved.wait()
         except TimeoutError:
             self._access.reject(TOO_SLOW, key[1][0], "a connection")
         except (ConnectionError, OSError):
@@ -204,6 +207,37 @@ class Listener:
         await _last_words(sock, b"" if turned is NO_HELLO else said)
 
 
+def bound(host: str, port: int, listens: bool = False) -> socket.socket:
+    """Return a socket that is bound to this address.
+
+    `listens`: reserve the port at once. Two sockets with SO_REUSEADDR may be bound to one port until one of them
+    listens.
+    """
+    if not 0 <= port <= 65535:
+        raise ValueError(f"{port} is not a port; give a number from 0 to 65535 (0: a free port)")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ValueError(f"cannot listen on {host}: {error.strerror}; give another --host") from None
+    family, kind, _, _, where = found[0]
+    sock = socket.socket(family, kind)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(where)
+        if listens:
+            sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}; give another --port") from None
+    return sock
+
+
+def written(sock: socket.socket) -> str:
+    """Where it listens, as an address is written."""
+    host, port = sock.getsockname()[:2]
+    return f"[{host}]:{port}" if sock.family is socket.AF_INET6 else f"{host}:{port}"
+
+
 def _key(transport: asyncio.BaseTransport) -> Key:
     return transport.get_extra_info("sockname"), transport.get_extra_info("peername")
 
@@ -246,12 +280,4 @@ async def _last_words(sock: socket.socket, said: bytes) -> None:
             while await loop.sock_recv(sock, 65536):
                 pass
     except (OSError, TimeoutError):
-        return
-
-
-async def _within(wait_s: float, event: asyncio.Event) -> None:
-    try:
-        async with asyncio.timeout(wait_s):
-            await event.wait()
-    except TimeoutError:
         return

@@ -36,9 +36,6 @@ class KeyFiles(NamedTuple):
     authority: Path | None = None
     revoked: Path | None = None
 
-    def stamp(self) -> Stamp:
-        return stamp_of(self)
-
 
 def stamp_of(paths: tuple[Path | None, ...]) -> Stamp:
     """Other than before when one of these files is another one, or is there or gone."""
@@ -119,7 +116,7 @@ class ServerTls:
 
     def __init__(self, files: KeyFiles) -> None:
         self.files = files
-        self._stamp = files.stamp()
+        self._stamp = stamp_of(files)
         self._refused: Stamp = ()  # of files that could not be used
         self._reload_at = float("inf")  # when an authority expires
         self.revoked: frozenset[str] = frozenset()
@@ -131,7 +128,7 @@ class ServerTls:
 
     def look(self) -> str | None:
         """What has happened to the files since the last look; None: nothing. What cannot be used is not."""
-        stamp = self.files.stamp()
+        stamp = stamp_of(self.files)
         if stamp == self._stamp and time.time() < self._reload_at:
             return None
         try:

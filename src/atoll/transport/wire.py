@@ -72,8 +72,15 @@ class Kind(IntEnum):
     SLICE = 5
 
 
+STATE_BYTES_PER_PARAMETER = 64
 ENCODED_KINDS = frozenset({Kind.CONTRIBUTION, Kind.FRAGMENT})
 """Kinds whose payload may have a codec. All others say 0."""
+
+
+def max_state_bytes(parameters: int) -> int:
+    """Return the bound on inner state of a model of so many parameters, in bytes of an `INNER_STATE` payload."""
+    return STATE_BYTES_PER_PARAMETER * parameters + 2**24
+
 
 # --------------------------------------------------------------------------------------------------------------------
 # Control messages
@@ -354,6 +361,11 @@ class FrameParser:
         self._hash = xxh3_128()
         self._rest = b""
         self._wrong: WireError | None = None
+
+    @property
+    def accepted_bytes(self) -> int:
+        """Return the size of the payload; 0 before `accept` has returned memory for it."""
+        return self._payload.nbytes
 
     @property
     def rest(self) -> bytes:

@@ -1,7 +1,7 @@
 """The shards of a run, seen from its syncer: processes that hold fragments, merge them and serve them.
 
 Fragment p belongs to shard p % n. The syncer decides, as it would alone; for the fragments it has no tensors, but sends
-its effects to their shard and hears the events from there (`shard_words`). A shard that is away stops its fragments and
+its effects to their shard and hears the events from there (`messages`). A shard that is away stops its fragments and
 nothing else; whoever holds the newest durable versions of them may come in its place.
 """
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from aiohttp import WSCloseCode, web
@@ -32,6 +33,7 @@ from atoll.core.protocol import (
 )
 from atoll.core.types import FragmentId, Version
 from atoll.store.run_settings import RunSettings
+from atoll.syncer.fragment_endpoints import stream
 from atoll.syncer.shards.messages import (
     MOST_WORD_BYTES,
     Forget,
@@ -39,11 +41,9 @@ from atoll.syncer.shards.messages import (
     GoBack,
     HeadHello,
     HeldHere,
-    HoldCut,
     Holds,
     KeepVersion,
     LetGo,
-    LetGoCut,
     Merged,
     OpenLinks,
     ShardHello,
@@ -57,7 +57,6 @@ from atoll.tensors.plan import FragmentPlan, digest_of
 from atoll.transport.websocket import WebSocketConnection
 from atoll.transport.wire import (
     FragmentHeader,
-    FrameHead,
     FrameParser,
     Kind,
     WireError,
@@ -84,34 +83,29 @@ class ShardsMissing(Exception):  # noqa: N818 - a state of things, which passes
     """A run is founded when all its shards are there, and so is its model gathered."""
 
 
-def _into(value: Tensor, head: FrameHead, header: bytes) -> memoryview:
-    return as_bytes(value)
-
-
-class RemoteFragment:
+class RemoteFragment(NamedTuple):
     """In place of a `SyncerFragment`, for links that tell learners of versions."""
 
-    def __init__(self, shards: ShardCoordinator, p: FragmentId) -> None:
-        self._shards = shards
-        self._p = p
+    shards: ShardCoordinator
+    p: FragmentId
 
     def hold(self, version: Version) -> RemoteFragment | None:
-        self._shards.post(self._p, KeepVersion(self._p, version))
+        self.shards.post(self.p, KeepVersion(self.p, version))
         return self
 
     def release(self, version: Version) -> None:
-        self._shards.post(self._p, LetGo(self._p, version))
+        self.shards.post(self.p, LetGo(self.p, version))
 
 
+@dataclass(slots=True, eq=False)
 class ShardLink:
     """One connection of one shard."""
 
-    def __init__(self, hello: ShardHello, connection: WebSocketConnection) -> None:
-        self.number = hello.shard
-        self.address = hello.address
-        self.held: dict[FragmentId, HeldHere] = {}
-        self.traffic = Traffic(0, 0)
-        self.connection = connection
+    number: int
+    address: str
+    connection: WebSocketConnection
+    held: dict[FragmentId, HeldHere] = field(default_factory=dict)
+    traffic: Traffic = field(default_factory=partial(Traffic, 0, 0))
 
     def post(self, said: FromHead) -> None:
         self.connection.post(word(said))
@@ -176,8 +170,7 @@ class ShardCoordinator:
 
     def founded(self) -> None:
         """The syncer has its own record: from here on what the shards hold is of this run."""
-        for link in self.links.values():
-            link.post(self._head())
+        self.post_all(self._head())
 
     def _hold_all(self, fragments: int) -> bool:
         return {p for link in self.links.values() for p in link.held} == set(range(fragments))
@@ -196,15 +189,7 @@ class ShardCoordinator:
             raise web.HTTPNotFound
         header = encode_header({"fragment": int(request.match_info["fragment"])})
         head = await asyncio.to_thread(frame_head, Kind.MODEL, 0, header, value)
-        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
-        view = as_bytes(value)
-        response.content_length = len(head) + len(header) + view.nbytes
-        await response.prepare(request)
-        await response.write(head + header)
-        for begin in range(0, view.nbytes, 2**20):
-            await response.write(view[begin : begin + 2**20])
-        await response.write_eof()
-        return response
+        return await stream(request, head + header, as_bytes(value))
 
     async def values(self, plan: FragmentPlan, versions: dict[FragmentId, Version]) -> dict[FragmentId, Tensor]:
         """These versions, from the shards that hold them. Raises `ShardsMissing`."""
@@ -219,7 +204,7 @@ class ShardCoordinator:
         async with self.syncer.access.client() as session:
             for p, version in versions.items():
                 value = torch.empty(plan.numel(p))
-                parser = FrameParser(Kind.FRAGMENT, partial(_into, value))
+                parser = FrameParser(Kind.FRAGMENT, partial(lambda into, head, header: into, as_bytes(value)))
                 url = f"{self.syncer.access.scheme}://{self.links[p % self.count].address}/v1/fragment/{p}/{version}"
                 async with session.get(url, params={"base": "whole"}) as answer:
                     answer.raise_for_status()
@@ -271,7 +256,7 @@ class ShardCoordinator:
         older = self._greeted.get(hello.shard)
         if older is not None:
             older.close(SAME)
-        link = ShardLink(hello, connection)
+        link = ShardLink(hello.shard, hello.address, connection)
         link.post(self._head())
         self._greeted[hello.shard] = link
         return link
@@ -364,7 +349,7 @@ class ShardCoordinator:
         body = said.envelope.body
         if type(body) is not Contribution or body.round.fragment % self.count != link.number:
             raise WireError("a shard tells of contributions to its own fragments", "type")
-        if not self.syncer.tell_arrived(said):
+        if not any(type(effect) is Accumulate for effect in self.syncer.tell(said)):  # the core does not accept it
             link.post(Forget(said.envelope.learner, said.envelope.incarnation, body.round))
 
     async def _gone(self, link: ShardLink, why: str) -> None:
@@ -402,15 +387,11 @@ class ShardCoordinator:
         if link is not None:
             link.post(said)
 
+    def post_all(self, said: FromHead) -> None:
+        for link in self.links.values():
+            link.post(said)
+
     # ---------------------------------------------------------------------------------------------------- snapshots
-
-    def hold(self, snapshot: int, versions: tuple[Version, ...]) -> None:
-        for link in self.links.values():
-            link.post(HoldCut(snapshot, versions))
-
-    def let_go(self, snapshot: int) -> None:
-        for link in self.links.values():
-            link.post(LetGoCut(snapshot))
 
     def _save_snapshot(self, record: SnapshotRecord) -> None:
         """Every shard makes its versions durable under the snapshot's name, and then the syncer its record: that one
@@ -419,8 +400,7 @@ class ShardCoordinator:
         if len(self.links) < self.count:
             self._give_up_snapshot(self._missing())
             return
-        for link in self.links.values():
-            link.post(Persist(record))
+        self.post_all(Persist(record))
 
     def _part_saved(self, shard: int, said: Persisted | PersistFailed) -> None:
         if self._saving is None or self._saving[0].key() != said.key:
@@ -446,9 +426,7 @@ class ShardCoordinator:
                 self.syncer.tell(ShardLost(self.of(shard), "it went away while the run began"))
 
     def links_changed(self) -> None:
-        said = self._open_links()
-        for link in self.links.values():
-            link.post(said)
+        self.post_all(self._open_links())
 
     def _open_links(self) -> OpenLinks:
         return OpenLinks(tuple(sorted(self.syncer.links)))

@@ -7,11 +7,9 @@ was not durable when a link to the syncer broke is forgotten, on both sides: the
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
-import signal
-import time
+import socket
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -33,13 +31,12 @@ from atoll.core.protocol import (
     SyncerEvent,
 )
 from atoll.core.types import FragmentId, Incarnation, LearnerId, RoundId, Version
-from atoll.logs import Named
-from atoll.store.fencing import HEARTBEAT_INTERVAL_S
+from atoll.logs import Named, RepeatLimit
 from atoll.store.run_settings import RunSettings
-from atoll.store.version_store import Fenced, Store, StoreDamaged
+from atoll.store.version_store import Fenced, Store
 from atoll.syncer.fragment_endpoints import Bulk, MemoryGate, guard_of
 from atoll.syncer.fragment_executor import FragmentExecutor, Payload
-from atoll.syncer.main import Superseded, bound, first, stop_on_signals, written
+from atoll.syncer.main import Superseded, first, http_server
 from atoll.syncer.process import RECEIVING_BYTES, LinkKey
 from atoll.syncer.shards.messages import (
     MOST_WORD_BYTES,
@@ -64,10 +61,9 @@ from atoll.syncer.shards.messages import (
 from atoll.tensors.plan import FragmentPlan
 from atoll.tensors.syncer_fragment import SyncerFragment
 from atoll.transport.auth import Access, check_access
-from atoll.transport.buffers import READ_BYTES
 from atoll.transport.endpoint import Endpoint
 from atoll.transport.http_client import why
-from atoll.transport.listener import Listener
+from atoll.transport.listener import bound, written
 from atoll.transport.tls import ClientTls, KeyFiles, ServerTls
 from atoll.transport.websocket import WebSocketConnection
 from atoll.transport.wire import MOST_MESSAGE_BYTES, FrameHead, FrameParser, Kind, WireError, as_bytes, decode_header
@@ -114,7 +110,7 @@ class ShardProcess:
         self.over = asyncio.Event()  # another process has the directory
         self.superseded = ""
         self.store = Store.open(directory / "store")
-        self.keeper = FragmentExecutor(self.store, self.log, self._tell, self._on_durable, self._fenced)
+        self.keeper = FragmentExecutor(self.store, self)
         kept = self.store.settings()
         self.settings = RunSettings.from_json(kept) if kept is not None else RunSettings()
         self._syncers = tuple(syncer.split(","))
@@ -127,7 +123,7 @@ class ShardProcess:
         self._connection: WebSocketConnection | None = None
         self._arrived: dict[Arrived, Payload] = {}  # told of, and not yet answered
         self._kept: Counter[tuple[FragmentId, Version]] = Counter()
-        self._complained_at = float("-inf")
+        self._complaints = RepeatLimit(SAY_EVERY_S)
 
     @property
     def plan(self) -> FragmentPlan | None:
@@ -159,7 +155,7 @@ class ShardProcess:
             except (aiohttp.ClientError, OSError, TimeoutError, WireError, KeysUnusable) as wrong:
                 self._complain(why(wrong))
             except Fenced as fenced:
-                self._fenced(fenced)
+                self.note_fenced(fenced)
                 return
             finally:
                 self._forget_link()
@@ -196,9 +192,7 @@ class ShardProcess:
         return f"http{'s' if self._client_tls is not None else ''}://{self._syncers[self._place]}{path}"
 
     def _complain(self, problem: str) -> None:
-        now = time.monotonic()
-        if now - self._complained_at >= SAY_EVERY_S:
-            self._complained_at = now
+        if self._complaints.left_out("no syncer") is not None:
             self.log.warning("no syncer at %s (%s); dialling again and again", ",".join(self._syncers), problem)
 
     def _forget_link(self) -> None:
@@ -328,36 +322,33 @@ class ShardProcess:
     # ---------------------------------------------------------------------------------------------------- telling
 
     def tell(self, event: SyncerEvent, payload: Payload | None = None) -> None:
-        """A contribution has arrived. Its values wait here for what the syncer says."""
-        assert isinstance(event, MessageArrived) and isinstance(event.envelope.body, Contribution)
+        """Pass an event on to the syncer. The values of a contribution wait here for its decision."""
         if self._connection is None:
             return
-        envelope, round_id = event.envelope, event.envelope.body.round
-        key = (envelope.learner, envelope.incarnation, round_id)
         if payload is not None:
+            assert isinstance(event, MessageArrived) and isinstance(event.envelope.body, Contribution)
+            envelope, round_id = event.envelope, event.envelope.body.round
+            key = (envelope.learner, envelope.incarnation, round_id)
             for old in [k for k in self._arrived if (k[0], k[2].fragment) == (key[0], round_id.fragment)]:
                 self._drop(old)
             payload.is_taken = True
             self._arrived[key] = payload
-        self._post(event)
+        self._post(event)  # type: ignore[arg-type]
 
     def _drop(self, key: Arrived) -> None:
         payload = self._arrived.pop(key, None)
         if payload is not None:
             payload.give_back()
 
-    def _tell(self, event: SyncerEvent) -> None:
-        self._post(event)  # type: ignore[arg-type]
-
     def _post(self, said: FromShard) -> None:
         if self._connection is not None:
             self._connection.post(word(said))
 
-    def _on_durable(self, held: SyncerFragment) -> None:
-        if held.stats is not None:
-            self._post(Merged(held.id, held.served.version, held.stats))
+    def note_durable(self, fragment: SyncerFragment) -> None:
+        if fragment.stats is not None:
+            self._post(Merged(fragment.id, fragment.served.version, fragment.stats))
 
-    def _fenced(self, fenced: Fenced) -> None:
+    def note_fenced(self, fenced: Fenced) -> None:
         self.superseded = str(fenced)
         self.over.set()
 
@@ -365,21 +356,6 @@ class ShardProcess:
         while True:
             await asyncio.sleep(TRAFFIC_EVERY_S)
             self._post(Traffic(self.bytes_up, self.bytes_down))
-
-    async def watch_fence(self) -> None:
-        while True:
-            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
-            try:
-                await asyncio.to_thread(self.store.beat)
-            except Fenced as fenced:
-                self._fenced(fenced)
-                return
-            except (OSError, StoreDamaged) as wrong:
-                self.log.warning("the store cannot be read or written: %s", wrong)
-
-    async def stop(self) -> None:
-        await self.keeper.stop()
-        self.store.close()
 
 
 def build_shard_app(shard: ShardProcess) -> tuple[web.Application, Bulk]:
@@ -410,7 +386,8 @@ def serve_shard(
         raise ValueError(f"shard {shard} of {shards}; they are numbered from 0")
     tls = ServerTls(keys) if keys is not None else None
     check_access(host, token, tls, plain_text)
-    asyncio.run(_serve(directory, shard, shards, head, host, port, token, advertise, on_ready, tls))
+    sock = bound(host, port)  # before the directory is created: a port in use must not leave one behind
+    asyncio.run(_serve(directory, shard, shards, head, sock, token, advertise, on_ready, tls))
 
 
 async def _serve(
@@ -418,57 +395,40 @@ async def _serve(
     number: int,
     shards: int,
     head: Endpoint,
-    host: str,
-    port: int,
+    sock: socket.socket,
     token: str | None,
     advertise: str | None,
     on_ready: Callable[[str], None] | None,
     tls: ServerTls | None,
 ) -> None:
-    stopped = asyncio.Event()
-    sock = bound(host, port)  # before the directory is created: a port in use must not leave one behind
     try:
         shard = ShardProcess(directory, number, shards, head.addresses, token=token, tls=tls, client_tls=head.tls)
     except BaseException:
         sock.close()
         raise
-    unheard = logging.getLogger("atoll.shard.http")
-    unheard.setLevel(logging.CRITICAL)  # of aiohttp, as in `serving`
-    app, bulk = build_shard_app(shard)
-    runner = web.AppRunner(app, access_log=None, logger=unheard, shutdown_timeout=2.0, read_bufsize=READ_BYTES)
-    signals = stop_on_signals(stopped)
-    listener: Listener | None = None
     tasks: list[asyncio.Task[None]] = []
-    try:
-        await shard.start()
-        await runner.setup()
-        assert runner.server is not None
-        listener = Listener(sock, runner.server, shard.access)
-        shard.on_proved = listener.proved
-        listener.start()
-        shard.address = advertise or written(sock)
-        shard.log.info("listening on %s", shard.address)
-        if on_ready is not None:
-            on_ready(shard.address)
-        loop = asyncio.get_running_loop()
-        tasks = [loop.create_task(shard.run()), loop.create_task(shard.watch_fence())]
-        if tls is not None:
-            tasks.append(loop.create_task(shard.access.watch(tuple)))
-        await first(stopped.wait(), shard.over.wait(), tasks[0])
-        if tasks[0].done() and not tasks[0].cancelled():
-            tasks[0].result()  # our bug
-        if shard.superseded:
-            raise Superseded(shard.superseded)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        bulk.arrivals.close()
-        await shard.stop()
-        if listener is not None:
-            await listener.stop()
-        sock.close()
-        await runner.cleanup()
-        for each, handler in signals.items():
-            with contextlib.suppress(ValueError):
-                signal.signal(each, handler)
+    app, bulk = build_shard_app(shard)
+    async with http_server(shard, app, sock) as (listener, stopped):
+        try:
+            await shard.start()
+            listener.start()
+            shard.address = advertise or written(sock)
+            shard.log.info("listening on %s", shard.address)
+            if on_ready is not None:
+                on_ready(shard.address)
+            loop = asyncio.get_running_loop()
+            tasks = [loop.create_task(shard.run()), loop.create_task(shard.keeper.watch_fence())]
+            if tls is not None:
+                tasks.append(loop.create_task(shard.access.watch(tuple)))
+            await first(stopped.wait(), shard.over.wait(), tasks[0])
+            if tasks[0].done() and not tasks[0].cancelled():
+                tasks[0].result()  # our bug
+            if shard.superseded:
+                raise Superseded(shard.superseded)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            bulk.arrivals.close()
+            await shard.keeper.stop()
+            shard.store.close()
